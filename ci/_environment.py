@@ -1,0 +1,265 @@
+"""The virtual environment that every command of ci/ runs in: made once, reused in a moment.
+
+Why a lock: each command holds `.venv.lock` shared for as long as it runs (the program it becomes inherits the
+lock), and whoever must change the environment takes it alone. So two commands at once never build twice, and
+no environment is pulled from under a running test.
+
+Why a stamp: it is written last, so an environment without one was left half-made and is made anew. One whose
+interpreter or torch differs is made anew too; one that merely lacks packages, or was made before the
+dependencies in pyproject.toml changed, is brought up to date in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # before 3.11; `enter` says so in words
+    tomllib = None
+
+OLDEST, NEWEST = (3, 11), (3, 13)
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "tandem-stamp.json"
+LOCK = ROOT / ".venv.lock"
+
+CPU_INDEX = os.environ.get("TANDEM_TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
+INDEX_DEADLINE_S = 5  # to connect, not to download
+BIG_DOWNLOAD_MB = 5.0
+PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", "--no-color"]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def become(extras: Iterable[str], *command: str) -> NoReturn:
+    """Make the environment ready and replace this process by `command`, a program in it."""
+    environ = enter(extras)
+    os.chdir(ROOT)
+    sys.stdout.flush()
+    os.execve(VENV / "bin" / command[0], list(command), environ)
+
+
+def enter(extras: Iterable[str]) -> dict[str, str]:
+    """Make the environment ready with these extras of pyproject.toml; return its programs' variables."""
+    _require_python()
+    wanted = {"root": str(ROOT), "python": sys.version, "torch": _torch_build(), "dependencies": _digest()}
+    missing = set(extras)
+    lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    os.set_inheritable(lock, True)
+    _wait_for(lock, fcntl.LOCK_SH)
+    while not _is_ready(stamp := _read_stamp(), wanted, missing):
+        # A shared lock cannot be turned into an exclusive one in a single step: look again once it is ours.
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        _wait_for(lock, fcntl.LOCK_EX)
+        if not _is_ready(stamp := _read_stamp(), wanted, missing):
+            _build(wanted, stamp, missing)
+        _wait_for(lock, fcntl.LOCK_SH)
+    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "__PYVENV_LAUNCHER__")}
+    return environ | {
+        "VIRTUAL_ENV": str(VENV),
+        "PATH": f"{VENV / 'bin'}{os.pathsep}{environ.get('PATH', '')}",
+    }
+
+
+def _require_python() -> None:
+    if not OLDEST <= sys.version_info[:2] <= NEWEST:
+        sys.exit(
+            f"Tandem needs Python 3.11, 3.12 or 3.13, and this is {sys.version.split()[0]}; "
+            f"start the command with another one, for example: python3.12 {sys.argv[0]}"
+        )
+
+
+def _wait_for(lock: int, kind: int) -> None:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        others = "another command sets it up" if kind == fcntl.LOCK_SH else "commands that run in it end"
+        say(f".venv: waiting until {others} (lock: {LOCK.name})")
+        fcntl.flock(lock, kind)
+
+
+# What is there, and what ought to be
+
+
+def _is_ready(stamp: dict[str, Any] | None, wanted: dict[str, str], extras: set[str]) -> bool:
+    return (
+        stamp is not None
+        and _same(stamp, wanted, *wanted)
+        and extras <= set(stamp["extras"])
+        and PYTHON.exists()
+    )
+
+
+def _same(stamp: dict[str, Any], wanted: dict[str, str], *keys: str) -> bool:
+    return all(stamp[key] == wanted[key] for key in keys)
+
+
+def _read_stamp() -> dict[str, Any] | None:
+    try:
+        return json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def _digest() -> str:
+    """Of the tables of pyproject.toml that decide what is installed; lint rules change without a rebuild."""
+    project = _project()
+    tables = [project["build-system"], project["project"], project["tool"]["tandem"]]
+    return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()
+
+
+def _torch_build() -> str:
+    return f"{_project()['tool']['tandem']['torch']} {'for CUDA' if _has_nvidia_driver() else 'for the CPU'}"
+
+
+def _has_nvidia_driver() -> bool:
+    try:
+        return (
+            subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=30, check=False).returncode == 0
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+# Making it
+
+
+def _build(wanted: dict[str, str], stamp: dict[str, Any] | None, extras: set[str]) -> None:
+    began = time.monotonic()
+    if stamp is not None and PYTHON.exists() and _same(stamp, wanted, "root", "python", "torch"):
+        extras = extras | set(stamp["extras"])
+        say(f".venv: bringing it up to date ({', '.join(sorted(extras))})")
+        STAMP.unlink()
+    else:
+        _make_anew(stamp)
+        _install_torch(wanted["torch"])
+    say(f".venv: installing the extras {', '.join(sorted(extras))}")
+    pin = f"torch=={_project()['tool']['tandem']['torch']}"
+    if _pip_install("-e", f"{ROOT}[{','.join(sorted(extras))}]", pin):
+        sys.exit("ci: pip could not install the packages above; there is no environment to run in")
+    STAMP.write_text(json.dumps(wanted | {"extras": sorted(extras)}, indent=1))
+    took_s = time.monotonic() - began
+    say(f".venv: ready in {took_s:.0f} s, torch {_installed_torch()}, {_size_mb()} MB on disk")
+
+
+def _make_anew(stamp: dict[str, Any] | None) -> None:
+    if VENV.exists():
+        say(
+            ".venv: was left half-made, starting afresh"
+            if stamp is None
+            else ".venv: is for another set-up, starting afresh"
+        )
+        STAMP.unlink(missing_ok=True)
+        shutil.rmtree(VENV)
+    if importlib.util.find_spec("ensurepip") is None:
+        sys.exit(
+            "this Python has no ensurepip; install it first (on Debian and Ubuntu: apt install python3-venv)"
+        )
+    say(f".venv: making it with Python {sys.version.split()[0]}")
+    base = getattr(
+        sys, "_base_executable", sys.executable
+    )  # not the interpreter of a .venv that was just deleted
+    subprocess.run([base, "-m", "venv", VENV], check=True)
+
+
+def _install_torch(build: str) -> None:
+    version, kind = build.split(" ", 1)
+    if kind == "for the CPU":
+        say(f".venv: no NVIDIA driver here, asking {CPU_INDEX} for the CPU build of torch {version}")
+        if _answers(CPU_INDEX) and not _pip_install(
+            "--index-url", CPU_INDEX, f"torch=={version}", quiet=True
+        ):
+            return
+        say(
+            f".venv: not to be had there; taking the plain torch {version} (it may bring CUDA's libraries,"
+            " several GB; TANDEM_TORCH_INDEX names another index)"
+        )
+    else:
+        say(f".venv: NVIDIA driver found, installing the plain torch {version}")
+    if _pip_install(f"torch=={version}"):
+        sys.exit(f"ci: pip could not install torch {version}; see its message above")
+
+
+def _answers(index: str) -> bool:
+    """Whether something answers there within seconds; pip itself would try for minutes."""
+    if not index.startswith(("http://", "https://")):
+        return True
+    try:
+        urllib.request.urlopen(
+            urllib.request.Request(f"{index.rstrip('/')}/torch/", method="HEAD"), timeout=INDEX_DEADLINE_S
+        )
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError) as error:
+        # pip brings certificates of its own: a certificate this interpreter cannot check is still an answer.
+        return "CERTIFICATE" in str(error)
+    return True
+
+
+def _pip_install(*arguments: str, quiet: bool = False) -> int:
+    """Run pip, telling its big downloads and its last step as they happen, and everything if it fails."""
+    command = [*PIP, "install", "--progress-bar", "off", *arguments]
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            lines.append(line)
+            if told := _worth_telling(line.strip()):
+                say(f"       {told}")
+    if pip.returncode and not quiet:
+        sys.stderr.writelines(lines)
+    return pip.returncode
+
+
+def _worth_telling(line: str) -> str | None:
+    if download := re.match(r"Downloading (?:\S*/)?([^/ ]+) \(([\d.]+) ([MG])B\)", line):
+        name, size, unit = download.groups()
+        return (
+            f"downloading {name}, {size} {unit}B"
+            if float(size) * (1000 if unit == "G" else 1) > BIG_DOWNLOAD_MB
+            else None
+        )
+    if line.startswith("Installing collected packages:"):
+        return f"installing {line.count(',') + 1} packages"
+    return None
+
+
+def _installed_torch() -> str:
+    code = "import importlib.metadata as m; print(m.version('torch'))"
+    return subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _size_mb() -> int:
+    return sum(size for size in _file_sizes(VENV)) // 1_000_000
+
+
+def _file_sizes(folder: Path) -> Iterator[int]:
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield os.lstat(os.path.join(path, name)).st_size
