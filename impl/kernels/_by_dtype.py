@@ -1,0 +1,18 @@
+"""Lists of one dtype each: what torch's multi-tensor operators take."""
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Lists of one dtype each, in the order torch's own modules walk them: sums then agree bit by bit."""
+    groups = _group_tensors_by_device_and_dtype([list(tensors)])
+    return [cast("list[Tensor]", same_dtype) for [same_dtype], _ in groups.values()]
+
+
+def takes_foreach(same_dtype: list[Tensor]) -> bool:
+    """Whether torch would hand this list to a `_foreach` operator rather than loop over it."""
+    return _has_foreach_support(same_dtype, same_dtype[0].device)

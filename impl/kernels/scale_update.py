@@ -1,0 +1,46 @@
+"""Move the loss scale after a step."""
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor is the seventh
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+) -> None:
+    """Back the loss scale off after a non-finite step, grow it after enough finite ones, in place.
+
+    Args:
+        scale: f32, one element.
+        growth_tracker: i32, one element: finite steps in a row, on the same device.
+        found_inf: f32, one element, on the same device; not zero when the step was not finite.
+        growth_factor: times the scale after `growth_interval` finite steps, unless that overflows f32.
+        backoff_factor: times the scale after a step that was not finite.
+        growth_interval: finite steps in a row before the scale grows.
+        min_scale: the scale never falls below it.
+
+    Sync: none. Collectives: none.
+    Source: torch._amp_update_scale_; differences: the floor.
+    """
+    _update_scale_plain(
+        scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale
+    )
+
+
+def _update_scale_plain(  # noqa: PLR0913  as above
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+) -> None:
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+    scale.clamp_(min=min_scale)

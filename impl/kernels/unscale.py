@@ -1,0 +1,42 @@
+"""Unscale gradients and note whether any was not finite."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from impl.kernels._by_dtype import by_dtype
+
+
+@torch.no_grad()
+def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply gradients in place by `inv_scale` and set `found_inf` if any held inf or nan.
+
+    Args:
+        grads: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        inv_scale: f32, one element, on that device.
+        found_inf: f32, one element, on that device; set to 1.0 or left alone, never cleared.
+
+    Sync: none. Collectives: none.
+    Source: torch._amp_foreach_non_finite_check_and_unscale_; differences: mixed dtypes in one call.
+    """
+    _unscale_plain(grads, inv_scale, found_inf)
+
+
+@torch.no_grad()
+def nonfinite_mask(tensors: Sequence[Tensor]) -> Tensor:
+    """Tell, tensor by tensor, where inf or nan lies.
+
+    Args:
+        tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
+
+    Returns:
+        bool [len(tensors)] on that device, True where a tensor holds inf or nan.
+    Sync: none. Collectives: none.
+    """
+    return torch.stack([t.isfinite().all() for t in tensors]).logical_not_()
+
+
+def _unscale_plain(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    for same_dtype in by_dtype(grads):
+        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
