@@ -1,0 +1,64 @@
+"""The clauses: each behaviour that is judged, by a stable id, with one sentence and the public names it covers.
+
+They are written in a TOML file beside the tests that ask about them: `amp/grad_scaler.toml` holds the clauses
+`amp.grad_scaler.*`, asked by `amp/test_grad_scaler*.py`. An id is never renamed or reused.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+# Folders whose tests judge a subject; the others test this repository's own parts.
+AREAS = ("amp", "cpu", "cuda", "distributed", "dynamo", "nn")
+
+
+@dataclass(frozen=True)
+class Clause:
+    id: str
+    says: str
+    covers: tuple[str, ...]  # surface items (`conformance.surface`) that this clause is about
+
+    @property
+    def area(self) -> str:
+        """The torch module it belongs to, which is the TOML file it stands in."""
+        return next(area for area in _files() if self.id.startswith(area + "."))
+
+
+def clause(clause_id: str) -> pytest.MarkDecorator:
+    """Say which clause a test asks about."""
+    return pytest.mark.clause(clause_id)
+
+
+@functools.cache
+def all_clauses() -> Mapping[str, Clause]:
+    return {found.id: found for area, file in _files().items() for found in _read(area, file)}
+
+
+@functools.cache
+def _files() -> dict[str, Path]:
+    files = [file for area in AREAS for file in sorted((HERE / area).rglob("*.toml"))]
+    return {".".join(file.relative_to(HERE).with_suffix("").parts): file for file in files}
+
+
+def _read(area: str, file: Path) -> Iterator[Clause]:
+    def visit(path: str, table: Mapping[str, Any]) -> Iterator[Clause]:
+        if "says" in table:
+            unknown = table.keys() - {"says", "covers"}
+            if unknown:
+                raise ValueError(
+                    f"{file}: [{path}] has the unknown keys {sorted(unknown)}; wanted says and covers"
+                )
+            yield Clause(path, table["says"], tuple(table.get("covers", ())))
+            return
+        for key, inner in table.items():
+            yield from visit(f"{path}.{key}", inner)
+
+    yield from visit(area, tomllib.loads(file.read_text()))

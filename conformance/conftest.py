@@ -1,0 +1,3 @@
+"""Hooks the judge into pytest."""
+
+pytest_plugins = ["conformance.plugin"]

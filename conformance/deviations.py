@@ -1,0 +1,63 @@
+"""Where `impl` leaves torch's behaviour on purpose: rows of `deviations.toml`, asserted on both sides.
+
+A row goes stale loudly: once torch behaves differently, its test fails until the row is taken out. A subject other
+than `impl` may take either side.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.library import Library
+
+
+@dataclass(frozen=True)
+class Deviation:
+    id: str
+    clause: str
+    torch_does: str
+    we_do: str
+    why: str
+    thread: str
+
+
+class StaleRow(AssertionError):
+    """torch no longer does what a row of `deviations.toml` says."""
+
+
+@functools.cache
+def all_deviations() -> Mapping[str, Deviation]:
+    rows = tomllib.loads(Path(__file__).with_name("deviations.toml").read_text())
+    return {row_id: Deviation(id=row_id, **row) for row_id, row in rows.items()}
+
+
+class DeviationJudge:
+    """Runs one probe on both libraries and says which side of a row the subject takes."""
+
+    def __init__(self, subject: Library, reference: Library, row: Deviation) -> None:
+        self.subject, self.reference, self.row = subject, reference, row
+        self.subject_takes_torchs_side = False
+
+    def judge(
+        self,
+        probe: Callable[[Library], Any],
+        *,
+        torch_does: Callable[[Any], bool],
+        we_do: Callable[[Any], bool],
+    ) -> None:
+        """`probe(library)` returns what was seen; the two predicates recognise torch's side and ours."""
+        seen = probe(self.reference)
+        if not torch_does(seen):
+            sides = "what we do" if we_do(seen) else "a third thing"
+            raise StaleRow(f"row {self.row.id} of deviations.toml is stale: torch now does {sides}: {seen!r}")
+        got = probe(self.subject)
+        if we_do(got):
+            return
+        assert torch_does(got), f"neither torch's side nor ours ({self.row.we_do}): {got!r}"
+        assert self.subject.package != "impl", f"impl promises: {self.row.we_do}; got torch's side: {got!r}"
+        self.subject_takes_torchs_side = True

@@ -1,0 +1,107 @@
+"""The only door to the subject and to the reference: names are looked up by torch's own paths.
+
+`Library("torch").amp.GradScaler` is `torch.amp.GradScaler`; `Library("their.package").amp.GradScaler` is
+`their.package.amp.GradScaler`. A name the package lacks raises `NotProvided`, which the judge reports as such.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+class NotProvided(AttributeError):
+    """The subject has no such public name."""
+
+    def __init__(self, library: str, path: str) -> None:
+        super().__init__(f"{library} does not provide {path}")
+        self.path = path
+
+
+class Library:
+    """One implementation. `spec` is a package name, or `package+plant` for one with a planted bug.
+
+    `plant` names a row of the mutant catalogue or a generated fault (`conformance.plants`), so that a spec is
+    a plain string that every process, rank or test worker can resolve for itself.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.package, _, self.plant_id = spec.partition("+")
+        self._root = importlib.import_module(self.package)
+        # Keyed by identity, so that a replaced class is replaced under each of its public spellings.
+        self._replaced: dict[int, tuple[Any, Any]] = {}
+
+    def __repr__(self) -> str:
+        return f"Library({self.spec!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.find(name)
+
+    def find(self, path: str) -> Any:
+        """The object at a dotted path; modules come back as places one can look further from."""
+        found: Any = self._root
+        walked = self.package
+        for name in path.split("."):
+            walked = f"{walked}.{name}"
+            if isinstance(found, types.ModuleType) and not hasattr(found, name):
+                found = self._submodule(walked, path)
+            elif not hasattr(found, name):
+                raise NotProvided(self.spec, path)
+            else:
+                found = getattr(found, name)
+        if isinstance(found, types.ModuleType):
+            return Place(self, path)
+        return self._replaced.get(id(found), (found, found))[1]
+
+    def provides(self, path: str) -> bool:
+        try:
+            self.find(path)
+        except NotProvided:
+            return False
+        return True
+
+    def replace(self, path: str, make: Callable[[Any], Any]) -> None:
+        """Put `make(original)` in the place of the object at `path`, wherever else it is spelled."""
+        original = self.find(path)
+        key = next((k for k, (_, new) in self._replaced.items() if new is original), id(original))
+        kept = self._replaced.get(key, (original, None))[0]
+        self._replaced[key] = (kept, make(original))
+
+    def _submodule(self, name: str, path: str) -> types.ModuleType:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+                raise NotProvided(self.spec, path) from None
+            raise
+
+
+class Place:
+    """A module of a library, on the way to a name."""
+
+    def __init__(self, library: Library, path: str) -> None:
+        self._library, self._path = library, path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._library.find(f"{self._path}.{name}")
+
+    def __repr__(self) -> str:
+        return f"{self._library.spec}:{self._path}"
+
+
+@functools.cache
+def load_library(spec: str) -> Library:
+    """The library a spec names, with its plant in place; one object a process."""
+    library = Library(spec)
+    if library.plant_id:
+        plants = importlib.import_module("conformance.plants")
+        plants.plant(library, library.plant_id)
+    return library

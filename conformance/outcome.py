@@ -1,0 +1,210 @@
+"""Everything a call did, in a form that two libraries' calls can be compared by.
+
+An `Outcome` holds the result, the state afterwards of whatever was watched, what shares memory with what, the
+exception (type and text) and the warnings (category and text). `assert_same_outcome` names every difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from conformance.tolerances import EXACT, Tolerance
+
+
+@dataclass(frozen=True)
+class TensorState:
+    """What one can observe of a tensor without knowing which library made it."""
+
+    values: torch.Tensor
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    layout: torch.layout
+    requires_grad: bool
+    is_leaf: bool
+    # Which watched tensor this one is, and which one it shares storage with; None if none.
+    is_watched: str | None
+    shares_storage_with: str | None
+
+
+@dataclass(frozen=True)
+class Raised:
+    kind: type[BaseException]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    value: Any = None
+    watched: Any = None
+    raised: Raised | None = None
+    warned: tuple[tuple[str, str], ...] = field(default=())
+
+
+def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: Any) -> Outcome:
+    """Run `call` and keep all it did. `watch` is any nesting of tensors whose later state is part of it."""
+    names = _names_of(watch)
+    value, raised = None, None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            value = call(*args, **kwargs)
+        except Exception as error:
+            raised = Raised(type(error), plain_text(error))
+    return Outcome(
+        value=_snapshot(value, names),
+        watched=_snapshot(watch, names),
+        raised=raised,
+        warned=tuple((warning.category.__name__, plain_text(warning.message)) for warning in caught),
+    )
+
+
+def plain_text(message: object) -> str:
+    """A message without the memory addresses that differ from run to run."""
+    return re.sub(r"0x[0-9a-f]{6,}", "0x…", str(message))
+
+
+def assert_same_outcome(reference: Outcome, subject: Outcome, tolerance: Tolerance = EXACT) -> None:
+    """Fail with every difference between what the reference did and what the subject did."""
+    found = list(differences(reference, subject, tolerance))
+    if found:
+        lines = "\n".join(f"  - {line}" for line in found)
+        raise AssertionError(f"the subject's outcome differs from the reference's:\n{lines}")
+
+
+def differences(reference: Outcome, subject: Outcome, tolerance: Tolerance = EXACT) -> Iterable[str]:
+    yield from _raised_differences(reference.raised, subject.raised)
+    if reference.warned != subject.warned:
+        yield f"warned {list(subject.warned)}, wanted {list(reference.warned)}"
+    yield from _differences("value", reference.value, subject.value, tolerance)
+    yield from _differences("watched", reference.watched, subject.watched, tolerance)
+
+
+def _raised_differences(wanted: Raised | None, got: Raised | None) -> Iterable[str]:
+    if wanted is None and got is None:
+        return
+    if wanted is None:
+        yield f"raised {got}, wanted no exception"
+    elif got is None:
+        yield f"raised nothing, wanted {wanted}"
+    else:
+        # A subclass of torch's exception is caught by whoever catches torch's.
+        if not issubclass(got.kind, wanted.kind):
+            yield f"raised {got.kind.__name__}, wanted {wanted.kind.__name__} ({wanted.text})"
+        if got.text != wanted.text:
+            yield f"raised the text {got.text!r}, wanted {wanted.text!r}"
+
+
+def _differences(path: str, wanted: Any, got: Any, tolerance: Tolerance) -> Iterable[str]:
+    if isinstance(wanted, TensorState) and isinstance(got, TensorState):
+        yield from _tensor_differences(path, wanted, got, tolerance)
+    elif _kind(wanted) != _kind(got):
+        yield f"{path}: got a {_kind(got)} ({got!r}), wanted a {_kind(wanted)} ({wanted!r})"
+    elif isinstance(wanted, Mapping):
+        if list(wanted) != list(got):
+            yield f"{path}: keys {list(got)}, wanted {list(wanted)}"
+        for key in wanted.keys() & got.keys():
+            yield from _differences(f"{path}[{key!r}]", wanted[key], got[key], tolerance)
+    elif isinstance(wanted, (list, tuple)):
+        if len(wanted) != len(got):
+            yield f"{path}: {len(got)} items, wanted {len(wanted)}"
+        for index, (one, other) in enumerate(zip(wanted, got, strict=False)):
+            yield from _differences(f"{path}[{index}]", one, other, tolerance)
+    elif isinstance(wanted, float):
+        if not (wanted == got or (math.isnan(wanted) and math.isnan(got))):
+            yield f"{path}: got {got!r}, wanted {wanted!r}"
+    elif wanted != got:
+        yield f"{path}: got {got!r}, wanted {wanted!r}"
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _tensor_differences(
+    path: str, wanted: TensorState, got: TensorState, tolerance: Tolerance
+) -> Iterable[str]:
+    for name in (f.name for f in dataclasses.fields(TensorState) if f.name != "values"):
+        one, other = getattr(wanted, name), getattr(got, name)
+        if one != other:
+            yield f"{path}.{name}: got {other}, wanted {one}"
+    if wanted.shape == got.shape and wanted.dtype == got.dtype:
+        worst = tolerance.excess(wanted.values, got.values)
+        if worst is not None:
+            yield f"{path}: {worst}"
+
+
+def _names_of(watch: Any) -> dict[str, torch.Tensor]:
+    """A name for each watched tensor and its gradient, as they are before the call."""
+    named: dict[str, torch.Tensor] = {}
+
+    def visit(path: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            named[path] = value
+            if value.is_leaf and value.grad is not None:
+                named[f"{path}.grad"] = value.grad
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                visit(f"{path}[{key!r}]", item)
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                visit(f"{path}[{index}]", item)
+
+    visit("watch", watch)
+    return named
+
+
+def _snapshot(value: Any, names: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        state = _tensor_state(value, names)
+        if value.is_leaf and value.grad is not None:
+            return {"data": state, "grad": _tensor_state(value.grad, names)}
+        return state
+    if isinstance(value, Mapping):
+        return {key: _snapshot(item, names) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_snapshot(item, names) for item in value]
+        return items if isinstance(value, list) else _as_tuple(value, items)
+    return value
+
+
+def _as_tuple(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    return type(original)(*items) if hasattr(original, "_fields") else tuple(items)
+
+
+def _tensor_state(tensor: torch.Tensor, names: dict[str, torch.Tensor]) -> TensorState:
+    detached = tensor.detach()
+    values = detached.to_dense() if detached.layout is not torch.strided else detached
+    return TensorState(
+        values=values.cpu().clone(),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()) if tensor.layout is torch.strided else None,
+        layout=tensor.layout,
+        requires_grad=tensor.requires_grad,
+        is_leaf=tensor.is_leaf,
+        is_watched=next((name for name, other in names.items() if other is tensor), None),
+        shares_storage_with=next(
+            (name for name, other in names.items() if _share_storage(other, tensor)), None
+        ),
+    )
+
+
+def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return one is other
+    pointer = one.untyped_storage().data_ptr()
+    return pointer != 0 and pointer == other.untyped_storage().data_ptr()

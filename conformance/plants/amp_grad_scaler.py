@@ -1,0 +1,1 @@
+"""Bugs planted in amp_grad_scaler."""

@@ -1,0 +1,1 @@
+"""Bugs planted in nn_utils_clip_grad."""

@@ -1,0 +1,214 @@
+"""What became of each test: its outcome, gathered over all workers and written as `report.json`.
+
+Outcomes: passed, failed, hang, crash, not provided, unavailable (device, world size or compiler), known (the subject
+takes torch's side of a deviation), stale (a row that torch has outgrown). Red are failed, hang, crash, stale, and
+not provided for whatever the subject claims.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import time
+from collections.abc import Generator, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import environment
+from conformance.claims import claims, is_claimed
+from conformance.clauses import all_clauses
+from conformance.deviations import StaleRow, all_deviations
+from conformance.library import Library, NotProvided
+from conformance.tolerances import take_margins
+
+RED = ("failed", "hang", "crash", "stale")
+_PROPERTY = "conformance"
+_AXES = ("device", "dtype", "world_size")
+
+
+@dataclass
+class Judgement:
+    """One test's fate. `clause` is empty for a test of this repository's own parts."""
+
+    nodeid: str
+    outcome: str
+    seconds: float
+    clause: str = ""
+    device: str = ""
+    dtype: str = ""
+    world_size: str = ""
+    deviation: str = ""
+    reason: str = ""
+    replay: str = ""
+    margins: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_red(self) -> bool:
+        return self.outcome in RED
+
+
+def unavailable(reason: str) -> None:
+    """End the test: what it needs (a device, a world size, a compiler) is not on this machine."""
+    pytest.skip(f"unavailable: {reason}")
+
+
+class Hang(BaseException):
+    """A test's deadline has passed. Not an Exception, so that Hypothesis does not take it for an example to shrink."""
+
+
+def replay_command(item: pytest.Item) -> str:
+    option = item.config.option
+    words = ["python", "-m", "pytest", item.nodeid, "--subject", option.subject, "--profile", option.profile]
+    if option.seed is not None:
+        words += ["--seed", str(option.seed)]
+    return shlex.join(words)
+
+
+def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> Judgement:
+    marker = item.get_closest_marker("clause")
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    axes = {axis: str(params[axis]).removeprefix("torch.") for axis in _AXES if axis in params}
+    deviation = getattr(item, "deviation_judge", None)
+    outcome, reason = _classify(item, call, report)
+    if outcome == "passed" and deviation is not None and deviation.subject_takes_torchs_side:
+        outcome = "known"
+    return Judgement(
+        nodeid=item.nodeid,
+        outcome=outcome,
+        seconds=round(call.duration, 4),
+        clause=marker.args[0] if marker else "",
+        deviation=deviation.row.id if deviation else "",
+        reason=reason,
+        replay=replay_command(item) if outcome in RED else "",
+        margins=take_margins(),
+        **axes,
+    )
+
+
+def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> tuple[str, str]:
+    if call.excinfo is None:
+        return "passed", ""
+    error = call.excinfo.value
+    text = f"{type(error).__name__}: {error}"[:4000]
+    if isinstance(error, NotProvided):
+        subject = item.funcargs.get("subject") if hasattr(item, "funcargs") else None
+        if isinstance(subject, Library) and not is_claimed(subject, error.path):
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), None, f"not provided: {error.path}")
+            return "not provided", str(error)
+        return "failed", f"not provided, though claimed: {error.path}"
+    if report.outcome == "skipped":
+        return "unavailable", str(getattr(error, "msg", error)).removeprefix("unavailable: ")
+    return _KINDS.get(type(error).__name__, "failed"), text
+
+
+_KINDS = {"Hang": "hang", "RankHung": "hang", "RankDied": "crash", StaleRow.__name__: "stale"}
+
+
+class WorkerRecorder:
+    """In every process that runs tests: hangs each test's judgement on its report, which xdist carries home."""
+
+    def __init__(self) -> None:
+        self._clauses: dict[str, str] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            marker = item.get_closest_marker("clause")
+            self._clauses[item.nodeid] = marker.args[0] if marker else ""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.when == "call" or call.excinfo is not None:
+            judgement = judgement_of(item, call, report)
+            report.user_properties.append((_PROPERTY, asdict(judgement)))
+            if judgement.replay:
+                report.sections.append(("replay", judgement.replay))
+        return report
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["clauses"] = self._clauses
+
+
+class Recorder:
+    """In the controlling process: gathers all judgements, prints the verdict, writes the report."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._judgements: dict[str, Judgement] = {}
+        self._clauses: dict[str, str] = {}
+        self._began = time.time()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._clauses |= getattr(node, "workeroutput", {}).get("clauses", {})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found = dict(report.user_properties).get(_PROPERTY)
+        if found is not None:
+            new = Judgement(**found)
+        elif report.failed:  # a worker died under it, and took what it knew along
+            new = Judgement(report.nodeid, "crash", 0.0, reason=str(report.longrepr)[:4000])
+        else:
+            return
+        old = self._judgements.get(new.nodeid)
+        if old is None or not old.is_red:
+            self._judgements[new.nodeid] = new
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        for judgement in self._judgements.values():
+            judgement.clause = judgement.clause or self._clauses.get(judgement.nodeid, "")
+        directory = self._config.option.report
+        if directory:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            (Path(directory) / "report.json").write_text(json.dumps(self.as_dict(), indent=1))
+
+    def as_dict(self) -> dict[str, Any]:
+        option = self._config.option
+        judgements = sorted(self._judgements.values(), key=lambda judgement: judgement.nodeid)
+        return {
+            "verdict": verdict(judgements, option.subject),
+            "subject": option.subject,
+            "profile": option.profile,
+            "seed": option.seed,
+            "began": datetime.datetime.fromtimestamp(self._began, datetime.UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.time() - self._began, 1),
+            "environment": environment.describe(),
+            "clauses": [asdict(clause) | {"area": clause.area} for clause in all_clauses().values()],
+            "deviations": [asdict(row) for row in all_deviations().values()],
+            "tests": [asdict(judgement) for judgement in judgements],
+        }
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        judgements = list(self._judgements.values())
+        if not judgements:
+            return
+        write = terminalreporter.write_line
+        terminalreporter.section("verdict")
+        judged = [judgement for judgement in judgements if judgement.clause]
+        clauses = {judgement.clause for judgement in judged}
+        write(f"subject {self._config.option.subject}: {len(clauses)} clauses asked by {len(judged)} tests")
+        for outcome in sorted({judgement.outcome for judgement in judgements}):
+            write(f"  {outcome}: {sum(judgement.outcome == outcome for judgement in judgements)}")
+        for judgement in judgements:
+            if judgement.is_red:
+                write(f"RED {judgement.clause or judgement.nodeid}: {judgement.outcome}")
+                write(f"    {judgement.replay}")
+        found = verdict(judgements, self._config.option.subject)
+        write(f"verdict: {found}", green=found == "green", red=found == "red", bold=True)
+
+
+def verdict(judgements: Iterable[Judgement], spec: str) -> str:
+    """`green`, or `red` on any red outcome, and on a subject that provides nothing to judge."""
+    judgements = list(judgements)
+    return "red" if any(judgement.is_red for judgement in judgements) or not claims(spec) else "green"

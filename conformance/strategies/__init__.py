@@ -1,0 +1,1 @@
+"""What Hypothesis draws: plain descriptions, from which each library is given its own fresh tensors."""

@@ -1,0 +1,102 @@
+"""torch's public surface in the areas judged here, read by introspection: names, methods and parameters.
+
+An item is written as `amp.GradScaler` (a name), `amp.GradScaler.step` (a method) or
+`amp.GradScaler.step(optimizer)` (a parameter; `amp.GradScaler(init_scale)` for a constructor's).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# Modules whose public names are covered; where a name has several spellings the first one counts.
+MODULES = (
+    "amp",
+    "amp.grad_scaler",
+    "amp.autocast_mode",
+    "cuda.amp",
+    "cpu.amp",
+    "nn.utils.clip_grad",
+)
+# Public by a spelling that no `__all__` lists, or listed and not ours.
+ADDED = ("nn.utils.get_total_norm", "nn.utils.clip_grads_with_norm_")
+LEFT_OUT = {
+    "cuda.amp.amp_definitely_not_available": "asks whether this torch was built with CUDA; not part of AMP's behaviour"
+}
+_DUNDER_METHODS = ("__call__", "__enter__", "__exit__", "__getstate__", "__setstate__")
+
+
+@dataclass(frozen=True)
+class Item:
+    path: str  # of the name, e.g. `amp.GradScaler`
+    method: str = ""
+    parameter: str = ""
+
+    def __str__(self) -> str:
+        name = f"{self.path}.{self.method}" if self.method and self.method != "__init__" else self.path
+        return f"{name}({self.parameter})" if self.parameter else name
+
+
+def resolve(path: str) -> Any:
+    """torch's object at a path below `torch`."""
+    module, _, name = f"torch.{path}".rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def names() -> dict[str, Any]:
+    """Every public name once: its path below `torch`, and torch's object."""
+    found: dict[str, Any] = {}
+    for module_path in MODULES:
+        module = importlib.import_module(f"torch.{module_path}")
+        public = getattr(module, "__all__", None) or [
+            name for name in vars(module) if not name.startswith("_")
+        ]
+        for name in sorted(public):
+            value = getattr(module, name)
+            path = _shortest(module_path, name)
+            if (
+                not inspect.ismodule(value)
+                and path not in LEFT_OUT
+                and all(value is not seen for seen in found.values())
+            ):
+                found[path] = value
+    return found | {path: resolve(path) for path in ADDED}
+
+
+def _shortest(module_path: str, name: str) -> str:
+    """`nn.utils.clip_grad_norm_` rather than `nn.utils.clip_grad.clip_grad_norm_` where torch offers both."""
+    package = module_path.rpartition(".")[0]
+    offered = bool(package) and getattr(importlib.import_module(f"torch.{package}"), name, None)
+    own = getattr(importlib.import_module(f"torch.{module_path}"), name)
+    return f"{package}.{name}" if offered is own else f"{module_path}.{name}"
+
+
+@functools.cache
+def items() -> tuple[Item, ...]:
+    return tuple(item for path, value in names().items() for item in _items_of(path, value))
+
+
+def _items_of(path: str, value: Any) -> Iterator[Item]:
+    yield Item(path)
+    if inspect.isclass(value):
+        if issubclass(value, enum.Enum):
+            return
+        for method, function in vars(value).items():
+            if inspect.isfunction(function) and (
+                method in ("__init__", *_DUNDER_METHODS) or not method.startswith("_")
+            ):
+                if method != "__init__":
+                    yield Item(path, method)
+                yield from (Item(path, method, name) for name in parameters(function)[1:])
+    else:
+        yield from (Item(path, "", name) for name in parameters(value))
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)

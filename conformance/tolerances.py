@@ -1,0 +1,98 @@
+"""How close is close enough: bitwise, or a bound counted in roundings, each with its reason.
+
+No test carries a bare rtol or atol. A bound is `roundings * eps(dtype) * |wanted|`: the number of roundings by
+which two correct evaluations may differ, times the spacing of the dtype at the wanted value. The widest margin
+seen (observed / allowed) is kept for the report, so that a bound which is too loose, or about to break, shows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    roundings: float
+    reason: str
+    # The dtype in which the coarsest rounding happens, where that is not the dtype of the result.
+    coarsest: torch.dtype | None = None
+
+    def bound(self, wanted: torch.Tensor) -> torch.Tensor:
+        """The error allowed at each element of `wanted`, in float64."""
+        own = torch.finfo(wanted.dtype)
+        eps = max(own.eps, torch.finfo(self.coarsest).eps) if self.coarsest else own.eps
+        exact = wanted.to(torch.complex128 if wanted.is_complex() else torch.float64)
+        smallest_subnormal = own.smallest_normal * own.eps
+        return self.roundings * (eps * exact.abs() + smallest_subnormal)
+
+    def excess(self, wanted: torch.Tensor, got: torch.Tensor) -> str | None:
+        """None when `got` agrees, else a sentence on the worst element."""
+        if wanted.numel() == 0:
+            return None
+        if self.roundings == 0 or not (wanted.is_floating_point() or wanted.is_complex()):
+            return _bitwise_excess(wanted, got)
+        return self._rounding_excess(wanted, got)
+
+    def _rounding_excess(self, wanted: torch.Tensor, got: torch.Tensor) -> str | None:
+        exact = torch.complex128 if wanted.is_complex() else torch.float64
+        wanted_64, got_64 = wanted.to(exact), got.to(exact)
+        allowed = self.bound(wanted)
+        same = (wanted_64 == got_64) | (wanted_64.isnan() & got_64.isnan())
+        error = torch.where(same, 0.0, (wanted_64 - got_64).abs())
+        margin = torch.where(same, 0.0, error / allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+        worst = float(margin.max())
+        note_margin(self, worst)
+        if worst <= 1.0:
+            return None
+        where = tuple(int(i) for i in torch.unravel_index(margin.argmax(), margin.shape))
+        return (
+            f"at {where} got {got[where]!s}, wanted {wanted[where]!s}: off by {float(error[where]):.3e}, "
+            f"{worst:.2f} times the bound of {self.roundings:g} roundings ({self.reason})"
+        )
+
+
+def _bitwise_excess(wanted: torch.Tensor, got: torch.Tensor) -> str | None:
+    same = (wanted == got) | (wanted.isnan() & got.isnan())
+    if wanted.is_floating_point():
+        same &= wanted.isnan() | (wanted.signbit() == got.signbit())
+    if bool(same.all()):
+        return None
+    where = tuple(int(i) for i in (~same).nonzero()[0])
+    count = int((~same).sum())
+    return f"{count} of {same.numel()} elements differ in bits; at {where} got {got[where]!s}, wanted {wanted[where]!s}"
+
+
+EXACT = Tolerance(0, "the operation is a move, a copy or one rounding that both must do alike")
+
+
+def norm_of(
+    elements: int, tensors: int, order: float = 2.0, coarsest: torch.dtype | None = None
+) -> Tolerance:
+    """Bound for a joint norm of `elements` numbers in `tensors` tensors, and for whatever is scaled by it.
+
+    A pairwise sum of n terms errs by at most log2(n) + 1 roundings; powers and the root of order p each cost about
+    max(p, 1/p) more; both sides may err, in opposite directions; each tensor's norm, the joint norm, the quotient
+    and the product are rounded once more.
+    """
+    order_cost = 1.0 if order in (0.0, math.inf, -math.inf) else max(abs(order), 1 / abs(order))
+    sums = math.ceil(math.log2(elements + 1)) + math.ceil(math.log2(tensors + 1))
+    reason = f"sums, powers and roots of order {order:g} on both sides, then quotient and product"
+    return Tolerance(6 + order_cost * (2 + sums), reason, coarsest)
+
+
+_margins: dict[str, float] = {}
+
+
+def note_margin(tolerance: Tolerance, margin: float) -> None:
+    if math.isfinite(margin):
+        _margins[tolerance.reason] = max(_margins.get(tolerance.reason, 0.0), margin)
+
+
+def take_margins() -> dict[str, float]:
+    """The widest margin seen for each bound since the last call."""
+    seen = dict(_margins)
+    _margins.clear()
+    return seen
