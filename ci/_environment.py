@@ -120,19 +120,20 @@ def _read_stamp() -> dict[str, Any] | None:
         return None
 
 
-def _project() -> dict[str, Any]:
+def project() -> dict[str, Any]:
+    """Return pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def _digest() -> str:
     """Of the tables of pyproject.toml that decide what is installed; lint rules change without a rebuild."""
-    project = _project()
-    tables = [project["build-system"], project["project"], project["tool"]["tandem"]]
+    declared = project()
+    tables = [declared["build-system"], declared["project"], declared["tool"]["tandem"]]
     return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()
 
 
 def _torch_build() -> str:
-    return f"{_project()['tool']['tandem']['torch']} {'for CUDA' if _has_nvidia_driver() else 'for the CPU'}"
+    return f"{project()['tool']['tandem']['torch']} {'for CUDA' if _has_nvidia_driver() else 'for the CPU'}"
 
 
 def _has_nvidia_driver() -> bool:
@@ -157,7 +158,7 @@ def _build(wanted: dict[str, str], stamp: dict[str, Any] | None, extras: set[str
         _make_anew(stamp)
         _install_torch(wanted["torch"])
     say(f".venv: installing the extras {', '.join(sorted(extras))}")
-    pin = f"torch=={_project()['tool']['tandem']['torch']}"
+    pin = f"torch=={project()['tool']['tandem']['torch']}"
     if _pip_install("-e", f"{ROOT}[{','.join(sorted(extras))}]", pin):
         sys.exit("ci: pip could not install the packages above; there is no environment to run in")
     STAMP.write_text(json.dumps(wanted | {"extras": sorted(extras)}, indent=1))

@@ -1,0 +1,87 @@
+"""What the documents promise, compared with what is in the repository; each check returns its complaints."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+
+from _environment import ROOT, project
+
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+
+def complaints() -> list[str]:
+    return [complaint for check in CHECKS for complaint in check()]
+
+
+def paths_exist() -> list[str]:
+    """Every path that a document names in backticks is there, be it a file, a folder or something made (ignored)."""
+    missing = []
+    for document in DOCUMENTS:
+        for path in re.findall(r"`([\w.][\w./-]*)`", (ROOT / document).read_text()):
+            is_path = "/" in path or path.endswith((".md", ".toml", ".json", ".yaml"))
+            if is_path and not (ROOT / path).exists() and not _is_made(path):
+                missing.append(f"{document} names `{path}`, which does not exist")
+    return missing
+
+
+def folders_are_named() -> list[str]:
+    """The map in README.md has every folder of the top level."""
+    readme = (ROOT / "README.md").read_text()
+    folders = {path.split("/")[0] for path in _git("ls-files", "*/*").splitlines()}
+    return [
+        f"README.md does not name the folder `{folder}`"
+        for folder in sorted(folders)
+        if not folder.startswith(".") and not re.search(rf"\b{folder}\b", readme)
+    ]
+
+
+def version_agrees() -> list[str]:
+    """The changelog's first section is the unreleased one and carries the version of pyproject.toml."""
+    wanted = f"Unreleased: {project()['project']['version']}"
+    first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    if first is None or first[1] != wanted:
+        return [f"CHANGELOG.md must begin with the section `## {wanted}`, not {first and first[0]!r}"]
+    return []
+
+
+def benchmarked_torch_agrees() -> list[str]:
+    """asv builds its environments with the torch that ci/ installs, and uninstalls the project by its right name."""
+    asv = json.loads((ROOT / "asv.conf.json").read_text())
+    found = {"torch": asv["matrix"]["req"]["torch"], "project": asv["project"]}
+    wanted = {"torch": [project()["tool"]["tandem"]["torch"]], "project": project()["project"]["name"]}
+    return [] if found == wanted else [f"asv.conf.json has {found}, pyproject.toml {wanted}"]
+
+
+def dependencies_have_reasons() -> list[str]:
+    """CONTRIBUTING.md lists each dependency, and none that is gone."""
+    table = project()["project"]
+    required = [
+        *table["dependencies"],
+        *(line for extra in table["optional-dependencies"].values() for line in extra),
+    ]
+    wanted = {match[0] for line in required if (match := re.match(r"[\w-]+", line))}
+    listed = set(re.findall(r"^\| `([\w-]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
+    return [
+        *(f"CONTRIBUTING.md gives no reason for the dependency {name}" for name in sorted(wanted - listed)),
+        *(f"CONTRIBUTING.md lists {name}, which is no dependency" for name in sorted(listed - wanted)),
+    ]
+
+
+CHECKS: tuple[Callable[[], list[str]], ...] = (
+    paths_exist,
+    folders_are_named,
+    version_agrees,
+    benchmarked_torch_agrees,
+    dependencies_have_reasons,
+)
+
+
+def _is_made(path: str) -> bool:
+    return subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT, check=False).returncode == 0
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
