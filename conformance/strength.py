@@ -1,0 +1,162 @@
+"""How strong the suite is: each planted fault is judged by the unmodified suite, which must turn red.
+
+    python -m conformance.strength                 every fault, planted in impl; prints and writes the kill matrix
+    python -m conformance.strength --list          the faults by name
+    python -m conformance.strength --only scale    those whose name holds a word
+
+A fault is judged in a process of its own, forked from one that has torch imported already. It counts as killed by
+the first test that fails; nothing tells the suite what was planted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.clauses import HERE, all_clauses
+from conformance.plants import CATALOGUE, generated
+
+_DEADLINE_S = 300.0
+_PRELOAD = ["torch", "hypothesis", "pytest", "conformance.plugin", "conformance.plants"]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What the suite made of one planted fault."""
+
+    plant: str
+    killed: bool
+    clause: str  # the clause whose test failed first; empty if none did
+    nodeid: str
+    how: str  # failed, hang, crash
+    seconds: float
+    says: str = ""
+    thread: str = ""
+
+
+def plant_ids() -> list[str]:
+    return [*CATALOGUE, *generated.plant_ids()]
+
+
+def broken_name(plant_id: str) -> str:
+    """The public name in which a plant lies."""
+    return CATALOGUE[plant_id].breaks if plant_id in CATALOGUE else generated.plant_ids()[plant_id].path
+
+
+def test_files(plant_id: str) -> list[Path]:
+    """The test files of every area that has a clause about the broken name; all of them run, in their own order."""
+    name = broken_name(plant_id)
+    areas = {
+        clause.area
+        for clause in all_clauses().values()
+        if any(_is_about(item, name) for item in clause.covers)
+    }
+    return [
+        file
+        for area in sorted(areas)
+        for file in sorted(_stem(area).parent.glob(f"test_{_stem(area).name}*.py"))
+    ]
+
+
+def _stem(area: str) -> Path:
+    return HERE.joinpath(*area.split("."))
+
+
+def _is_about(item: str, name: str) -> bool:
+    return item == name or item.startswith((f"{name}.", f"{name}("))
+
+
+def judge(plant_id: str, package: str = "impl", profile: str = "quick") -> Kill:
+    """Run the suite on `package` with one fault planted, in a fresh process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="plant-") as directory:
+        process = context.Process(target=_run, args=(plant_id, package, profile, directory), daemon=True)
+        process.start()
+        process.join(_DEADLINE_S)
+        hung = process.is_alive()
+        if hung:
+            process.kill()
+            process.join()
+        report = Path(directory, "report.json")
+        red = _first_red(json.loads(report.read_text())) if report.is_file() else None
+        how = "hang" if hung else "crash" if not report.is_file() else red["outcome"] if red else ""
+    found = CATALOGUE.get(plant_id)
+    return Kill(
+        plant=plant_id,
+        killed=bool(how),
+        clause=red["clause"] if red else "",
+        nodeid=red["nodeid"] if red else "",
+        how=how,
+        seconds=round(time.monotonic() - began, 2),
+        says=found.says if found else "",
+        thread=found.thread if found else "",
+    )
+
+
+def _run(plant_id: str, package: str, profile: str, directory: str) -> None:
+    import pytest  # noqa: PLC0415 preloaded in the fork server; here it is a lookup
+
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(Path(directory, "log").open("w"))
+        stack.enter_context(contextlib.redirect_stdout(log))
+        stack.enter_context(contextlib.redirect_stderr(log))
+        words = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--subject={package}+{plant_id}"]
+        pytest.main(
+            [*words, f"--profile={profile}", f"--report={directory}", *map(str, test_files(plant_id))]
+        )
+
+
+def _first_red(report: dict[str, Any]) -> dict[str, Any] | None:
+    return next(
+        (test for test in report["tests"] if test["outcome"] in ("failed", "hang", "crash", "stale")), None
+    )
+
+
+def judge_all(ids: Sequence[str], package: str, jobs: int) -> Iterator[Kill]:
+    with ThreadPoolExecutor(jobs) as threads:
+        yield from threads.map(lambda plant_id: judge(plant_id, package), ids)
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance.strength", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--subject", default="impl", help="the right implementation that the faults are planted in"
+    )
+    parser.add_argument("--only", default="", metavar="WORD", help="only faults whose name holds this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", default="report/strength.json")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args(words)
+    ids = [plant_id for plant_id in plant_ids() if options.only in plant_id]
+    if options.list:
+        print("\n".join(ids))  # noqa: T201 the command's output
+        return 0
+    kills = []
+    for kill in judge_all(ids, options.subject, options.jobs):
+        kills.append(kill)
+        fate = f"killed by {kill.clause or kill.nodeid} ({kill.how})" if kill.killed else "SURVIVED"
+        print(f"[{len(kills)}/{len(ids)}] {kill.seconds:6.1f} s  {kill.plant}: {fate}", flush=True)  # noqa: T201
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(options.out).write_text(json.dumps([asdict(kill) for kill in kills], indent=1))
+    survivors = [kill.plant for kill in kills if not kill.killed]
+    print(f"{len(kills) - len(survivors)} of {len(kills)} killed")  # noqa: T201
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,75 @@
+"""The subject's names, signatures and defaults against torch's, read by introspection.
+
+That a name exists is no clause: what it does is asked elsewhere. Here only its shape is held, so that code written
+for torch's signature runs unchanged. More parameters than torch's are welcome where they are keyword-only and optional.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from typing import Any
+
+import pytest
+
+from conformance import surface
+from conformance.claims import claims, todo
+from conformance.compat import COMPAT_NAMES, CompatName
+from conformance.library import Library, load_library
+
+_CALLABLES = [item for item in surface.items() if not item.parameter]
+
+
+@pytest.mark.parametrize("name", list(surface.names()))
+def test_name_is_provided(subject: Library, name: str) -> None:
+    assert subject.find(name) is not None
+
+
+@pytest.mark.parametrize("item", _CALLABLES, ids=str)
+def test_signature_is_torchs(subject: Library, reference: Library, item: surface.Item) -> None:
+    wanted, got = _callable_at(reference, item), _callable_at(subject, item)
+    if isinstance(wanted, type) and issubclass(wanted, enum.Enum):
+        assert [(member.name, member.value) for member in got] == [
+            (member.name, member.value) for member in wanted
+        ]
+        return
+    assert parameters_of(got)[: len(parameters_of(wanted))] == parameters_of(wanted)
+    for extra in list(inspect.signature(got).parameters.values())[len(parameters_of(wanted)) :]:
+        assert extra.kind is inspect.Parameter.KEYWORD_ONLY, (
+            f"{item}: {extra} is in the way of torch's parameters"
+        )
+        assert extra.default is not inspect.Parameter.empty, (
+            f"{item}: {extra} has no default; torch's callers do not pass it"
+        )
+
+
+def _callable_at(library: Library, item: surface.Item) -> Any:
+    found = library.find(item.path)
+    if not item.method:
+        return found
+    assert hasattr(found, item.method), f"{library.spec}: {item.path} has no method {item.method}"
+    return getattr(found, item.method)
+
+
+def parameters_of(function: Any) -> list[tuple[str, str, Any]]:
+    """Name, kind and default of each parameter; hints are not compared."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(parameter.name, parameter.kind.name, parameter.default) for parameter in parameters]
+
+
+@pytest.mark.parametrize("compat", COMPAT_NAMES, ids=lambda compat: f"{compat.owner}.{compat.name}")
+def test_name_that_others_read_exists(subject: Library, compat: CompatName) -> None:
+    """Private in torch, but read or overridden by the packages that the row names."""
+    made = subject.find(compat.owner)
+    value = made(*compat.construct) if isinstance(made, type) else made
+    assert hasattr(value, compat.name), f"{compat.owner}.{compat.name} is used by {compat.used_by}"
+
+
+def test_nothing_owed_is_there_already() -> None:
+    """A name that `impl` has by now must leave the list of what it owes."""
+    library = load_library("impl")
+    assert [name for name in todo() if library.provides(name)] == []
+
+
+def test_the_subject_provides_something(subject: Library) -> None:
+    assert claims(subject.spec), f"{subject.spec} provides none of {sorted(surface.names())}"
