@@ -1,0 +1,1 @@
+"""What torch has at `torch.cpu` and we replace."""

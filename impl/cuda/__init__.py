@@ -1,0 +1,1 @@
+"""What torch has at `torch.cuda` and we replace."""
