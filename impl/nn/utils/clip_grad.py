@@ -33,6 +33,7 @@ from impl import kernels
 
 __all__ = ["clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"]
 
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -255,7 +256,9 @@ def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
 
 def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
     """The device of all `tensors`, if every one is ordinary and contiguous; by whole-list calls, for speed."""
-    if set(map(type, tensors)) != {Tensor} or {tensor.layout for tensor in tensors} != {torch.strided}:
+    if not tensors or not _PLAIN_TYPES.issuperset(map(type, tensors)):
+        return None
+    if any(tensor.layout is not torch.strided for tensor in tensors):
         return None
     groups = _by_device_and_dtype(tensors)
     device = groups[0][0]
@@ -263,7 +266,7 @@ def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
         all(group[0] == device and group[1] in _KERNEL_DTYPES for group in groups)
         and _device_has_foreach_support(device)
         and all(map(Tensor.is_contiguous, tensors))
-        and not _any_is_locked(tensors)
+        and not any(map(Tensor.is_inference, tensors))
     ):
         return device
     return None
@@ -271,18 +274,18 @@ def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
 
 def _is_ordinary(tensor: Tensor) -> bool:
     return (
-        type(tensor) is Tensor
+        type(tensor) in _PLAIN_TYPES
         and tensor.layout is torch.strided
         and tensor.dtype in _KERNEL_DTYPES
         and _device_has_foreach_support(tensor.device)
         and torch._debug_has_internal_overlap(tensor) == 0
-        and not _any_is_locked([tensor])
+        and not _is_locked(tensor)
     )
 
 
-def _any_is_locked(tensors: list[Tensor]) -> bool:
-    """Whether one was made in inference mode and must not be changed outside it."""
-    return not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, tensors))
+def _is_locked(tensor: Tensor) -> bool:
+    """Whether it was made in inference mode and must not be changed outside it."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _norm_of(gradients: _Gradients, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -370,22 +373,33 @@ def _by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torc
 
 def _change_others_(gradients: _Gradients, change_: Callable[[list[Tensor], bool], None]) -> None:
     """Change those that are not ordinary, by `change_(tensors, whole)`; see "All or nothing" above."""
-    plain, rest = [], gradients.others
-    if not torch.compiler.is_compiling():
-        plain = [tensor for tensor in gradients.others if type(tensor) is Tensor]
-        rest = [tensor for tensor in gradients.others if type(tensor) is not Tensor]
+    first: list[tuple[Tensor, bool]] = []
+    then: list[tuple[list[Tensor], bool]] = []
+    for tensors, whole in _dealt(gradients.others, gradients.foreach):
+        if whole and not all(map(_can_be_put_back, tensors)):
+            then.append((tensors, whole))
+            continue
+        for tensor in tensors:
+            if _is_locked(tensor):
+                # torch writes before it refuses; a product with 1 is refused alike and writes what is there.
+                tensor.mul_(1)
+            if _can_be_put_back(tensor):
+                first.append((tensor, whole))
+            else:
+                then.append(([tensor], whole))
     before: list[tuple[Tensor, Tensor]] = []
     try:
-        # Plain tensors first, one at a time: they alone can be put back.
-        for tensor, whole in [
-            (tensor, whole) for tensors, whole in _dealt(plain, gradients.foreach) for tensor in tensors
-        ]:
+        for tensor, whole in first:
             copy = tensor.clone()
             change_([tensor], whole)
             before.append((tensor, copy))
-        for tensors, whole in _dealt(rest, gradients.foreach):
+        for tensors, whole in then:
             change_(tensors, whole)
     except Exception:
         for tensor, copy in reversed(before):
             tensor.copy_(copy)
         raise
+
+
+def _can_be_put_back(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN_TYPES and not torch.compiler.is_compiling()
