@@ -1,0 +1,70 @@
+"""What importing impl adds to a program that imports torch anyway. The ratio is that share of torch's own import."""
+
+import importlib.util
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks import comparison
+from benchmarks.common import SUBJECTS
+from benchmarks.timing import QUICK, Effort, Paired, Workload, summary
+
+# Prints the seconds of both imports in a fresh interpreter.
+PROGRAM = """
+import time
+start = time.perf_counter()
+import torch
+middle = time.perf_counter()
+import {subject}.amp, {subject}.nn.utils
+print(middle - start, time.perf_counter() - middle)
+"""
+DEADLINE_S = 120
+
+
+def import_seconds(subject: str, times: int) -> tuple[list[float], list[float]]:
+    """Seconds for the subject after torch, and for torch, `times` over; a first run fills the caches."""
+    if subject == "torch":
+        raise NotImplementedError("nothing is left to import after torch")
+    if importlib.util.find_spec(subject) is None:
+        raise NotImplementedError(f"{subject} is not installed")
+    command = [sys.executable, "-c", PROGRAM.format(subject=subject)]
+    pairs: list[tuple[float, float]] = []
+    for _ in range(times + 1):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        if run.returncode:
+            raise RuntimeError(f"importing failed: {run.stderr.strip().splitlines()[-1]}")
+        torch_s, impl_s = map(float, run.stdout.split())
+        pairs.append((impl_s, torch_s))
+    return [subject_s for subject_s, _ in pairs[1:]], [torch_s for _, torch_s in pairs[1:]]
+
+
+class RatioImport(comparison.Ratio):
+    params = [["cpu"]]
+    param_names = ["device"]
+
+    @staticmethod
+    def workload(subject: str, *case: Any) -> Workload:
+        raise NotImplementedError("both imports are timed in one fresh process, see measure")
+
+    @classmethod
+    def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
+        return summary(*import_seconds(subject, 6 if effort == QUICK else 15))
+
+    def setup_cache(self):
+        return self.measure_all()
+
+
+class Import:
+    params = [SUBJECTS]
+    param_names = ["subject"]
+    version = "1"
+
+    def setup_cache(self):
+        impl_s, torch_s = import_seconds("impl", 5)
+        return {"impl": statistics.median(impl_s), "torch": statistics.median(torch_s)}
+
+    def track_seconds(self, seconds, subject):
+        return seconds[subject]
+
+    track_seconds.unit, track_seconds.type = "seconds", "time"

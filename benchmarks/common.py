@@ -1,0 +1,121 @@
+"""What the benchmarks share: shapes, inputs from a fixed seed, and the subjects by name.
+
+Shapes are only ever added to: an old commit is timed with today's benchmarks.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SEED = 20_260_101
+SUBJECTS = ["impl", "torch"]
+DEVICES = ["cpu", "cuda"]
+DTYPES = ["float32", "bfloat16"]
+# "kept": the gradients stay where they are. "renewed": each call finds gradients at other addresses, as a training
+# loop does that sets them to None.
+GRADIENTS = ["kept", "renewed"]
+
+
+def _gpt2() -> list[tuple[int, ...]]:
+    """The parameters of GPT-2's smallest model: 148 tensors, 124 million elements."""
+    width, layers, vocabulary, context = 768, 12, 50_257, 1_024
+    norm = [(width,), (width,)]
+    attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
+    feed_forward = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    block = [*norm, *attention, *norm, *feed_forward]
+    return [(vocabulary, width), (context, width), *(block * layers), *norm]
+
+
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    **{f"{count}x1k": [(1_000,)] * count for count in (1, 4, 16, 100, 1_000, 10_000)},
+    "gpt2": _gpt2(),
+}
+HEADLINES = ["1000x1k", "gpt2"]
+
+
+def member(subject: str, path: str) -> Any:
+    """`member("impl", "nn.utils.clip_grad_norm_")`: the same path in every subject.
+
+    Raises NotImplementedError where the subject, or the commit being timed, has no such name: asv shows n/a.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(f"{subject}.{module}"), name)
+    except (ImportError, AttributeError) as missing:
+        raise NotImplementedError(f"{subject} has no {path} ({missing})") from missing
+
+
+def require(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise NotImplementedError("no CUDA device")
+
+
+class Training:
+    """Parameters, gradients and torch's fused AdamW over them.
+
+    Both subjects work on the same one, so that neither is favoured by where its memory happens to lie.
+    """
+
+    def __init__(self, shapes: str, dtype: str, device: str) -> None:
+        require(device)
+        self.device = device
+        self._random = torch.Generator().manual_seed(SEED)
+        draw = functools.partial(self._draw, dtype=getattr(torch, dtype))
+        self.parameters = [torch.nn.Parameter(draw(shape)) for shape in SHAPES[shapes]]
+        self._gradients = [draw(shape) for shape in SHAPES[shapes]]
+        self._others: list[torch.Tensor] = []
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
+        self.keep()
+
+    def _draw(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=self._random).mul_(0.01).to(self.device, dtype)
+
+    def keep(self) -> None:
+        """Put the gradients where they have always been."""
+        self._give(self._gradients)
+
+    def renew(self) -> None:
+        """Put gradients of the same values at other addresses, those of the call before last."""
+        if not self._others:
+            self._others = [gradient.clone() for gradient in self._gradients]
+        self._give(self._others)
+        self._gradients, self._others = self._others, self._gradients
+
+    def _give(self, gradients: list[torch.Tensor]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def effect_on_gradients(self, call: Callable[[], object]) -> list[torch.Tensor]:
+        """The gradients (of at most 1000 parameters) after `call`, whatever it returned first; all put back."""
+        before = [gradient.clone() for gradient in self._gradients]
+        self.keep()
+        returned = call()
+        after = [gradient.clone() for gradient in self._gradients[:1_000]]
+        torch._foreach_copy_(self._gradients, before)
+        return [returned.clone(), *after] if isinstance(returned, torch.Tensor) else after
+
+    def effect_on_step(self, call: Callable[[], object]) -> list[torch.Tensor]:
+        """The parameters after a first step by `call`, and what it did to the gradients; all put back."""
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        self.optimizer.state.clear()
+        gradients = self.effect_on_gradients(call)
+        after = [parameter.detach().clone() for parameter in self.parameters[:1_000]]
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, before)
+        return gradients + after
+
+
+@functools.lru_cache(maxsize=1)
+def training(shapes: str, dtype: str, device: str) -> Training:
+    return Training(shapes, dtype, device)
+
+
+def scaler_of(subject: str, device: str) -> Any:
+    """A scaler whose factor stays 1, so that its calls can be repeated on the same gradients."""
+    require(device)
+    scaler = member(subject, "amp.GradScaler")(device, init_scale=1.0, growth_interval=2**30)
+    scaler.scale(torch.ones((), device=device))  # it makes its tensors when it is first used
+    return scaler

@@ -1,0 +1,106 @@
+"""The two kinds of benchmark: torch and impl side by side, and their ratio. asv finds their subclasses by name."""
+
+import abc
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.timing import FULL, QUICK, Effort, Paired, Workload, paired
+
+# What `ci/bench --quick` sets: asv's own option of that name does not reach the benchmarks.
+EFFORT = QUICK if os.environ.get("TANDEM_BENCH_QUICK") else FULL
+
+
+class Ratio(abc.ABC):
+    """impl ÷ torch over `params`, measured by turns in one process; both numbers of a case come from one measurement.
+
+    asv runs a `setup_cache` once for all the benchmarks that share its line in its file. So each subclass must
+    spell out its own, `return self.measure_all()`: one inherited from here would be run for one class alone.
+    """
+
+    params: list[list[Any]]
+    param_names: list[str]
+    version = "1"  # to be raised whenever the meaning of the numbers changes; asv then begins a new series
+
+    @staticmethod
+    @abc.abstractmethod
+    def workload(subject: str, *case: Any) -> Workload: ...
+
+    def setup(self, measured: dict[tuple[Any, ...], Paired | Exception], *case: Any) -> None:
+        if isinstance(result := measured[case], Exception):
+            raise result
+
+    def track_ratio_vs_torch(self, measured: dict[tuple[Any, ...], Paired], *case: Any) -> float:
+        return measured[case].ratio
+
+    track_ratio_vs_torch.unit = "x torch (lower is better)"
+
+    def track_noise(self, measured: dict[tuple[Any, ...], Paired], *case: Any) -> float:
+        return measured[case].noise
+
+    track_noise.unit = "median deviation of the pairs' ratios, as a share"
+
+    @classmethod
+    def cases(cls) -> Iterator[tuple[Any, ...]]:
+        return itertools.product(*cls.params)
+
+    @classmethod
+    def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
+        device = dict(zip(cls.param_names, case, strict=True))["device"]
+        return paired(cls.workload(subject, *case), cls.workload("torch", *case), device, effort)
+
+    @classmethod
+    def measure_all(cls) -> dict[tuple[Any, ...], Paired | Exception]:
+        return {case: _or_error(functools.partial(cls.measure, case, EFFORT)) for case in cls.cases()}
+
+
+class Absolute(abc.ABC):
+    """Seconds of one call, the subject first among `params`."""
+
+    params: list[list[Any]]
+    param_names: list[str]
+    version = "1"
+    # A call may need its inputs put back, which asv does once a sample.
+    number = 1
+    repeat = (10, 50, 2.0)
+    rounds = 2
+    warmup_time = 0.2
+
+    @staticmethod
+    @abc.abstractmethod
+    def workload(subject: str, *case: Any) -> Workload: ...
+
+    def setup(self, *case: Any) -> None:
+        self.work = _remembered(type(self), case)
+        self.synchronize = _synchronizer(case)
+        if self.work.prepare is not None:
+            self.work.prepare()
+        self.synchronize()
+
+    def time_call(self, *_: Any) -> None:
+        self.work.call()
+        self.synchronize()
+
+
+def _or_error(measure: Callable[[], Paired]) -> Paired | Exception:
+    try:
+        return measure()
+    except NotImplementedError as missing:
+        return NotImplementedError(str(missing))
+    except Exception as error:  # one broken case must not take the others with it
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+@functools.lru_cache(maxsize=1)
+def _remembered(benchmark: type[Absolute], case: tuple[Any, ...]) -> Workload:
+    return benchmark.workload(*case)
+
+
+def _synchronizer(case: tuple[Any, ...]) -> Callable[[], object]:
+    if "cuda" not in case:
+        return lambda: None
+    import torch  # noqa: PLC0415 (only where there is a device to wait for)
+
+    return torch.cuda.synchronize

@@ -1,0 +1,160 @@
+"""Two pieces of work timed against each other in one process, by turns.
+
+Why by turns: on a shared machine the absolute time of the same code drifts by tens of per cent within a minute,
+but neighbours in time drift together, so the ratio of two neighbouring chunks holds still. Many short chunks do
+better than few long ones: of a true 0.63, 15 pairs of 5 ms gave 0.50 to 0.68, 150 pairs of 0.5 ms 0.62 to 0.634.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+# The effects of both subjects are compared before they are timed. This finds wrong or missing work, not rounding,
+# which the conformance suite judges: two sums of 10^8 float32 terms may well differ by 1e-5.
+SPOT_CHECK_RTOL = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is timed: `call`. `prepare` puts things back before each call and is not timed."""
+
+    call: Callable[[], object]
+    prepare: Callable[[], object] | None = None
+    effect: Callable[[], list[torch.Tensor]] | None = (
+        None  # from fixed inputs, one call, copies of what it made
+    )
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure. A case takes about `budget_s`, or what its `least_pairs` take."""
+
+    pairs: int = 150
+    least_pairs: int = 30
+    chunk_s: float = 0.0005
+    budget_s: float = 10.0
+
+
+FULL = Effort()
+QUICK = Effort(pairs=60, least_pairs=9, budget_s=1.5)
+
+
+@dataclass(frozen=True)
+class Paired:
+    ratio: float  # subject ÷ reference, median over the pairs: lower is better
+    low: float  # 95% interval of that median
+    high: float
+    noise: float  # median absolute deviation of the pairs' ratios, as a share of `ratio`
+    subject_s: float
+    reference_s: float
+    pairs: int
+
+
+def paired(subject: Workload, reference: Workload, device: str = "cpu", effort: Effort = FULL) -> Paired:
+    """Measure `subject` ÷ `reference`, in chunks of several calls, in the order ABBA so that drift cancels."""
+    _check_same_effect(subject, reference)
+    stopwatch = CudaStopwatch() if device == "cuda" else HostStopwatch()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        calls_a, calls_b = (
+            _calls_per_chunk(work, stopwatch, effort.chunk_s) for work in (subject, reference)
+        )
+        begun = time.perf_counter()
+        seconds_a: list[float] = []
+        seconds_b: list[float] = []
+        while len(seconds_a) < effort.pairs:
+            a_first = len(seconds_a) % 2 == 0
+            if a_first:
+                seconds_a.append(stopwatch.per_call(subject, calls_a))
+            seconds_b.append(stopwatch.per_call(reference, calls_b))
+            if not a_first:
+                seconds_a.append(stopwatch.per_call(subject, calls_a))
+            if len(seconds_a) >= effort.least_pairs and time.perf_counter() - begun > effort.budget_s:
+                break
+    finally:
+        if collecting:
+            gc.enable()
+    return summary(seconds_a, seconds_b)
+
+
+def summary(subject_s: list[float], reference_s: list[float]) -> Paired:
+    ratios = sorted(a / b for a, b in zip(subject_s, reference_s, strict=True))
+    ratio = statistics.median(ratios)
+    low, high = median_interval(ratios)
+    noise = statistics.median(abs(r - ratio) for r in ratios) / ratio
+    return Paired(
+        ratio, low, high, noise, statistics.median(subject_s), statistics.median(reference_s), len(ratios)
+    )
+
+
+def median_interval(ordered: list[float]) -> tuple[float, float]:
+    """The order statistics that enclose the median of the distribution with at least 95% confidence.
+
+    How many of n draws fall below it is binomial(n, 1/2), whatever the distribution. Fewer than six draws enclose
+    it with less; they give their whole range.
+    """
+    n = len(ordered)
+    tail, below = 0.0, 0  # chance that at most `below` - 1 draws fall below the median
+    while tail + (step := math.comb(n, below) / 2**n) <= 0.025:
+        tail, below = tail + step, below + 1
+    rank = max(below - 1, 0)
+    return ordered[rank], ordered[n - 1 - rank]
+
+
+class HostStopwatch:
+    def per_call(self, work: Workload, calls: int) -> float:
+        call, prepare, clock = work.call, work.prepare, time.perf_counter_ns
+        if prepare is None:
+            start = clock()
+            for _ in range(calls):
+                call()
+            return (clock() - start) * 1e-9 / calls
+        total = 0
+        for _ in range(calls):
+            prepare()
+            start = clock()
+            call()
+            total += clock() - start
+        return total * 1e-9 / calls
+
+
+class CudaStopwatch:
+    """Device time between two events. A call whose launches take longer than its kernels shows its launches."""
+
+    def per_call(self, work: Workload, calls: int) -> float:
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)
+        ]
+        torch.cuda.synchronize()
+        for start, end in events:
+            if work.prepare is not None:
+                work.prepare()
+            start.record()
+            work.call()
+            end.record()
+        torch.cuda.synchronize()
+        return sum(start.elapsed_time(end) for start, end in events) * 1e-3 / calls
+
+
+def _calls_per_chunk(work: Workload, stopwatch: HostStopwatch | CudaStopwatch, chunk_s: float) -> int:
+    calls = 1
+    stopwatch.per_call(work, 3)  # first calls build caches and compile
+    while (took_s := stopwatch.per_call(work, calls) * calls) < chunk_s and calls < 1 << 16:
+        calls = max(calls + 1, int(calls * min(10.0, chunk_s / max(took_s, 1e-9))))
+    return calls
+
+
+def _check_same_effect(subject: Workload, reference: Workload) -> None:
+    if subject.effect is None or reference.effect is None:
+        return
+    made, wanted = subject.effect(), reference.effect()
+    assert len(made) == len(wanted), f"the subject made {len(made)} tensors, torch {len(wanted)}"
+    for got, want in zip(made, wanted, strict=True):
+        rtol = SPOT_CHECK_RTOL[want.dtype]
+        torch.testing.assert_close(got.to(want.dtype), want, rtol=rtol, atol=rtol * 1e-2)
