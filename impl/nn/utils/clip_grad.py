@@ -235,7 +235,7 @@ class _Gradients(NamedTuple):
 
 def _gradients_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
-    return [grad for parameter in listed if (grad := parameter.grad) is not None]
+    return [grad for grad in [parameter.grad for parameter in listed] if grad is not None]
 
 
 def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
