@@ -35,6 +35,9 @@ class TensorState:
     is_watched: str | None
     shares_storage_with: str | None
 
+    def __repr__(self) -> str:
+        return f"{self.values} as {self.dtype} of shape {self.shape} on {self.device}"
+
 
 @dataclass(frozen=True)
 class Raised:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -147,6 +147,25 @@ class Recorder:
         self._judgements: dict[str, Judgement] = {}
         self._clauses: dict[str, str] = {}
         self._began = time.time()
+        self._log: TextIO | None = None
+        if config.option.report:
+            directory = Path(config.option.report)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "report.json").unlink(missing_ok=True)
+            # One line a test, as they end: what is known survives whatever happens to this process.
+            self._log = (directory / "judgements.jsonl").open("w", buffering=1)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._note({"collected": len(ids)})
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.items:
+            self._note({"collected": len(session.items)})
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        if self._log is not None:
+            self._log.write(json.dumps(entry) + "\n")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -163,15 +182,18 @@ class Recorder:
         old = self._judgements.get(new.nodeid)
         if old is None or not old.is_red:
             self._judgements[new.nodeid] = new
+            self._note(asdict(new))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
         for judgement in self._judgements.values():
             judgement.clause = judgement.clause or self._clauses.get(judgement.nodeid, "")
-        directory = self._config.option.report
-        if directory:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            (Path(directory) / "report.json").write_text(json.dumps(self.as_dict(), indent=1))
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+            (Path(self._config.option.report) / "report.json").write_text(
+                json.dumps(self.as_dict(), indent=1)
+            )
 
     def as_dict(self) -> dict[str, Any]:
         option = self._config.option

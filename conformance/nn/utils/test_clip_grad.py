@@ -93,7 +93,7 @@ def test_every_norm_type(
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.every_norm_type")
-@pytest.mark.parametrize("norm_type", [math.nan, -2.0, -math.inf, "nuc", None, [2.0]], ids=repr)
+@pytest.mark.parametrize("norm_type", [-2.0, -math.inf, "nuc", None, [2.0]], ids=repr)
 def test_norm_types_on_the_edge(subject: Library, reference: Library, device: str, norm_type: Any) -> None:
     case = GradientList((Gradient((3,)), Gradient((0,)), Gradient((2, 2), seed=1)))
     assert_same_outcome(
@@ -397,6 +397,38 @@ def test_extreme_gradients(deviation: DeviationJudge, device: str, extreme: str,
         return bool(norm.isinf() and all((grad == 0).all() for grad in grads)) or float(norm) == 0.0
 
     deviation.judge(probe, torch_does=norm_lost, we_do=true_norm_and_scaled)
+
+
+RUINOUS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "max_norm nan": ("clip_grad_norm_", (math.nan,)),
+    "max_norm -inf": ("clip_grad_norm_", (-math.inf,)),
+    "norm_type nan": ("clip_grad_norm_", (1.0, math.nan)),
+    "max_norm nan, norm given": ("clip_grads_with_norm_", (math.nan, torch.tensor(2.0))),
+    "max_norm -inf, norm given": ("clip_grads_with_norm_", (-math.inf, torch.tensor(2.0))),
+    "clip_value nan": ("clip_grad_value_", (math.nan,)),
+    "clip_value negative": ("clip_grad_value_", (-0.5,)),
+}
+
+
+@clause("nn.utils.clip_grad.ruinous_arguments")
+@pytest.mark.deviation("clip_grad.ruinous_arguments")
+@pytest.mark.parametrize("call", list(RUINOUS))
+def test_ruinous_arguments(deviation: DeviationJudge, device: str, call: str) -> None:
+    name, args = RUINOUS[call]
+
+    def probe(library: Library) -> tuple[Outcome, bool]:
+        """What the call did, and whether nothing is left of what the gradients told."""
+        parameter = Gradient((6,)).parameter(device)
+        kept = parameter.grad.clone()
+        outcome = observe(getattr(library.nn.utils, name), [parameter], *args)
+        lost = not torch.isfinite(parameter.grad).any() or parameter.grad.unique().numel() == 1
+        return outcome, bool(lost) if not torch.equal(parameter.grad, kept) else False
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen[0].raised is None and seen[1],
+        we_do=lambda seen: seen[0].raised is not None and seen[0].raised.kind is ValueError and not seen[1],
+    )
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.new_gradients_at_old_addresses")

@@ -1,0 +1,267 @@
+"""The gate: judge a subject, time it against torch, train a real model with it, write the report, say yes or no.
+
+    python -m conformance.gate --subject impl --profile quick --out report
+
+Each part runs in a process of its own, with a deadline, so that a subject that hangs or kills its process ends in a
+red verdict and not in silence. Exit code 0 is green, 1 red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from conformance import environment
+from conformance.plugin import PROFILES
+from conformance.report import write_page
+from conformance.results import RED
+
+_DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
+_POLL_S = 0.2
+
+
+def main(words: Sequence[str]) -> int:
+    options = _options(words)
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    with _progress(console) as progress:
+        report = _judged(options, out, progress)
+        report["speed"] = _timed(options, out, progress)
+        report["training"] = _trained(options, out, progress)
+    report["reasons"] = reasons(report)
+    report["verdict"] = "red" if report["reasons"] else "green"
+    (out / "report.json").write_text(json.dumps(report, indent=1))
+    write_page(report, out / "index.html")
+    _say(console, report, out)
+    return 0 if report["verdict"] == "green" else 1
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ci/gate", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--subject", default="impl", help="impl, torch, or any package that mirrors torch's paths"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="comma-separated device types (default: what is there)"
+    )
+    parser.add_argument("--world-sizes", default="1,2", help="comma-separated numbers of ranks")
+    parser.add_argument("--profile", default="quick", choices=PROFILES, help="how much to try")
+    parser.add_argument(
+        "--seed", type=int, help="another draw of examples; without it every run tries the same"
+    )
+    parser.add_argument("--out", default="report", help="folder for index.html, report.json and junit.xml")
+    return parser.parse_args(words)
+
+
+def reasons(report: dict[str, Any]) -> list[str]:
+    """Why the verdict is red; empty when it is green."""
+    found = list(report["ended_early"])
+    red = Counter(test["outcome"] for test in report["tests"] if test["outcome"] in RED)
+    found += [f"{count} {'test' if count == 1 else 'tests'} {outcome}" for outcome, count in red.items()]
+    if report["verdict"] == "red" and not red and not found:
+        found.append(f"{report['subject']} provides none of the names that are judged")
+    speed, training = report["speed"], report["training"]
+    found += [
+        f"benchmark {row['name']} failed: {row['why']}"
+        for row in speed.get("rows", [])
+        if row["outcome"] == "failed"
+    ]
+    found += [
+        f"training {run['name']}: {reason}" for run in training.get("runs", []) for reason in run["reasons"]
+    ]
+    return found + [part["error"] for part in (speed, training) if part.get("error")]
+
+
+def _judged(options: argparse.Namespace, out: Path, progress: Progress) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "conformance",
+        "-n",
+        "auto",
+        "-q",
+        f"--subject={options.subject}",
+    ]
+    command += [
+        f"--device={options.device}",
+        f"--world-sizes={options.world_sizes}",
+        f"--profile={options.profile}",
+    ]
+    command += [f"--report={out}", f"--junitxml={out / 'junit.xml'}"]
+    command += [] if options.seed is None else [f"--seed={options.seed}"]
+    log = out / "judgements.jsonl"
+    log.unlink(missing_ok=True)
+    task = progress.add_task("judging", total=None, note="collecting")
+    began = time.time()
+    ended, code = _run(
+        command, out / "judging.log", _DEADLINES_S[options.profile], lambda: _advance(progress, task, log)
+    )
+    written = out / "report.json"
+    if written.is_file() and written.stat().st_mtime >= began:
+        report = json.loads(written.read_text())
+        # pytest: 0 passed, 1 tests failed (which the judgements tell); anything else ended it before its time.
+        report["ended_early"] = (
+            [ended] if ended else [] if code in (0, 1) else [f"judging ended with code {code}: {_tail(out)}"]
+        )
+        return report
+    return _salvaged(options, log, began, ended or f"judging ended with code {code}: {_tail(out)}")
+
+
+def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) -> dict[str, Any]:
+    """A report from the lines that were written before judging ended too soon."""
+    from conformance.clauses import all_clauses  # noqa: PLC0415 only when all else failed
+
+    return {
+        "verdict": "red",
+        "subject": options.subject,
+        "profile": options.profile,
+        "seed": options.seed,
+        "began": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(began)),
+        "seconds": round(time.time() - began, 1),
+        "environment": environment.describe(),
+        "clauses": [
+            {"id": clause.id, "says": clause.says, "covers": clause.covers, "area": clause.area}
+            for clause in all_clauses().values()
+        ],
+        "deviations": [],
+        "tests": [entry for entry in _entries(log) if "nodeid" in entry],
+        "ended_early": [why],
+    }
+
+
+def _timed(options: argparse.Namespace, out: Path, progress: Progress) -> dict[str, Any]:
+    file = out / "speed.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "--quick",
+        f"--subject={options.subject}",
+        f"--json={file}",
+    ]
+    command += [] if options.device == "auto" else [f"--device={options.device.split(',')[0]}"]
+    return _part("timing", command, file, out, progress) | {"command": _readable(command[1:-1])}
+
+
+def _trained(options: argparse.Namespace, out: Path, progress: Progress) -> dict[str, Any]:
+    file = out / "training.json"
+    command = [
+        sys.executable,
+        "-m",
+        "conformance.training",
+        "--gate",
+        f"--subject={options.subject}",
+        f"--json={file}",
+    ]
+    command += [] if options.device == "auto" else [f"--device={options.device.split(',')[0]}"]
+    return _part("training", command, file, out, progress)
+
+
+def _part(name: str, command: list[str], file: Path, out: Path, progress: Progress) -> dict[str, Any]:
+    """Run one part; its JSON, or the reason why there is none."""
+    file.unlink(missing_ok=True)
+    task = progress.add_task(name, total=1, note="")
+    ended, code = _run(command, out / f"{name}.log", _DEADLINES_S["quick"])
+    progress.update(task, completed=1)
+    if file.is_file():
+        return json.loads(file.read_text())
+    return {"error": ended or f"{name} ended with code {code}: {_tail(out, name)}"}
+
+
+def _run(command: list[str], log: Path, deadline_s: float, watch: Any = lambda: None) -> tuple[str, int]:
+    """Run to the end or the deadline, with all that the command started; returns why it was stopped, and its code."""
+    end = time.monotonic() + deadline_s
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            while process.poll() is None:
+                if time.monotonic() > end:
+                    return f"{_readable(command[1:4])} … did not end within {deadline_s:g} s", -1
+                time.sleep(_POLL_S)
+                watch()
+            watch()
+            return "", process.returncode
+        except KeyboardInterrupt:
+            return "stopped by hand", -1
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _advance(progress: Progress, task: TaskID, log: Path) -> None:
+    entries = list(_entries(log))
+    total = max((entry["collected"] for entry in entries if "collected" in entry), default=None)
+    done = [entry for entry in entries if "nodeid" in entry]
+    red = sum(entry["outcome"] in RED for entry in done)
+    progress.update(
+        task, total=total, completed=len(done), note=f"{red} red" if red else "" if done else "collecting"
+    )
+
+
+def _entries(log: Path) -> Iterator[dict[str, Any]]:
+    if log.is_file():
+        for line in log.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # the last line may be half written
+                yield json.loads(line)
+
+
+def _tail(out: Path, name: str = "judging") -> str:
+    return (out / f"{name}.log").read_text(errors="replace")[-1500:].strip()
+
+
+def _readable(words: Sequence[str]) -> str:
+    return shlex.join(["python", *words])
+
+
+def _progress(console: Console) -> Progress:
+    bar = BarColumn(bar_width=32)
+    return Progress(
+        TextColumn("{task.description:9}"),
+        bar,
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+    )
+
+
+def _say(console: Console, report: dict[str, Any], out: Path) -> None:
+    for test in [test for test in report["tests"] if test["outcome"] in RED][:20]:
+        console.print(f"[red]{test['outcome']:>7}[/red] ", end="")
+        console.print(
+            f"{test['clause'] or 'own part'}  {test['nodeid']}", markup=False, highlight=False, soft_wrap=True
+        )
+        console.print(f"         {test['replay']}", markup=False, highlight=False, soft_wrap=True)
+    for reason in report["reasons"]:
+        console.print(f"- {reason}", markup=False, highlight=False, soft_wrap=True)
+    colour = "green" if report["verdict"] == "green" else "red"
+    counts = Counter(test["outcome"] for test in report["tests"] if test["clause"])
+    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    console.print(f"[bold {colour}]{report['verdict'].upper()}[/bold {colour}] ", end="")
+    console.print(
+        f"{report['subject']}: {said}; the report is {out / 'index.html'}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

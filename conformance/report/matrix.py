@@ -1,0 +1,110 @@
+"""The clause matrix: clause × (device, dtype, world size) → the worst outcome among its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# From worst to best; a cell shows the worst of its tests.
+SEVERITY = (
+    "crash",
+    "hang",
+    "failed",
+    "stale",
+    "uncovered",
+    "not provided",
+    "unavailable",
+    "known",
+    "passed",
+)
+# A sign beside the colour, for those who cannot tell the colours apart.
+SIGNS = {
+    "crash": "✖",
+    "hang": "⧗",
+    "failed": "✗",
+    "stale": "≠",
+    "uncovered": "?",
+    "not provided": "∅",
+    "unavailable": "–",
+    "known": "≈",
+    "passed": "✓",
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One column: where and on what the tests ran; an empty part means that they draw it themselves or need none."""
+
+    device: str
+    dtype: str
+    world_size: str
+
+    @property
+    def label(self) -> str:
+        world = f"world {self.world_size}" if self.world_size else ""
+        return " · ".join(part for part in (self.device or "any device", self.dtype, world) if part)
+
+
+@dataclass
+class Cell:
+    tests: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def outcome(self) -> str:
+        return min((test["outcome"] for test in self.tests), key=SEVERITY.index)
+
+    @property
+    def sign(self) -> str:
+        return SIGNS[self.outcome]
+
+
+@dataclass
+class Row:
+    clause: dict[str, Any]
+    cells: dict[Axis, Cell]
+
+    @property
+    def outcome(self) -> str:
+        return min((cell.outcome for cell in self.cells.values()), key=SEVERITY.index, default="uncovered")
+
+    @property
+    def short_id(self) -> str:
+        return self.clause["id"].removeprefix(self.clause["area"] + ".")
+
+
+@dataclass
+class Area:
+    name: str
+    axes: list[Axis]
+    rows: list[Row]
+
+    @property
+    def outcome(self) -> str:
+        return min((row.outcome for row in self.rows), key=SEVERITY.index)
+
+
+def matrix(report: dict[str, Any]) -> list[Area]:
+    """One table an area, with only the columns that the area's tests have."""
+    by_clause: dict[str, list[dict[str, Any]]] = {}
+    for test in report["tests"]:
+        by_clause.setdefault(test["clause"], []).append(test)
+    areas: dict[str, list[Row]] = {}
+    for clause in report["clauses"]:
+        row = Row(clause, _cells(by_clause.get(clause["id"], [])))
+        areas.setdefault(clause["area"], []).append(row)
+    return [Area(name, _axes(rows), rows) for name, rows in sorted(areas.items())]
+
+
+def _cells(tests: Sequence[dict[str, Any]]) -> dict[Axis, Cell]:
+    cells: dict[Axis, Cell] = {}
+    for test in tests:
+        cells.setdefault(Axis(test["device"], test["dtype"], test["world_size"]), Cell()).tests.append(test)
+    return cells
+
+
+def _axes(rows: Sequence[Row]) -> list[Axis]:
+    return sorted(
+        {axis for row in rows for axis in row.cells},
+        key=lambda axis: (axis.device, axis.world_size, axis.dtype),
+    )
