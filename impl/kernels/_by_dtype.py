@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 
-def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def by_dtype(tensors: Sequence[Tensor], dtypes: set[torch.dtype]) -> list[list[Tensor]]:
     """Lists of one dtype each, in the order torch's own modules walk them: sums then agree bit by bit."""
+    if len(dtypes) == 1:
+        return [list(tensors)]
     groups = _group_tensors_by_device_and_dtype([list(tensors)])
     return [cast("list[Tensor]", same_dtype) for [same_dtype], _ in groups.values()]
 

@@ -4,15 +4,20 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, get_args
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 Route = Literal["auto", "plain", "cached", "triton"]
+Carrier = Literal["plain", "cached", "triton"]
+
 _NAMES: tuple[str, ...] = get_args(Route)
-_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _checked(name: str) -> str:
@@ -29,11 +34,13 @@ _asked: ContextVar[str] = ContextVar("_asked", default=_DEFAULT)
 def route(name: Route) -> Generator[None]:
     """Carry the kernels called inside the block, in this thread, by `name`.
 
+    What a route cannot take (tensor subclasses, traced code, other dtypes) goes by "plain" whatever was asked.
+
     Args:
         name: "plain" is torch's own operators; "cached" the CPU fast path on top of them; "triton" the Triton
-            kernels (CUDA tensors, or CPU tensors when Triton was imported under TRITON_INTERPRET=1); "auto"
-            takes the fastest that can carry the tensors at hand. The environment variable TANDEM_KERNELS,
-            read at import, sets what holds outside any block.
+            kernels, on CUDA, or in Triton's interpreter on CPU tensors where TRITON_INTERPRET=1 was set before
+            Triton was imported; "auto" the fastest that takes the tensors at hand. Outside any block the
+            environment variable TANDEM_KERNELS holds, read at import.
 
     Raises:
         ValueError: there is no such route.
@@ -46,23 +53,72 @@ def route(name: Route) -> Generator[None]:
         _asked.reset(token)
 
 
-def carrier(tensors: Sequence[Tensor]) -> Literal["plain", "cached", "triton"]:
-    """The route for these tensors: what was asked for, or "plain" where that cannot take them."""
+class Plan(NamedTuple):
+    way: Carrier
+    dtypes: set[torch.dtype]  # of the tensors
+    is_eager: bool  # addresses may be read and, on the CPU, values looked at
+
+
+def plan_for(tensors: Sequence[Tensor]) -> Plan:
+    """The route these tensors go by: what was asked for, or "plain" where that cannot take them.
+
+    Raises:
+        RuntimeError: "triton" was asked for and cannot run here.
+    """
+    dtypes = {t.dtype for t in tensors}
+    if not _is_eager(tensors):
+        return Plan("plain", dtypes, is_eager=False)
+    asked = _asked.get()
+    if asked == "plain" or not dtypes <= _DTYPES:
+        return Plan("plain", dtypes, is_eager=True)
+    return Plan(_fastest(asked, tensors[0].device.type), dtypes, is_eager=True)
+
+
+def _fastest(asked: str, device: str) -> Carrier:
+    if asked == "triton":
+        _demand_triton(device)
+        return "triton"
+    if device == "cpu":
+        return "cached"
+    if (
+        device == "cuda"
+        and asked == "auto"
+        and _has_triton()
+        and not torch.cuda.is_current_stream_capturing()
+    ):
+        # A captured graph would outlive the table of addresses that a Triton launch reads.
+        return "triton"
     return "plain"
 
 
-def is_eager(tensors: Sequence[Tensor]) -> bool:
-    """Whether these are ordinary tensors that no compiler, tracer or dispatch mode is watching.
-
-    Only then may addresses be read and values, on the CPU, be looked at.
-    """
+def _is_eager(tensors: Sequence[Tensor]) -> bool:
+    """Whether these are ordinary tensors that no compiler, tracer, transform or dispatch mode watches."""
     return (
         not torch.compiler.is_compiling()
-        and _PLAIN_TYPES.issuperset(map(type, tensors))
+        and _TYPES.issuperset(map(type, tensors))
         and torch._C._len_torch_dispatch_stack() == 0
+        and peek_interpreter_stack() is None
+        and not torch.jit.is_tracing()
     )
 
 
-def are_real(dtypes: set[torch.dtype]) -> bool:
-    """Whether the kernels know these dtypes; torch's operators take, or refuse, all others."""
-    return dtypes <= _FLOATS
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def is_interpreting() -> bool:
+    """Whether Triton runs its kernels in the interpreter, which is what carries CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _demand_triton(device: str) -> None:
+    if not _has_triton():
+        raise RuntimeError(
+            "the kernel route is 'triton' but Triton is not installed; install it or ask for 'auto'"
+        )
+    if device != "cuda" and not (device == "cpu" and is_interpreting()):
+        raise RuntimeError(
+            f"the kernel route is 'triton' but the tensors are on {device}; move them to CUDA, ask for 'auto', or "
+            "for CPU tensors set TRITON_INTERPRET=1 before Triton is imported"
+        )

@@ -1,16 +1,31 @@
 """The joint p-norm of a list of tensors."""
 
+import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._route import plan_for
+from impl.kernels._storage_order import flat_runs
+
+# torch takes the norm of a whole tensor on one thread, the norms of rows on all of them.
+_ROW = 1 << 12
+_WORTH_ALL_THREADS = 1 << 19
+# Elements widened at a time, so that the wide copy stays in the cache.
+_PART = 1 << 17
+# Below this a two-norm summed in f32 may have lost squares to underflow: with up to 2**42 elements the lost ones,
+# each under 2**-126, reach at most 2**-24 of the sum of squares above it.
+_SAFE_ABOVE = 2.0**-30
 
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """Joint p-norm, as if all elements stood in one vector.
+
+    The two-norm does not overflow or underflow where its value can be represented.
 
     Args:
         tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
@@ -18,14 +33,40 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
     Returns:
         0-dim, on that device; the dtype the tensors' dtypes promote to, but f32 for f16 alone.
+
+    Raises:
+        RuntimeError: torch's: inf or negative `norm_type` with an empty tensor, integer tensors.
     Sync: none. Collectives: none.
+    Source: torch.nn.utils.get_total_norm 2.13; differences: f32 for f16, and the safety. Where values may not be
+        looked at and Triton does not run (tensor subclasses, traced code, other devices) torch's limits hold.
     """
-    return _norm_plain(tensors, norm_type)
+    plan = plan_for(tensors)
+    if plan.way == "triton":
+        from impl.kernels._triton.norm import launch_norm  # noqa: PLC0415  optional, and slow to import
+
+        norm = launch_norm(tensors, norm_type, _result_dtype(plan.dtypes))
+        if norm is not None:
+            return norm
+    elif plan.way == "cached" and norm_type == math.inf and all(t.numel() for t in tensors):
+        return _largest(tensors).to(_result_dtype(plan.dtypes))
+    groups = by_dtype(tensors, plan.dtypes)
+    if norm_type != 2:
+        return _norm_plain(groups, norm_type)
+    norm = _two_norm_cached(groups, plan.dtypes) if plan.way == "cached" else _norm_plain(groups, norm_type)
+    if plan.is_eager and norm.device.type == "cpu":
+        value = norm.item()
+        if value < _SAFE_ABOVE or value == math.inf:
+            return _two_norm_by_largest(tensors).to(norm.dtype)
+    return norm
 
 
-def _norm_plain(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+def _result_dtype(dtypes: set[torch.dtype]) -> torch.dtype:
+    return torch.float32 if dtypes == {torch.float16} else reduce(torch.promote_types, dtypes)
+
+
+def _norm_plain(groups: list[list[Tensor]], norm_type: float) -> Tensor:
     norms: list[Tensor] = []
-    for same_dtype in by_dtype(tensors):
+    for same_dtype in groups:
         # In f16 the norm of finite gradients soon passes 65504.
         wide = torch.float32 if same_dtype[0].dtype is torch.float16 else None
         if takes_foreach(same_dtype):
@@ -33,3 +74,52 @@ def _norm_plain(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         else:
             norms.extend(torch.linalg.vector_norm(t, norm_type, dtype=wide) for t in same_dtype)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _two_norm_cached(groups: list[list[Tensor]], dtypes: set[torch.dtype]) -> Tensor:
+    """Two-norm on the CPU: 4 B an element in f32, large tensors on all threads, small ones copied together."""
+    norms: list[Tensor] = []
+    for same_dtype in groups:
+        for flat in flat_runs(same_dtype):
+            _append_norms(norms, flat)
+    dtype = _result_dtype(dtypes)
+    if len(norms) == 1 and norms[0].numel() == 1:
+        return norms[0].view(()).to(dtype)
+    if not norms:
+        return torch.zeros((), dtype=dtype)
+    accumulate = torch.float64 if dtype is torch.float64 else torch.float32
+    return torch.linalg.vector_norm(torch.cat(norms), dtype=accumulate).to(dtype)
+
+
+def _append_norms(norms: list[Tensor], flat: Tensor) -> None:
+    """Append 1-D two-norms of parts that together cover a 1-D tensor."""
+    if flat.dtype is torch.float16:
+        # torch sums f16 slowly, and a norm in f16 would overflow.
+        norms.extend(torch.linalg.vector_norm(part.float(), keepdim=True) for part in flat.split(_PART))
+        return
+    if flat.numel() >= _WORTH_ALL_THREADS:
+        whole = flat.numel() - flat.numel() % _ROW
+        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
+        flat = flat[whole:]
+    if flat.numel():
+        norms.append(torch.linalg.vector_norm(flat, keepdim=True))
+
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Largest magnitude, 0-dim f64; nan where there is one."""
+    extremes = [e.double() for t in tensors for e in torch.aminmax(t)]
+    return torch.stack(extremes).abs().amax()
+
+
+def _two_norm_by_largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Two-norm of any finite values, 0-dim f64: in units of the largest no square overflows."""
+    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors if t.numel()]
+    largest = _largest(real) if real else torch.zeros(())
+    if largest == 0 or not largest.isfinite():
+        return largest
+    norms = [
+        torch.linalg.vector_norm(part.double().div_(largest))
+        for t in real
+        for part in t.reshape(-1).split(_PART)
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms)).mul_(largest)

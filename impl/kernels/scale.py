@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._route import plan_for
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -18,13 +21,33 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
     Sync: none. Collectives: none.
     """
-    _scale_plain(tensors, factor)
+    plan = plan_for(tensors)
+    if plan.way == "triton":
+        from impl.kernels._triton.scale import launch_scale  # noqa: PLC0415  optional, and slow to import
+
+        if launch_scale(tensors, factor):
+            return
+    scale = _scale_cached if plan.way == "cached" else _scale_plain
+    scale(by_dtype(tensors, plan.dtypes), factor)
 
 
-def _scale_plain(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    for same_dtype in by_dtype(tensors):
+def _scale_plain(groups: list[list[Tensor]], factor: Tensor) -> None:
+    for same_dtype in groups:
         if takes_foreach(same_dtype):
             torch._foreach_mul_(same_dtype, factor)
         else:
             for t in same_dtype:
                 t.mul_(factor)
+
+
+def _scale_cached(groups: list[list[Tensor]], factor: Tensor) -> None:
+    """On the CPU, where a look at the factor costs nothing: no pass at all when it is 1."""
+    if factor.item() == 1:
+        return
+    for same_dtype in groups:
+        if same_dtype[0].dtype in _HALVES and factor.dtype is not torch.float64:
+            # The same product, rounded once; a list of small tensors takes a quarter of the time.
+            ignored = torch.zeros((), dtype=torch.float32)
+            torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, ignored, factor.float())
+        else:
+            torch._foreach_mul_(same_dtype, factor)

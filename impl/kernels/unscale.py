@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype
+from impl.kernels._route import plan_for
 
 
 @torch.no_grad()
@@ -20,7 +21,13 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     Sync: none. Collectives: none.
     Source: torch._amp_foreach_non_finite_check_and_unscale_; differences: mixed dtypes in one call.
     """
-    _unscale_plain(grads, inv_scale, found_inf)
+    plan = plan_for(grads)
+    if plan.way == "triton":
+        from impl.kernels._triton.unscale import launch_unscale  # noqa: PLC0415  optional, and slow to import
+
+        if launch_unscale(grads, inv_scale, found_inf):
+            return
+    _unscale_plain(by_dtype(grads, plan.dtypes), inv_scale, found_inf)
 
 
 @torch.no_grad()
@@ -37,6 +44,6 @@ def nonfinite_mask(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([t.isfinite().all() for t in tensors]).logical_not_()
 
 
-def _unscale_plain(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    for same_dtype in by_dtype(grads):
+def _unscale_plain(groups: list[list[Tensor]], inv_scale: Tensor, found_inf: Tensor) -> None:
+    for same_dtype in groups:
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)

@@ -1,0 +1,45 @@
+"""Tensors as one-dimensional runs of memory."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+# From here on a tensor is worth an operator call of its own; smaller ones are copied together first.
+_LARGE = 1 << 14
+# Elements copied together at a time: what was copied is still in the cache when it is read again.
+_RUN = 1 << 17
+
+
+def flat_view(tensor: Tensor) -> Tensor | None:
+    """All elements in the order of memory as a 1-D view, or None if there are gaps or elements lie twice."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    outermost_first = sorted(
+        range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)), reverse=True
+    )
+    permuted = tensor.permute(outermost_first)
+    return permuted.view(-1) if permuted.is_contiguous() else None
+
+
+def flat_runs(same_dtype: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Every element once, in 1-D tensors: large tensors as views where they can be, small ones copied together."""
+    small: list[Tensor] = []
+    room = _RUN
+    for tensor in same_dtype:
+        numel = tensor.numel()
+        if numel >= _LARGE:
+            flat = flat_view(tensor)
+            yield tensor.reshape(-1) if flat is None else flat
+        elif numel:
+            small.append(tensor if tensor.dim() == 1 else tensor.reshape(-1))
+            room -= numel
+            if room <= 0:
+                yield _joined(small)
+                small, room = [], _RUN
+    if small:
+        yield _joined(small)
+
+
+def _joined(flats: list[Tensor]) -> Tensor:
+    return flats[0] if len(flats) == 1 else torch.cat(flats)
