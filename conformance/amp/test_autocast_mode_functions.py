@@ -1,0 +1,253 @@
+"""custom_fwd and custom_bwd: the autocast state carried through a custom autograd Function."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.regions import state
+
+LOW = [torch.bfloat16, torch.float16]
+CASTS = [None, torch.float32, torch.bfloat16, torch.float64]
+Pair = namedtuple("Pair", "one two")
+
+
+def function_of(library: Library, device: str, cast_inputs: torch.dtype | None, seen: dict[str, Any]) -> type:
+    """A product that notes the state and the dtypes that its forward and backward see."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @library.amp.custom_fwd(device_type=device, cast_inputs=cast_inputs)
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, others: Any = None) -> torch.Tensor:
+            seen["forward"] = (state(), a.dtype, b.dtype, others)
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        @library.amp.custom_bwd(device_type=device)
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            a, b = ctx.saved_tensors
+            seen["backward"] = (state(), grad.dtype)
+            return grad @ b.t(), a.t() @ grad, None
+
+    return Product
+
+
+def operands(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(3, 3, generator=generator).to(device, dtype).requires_grad_() for _ in range(2)]
+
+
+@clause("amp.autocast_mode.custom_fwd.keeps_state_for_backward")
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("backward_inside", ["none", "enabled", "disabled"])
+def test_backward_runs_in_forwards_state(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, enabled: bool, backward_inside: str
+) -> None:
+    def run(library: Library) -> Outcome:
+        seen: dict[str, Any] = {}
+        product = function_of(library, device, None, seen)
+        a, b = operands(device)
+
+        def both() -> Any:
+            with library.amp.autocast(device, dtype=dtype, enabled=enabled):
+                out = product.apply(a, b)
+            if backward_inside == "none":
+                out.sum().backward()
+            else:
+                other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+                with library.amp.autocast(device, dtype=other, enabled=backward_inside == "enabled"):
+                    out.sum().backward()
+            return out, seen
+
+        return observe(both, watch=[a, b])
+
+    wanted = run(reference)
+    assert wanted.value[1]["backward"][0]["enabled"][device] is enabled
+    assert_same_outcome(wanted, run(subject))
+
+
+@clause("amp.autocast_mode.custom_fwd.casts_inputs")
+@pytest.mark.parametrize("cast_inputs", CASTS, ids=str)
+@pytest.mark.parametrize("region", ["none", "enabled", "disabled"])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW, torch.float64], ids=str)
+def test_casts_inputs(
+    subject: Library,
+    reference: Library,
+    device: str,
+    cast_inputs: torch.dtype | None,
+    region: str,
+    dtype: torch.dtype,
+) -> None:
+    def run(library: Library) -> Outcome:
+        seen: dict[str, Any] = {}
+        product = function_of(library, device, cast_inputs, seen)
+        a, b = operands(device, dtype)
+
+        def both() -> Any:
+            if region == "none":
+                out = product.apply(a, b)
+            else:
+                with library.amp.autocast(device, dtype=torch.bfloat16, enabled=region == "enabled"):
+                    out = product.apply(a, b)
+            out.float().sum().backward()
+            return out, seen
+
+        return observe(both, watch=[a, b])
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+NESTED: dict[str, Any] = {
+    "list": lambda x: [x, [x, "text"], b"bytes"],
+    "tuple": lambda x: (x, (x,), 3),
+    "dict": lambda x: {"x": x, "inner": {"x": [x]}, 3: None},
+    "float64": lambda x: [x.double()],
+    "integers": lambda x: [x.int(), x.bool()],
+    "other device": lambda x: [x.to("meta").dtype],
+    "array": lambda x: [x.detach().cpu().numpy()],
+}
+
+
+@clause("amp.autocast_mode.custom_fwd.casts_inputs")
+@pytest.mark.parametrize("kind", list(NESTED))
+@pytest.mark.parametrize("cast_inputs", [torch.float16, torch.float32], ids=str)
+def test_casts_nested_inputs(
+    subject: Library, reference: Library, device: str, kind: str, cast_inputs: torch.dtype
+) -> None:
+    def dtypes(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: dtypes(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(dtypes(item) for item in value)
+        return str(value.dtype) if hasattr(value, "dtype") else value
+
+    def run(library: Library) -> Outcome:
+        @library.amp.custom_fwd(device_type=device, cast_inputs=cast_inputs)
+        def forward(ctx: Any, value: Any, *, keyword: Any) -> Any:
+            return dtypes(value), dtypes(keyword), state()
+
+        class Context:
+            pass
+
+        def inside() -> Any:
+            value = NESTED[kind](torch.ones(2, device=device))
+            with library.amp.autocast(device, dtype=torch.bfloat16):
+                return forward(Context(), value, keyword=value), forward(
+                    Context(), keyword=value, value=value
+                )
+
+        return observe(inside)
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+@clause("amp.autocast_mode.custom_fwd.casts_inputs")
+def test_casts_only_its_own_device(subject: Library, reference: Library) -> None:
+    """Tensors on another device than device_type stay as they are."""
+
+    def run(library: Library) -> Outcome:
+        @library.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
+        def forward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> Any:
+            return one.dtype, other.dtype
+
+        class Context:
+            pass
+
+        def inside() -> Any:
+            with library.amp.autocast("cpu"):
+                return forward(Context(), torch.ones(2), torch.ones(2, device="meta"))
+
+        return observe(inside)
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+@clause("amp.autocast_mode.custom_fwd.as_decorator_with_arguments")
+@pytest.mark.parametrize("name", ["custom_fwd", "custom_bwd"])
+@pytest.mark.parametrize("bare", [True, False])
+def test_both_forms_of_decorating(subject: Library, reference: Library, name: str, bare: bool) -> None:
+    def run(library: Library) -> Outcome:
+        decorator = getattr(library.amp, name)
+
+        def original(ctx: Any, x: int) -> Any:
+            """Add one."""
+            return x + 1, state()
+
+        class Context:
+            _fwd_used_autocast, _dtype = True, torch.bfloat16
+
+        def use() -> Any:
+            decorated = (
+                decorator(original, device_type="cpu") if bare else decorator(device_type="cpu")(original)
+            )
+            return decorated(Context(), 1), decorated.__name__, decorated.__doc__
+
+        return observe(use)
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+@clause("amp.autocast_mode.custom_fwd.bad_arguments")
+@pytest.mark.parametrize("name", ["custom_fwd", "custom_bwd"])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"device_type": None}, {"device_type": 3}, {"device_type": torch.device("cpu")}],
+    ids=str,
+)
+def test_bad_device_types(subject: Library, reference: Library, name: str, arguments: dict[str, Any]) -> None:
+    def run(library: Library) -> Outcome:
+        return observe(lambda: getattr(library.amp, name)(lambda ctx: None, **arguments) and None)
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+@clause("amp.autocast_mode.custom_fwd.bad_arguments")
+def test_backward_without_custom_fwd(subject: Library, reference: Library) -> None:
+    def run(library: Library) -> Outcome:
+        class Context:
+            pass
+
+        return observe(library.amp.custom_bwd(lambda ctx: None, device_type="cpu"), Context())
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+@clause("amp.autocast_mode.custom_fwd.setup_context")
+@pytest.mark.deviation("autocast.no_attributes_on_inputs")
+def test_new_style_functions(deviation: DeviationJudge, device: str) -> None:
+    def probe(library: Library) -> list[str]:
+        """The attributes that a forward without ctx finds on its first input."""
+
+        class Double(torch.autograd.Function):
+            @staticmethod
+            @library.amp.custom_fwd(device_type=device)
+            def forward(x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+                pass
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                return grad * 2
+
+        x = torch.ones(2, device=device, requires_grad=True)
+        Double.apply(x).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 2.0))
+        return [name for name in ("_dtype", "_fwd_used_autocast") if name in vars(x)]
+
+    deviation.judge(
+        probe,
+        torch_does=lambda found: found == ["_dtype", "_fwd_used_autocast"],
+        we_do=lambda found: found == [],
+    )

@@ -1,0 +1,84 @@
+"""Programs of nested autocast regions: plain descriptions that either library runs, noting the state at every point."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from conformance.library import Library
+
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+class Planned(Exception):
+    """Raised on purpose inside a region."""
+
+
+@dataclass(frozen=True)
+class Region:
+    device_type: str = "cpu"
+    dtype: torch.dtype | None = None
+    enabled: bool = True
+    cache_enabled: bool | None = None
+    as_decorator: bool = False
+    raises: bool = False  # after its inner regions have run
+    inner: tuple[Region, ...] = ()
+
+    def run(self, library: Library, note: Any) -> None:
+        """Run the program below this region; `note()` is called at every point between the steps."""
+        region = library.amp.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
+        )
+
+        def body() -> None:
+            note()
+            for inner in self.inner:
+                with contextlib.suppress(Planned):
+                    inner.run(library, note)
+                note()
+            if self.raises:
+                raise Planned
+
+        if self.as_decorator:
+            region(body)()
+        else:
+            with region:
+                body()
+
+
+def state() -> dict[str, Any]:
+    """All that autocast keeps for this thread."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return {
+        "enabled": {name: torch.is_autocast_enabled(name) for name in DEVICE_TYPES},
+        "dtype": {name: torch.get_autocast_dtype(name) for name in DEVICE_TYPES},
+        "cache": torch.is_autocast_cache_enabled(),
+        "depth": depth,
+    }
+
+
+_leaves = st.builds(
+    Region,
+    device_type=st.sampled_from(DEVICE_TYPES),
+    dtype=st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    enabled=st.booleans(),
+    cache_enabled=st.sampled_from([None, True, False]),
+    as_decorator=st.booleans(),
+    raises=st.booleans(),
+)
+
+
+def _with_inner(regions: st.SearchStrategy[Region]) -> st.SearchStrategy[Region]:
+    return st.builds(
+        lambda leaf, inner: Region(**{**leaf.__dict__, "inner": tuple(inner)}),
+        _leaves,
+        st.lists(regions, max_size=3),
+    )
+
+
+programs = st.recursive(_leaves, _with_inner, max_leaves=8)

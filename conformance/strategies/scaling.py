@@ -1,0 +1,193 @@
+"""A scaler at work: parameters in two groups, an optimizer, a scaler, and stories that two libraries tell in lockstep.
+
+A story is a generator that takes a library and yields one `Outcome` a call; both libraries' stories are drawn
+step by step and compared step by step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.gradients import Gradient
+from conformance.tolerances import EXACT, Tolerance
+
+Story = Callable[[Library], Iterator[Outcome]]
+
+# Sizes that no vector width divides, and an empty one; the last is where the faults go.
+FOUR = (Gradient((5,), seed=1), Gradient((0,), seed=2), Gradient((3, 4), seed=3), Gradient((7,), seed=4))
+MEASURED_DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+class Recording(SGD):
+    """An optimizer that keeps what each call of `step` was given, and returns what it is told to."""
+
+    def __init__(self, params: Any, returns: Any = None) -> None:
+        super().__init__(params, lr=0.125)
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.returns = returns
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((args, kwargs))
+        super().step()
+        return self.returns
+
+
+class Aware(SGD):
+    """An optimizer that unscales and skips by itself, by what the scaler lays on it."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any, raises: bool = False) -> None:
+        super().__init__(params, lr=0.125)
+        self.handed: list[tuple[Any, Any]] = []
+        self.raises = raises
+
+    def step(self, *args: Any, **kwargs: Any) -> str:
+        scale, found = getattr(self, "grad_scale", "absent"), getattr(self, "found_inf", "absent")
+        self.handed.append((as_number(scale), as_number(found)))
+        if self.raises:
+            raise MemoryError("no room for the step")
+        if not as_number(found):
+            with torch.no_grad():
+                for parameter in itertools.chain(*(group["params"] for group in self.param_groups)):
+                    if parameter.grad is not None:
+                        parameter -= 0.125 * parameter.grad / (1.0 if scale is None else scale)
+        return "stepped"
+
+
+class TakesScaler(SGD):
+    """An optimizer with the older protocol: `step` takes the scaler itself."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.125)
+        self.scalers: list[Any] = []
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> str:
+        self.scalers.append(grad_scaler)
+        grad_scaler.unscale_(self)
+        super().step()
+        return "stepped"
+
+
+def as_number(value: Any) -> Any:
+    return float(value) if isinstance(value, torch.Tensor) else value
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda groups: SGD(groups, lr=0.125),
+    "momentum": lambda groups: SGD(groups, lr=0.125, momentum=0.5),
+    "adam": lambda groups: Adam(groups, lr=0.125),
+    "fused sgd": lambda groups: SGD(groups, lr=0.125, momentum=0.5, fused=True),
+    "fused adam": lambda groups: Adam(groups, lr=0.125, fused=True),
+    "fused adamw": lambda groups: AdamW(groups, lr=0.125, fused=True),
+    "fused adagrad": lambda groups: Adagrad(groups, lr=0.125, fused=True),
+    "aware": Aware,
+    "recording": Recording,
+}
+PLAIN = ("sgd", "momentum", "adam", "recording")
+AMP_AWARE = ("fused sgd", "fused adam", "fused adamw", "fused adagrad", "aware")
+
+
+class Rig:
+    """One library's scaler with the parameters and the optimizer it works on; two rigs share no memory."""
+
+    def __init__(
+        self,
+        library: Library,
+        device: str,
+        gradients: tuple[Gradient, ...] = FOUR,
+        optimizer: str | Callable[[Any], Optimizer] = "sgd",
+        **options: Any,
+    ) -> None:
+        self.library, self.device = library, device
+        self.scaler = library.amp.GradScaler(device, **options)
+        self.parameters = [gradient.parameter(device) for gradient in gradients]
+        middle = len(self.parameters) // 2
+        groups = [{"params": self.parameters[:middle]}, {"params": self.parameters[middle:]}]
+        make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        self.optimizer: Any = make([group for group in groups if group["params"]])
+        self._gradients = gradients
+
+    def used(self) -> Rig:
+        """With a scale on the device, as after the first loss."""
+        self.scaler.scale(torch.zeros((), device=self.device))
+        return self
+
+    def backward(self, last: float | None = None, times: float = 1.0) -> None:
+        """Real gradients of a scaled loss; `last` goes into the last element of the last one."""
+        wanted = [gradient for gradient in self._gradients if gradient.dtype is not None]
+        if last is not None:
+            wanted[-1] = dataclasses.replace(wanted[-1], last=last)
+        having = [p for p, g in zip(self.parameters, self._gradients, strict=True) if g.dtype is not None]
+        losses = [
+            (p * (g.values() * times).to(device=self.device, dtype=p.dtype)).sum().float()
+            for p, g in zip(having, wanted, strict=True)
+        ]
+        self.scaler.scale(torch.stack(losses).sum()).backward()
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def did(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+        """All that a call did: its result, the parameters and gradients, the optimizer and the scaler after it."""
+        outcome = observe(call, *args, watch=self.parameters, **kwargs)
+        return dataclasses.replace(outcome, watched={"parameters": outcome.watched, **self.seen()})
+
+    def seen(self) -> dict[str, Any]:
+        return {
+            "scaler": observe(self.scaler.state_dict).value,
+            "laid on the optimizer": {
+                name: as_number(getattr(self.optimizer, name, "absent"))
+                for name in ("grad_scale", "found_inf")
+            },
+            "handed": list(getattr(self.optimizer, "handed", ())),
+            "calls": list(getattr(self.optimizer, "calls", ())),
+        }
+
+    def iteration(self, last: float | None = None) -> Iterator[Outcome]:
+        """backward, step, update."""
+        self.zero_grad()
+        yield self.did(self.backward, last)
+        yield self.did(self.scaler.step, self.optimizer)
+        yield self.did(self.scaler.update)
+
+
+def assert_same_story(
+    reference: Library, subject: Library, story: Story, tolerance: Tolerance = EXACT
+) -> None:
+    """Tell one story with both libraries in lockstep and compare each step's whole outcome."""
+    steps = itertools.zip_longest(story(reference), story(subject))
+    number = -1
+    for number, (wanted, got) in enumerate(steps):
+        assert wanted is not None, f"the subject's story goes on after {number} steps: {got}"
+        assert got is not None, f"the subject's story ends after {number} steps, before {wanted}"
+        try:
+            assert_same_outcome(wanted, got, tolerance)
+        except AssertionError as error:
+            error.add_note(f"in step {number} of the story, counted from 0")
+            raise
+    assert number >= 0, "the story has no steps"
+
+
+def pickled(scaler: Any, as_class: type | None = None) -> Any:
+    """A pickle and back, into `as_class` where given. Every object but the class itself is really pickled."""
+    written = BytesIO()
+    pickler = pickle.Pickler(written)
+    pickler.persistent_id = lambda value: "the scaler's class" if value is type(scaler) else None
+    pickler.dump(scaler)
+    unpickler = pickle.Unpickler(BytesIO(written.getvalue()))
+    unpickler.persistent_load = lambda _: as_class or type(scaler)
+    return unpickler.load()
