@@ -5,7 +5,8 @@ Two ways through every call
     a device at a time: one pass for the norm, one for the change, and a two-norm that neither overflows nor
     underflows on the way. All others (sparse, complex and integer gradients, tensor subclasses such as DTensor,
     overlapping memory, gradients of no elements where the norm has no identity, everything under `torch.compile`)
-    take the torch operators that torch's own functions call, so they also fail with torch's errors.
+    take the torch operators that torch's own functions call, so they also fail with torch's errors. One
+    subclass in a list sends the whole list there.
 
 All or nothing
     Ordinary gradients cannot refuse a change, so the others go first; when one of those refuses, the ones before it
@@ -239,7 +240,8 @@ def _gradients_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
+        # Whether a subclass mixes with plain tensors is for its own implementation to say.
         return _Gradients(tensors, {}, tensors, foreach)
     device = _common_device_if_ordinary(tensors)
     if device is not None:
@@ -256,9 +258,7 @@ def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
 
 def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
     """The device of all `tensors`, if every one is ordinary and contiguous; by whole-list calls, for speed."""
-    if not tensors or not _PLAIN_TYPES.issuperset(map(type, tensors)):
-        return None
-    if any(tensor.layout is not torch.strided for tensor in tensors):
+    if not tensors or any(tensor.layout is not torch.strided for tensor in tensors):
         return None
     groups = _by_device_and_dtype(tensors)
     device = groups[0][0]
@@ -274,8 +274,7 @@ def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
 
 def _is_ordinary(tensor: Tensor) -> bool:
     return (
-        type(tensor) in _PLAIN_TYPES
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and tensor.dtype in _KERNEL_DTYPES
         and _device_has_foreach_support(tensor.device)
         and torch._debug_has_internal_overlap(tensor) == 0

@@ -1,0 +1,183 @@
+"""Puts our names in torch's places, for code that cannot be edited.
+
+    python -m impl.drop_in train.py --epochs 3     # runs train.py over our parts
+    python -m impl.drop_in -m package.train        # the same for a module
+    torchrun -m impl.drop_in train.py              # on every rank
+
+    from impl import drop_in
+    drop_in.install()                              # until uninstall()
+    with drop_in.installed(): ...                  # for one block
+
+A name is replaced in every loaded module of torch that holds it: `torch.autocast`, `torch.amp.autocast` and
+`torch.amp.autocast_mode.autocast` are one object before and one object after.
+
+What it does not reach
+    Names already bound elsewhere: after `from torch.amp import GradScaler` at the top of your module, that name is
+    torch's class whatever is installed later. Install first, import second; `python -m impl.drop_in` does.
+    Objects already made: torch's scalers and autocast regions stay torch's, and are no instances of the classes
+    that stand in their places now. Install between two steps, not between `unscale_` and `step`.
+    Classes already derived, in torch too: `torch.distributed.fsdp.ShardedGradScaler` stays torch's own until it has
+    a line in the table below.
+    Processes started afresh, as by multiprocessing's "spawn": they begin with torch's names. Forked ones inherit.
+    `torch.jit.script`, which knows torch's autocast by its name in the source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import runpy
+import sys
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["install", "installed", "uninstall"]
+
+# Each is found under torch and, at the same path, under impl; one that impl lacks stays torch's.
+_NAMES = (
+    "amp.autocast_mode.autocast",
+    "amp.autocast_mode.autocast_decorator",
+    "amp.autocast_mode.custom_bwd",
+    "amp.autocast_mode.custom_fwd",
+    "amp.autocast_mode.is_autocast_available",
+    "amp.grad_scaler.GradScaler",
+    "amp.grad_scaler.OptState",
+    "cpu.amp.autocast_mode.autocast",
+    "cpu.amp.grad_scaler.GradScaler",
+    "cuda.amp.autocast_mode.autocast",
+    "cuda.amp.autocast_mode.custom_bwd",
+    "cuda.amp.autocast_mode.custom_fwd",
+    "cuda.amp.grad_scaler.GradScaler",
+    "nn.utils.clip_grad_norm",
+    "nn.utils.clip_grad_norm_",
+    "nn.utils.clip_grad_value_",
+    "nn.utils.clip_grads_with_norm_",
+    "nn.utils.get_total_norm",
+)
+
+# Modules that derive from a replaced class when they are first imported. Imported beforehand, they derive from
+# torch's class, whose insides they use, and uninstall() leaves nothing of ours behind in them.
+_DERIVING = ("torch.distributed.fsdp.sharded_grad_scaler",)
+
+_lock = threading.RLock()
+_is_pinned = False  # install() was called, and uninstall() not since
+_open_blocks = 0  # how many installed() are open, in all threads
+_placed: list[tuple[Any, Any]] = []  # (torch's object, ours) for each name that is in place
+
+
+def install() -> None:
+    """Put our names in torch's places, in the whole process; a second call changes nothing.
+
+    Sync: none. Collectives: none. Imports `torch.distributed.fsdp` where torch has it.
+    """
+    global _is_pinned  # noqa: PLW0603 the places are the process's, and so is what is in them
+    with _lock:
+        _is_pinned = True
+        _place()
+
+
+def uninstall() -> None:
+    """Take back `install()`: every place holds torch's object again, once no `installed()` block is open.
+
+    A place that somebody else has written to since is left as it is. A call without `install()` changes nothing.
+    """
+    global _is_pinned  # noqa: PLW0603 as in install
+    with _lock:
+        _is_pinned = False
+        _restore_if_unused()
+
+
+@contextlib.contextmanager
+def installed() -> Generator[None]:
+    """Our names in torch's places until the block ends, however it ends.
+
+    Blocks nest and may overlap across threads; what they change is seen by all threads, until the last one ends.
+
+    >>> with installed():
+    ...     torch.nn.utils.clip_grad_norm_.__module__
+    'impl.nn.utils.clip_grad'
+    >>> torch.nn.utils.clip_grad_norm_.__module__
+    'torch.nn.utils.clip_grad'
+    """
+    global _open_blocks  # noqa: PLW0603 as in install
+    with _lock:
+        _place()
+        _open_blocks += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _open_blocks -= 1
+            _restore_if_unused()
+
+
+def _place() -> None:
+    if _placed:
+        return
+    for module in _DERIVING if torch.distributed.is_available() else ():
+        importlib.import_module(module)
+    pairs = [(_found("torch", name), _found("impl", name)) for name in _NAMES]
+    _placed.extend((theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None)
+    _swap(_placed)
+
+
+def _restore_if_unused() -> None:
+    if not _is_pinned and not _open_blocks:
+        _swap([(ours, theirs) for theirs, ours in _placed])
+        _placed.clear()
+
+
+def _found(package: str, name: str) -> Any:
+    """The object at `package.name`, importing modules on the way; None if there is none."""
+    module_name, _, attribute = f"{package}.{name}".rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Only what we look for may be absent: a module that fails to import something else is broken.
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            return None
+        raise
+    return getattr(module, attribute, None)
+
+
+def _swap(pairs: list[tuple[Any, Any]]) -> None:
+    """In each of torch's loaded modules, give every name that holds the first of a pair the second."""
+    new_by_id = {id(old): new for old, new in pairs}
+    for module_name, module in list(sys.modules.items()):
+        if module_name == "torch" or module_name.startswith("torch."):
+            # vars(), since getattr would wake modules that load on first use.
+            for name, value in list(vars(module).items()):
+                if id(value) in new_by_id:
+                    setattr(module, name, new_by_id[id(value)])
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script or a module as `python` would, with our names in place."""
+    parser = argparse.ArgumentParser(
+        prog="python -m impl.drop_in", description="Run a program over impl's parts."
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module, not a path")
+    parser.add_argument("target", metavar="TARGET", help="the script, or with -m the module, to run")
+    parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
+    given = parser.parse_args(arguments)
+    install()
+    sys.argv = [given.target, *given.rest]
+    if given.is_module:
+        # Python has put the current directory first, as it does for its own -m.
+        runpy.run_module(given.target, run_name="__main__", alter_sys=True)
+    else:
+        if not Path(given.target).exists():
+            parser.error(f"there is no file {given.target}")
+        sys.path[0] = str(Path(given.target).resolve().parent)
+        runpy.run_path(given.target, run_name="__main__")
+
+
+if __name__ == "__main__":
+    # This copy of the module is called __main__; the one that the program may import must be the one that knows
+    # what is in place.
+    importlib.import_module("impl.drop_in").main(sys.argv[1:])
