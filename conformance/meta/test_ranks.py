@@ -1,0 +1,461 @@
+"""The pool of ranks: what a case gives, what every fault comes to, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.ranks import PoolBroken, RankFault, RankHung, RankPool, RankRaised
+from conformance.ranks.channel import Channel
+from conformance.ranks.pool import _Pace
+from conformance.ranks.slots import cpu_slots
+from conformance.ranks.soak import EXPECTED, deadline_s, marked_processes
+from conformance.ranks.trace import Agreement, Collective
+
+CASES = "conformance.ranks.fault_cases"
+WORLD_SIZES = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Generator[dict[int, RankPool]]:
+    made = {size: RankPool(size, takes_turns=True) for size in WORLD_SIZES}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture
+def pair(pools: dict[int, RankPool]) -> RankPool:
+    pools[2].new_test()
+    return pools[2]
+
+
+def fault_of(pool: RankPool, fault: str, where: int = 1) -> RankFault:
+    with pytest.raises(RankFault) as caught:
+        pool.run(f"{CASES}:{fault}", where=where, deadline_s=deadline_s(fault))
+    return caught.value
+
+
+# What a case gives.
+
+VALUES = {
+    # Whole numbers small enough that their sums and products are exact in each dtype.
+    torch.float32: st.integers(-8, 8),
+    torch.float64: st.integers(-8, 8),
+    torch.bfloat16: st.integers(-4, 4),
+    torch.int64: st.integers(-(2**40), 2**40),
+    torch.uint8: st.integers(0, 6),
+}
+REDUCED = {
+    "SUM": lambda stacked: stacked.sum(0),
+    "PRODUCT": lambda stacked: stacked.prod(0),
+    "MIN": lambda stacked: stacked.amin(0),
+    "MAX": lambda stacked: stacked.amax(0),
+}
+
+
+@pytest.mark.parametrize("group_size", WORLD_SIZES)
+@given(data=st.data(), dtype=st.sampled_from(list(VALUES)), op=st.sampled_from(list(REDUCED)))
+def test_all_reduce_gives_every_rank_what_the_parent_computes(
+    pools: dict[int, RankPool], group_size: int, data: st.DataObject, dtype: torch.dtype, op: str
+) -> None:
+    size = data.draw(st.integers(0, 40), label="size")
+    row = st.lists(VALUES[dtype], min_size=size, max_size=size)
+    rows = data.draw(st.lists(row, min_size=group_size, max_size=group_size), label="values")
+    values = [torch.tensor(row, dtype=dtype) for row in rows]
+    wanted = REDUCED[op](torch.stack(values)).to(dtype)
+    for rank, got in enumerate(
+        pools[group_size].run("conformance.rank_cases:all_reduce", values=values, op=op)
+    ):
+        assert got.dtype == dtype
+        assert torch.equal(got, wanted), f"rank {rank} of {group_size}"
+
+
+def test_arguments_and_results_of_any_length_travel(pair: RankPool) -> None:
+    what = {"small": 1, "large": torch.arange(1 << 21), "text": "é" * 70_000}
+    for got in pair.run(f"{CASES}:echo", what=what):
+        assert torch.equal(got.pop("large"), what["large"])
+        assert got == {"small": 1, "text": what["text"]}
+
+
+def test_ranks_and_cases_begin_with_the_same_random_numbers(pair: RankPool) -> None:
+    first = pair.run(f"{CASES}:random_numbers")
+    assert first[0] == first[1]
+    assert pair.run(f"{CASES}:random_numbers") == first
+
+
+def test_collectives_are_recorded(pair: RankPool) -> None:
+    pair.run(f"{CASES}:healthy")
+    wanted = Collective("allreduce_", "0", (0, 1), (("float32", 1),), reduce_op="SUM")
+    assert [list(trace) for trace in pair.traces] == [[wanted], [wanted]]
+
+
+def test_good_cases_use_nothing_up(pair: RankPool) -> None:
+    pair.run(f"{CASES}:healthy")
+    before, starts = pair.run(f"{CASES}:open_files"), pair.starts
+    for _ in range(100):
+        pair.run(f"{CASES}:healthy")
+    assert pair.run(f"{CASES}:open_files") == before
+    assert pair.starts == starts
+
+
+def test_ranks_are_warmed_up_whenever_they_are_made() -> None:
+    with RankPool(2, warm_up=(f"{CASES}:remember", {"what": 5})) as pool:
+        assert pool.run(f"{CASES}:recall") == [[5], [5]]
+        pool.run(f"{CASES}:remember", what=6)
+        assert pool.run(f"{CASES}:recall") == [[5, 6], [5, 6]]
+        pool.kill()
+        assert pool.run(f"{CASES}:recall") == [[5], [5]]
+
+
+# What faults come to.
+
+
+@pytest.mark.parametrize("fault", [fault for fault, kind in EXPECTED.items() if kind])
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_fault_is_told_and_the_next_case_is_right(
+    pools: dict[int, RankPool], group_size: int, fault: str
+) -> None:
+    pool = pools[group_size]
+    pool.new_test()
+    error = fault_of(pool, fault)
+    assert type(error) is EXPECTED[fault], error
+    assert fault in str(error)
+    assert pool.process_ids() == []
+    assert pool.run(f"{CASES}:healthy") == [group_size * (group_size + 1) / 2] * group_size
+
+
+@pytest.mark.parametrize("fault", [fault for fault, kind in EXPECTED.items() if kind is None])
+def test_what_is_no_fault_harms_no_later_case(pair: RankPool, fault: str) -> None:
+    pair.run(f"{CASES}:{fault}", where=1)
+    if fault == "dies_later":
+        end = time.monotonic() + 20
+        while all(Path(f"/proc/{pid}").exists() for pid in pair.process_ids()) and time.monotonic() < end:
+            time.sleep(0.01)
+    assert pair.run(f"{CASES}:healthy") == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_the_cause_is_told_from_its_echoes(pools: dict[int, RankPool], where: int) -> None:
+    error = fault_of(pools[3], "raises", where)
+    assert error.scene.failures[0].rank == where
+    assert {failure.rank for failure in error.scene.failures} == {0, 1, 2}
+    assert str(error).startswith(f"rank {where} raised ValueError: planted in rank {where}\n")
+    assert all("Traceback" in failure.traceback for failure in error.scene.failures)
+    died = fault_of(pools[3], "segfaults", where)
+    assert str(died).startswith(f"rank {where} died: killed by SIGSEGV\n")
+
+
+def test_a_hang_shows_where_every_rank_was(pair: RankPool) -> None:
+    error = fault_of(pair, "sleeps")
+    assert "in sleeps" in error.scene.stacks[1].splitlines()[1]
+    assert "in all_reduce" in error.scene.stacks[0]
+    assert "in healthy" in error.scene.stacks[0]
+
+
+def test_last_words_are_kept_and_bounded(pair: RankPool) -> None:
+    assert "the last words" in fault_of(pair, "talks_and_raises").scene.outputs[1]
+    with pytest.raises(RankHung) as caught:
+        pair.run(f"{CASES}:talks_without_end", where=1, deadline_s=0.5)
+    assert 10_000 < len(caught.value.scene.outputs[1]) <= 20_000
+
+
+def test_diverging_collectives_are_compared_before_any_deadline(pair: RankPool) -> None:
+    assert str(fault_of(pair, "mismatched_collective")).splitlines()[:3] == [
+        "collective 0 of group '0' differs:",
+        "  rank 0: allreduce(float32[3]; SUM; ranks [0, 1])",
+        "  rank 1: broadcast(float32[3]; root 0; ranks [0, 1])",
+    ]
+    assert "rank 1: none, its case ended after 0" in str(fault_of(pair, "skips_a_collective"))
+
+
+@pytest.mark.parametrize("fault", ["leaves_torch_changed", "leaves_a_group"])
+def test_what_a_case_leaves_changed_costs_the_ranks(pair: RankPool, fault: str) -> None:
+    first = pair.run(f"{CASES}:{fault}", where=0)
+    starts = pair.starts
+    assert pair.run(f"{CASES}:{fault}", where=0) == first
+    assert pair.starts == starts + 1
+
+
+def test_importing_is_not_counted_but_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text(
+        f"import time; time.sleep(1.0)\nfrom {CASES} import healthy\n"
+    )
+    (tmp_path / "never_imported.py").write_text("import time; time.sleep(3600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with RankPool(2) as pool:
+        assert pool.run("slow_to_import:healthy", deadline_s=0.9) == [3.0, 3.0]
+    with (
+        RankPool(1, start_s=4.0) as pool,
+        pytest.raises(RankHung, match="importing the case's module after 4 s"),
+    ):
+        pool.run("never_imported:healthy")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("no_such_module:case", "ModuleNotFoundError"), (f"{CASES}:no_such", "AttributeError")]
+)
+def test_an_unknown_case_raises(pair: RankPool, name: str, kind: str) -> None:
+    with pytest.raises(RankRaised, match=kind):
+        pair.run(name)
+
+
+def test_ranks_that_cannot_come_up_are_told_from_faults_of_cases() -> None:
+    with RankPool(2, backend="no_such_backend") as pool, pytest.raises(PoolBroken, match="no_such_backend"):
+        pool.run(f"{CASES}:healthy")
+
+
+def test_a_closed_pool_refuses() -> None:
+    with RankPool(1) as pool:
+        assert pool.run(f"{CASES}:healthy") == [1.0]
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.run(f"{CASES}:healthy")
+    with pytest.raises(ValueError, match="world_size is 0"):
+        RankPool(0)
+
+
+# Hangs under Hypothesis.
+
+
+@pytest.mark.profile("full")
+def test_a_hang_shrinks_and_is_confirmed_with_the_full_deadline(pair: RankPool) -> None:
+    @settings(max_examples=100, database=None, derandomize=True)
+    @given(size=st.integers(0, 1000))
+    def hangs(size: int) -> None:
+        assert pair.run(f"{CASES}:hangs_from", size=size, least=17, deadline_s=2.0) == [size, size]
+
+    with pytest.raises(RankHung, match="after 2 s") as caught:
+        hangs()
+    assert "size=17," in "".join(caught.value.__notes__)
+
+
+def test_pace_suspects_quickly_and_confirms_slowly() -> None:
+    pace = _Pace()
+    assert pace.limit_s(b"a", 30.0) == 30.0
+    pace.note_success(0.5)
+    pace.note_hang(b"a")
+    assert pace.limit_s(b"b", 30.0) == 10.0  # twenty times what is typical
+    assert pace.limit_s(b"a", 30.0) == 10.0  # known to hang
+    pace.note_hang(b"b")
+    assert pace.limit_s(b"b", 30.0) == 30.0  # come again: to be confirmed
+    pace.note_hang(b"b")
+    assert pace.limit_s(b"b", 30.0) == 10.0
+    assert pace.limit_s(b"c", 5.0) == 5.0
+
+
+# Ends that come from outside.
+
+HANGING_PARENT = """
+import sys
+from conformance.ranks import RankPool
+pool = RankPool(2)
+pool.run("conformance.ranks.fault_cases:healthy")
+print("up", flush=True)
+pool.run("conformance.ranks.fault_cases:holds_pythons_lock", where=1, deadline_s=60)
+"""
+
+
+@pytest.mark.parametrize(
+    "blow",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.profile("full")),
+        pytest.param(signal.SIGINT, marks=pytest.mark.profile("full")),
+    ],
+)
+def test_no_rank_outlives_its_parent(blow: signal.Signals) -> None:
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING_PARENT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"TANDEM_MARK": mark, "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"up\n"
+        time.sleep(0.3)  # into the case
+        assert len(marked_processes(f"TANDEM_MARK={mark}")) >= 4  # parent, fork server, two ranks
+        os.killpg(parent.pid, blow)
+        parent.wait(30)
+    end = time.monotonic() + 20
+    while (left := marked_processes(f"TANDEM_MARK={mark}")) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left == []
+
+
+def test_an_interrupted_case_leaves_a_usable_pool(pair: RankPool) -> None:
+    pair.run(f"{CASES}:healthy")
+    ids = pair.process_ids()
+
+    class Interrupt(BaseException):
+        pass
+
+    def strike(signum: int, frame: object) -> None:
+        raise Interrupt
+
+    # Not the alarm: the test's own deadline uses that.
+    previous = signal.signal(signal.SIGUSR2, strike)
+    try:
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR2]).start()
+        with pytest.raises(Interrupt):
+            pair.run(f"{CASES}:sleeps", where=1, deadline_s=60)
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ids)
+    assert pair.run(f"{CASES}:healthy") == [3.0, 3.0]
+
+
+@pytest.mark.profile("full")
+def test_many_faults_leave_nothing_behind(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "conformance.ranks", "--faults", "30", "--seed", "1", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    figures = json.loads(done.stdout)
+    assert figures["is_good"], figures
+    assert figures["faults"] == 30
+    assert set(figures["kinds"]) == {"RankRaised", "RankDied", "RankHung", "RanksDiverged", "no fault"}
+    assert done.returncode == 0
+
+
+# The parts.
+
+
+def a_call(name: str = "allreduce_", group: str = "0", members: tuple[int, ...] = (0, 1, 2)) -> Collective:
+    return Collective(name, group, members, (("float32", 4),))
+
+
+GROUPS = {"0": (0, 1, 2), "left": (0, 1), "right": (1, 2)}
+programs = st.lists(
+    st.tuples(st.sampled_from(["allreduce_", "broadcast_"]), st.sampled_from(list(GROUPS))),
+    min_size=1,
+    max_size=12,
+).map(lambda calls: [a_call(name, group, GROUPS[group]) for name, group in calls])
+
+
+def played(
+    program: list[Collective], order: st.DataObject, changed: dict[int, list[Collective]]
+) -> Agreement:
+    """Every rank issues its part of the program, or what it has instead, in some interleaving, then ends."""
+    agreement = Agreement(3)
+    left = {rank: [call for call in program if rank in call.members] for rank in range(3)} | changed
+    going = [0, 1, 2]
+    while going:
+        rank = order.draw(st.sampled_from(going))
+        if left[rank]:
+            agreement.issued(rank, left[rank].pop(0))
+        else:
+            agreement.ended(rank)
+            going.remove(rank)
+    return agreement
+
+
+@given(program=programs, order=st.data())
+def test_ranks_that_do_the_same_agree_in_any_order(program: list[Collective], order: st.DataObject) -> None:
+    assert played(program, order, {}).divergence == ""
+
+
+@given(program=programs, order=st.data(), is_dropped=st.booleans())
+def test_one_call_dropped_or_changed_is_always_found(
+    program: list[Collective], order: st.DataObject, is_dropped: bool
+) -> None:
+    index = order.draw(st.integers(0, len(program) - 1))
+    call = program[index]
+    rank = order.draw(st.sampled_from(call.members))
+    instead = [] if is_dropped else [a_call("barrier", call.group, call.members)]
+    altered = [*program[:index], *instead, *program[index + 1 :]]
+    mine = [call for call in altered if rank in call.members]
+    if [one for one in program if rank in one.members] == mine:
+        return  # one of several alike was dropped; cannot happen, for it leaves fewer
+    found = played(program, order, {rank: mine}).divergence
+    assert f"of group {call.group!r} differs" in found
+    assert f"rank {rank}: " in found
+
+
+@given(messages=st.lists(st.binary(max_size=300_000), max_size=4))
+def test_channel_keeps_messages_whole(messages: list[bytes]) -> None:
+    one, other = (Channel(end) for end in socket.socketpair())
+    sender = threading.Thread(target=lambda: [one.send(message) for message in messages])
+    sender.start()
+    got: list[bytes] = []
+    while len(got) < len(messages):
+        arrived, is_open = other.arrived()
+        assert is_open
+        got += arrived
+    sender.join()
+    one.close()
+    assert got == messages
+    assert other.arrived() == ([], False)
+    other.close()
+
+
+def test_channel_does_not_wait_for_who_does_not_read() -> None:
+    one, other = (Channel(end) for end in socket.socketpair())
+    with pytest.raises(TimeoutError):
+        one.send(b"x" * (1 << 24), timeout_s=0.05)
+    one.close()
+    other.close()
+
+
+@given(wanted=st.lists(st.integers(1, 4), min_size=2, max_size=6))
+def test_slots_are_never_held_by_more_than_there_are(wanted: list[int]) -> None:
+    capacity, family = 3, uuid.uuid4().hex
+    held, most, lock = 0, 0, threading.Lock()
+
+    def work(slots: int) -> None:
+        nonlocal held, most
+        with cpu_slots(slots, capacity, family):
+            with lock:
+                held += min(slots, capacity)
+                most = max(most, held)
+            time.sleep(0.001)
+            with lock:
+                held -= min(slots, capacity)
+
+    threads = [threading.Thread(target=work, args=(slots,)) for slots in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (held, most <= capacity) == (0, True)
+
+
+HOLDER = """
+import sys, time
+from conformance.ranks.slots import cpu_slots
+with cpu_slots(1, 1, sys.argv[1]):
+    print(flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_a_slot_falls_free_with_its_holder() -> None:
+    family = uuid.uuid4().hex
+    python_path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, family], stdout=subprocess.PIPE, env=python_path
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        holder.kill()
+    with cpu_slots(1, 1, family):
+        pass

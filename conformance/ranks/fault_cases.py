@@ -1,0 +1,212 @@
+"""Cases that go wrong in every way a case has been seen to go wrong, to try the pool with.
+
+`where` is the rank that misbehaves; its peers stand in a collective meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.ranks.process import Rank
+
+_FOREVER_S = 3600.0
+
+
+def healthy(rank: Rank) -> float:
+    """The sum of all ranks' numbers, so that a mix-up with what an earlier case left behind shows."""
+    number = torch.tensor(float(rank.rank + 1))
+    dist.all_reduce(number)
+    return number.item()
+
+
+def raises(rank: Rank, *, where: int) -> float:
+    if rank.rank == where:
+        raise ValueError(f"planted in rank {where}")
+    return healthy(rank)
+
+
+def raises_everywhere(rank: Rank, *, where: int) -> None:
+    raise ValueError(f"planted in rank {rank.rank}")
+
+
+def raises_what_has_no_text(rank: Rank, *, where: int) -> float:
+    class Hostile(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text either")
+
+    if rank.rank == where:
+        raise Hostile
+    return healthy(rank)
+
+
+def exits(rank: Rank, *, where: int) -> float:
+    if rank.rank == where:
+        os._exit(7)
+    return healthy(rank)
+
+
+def asks_to_exit(rank: Rank, *, where: int) -> float:
+    if rank.rank == where:
+        sys.exit(3)
+    return healthy(rank)
+
+
+def is_killed(rank: Rank, *, where: int) -> float:
+    if rank.rank == where:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return healthy(rank)
+
+
+def segfaults(rank: Rank, *, where: int) -> float:
+    if rank.rank == where:
+        ctypes.string_at(0)
+    return healthy(rank)
+
+
+def sleeps(rank: Rank, *, where: int) -> float:
+    """Hangs outside of any collective."""
+    if rank.rank == where:
+        time.sleep(_FOREVER_S)
+    return healthy(rank)
+
+
+def holds_pythons_lock(rank: Rank, *, where: int) -> float:
+    """Hangs in C without letting any other thread of the rank run."""
+    if rank.rank == where:
+        ctypes.PyDLL(None).sleep(int(_FOREVER_S))
+    return healthy(rank)
+
+
+def is_stopped(rank: Rank, *, where: int) -> float:
+    if rank.rank == where:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return healthy(rank)
+
+
+def waits_for_nobody(rank: Rank, *, where: int) -> float:
+    """Hangs in a receive that no peer answers: no collective, so nothing to compare."""
+    if rank.rank == where and rank.world_size > 1:
+        dist.recv(torch.empty(1), src=(where + 1) % rank.world_size)
+    elif rank.rank == where:
+        time.sleep(_FOREVER_S)
+    return healthy(rank)
+
+
+def skips_a_collective(rank: Rank, *, where: int) -> float:
+    return 0.0 if rank.rank == where else healthy(rank)
+
+
+def mismatched_size(rank: Rank, *, where: int) -> list[float]:
+    numbers = torch.ones(4 if rank.rank == where else 3)
+    dist.all_reduce(numbers)
+    return numbers.tolist()
+
+
+def mismatched_collective(rank: Rank, *, where: int) -> list[float]:
+    numbers = torch.ones(3)
+    if rank.rank == where:
+        dist.broadcast(numbers, src=0)
+    else:
+        dist.all_reduce(numbers)
+    return numbers.tolist()
+
+
+def talks(rank: Rank, *, where: int, megabytes: int = 8) -> float:
+    """Writes more than any pipe holds, by Python and past it, then goes on."""
+    if rank.rank == where:
+        for _ in range(megabytes):
+            print("x" * (1 << 19))  # noqa: T201 that is the point
+            os.write(2, b"y" * (1 << 19))
+    return healthy(rank)
+
+
+def talks_and_raises(rank: Rank, *, where: int) -> float:
+    if rank.rank == where:
+        print("the last words")  # noqa: T201 that is the point
+    return raises(rank, where=where)
+
+
+def talks_without_end(rank: Rank, *, where: int) -> float:
+    while rank.rank == where:
+        print("z" * 1000)  # noqa: T201 that is the point
+    return healthy(rank)
+
+
+def returns_what_cannot_travel(rank: Rank, *, where: int) -> Callable[[], Any]:
+    return lambda: rank.rank
+
+
+def returns_much(rank: Rank, *, where: int, megabytes: int = 64) -> torch.Tensor:
+    return torch.full((megabytes << 18,), float(rank.rank))
+
+
+def leaves_a_process(rank: Rank, *, where: int) -> float:
+    """A child that outlives its rank unless the pool ends it too."""
+    if rank.rank == where:
+        subprocess.Popen(["sleep", str(int(_FOREVER_S))])
+    return raises(rank, where=where)
+
+
+def leaves_torch_changed(rank: Rank, *, where: int) -> str:
+    was = str(torch.get_default_dtype())
+    torch.set_default_dtype(torch.float64)
+    return was
+
+
+def leaves_a_group(rank: Rank, *, where: int) -> int:
+    groups = dist.get_pg_count()
+    dist.new_group(list(range(rank.world_size)))
+    return groups
+
+
+def dies_later(rank: Rank, *, where: int, after_s: float = 0.05) -> float:
+    """Ends its case well, and its process soon after."""
+    total = healthy(rank)
+    if rank.rank == where:
+        threading.Timer(after_s, os._exit, [9]).start()
+    return total
+
+
+def process_id(rank: Rank) -> int:
+    return os.getpid()
+
+
+def open_files(rank: Rank) -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+_remembered: list[Any] = []
+
+
+def remember(rank: Rank, *, what: Any) -> None:
+    _remembered.append(what)
+
+
+def recall(rank: Rank) -> list[Any]:
+    return _remembered
+
+
+def hangs_from(rank: Rank, *, size: int, least: int) -> int:
+    """Hangs, outside of collectives, whenever `size` is at least `least`."""
+    if size >= least:
+        time.sleep(_FOREVER_S)
+    return size
+
+
+def echo(rank: Rank, *, what: Any) -> Any:
+    return what
+
+
+def random_numbers(rank: Rank) -> list[float]:
+    return torch.randn(3).tolist()

@@ -1,0 +1,42 @@
+"""Pools for tests; a pytest plugin. Each test process has one warm pool for each world size and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+import pytest
+
+from conformance.library import Library
+from conformance.ranks.pool import RankPool
+
+Pools = dict[tuple[int, str], RankPool]
+
+
+@pytest.fixture(scope="session")
+def _warm_pools() -> Generator[Pools]:
+    pools: Pools = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(_warm_pools: Pools, subject: Library) -> Callable[..., RankPool]:
+    """`ranks(world_size, device="cpu")`: the warm pool of that size, whose ranks have imported the subject."""
+    for pool in _warm_pools.values():
+        pool.new_test()
+
+    def pool_of(world_size: int, device: str = "cpu") -> RankPool:
+        key = (world_size, device)
+        if key not in _warm_pools:
+            warm_up = ("conformance.rank_cases:load", {"library": subject.spec})
+            _warm_pools[key] = RankPool(world_size, device=device, warm_up=warm_up, takes_turns=True)
+        return _warm_pools[key]
+
+    return pool_of
+
+
+@pytest.fixture
+def rank_pool(ranks: Callable[..., RankPool], world_size: int, device: str) -> RankPool:
+    """The pool for the world size and device that the test runs with."""
+    return ranks(world_size, device)

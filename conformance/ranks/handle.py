@@ -1,0 +1,162 @@
+"""The parent's hold on one rank: its process, its pipes, and what they bring."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from conformance.ranks import process as rank_process
+from conformance.ranks.channel import Channel
+from conformance.ranks.errors import Failure
+from conformance.ranks.process import Settings, serve
+
+# Imported once in the fork server, so that a rank starts in milliseconds. Importing is safe there; running an operator
+# is not: the threads that it starts would be missing in every fork. DTensor's first operator imports Dynamo, which
+# takes seconds that no case's deadline should pay.
+_PRELOADED = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo")
+_KILL_S = 10.0
+_TAIL_BYTES = 16_384
+_READ_BYTES = 65_536
+_MOST_READS = 64
+_STACK_S = 1.0
+_QUIET_S = 0.03
+
+
+@functools.cache
+def _fork_server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    # A new process imports its parent's main module, which under `python -m pytest` is pytest.
+    context.set_forkserver_preload([*_PRELOADED, *(["pytest"] if "pytest" in sys.modules else [])])
+    return context
+
+
+@dataclass(eq=False)
+class Handle:
+    number: int
+    process: BaseProcess
+    control: Channel
+    output: Connection
+    stacks: Connection
+    # Never written to: the rank dies when this end is closed, by us or by our own death.
+    lifeline: Connection
+    _tail: bytearray = field(default_factory=bytearray)
+
+    @classmethod
+    def start(cls, settings: Settings) -> Handle:
+        context = _fork_server()
+        control, control_end = socket.socketpair()
+        output, output_end = context.Pipe(duplex=False)
+        stacks, stacks_end = context.Pipe(duplex=False)
+        lifeline_end, lifeline = context.Pipe(duplex=False)
+        ends = (control_end, output_end, stacks_end, lifeline_end)
+        # Not a daemon: the subject may start processes of its own, data loader workers for one.
+        process = context.Process(
+            target=serve, args=(settings, *ends), name=f"rank {settings.rank}", daemon=False
+        )
+        process.start()
+        for end in ends:
+            end.close()
+        os.set_blocking(output.fileno(), False)
+        os.set_blocking(stacks.fileno(), False)
+        return cls(settings.rank, process, Channel(control), output, stacks, lifeline)
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        for source in (self.control, self.output, self.process.sentinel):
+            selector.register(source, selectors.EVENT_READ, data=self)
+
+    def tell(self, message: Any, timeout_s: float) -> None:
+        # A rank that is gone or does not listen is noticed by what it fails to say.
+        with contextlib.suppress(OSError):
+            self.control.send(message, max(timeout_s, 0.001))
+
+    def heard(self, source: Any, selector: selectors.BaseSelector) -> Iterator[Any]:
+        """The messages that have come by a source that is readable; a `Failure` when the rank has died."""
+        is_open = True
+        if source is self.output:
+            is_open = self._drain_output()
+        elif source is self.control:
+            messages, is_open = self.control.arrived()
+            yield from messages
+        else:
+            is_open = False
+            yield from self.control.arrived()[0]
+            yield self._death()
+        if not is_open:
+            with contextlib.suppress(KeyError):
+                selector.unregister(source)
+
+    def forget_output(self) -> None:
+        self._drain_output()
+        self._tail.clear()
+
+    def wrote(self) -> str:
+        """The end of what the rank has written to stdout and stderr since its case began."""
+        self._drain_output()
+        return self._tail.decode(errors="replace")
+
+    def ask_for_stack(self) -> None:
+        with contextlib.suppress(ProcessLookupError, TypeError):
+            os.kill(self.process.pid, signal.SIGUSR1)  # pyright: ignore[reportArgumentType]
+
+    def stack(self) -> str:
+        """The Python stacks of all threads of the rank, once asked for."""
+        text = bytearray()
+        end = time.monotonic() + _STACK_S
+        while select.select([self.stacks], [], [], _QUIET_S if text else max(0.0, end - time.monotonic()))[0]:
+            piece = os.read(self.stacks.fileno(), _READ_BYTES)
+            text += piece
+            if not piece or time.monotonic() > end:
+                break
+        # Below the case stand the frames of the rank itself, the same in every report.
+        case, *_ = text.decode(errors="replace").partition(f'  File "{rank_process.__file__}"')
+        return case or "no stack came: the rank is stopped, or was not up yet"
+
+    def kill(self) -> None:
+        """End the rank and what it started: it leads a process group of its own."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # pyright: ignore[reportArgumentType]
+        except ProcessLookupError:  # it had not come to lead one yet, or is gone
+            self.process.kill()
+
+    def bury(self) -> None:
+        self.process.join(_KILL_S)
+        with contextlib.suppress(ValueError):  # not even SIGKILL has ended it: the kernel holds it
+            self.process.close()
+        for end in (self.control, self.output, self.stacks, self.lifeline):
+            end.close()
+
+    def _drain_output(self) -> bool:
+        """Whether more can come."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_MOST_READS):
+                piece = os.read(self.output.fileno(), _READ_BYTES)
+                if not piece:
+                    return False
+                self._tail += piece
+                del self._tail[:-_TAIL_BYTES]
+        return True
+
+    def _death(self) -> Failure:
+        when_ns = time.monotonic_ns()
+        self.process.join(_KILL_S)
+        code = self.process.exitcode
+        text = (
+            f"killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"exit code {code}"
+        )
+        return Failure(self.number, "death", text, traceback="", when_ns=when_ns, exitcode=code)

@@ -1,0 +1,207 @@
+"""The inside of a rank: a process that runs the cases it is told to, and knows nothing of tests."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import fcntl
+import importlib
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.ranks.channel import Channel
+from conformance.ranks.errors import Failure
+from conformance.ranks.trace import report_collectives
+
+# A group outlives every deadline of the parent, which is the one to end a case that hangs.
+_GROUP_TIMEOUT = datetime.timedelta(hours=1)
+_LOOPBACK = "127.0.0.1"
+_LONGEST_TEXT = 20_000
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a case is told about the rank that it runs on. The default process group is up."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Settings:
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+
+
+# From a rank to its parent, in this order: Listening (rank 0 only), Ready; then for each case Resolved, any number of
+# Collective, and either Done or Failure.
+@dataclass(frozen=True)
+class Listening:
+    port: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    pass
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The case's module is imported; from here on the case's deadline counts."""
+
+
+@dataclass(frozen=True)
+class Done:
+    result: bytes
+    # Whether the process is fit for another case.
+    is_clean: bool
+
+
+def serve(
+    settings: Settings, control: socket.socket, output: Connection, stacks: Connection, lifeline: Connection
+) -> None:
+    """Life of a rank: come up, then one case after the other until it is killed or its parent is gone."""
+    os.setsid()  # so that the parent kills what the rank started along with it, and Ctrl-C is the parent's alone
+    _die_with(lifeline.fileno())
+    _redirect_output(output.fileno())
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
+    channel = Channel(control)
+    with contextlib.suppress(EOFError, ConnectionError):
+        _come_up(settings, channel)
+        _hooks = report_collectives(channel.send)
+        while True:
+            _run_case(settings, channel, channel.receive())
+
+
+def _die_with(lifeline: int) -> None:
+    """Have the kernel kill this process and its children once nobody holds the other end of the pipe `lifeline`.
+
+    A thread that waits for the end of the pipe would not do: a rank that hangs in C with Python's lock held runs none.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it was gone before the kernel was asked
+        os._exit(1)
+
+
+def _redirect_output(output: int) -> None:
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    # Line by line, so that the last words of a rank that is killed are not lost in a buffer.
+    sys.stdout, sys.stderr = (
+        open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 open for life
+        for descriptor in (1, 2)
+    )
+
+
+def _come_up(settings: Settings, channel: Channel) -> None:
+    torch.set_num_threads(1)
+    device = _device(settings)
+    # The group talks to itself on this machine only; gloo would look the host's own name up, which may not resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Port 0: the system chooses a free one, so two pools can never race for it.
+    store = None
+    if settings.rank == 0:
+        store = dist.TCPStore(_LOOPBACK, 0, settings.world_size, is_master=True, wait_for_workers=False)
+        channel.send(Listening(store.port))
+    port = channel.receive()
+    store = store or dist.TCPStore(
+        _LOOPBACK, port, settings.world_size, is_master=False, wait_for_workers=False
+    )
+    dist.init_process_group(
+        settings.backend,
+        store=store,
+        rank=settings.rank,
+        world_size=settings.world_size,
+        timeout=_GROUP_TIMEOUT,
+        device_id=device if settings.backend == "nccl" else None,
+    )
+    channel.send(Ready())
+
+
+def _device(settings: Settings) -> torch.device:
+    if settings.device != "cuda":
+        return torch.device(settings.device)
+    device = torch.device("cuda", settings.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _run_case(settings: Settings, channel: Channel, request: bytes) -> None:
+    try:
+        name, arguments = pickle.loads(request)
+        case = resolve(name)
+        rank = Rank(settings.rank, settings.world_size, _device(settings))
+        channel.send(Resolved())
+        before = _lasting_state()
+        # Equal on all ranks and before every case; what shall differ by rank must do so by the rank's number.
+        random.seed(0)
+        torch.manual_seed(0)
+        result = pickle.dumps(case(rank, **arguments))
+        message = Done(result, is_clean=_lasting_state() == before)
+    except BaseException as error:
+        # Reported before the group is left, so that the cause is known whatever leaving it does.
+        channel.send(_failure(settings.rank, error))
+        # Peers in a collective see gloo's connection close and raise in their turn. Leaving an nccl group may wait
+        # for the very collectives that will never come.
+        if settings.backend == "gloo" and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        return
+    channel.send(message)
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _lasting_state() -> tuple[Any, ...]:
+    """What a case could leave behind for the next one."""
+    return (
+        dist.is_initialized() and dist.get_pg_count(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.is_autocast_cache_enabled(),
+        os.getcwd(),
+    )
+
+
+def _failure(rank: int, error: BaseException) -> Failure:
+    # Through TracebackException, which survives an exception that cannot even be turned into text.
+    # Its first frame is ours and tells nothing.
+    seen = traceback.TracebackException(
+        type(error), error, error.__traceback__ and error.__traceback__.tb_next
+    )
+    return Failure(
+        rank=rank,
+        kind=type(error).__qualname__,
+        text=str(seen)[:_LONGEST_TEXT],
+        traceback="".join(seen.format())[-_LONGEST_TEXT:],
+        when_ns=time.monotonic_ns(),
+    )

@@ -1,0 +1,193 @@
+"""Faults in a row, in random order, and what the pools have left behind after them."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conformance.ranks.errors import RankDied, RankFault, RankHung, RankRaised, RanksDiverged
+from conformance.ranks.pool import RankPool
+
+# What each case of `fault_cases` must come to; None is a good end.
+EXPECTED: dict[str, type[RankFault] | None] = {
+    "raises": RankRaised,
+    "raises_everywhere": RankRaised,
+    "raises_what_has_no_text": RankRaised,
+    "asks_to_exit": RankRaised,
+    "returns_what_cannot_travel": RankRaised,
+    "talks_and_raises": RankRaised,
+    "leaves_a_process": RankRaised,
+    "exits": RankDied,
+    "is_killed": RankDied,
+    "segfaults": RankDied,
+    "sleeps": RankHung,
+    "holds_pythons_lock": RankHung,
+    "is_stopped": RankHung,
+    "waits_for_nobody": RankHung,
+    "skips_a_collective": RanksDiverged,
+    "mismatched_size": RanksDiverged,
+    "mismatched_collective": RanksDiverged,
+    "talks": None,
+    "returns_much": None,
+    "leaves_torch_changed": None,
+    "leaves_a_group": None,
+    "dies_later": None,
+}
+HANG_S = 0.5
+_GOOD_S = 30.0
+_SETTLE_S = 10.0
+# Every process that this one starts, and theirs, carry it in their environment, wherever their parents have gone.
+_MARK = "TANDEM_SOAK"
+
+
+def deadline_s(fault: str) -> float:
+    return HANG_S if EXPECTED[fault] is RankHung else _GOOD_S
+
+
+def needs_peers(fault: str) -> bool:
+    return EXPECTED[fault] is RanksDiverged
+
+
+@dataclass(frozen=True)
+class Census:
+    processes: int
+    open_files: int
+    shared_memory: frozenset[str]
+    temporary: frozenset[str]
+
+    @classmethod
+    def take(cls) -> Census:
+        return cls(
+            processes=len(marked_processes(f"{_MARK}={os.environ[_MARK]}")),
+            open_files=len(os.listdir("/proc/self/fd")),
+            shared_memory=frozenset(os.listdir("/dev/shm")),
+            temporary=frozenset(os.listdir(tempfile.gettempdir())),
+        )
+
+    def leaks_since(self, before: Census) -> dict[str, Any]:
+        found = {
+            "processes": max(0, self.processes - before.processes),
+            "open_files": max(0, self.open_files - before.open_files),
+            "shared_memory": sorted(self.shared_memory - before.shared_memory),
+            "temporary": sorted(self.temporary - before.temporary),
+        }
+        return {name: leak for name, leak in found.items() if leak}
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Process ids of all that were started with the setting `mark` (NAME=value) in their environment."""
+    found: list[int] = []
+    for directory in Path("/proc").iterdir():
+        try:
+            if directory.name.isdigit() and mark.encode() in (directory / "environ").read_bytes().split(
+                b"\0"
+            ):
+                found.append(int(directory.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+@dataclass
+class Figures:
+    faults: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    # Faults that did not come to what they should have, and good cases after a fault that failed.
+    surprises: list[str] = field(default_factory=list)
+    starts: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    warm: dict[str, int] = field(default_factory=dict)
+    leaks_between: dict[str, Any] = field(default_factory=dict)
+    leaks_at_the_end: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.surprises or self.leaks_between or self.leaks_at_the_end)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"is_good": self.is_good}
+
+
+def soak(
+    faults: int,
+    world_sizes: Sequence[int],
+    seed: int,
+    progress: Callable[[int, str], None] = lambda done, name: None,
+) -> Figures:
+    """Throw `faults` faults at one pool for each world size, each followed by a case that must be right."""
+    os.environ[_MARK] = uuid.uuid4().hex
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    draw = random.Random(seed)
+    figures = Figures(faults=faults)
+    with ExitStack() as stack:
+        pools = [stack.enter_context(RankPool(size)) for size in world_sizes]
+        for pool in pools:
+            _check_health(pool, figures)
+        warm = Census.take()
+        figures.warm = {"processes": warm.processes, "open_files": warm.open_files}
+        for done in range(faults):
+            pool = draw.choice(pools)
+            fault = draw.choice([name for name in EXPECTED if pool.world_size > 1 or not needs_peers(name)])
+            progress(done, fault)
+            _throw(pool, fault, draw.randrange(pool.world_size), figures)
+            _check_health(pool, figures)
+        figures.leaks_between = _leaks_after_settling(warm)
+        figures.starts = sum(pool.starts for pool in pools)
+        ranks = sum(world_sizes)
+        gone = Census(warm.processes - ranks, warm.open_files, warm.shared_memory, warm.temporary)
+    figures.leaks_at_the_end = _leaks_after_settling(gone)
+    return figures
+
+
+def _throw(pool: RankPool, fault: str, where: int, figures: Figures) -> None:
+    expected = EXPECTED[fault]
+    pool.new_test()
+    began = time.monotonic()
+    try:
+        pool.run(f"conformance.ranks.fault_cases:{fault}", where=where, deadline_s=deadline_s(fault))
+        got = None
+    except RankFault as error:
+        got = type(error)
+        if got is not expected:
+            figures.surprises.append(f"{fault} in rank {where} of {pool.world_size}: {error}")
+    if expected is not None and got is None:
+        figures.surprises.append(f"{fault} in rank {where} of {pool.world_size} went unnoticed")
+    if fault == "dies_later" and got is None:
+        _wait_for_a_death(pool)
+    kind = got.__name__ if got else "no fault"
+    figures.kinds[kind] = figures.kinds.get(kind, 0) + 1
+    figures.seconds[fault] = max(figures.seconds.get(fault, 0.0), round(time.monotonic() - began, 3))
+
+
+def _wait_for_a_death(pool: RankPool) -> None:
+    """Else it would strike the case after the next, which cannot know whose fault it was."""
+    end = time.monotonic() + _SETTLE_S
+    while all(Path(f"/proc/{pid}").exists() for pid in pool.process_ids()) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _check_health(pool: RankPool, figures: Figures) -> None:
+    size = pool.world_size
+    try:
+        sums = pool.run("conformance.ranks.fault_cases:healthy")
+    except RankFault as error:
+        figures.surprises.append(f"a good case failed: {error}")
+    else:
+        if sums != [size * (size + 1) / 2] * size:
+            figures.surprises.append(f"a good case gave {sums} on {size} ranks")
+
+
+def _leaks_after_settling(before: Census) -> dict[str, Any]:
+    """Whatever is still there after a while; a killed process takes its moment to go."""
+    end = time.monotonic() + _SETTLE_S
+    while (leaks := Census.take().leaks_since(before)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return leaks
