@@ -1,0 +1,180 @@
+"""The gradients of an optimizer: sorted for the kernels, and called by name where they are not finite.
+
+All or nothing
+    `sorted_gradients` refuses what it can see is wrong before a gradient is touched, and puts first what an operator
+    may still refuse (tensor subclasses, dtypes and layouts that torch's operator does not take): the ordinary
+    gradients behind it are then as they were.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from impl import kernels
+
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+# Gradients of one device, to be changed together.
+Batch = tuple[torch.device, list[Tensor]]
+
+
+def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
+    """Every gradient of `optimizer` once, in batches for `kernels.unscale_`, those that may refuse first.
+
+    A sparse gradient stands here by its values; in float16 it is coalesced first, and `.grad` replaced, because
+    the sum of duplicates may overflow where no part of it does.
+
+    Raises:
+        AssertionError: a parameter is no tensor.
+        ValueError: a float16 gradient without `allow_fp16`; or one gradient belongs to two entries.
+        RuntimeError: elements of a gradient share memory.
+    Sync: coalescing, as in torch.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for kind in set(map(type, params)):
+        if not issubclass(kind, Tensor):
+            raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    if not grads:
+        return []
+    groups = _by_device_and_dtype(grads)
+    if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _ in groups):
+        raise ValueError("Attempting to unscale FP16 gradients.")
+    _refuse_shared_memory(params, grads)
+    if not _are_ordinary(grads, {dtype for _, dtype, _ in groups}):
+        return _ordinary_last([param for param in params if param.grad is not None])
+    device = groups[0][0]
+    return [(device, grads)] if all(group[0] == device for group in groups) else _by_device(grads)
+
+
+def nonfinite_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the parameters whose gradients hold inf or nan; of a sharded one, this rank's part is looked at.
+
+    Sync: one for each device. Collectives: none.
+    """
+    names: dict[torch.device, list[tuple[int, str]]] = {}
+    grads: dict[torch.device, list[Tensor]] = {}
+    for place, (name, param) in enumerate(_named(optimizer)):
+        if param.grad is not None:
+            values = _values(param.grad)
+            names.setdefault(values.device, []).append((place, name))
+            grads.setdefault(values.device, []).append(values)
+    found: list[tuple[int, str]] = []
+    for device, batch in grads.items():
+        found += [
+            entry
+            for entry, bad in zip(names[device], kernels.nonfinite_mask(batch).tolist(), strict=True)
+            if bad
+        ]
+    return [name for _, name in sorted(found)]
+
+
+def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    named: list[tuple[str, Tensor]] = []
+    for g, group in enumerate(optimizer.param_groups):
+        names: Any = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            label = f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}"
+            named.append((names[i] if names else label, param))
+    return named
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The memory in which a gradient keeps its numbers: a DTensor's local part, a sparse tensor's values."""
+    local: Any = getattr(grad, "to_local", None)
+    if local is not None:
+        grad = local()
+    return grad._values() if grad.is_sparse else grad
+
+
+def _are_ordinary(grads: list[Tensor], dtypes: set[torch.dtype]) -> bool:
+    return (
+        _PLAIN_TYPES.issuperset(map(type, grads))
+        and dtypes <= _KERNEL_DTYPES
+        and all(grad.layout is torch.strided for grad in grads)
+    )
+
+
+def _ordinary_last(params: list[Tensor]) -> list[Batch]:
+    refusing: list[Batch] = []
+    ordinary: list[Tensor] = []
+    # torch hands its operator what has one device and one dtype: what it refuses together is refused together here.
+    for device, dtype, grads in _by_device_and_dtype([_coalesced(param) for param in params]):
+        if _are_ordinary(grads, {dtype}):
+            ordinary += grads
+        else:
+            refusing.append((device, grads))
+    return refusing + _by_device(ordinary)
+
+
+def _coalesced(param: Tensor) -> Tensor:
+    grad = param.grad
+    assert grad is not None
+    if not grad.is_sparse:
+        return grad
+    if grad.dtype is torch.float16:
+        param.grad = grad = grad.coalesce()
+    return grad._values()
+
+
+def _refuse_shared_memory(params: list[Tensor], grads: list[Tensor]) -> None:
+    if len(set(map(id, grads))) < len(grads):
+        raise ValueError(_shared(params))
+    for grad in grads:
+        if (
+            grad.layout is torch.strided
+            and not grad.is_contiguous()
+            and type(grad) in _PLAIN_TYPES
+            and _overlaps_itself(grad)
+        ):
+            raise RuntimeError(
+                "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+                "location. Please clone() the tensor before performing the operation."
+            )
+
+
+def _by_device(grads: list[Tensor]) -> list[Batch]:
+    batches: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        batches.setdefault(grad.device, []).append(grad)
+    return list(batches.items())
+
+
+def _by_device_and_dtype(grads: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:
+    groups: Any = _group_tensors_by_device_and_dtype([[*grads]])
+    return [(device, dtype, group) for (device, dtype), ([group], _) in groups.items()]
+
+
+def _overlaps_itself(grad: Tensor) -> bool:
+    """Whether two elements of `grad` lie at one address, so that one of them would be unscaled twice."""
+    overlap = torch._debug_has_internal_overlap(grad)
+    if overlap < 2:  # 2: it would take a closer look
+        return overlap == 1
+    # Laid out by growing stride, a dimension that steps over all the ones before it can meet none of them.
+    reach = 0
+    for stride, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return _has_equal_offsets(grad)
+        reach += stride * (size - 1)
+    return False
+
+
+def _has_equal_offsets(grad: Tensor) -> bool:
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for stride, size in zip(grad.stride(), grad.shape, strict=True):
+        offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
+    return offsets.unique().numel() < offsets.numel()
+
+
+def _shared(params: list[Tensor]) -> str:
+    seen: dict[int, int] = {}
+    for place, param in enumerate(params):
+        if param.grad is not None and (first := seen.setdefault(id(param.grad), place)) != place:
+            return (
+                f"parameters {first} and {place} of this optimizer, counted over all groups, have one gradient tensor, "
+                "which would be unscaled twice; give the optimizer each parameter once, and each its own gradient"
+            )
+    raise AssertionError("no gradient is shared")

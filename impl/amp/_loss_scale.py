@@ -1,0 +1,184 @@
+"""The numbers behind a `GradScaler`: what it may hold, what a saved one must hold, and when its scale is stuck."""
+
+import math
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# The reciprocal of a smaller scale may overflow float32, and a GPU may take the scale itself for zero.
+SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
+
+
+class PerDevice(dict[torch.device, Tensor]):
+    """Copies of one tensor, each made when its device is first asked for; the tensor itself is not among them."""
+
+    def __init__(self, source: Callable[[torch.device], Tensor]) -> None:
+        super().__init__()
+        self._source = source
+
+    def __missing__(self, device: torch.device) -> Tensor:
+        copy = self._source(device).to(device, non_blocking=True, copy=True)
+        self[device] = copy
+        return copy
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """One over `scale`, f32, rounded once: compilers may turn a float32 division into something coarser."""
+    if scale.device.type == "mps":  # has no float64
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+def times(outputs: Tensor, scale: Tensor) -> Tensor:
+    """`outputs` times the 0-dim f32 `scale`, in float32 where float16 or bfloat16 could not hold it."""
+    if outputs.dtype in (torch.float16, torch.bfloat16):
+        outputs = outputs.float()
+    return outputs * scale
+
+
+def checked_floor(min_scale: float) -> float:
+    """`min_scale` as float32 holds it, so that it compares with a scale."""
+    if not SMALLEST_SCALE <= min_scale <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"min_scale is {min_scale}; it must lie between {SMALLEST_SCALE} (float32's smallest normal number, "
+            "the default) and float32's largest"
+        )
+    return struct.unpack("f", struct.pack("f", min_scale))[0]
+
+
+def check_initial(init_scale: object, min_scale: float) -> None:
+    # What is no number at all is refused by torch, at the first scale().
+    if isinstance(init_scale, int | float) and not min_scale <= init_scale < math.inf:
+        raise ValueError(
+            f"init_scale is {init_scale}; it must be finite and not below min_scale, {min_scale:g}"
+        )
+
+
+def check_growth_factor(factor: float) -> None:
+    if not factor >= 1.0:
+        raise ValueError(
+            f"growth_factor is {factor}; it must not be below 1.0, at which the scale does not grow"
+        )
+
+
+def check_backoff_factor(factor: float) -> None:
+    if not 0.0 < factor <= 1.0:
+        raise ValueError(
+            f"backoff_factor is {factor}; it must be above 0.0 and not above 1.0, at which the scale does not fall"
+        )
+
+
+def check_new_scale(value: float) -> None:
+    if not 0.0 <= value < math.inf:
+        raise ValueError(
+            f"new_scale is {value}; it must be finite and not negative (below min_scale, min_scale is taken)"
+        )
+
+
+class SavedState(NamedTuple):
+    """The five entries of a `state_dict`, in torch's order."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    growth_tracker: int
+
+
+def read_state(state_dict: Mapping[str, Any]) -> SavedState:
+    """The entries of `state_dict`, all of them looked at before any is used.
+
+    Raises:
+        RuntimeError: it is empty. KeyError: an entry is missing.
+        TypeError, ValueError: an entry is no number, or none that a scaler can hold.
+    """
+    if len(state_dict) == 0:
+        raise RuntimeError(
+            "The source state dict is empty, possibly because it was saved "
+            "from a disabled instance of GradScaler."
+        )
+    state = SavedState(
+        state_dict["scale"],
+        state_dict["growth_factor"],
+        state_dict["backoff_factor"],
+        state_dict["growth_interval"],
+        state_dict["_growth_tracker"],
+    )
+    # Scratch tensors refuse what the scaler's own would refuse, in torch's words.
+    scale, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
+    torch._amp_update_scale_(scale, tracker, torch.zeros(()), *state[1:4])
+    scale.fill_(state.scale)
+    tracker.fill_(state.growth_tracker)
+    float(state.scale)  # fill_ takes the real part of a complex number
+    if not 0.0 < scale.item() < math.inf:
+        raise _corrupted("scale", state.scale, "a finite number above 0")
+    check_growth_factor(state.growth_factor)
+    check_backoff_factor(state.backoff_factor)
+    if tracker.item() != state.growth_tracker or tracker.item() < 0:
+        raise _corrupted("_growth_tracker", state.growth_tracker, "a whole number not below 0")
+    return state
+
+
+def _corrupted(name: str, got: object, wanted: str) -> ValueError:
+    return ValueError(
+        f"{name} in the state dict is {got}, and {wanted} is wanted; load one that state_dict() returned, "
+        "and change the scale of a run by update(new_scale)"
+    )
+
+
+class FloorWatch:
+    """Notices steps that are skipped one after the other while the scale lies on its floor, and never waits.
+
+    The scale and the verdict of an update are copied to the host and read at a later update, when they have arrived.
+    Far above the floor nothing is copied: n updates can lower the scale n times and not more. Devices other than
+    CPU and CUDA are not watched, nor are updates that a CUDA graph records.
+    """
+
+    PATIENCE = 3  # skipped steps on the floor before it says so: one or two may be a single bad batch
+
+    def __init__(self) -> None:
+        self.skipped = 0  # in a row, on the floor, as far as read
+        self._updates = 0
+        self._next_look = 0  # counted in updates
+        self._under_way: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def look(self, scale: Tensor, found_inf: Tensor) -> None:
+        """Send home what an update did, when the scale could be on its floor by now. Sync: none."""
+        self._updates += 1
+        if self._updates <= self._next_look or len(self._under_way) > self.PATIENCE:
+            return
+        on_cuda = scale.device.type == "cuda"
+        if (on_cuda and torch.cuda.is_current_stream_capturing()) or not (
+            on_cuda or scale.device.type == "cpu"
+        ):
+            return
+        here = torch.empty(2, pin_memory=on_cuda)
+        here.copy_(torch.stack((scale, found_inf.view_as(scale))), non_blocking=True)
+        arrived = None
+        if on_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(scale.device))
+        self._under_way.append((self._updates, here, arrived))
+
+    def read(self, backoff_factor: float, min_scale: float) -> int:
+        """Skipped steps in a row on the floor, counting what has arrived. Sync: none."""
+        while self._under_way:
+            update, here, arrived = self._under_way[0]
+            if arrived is not None and not arrived.query():
+                break
+            self._under_way.popleft()
+            scale, found_inf = here.tolist()
+            self.skipped = self.skipped + 1 if found_inf and not scale > min_scale else 0
+            self._next_look = update + _falls_left(scale, backoff_factor, min_scale) - 1
+        return self.skipped
+
+
+def _falls_left(scale: float, backoff_factor: float, min_scale: float) -> int:
+    """How often `scale` must fall before it lies on its floor; rounded down, and 0 where that cannot be said."""
+    if not min_scale < scale < math.inf or not backoff_factor < 1.0:
+        return 0
+    return int(math.log(min_scale / scale) / math.log(backoff_factor))

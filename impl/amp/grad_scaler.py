@@ -1,0 +1,856 @@
+"""Gradient scaling: a loss times a large number, gradients over it again, no step where it was too large.
+
+`GradScaler` is the surface: torch's methods, and the names that subclasses override. What a scaler does stands in
+`_Scaling`; `_PassingThrough` is the scaler that is switched off. Both reach every name through the scaler, so that an
+override takes effect wherever the name is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypedDict, TypeVar, cast, overload
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from impl import kernels
+from impl.amp._availability import amp_definitely_not_available
+from impl.amp._gradients import nonfinite_parameters, sorted_gradients
+from impl.amp._loss_scale import (
+    SMALLEST_SCALE,
+    FloorWatch,
+    PerDevice,
+    check_backoff_factor,
+    check_growth_factor,
+    check_initial,
+    check_new_scale,
+    checked_floor,
+    inverse,
+    read_state,
+    times,
+)
+
+__all__ = ["GradScaler", "OptState"]
+
+_Optimizer = torch.optim.Optimizer
+_Outputs = TypeVar("_Outputs")
+
+
+class OptState(Enum):
+    """How far one optimizer has come since the last `update`."""
+
+    READY = 0
+    """Its gradients, if any, are scaled."""
+    UNSCALED = 1
+    """Its gradients are unscaled and checked."""
+    STEPPED = 2
+    """Its step was taken or left out."""
+
+
+_NEXT = {
+    (OptState.READY, "unscale_"): OptState.UNSCALED,
+    (OptState.READY, "step"): OptState.STEPPED,
+    (OptState.UNSCALED, "step"): OptState.STEPPED,
+}
+_REFUSED = {
+    (
+        OptState.UNSCALED,
+        "unscale_",
+    ): "unscale_() has already been called on this optimizer since the last update().",
+    (OptState.STEPPED, "unscale_"): "unscale_() is being called after step().",
+    (OptState.STEPPED, "step"): "step() has already been called since the last update().",
+}
+
+
+def _advance(stage: OptState, call: str) -> OptState:
+    """The stage after `call`. `update` is no entry: it forgets the stages of all optimizers.
+
+    Raises:
+        RuntimeError: `call` may not come at this stage.
+    """
+    try:
+        return _NEXT[stage, call]
+    except KeyError:
+        raise RuntimeError(_REFUSED[stage, call]) from None
+
+
+class _OptimizerState(TypedDict):
+    """One optimizer since the last `update`."""
+
+    stage: OptState
+    found_inf_per_device: dict[torch.device, Tensor]
+
+
+def _refresh_per_optimizer_state() -> _OptimizerState:
+    # torch's name: pickles of torch's scalers ask for it.
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+@dataclass(slots=True)
+class _Verdicts:
+    """What was found about one optimizer, kept beyond `update`."""
+
+    checked: dict[torch.device, Tensor] | None = None  # by its last check
+    stepped: dict[torch.device, Tensor] | None = None  # by the check that its last step went by
+    taken: bool | None = None  # that step, once the host knows
+
+
+class GradScaler:
+    """Scales a loss, so that small float16 gradients do not vanish, and skips the steps that overflowed by it.
+
+    One iteration is `scale(loss).backward()`, then `step(optimizer)` for each optimizer, then `update()`; where
+    gradients are to be looked at or clipped, `unscale_(optimizer)` comes before the step. After a step that found
+    inf or nan the scale falls by `backoff_factor`; after `growth_interval` steps without, it grows by `growth_factor`.
+
+    After an exception from any method the scaler and the gradients are as they were, with one exception: an error
+    of the optimizer's own `step` leaves its gradients unscaled, and the scaler knows that they are.
+
+    Args:
+        device: "cuda", "cpu" or another device type. "cuda" without CUDA switches the scaler off, with a warning.
+        init_scale: the first scale.
+        growth_factor: above 1.
+        backoff_factor: below 1.
+        growth_interval: steps without inf or nan, one after the other, before the scale grows.
+        enabled: False makes `step` call `optimizer.step`, `scale` return what it is given, and the rest do nothing.
+        min_scale: the scale never falls below it.
+        error_if_stuck: raise, instead of warning, when the scale is down at `min_scale` and three steps or more in
+            a row were skipped.
+
+    Raises:
+        AssertionError: a factor is on the wrong side of 1.
+        ValueError: `init_scale` or `min_scale` can be no scale.
+    Sync: none, in all methods that do not say so.
+    Source: torch.amp.GradScaler 2.13; differences: `min_scale` and what watches it, float16 and bfloat16 losses are
+        scaled in float32, a positional closure is refused like one by keyword, `load_state_dict` checks first and
+        changes then, a loaded scale is known before the first `scale`, calls that fail change nothing, and values
+        that would ruin the scale or the gradients in silence are refused. New: `found_inf`, `step_was_taken`,
+        `nonfinite_parameters`.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+    >>> scaler = GradScaler("cpu", init_scale=1024.0)
+    >>> scaler.scale(weight.sum()).backward()
+    >>> weight.grad
+    tensor([1024., 1024.])
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> weight.detach(), scaler.step_was_taken(optimizer), scaler.get_scale()
+    (tensor([0.5000, 0.5000]), True, 1024.0)
+    """
+
+    # torch's own attribute names, since others read and assign them. Those up to the blank line are there only when
+    # the scaler is enabled. `_scale` and `_growth_tracker` are 0-dim, f32 and i32, and None until the first `scale`.
+    _init_scale: float
+    _scale: Tensor | None
+    _growth_factor: float
+    _backoff_factor: float
+    _growth_interval: int
+    _init_growth_tracker: int
+    _growth_tracker: Tensor | None
+    _per_optimizer_states: dict[int, _OptimizerState]
+
+    # Ours. The values here serve scalers that torch pickled.
+    _min_scale: float = SMALLEST_SCALE
+    _error_if_stuck: bool = False
+    _loaded: bool = False  # a state dict was, and the scale is known though it has no tensor yet
+
+    def __init__(  # noqa: PLR0913  torch's six
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = SMALLEST_SCALE,
+        error_if_stuck: bool = False,
+    ) -> None:
+        self._device = device
+        self._enabled = enabled
+        if device == "cuda" and enabled and amp_definitely_not_available():
+            warnings.warn(
+                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2
+            )
+            self._enabled = False
+        self._start_watching()
+        if not self._enabled:
+            return
+        if growth_factor <= 1.0 or math.isnan(growth_factor):
+            raise AssertionError("The growth factor must be > 1.0.")
+        if backoff_factor >= 1.0 or math.isnan(backoff_factor):
+            raise AssertionError("The backoff factor must be < 1.0.")
+        check_backoff_factor(backoff_factor)
+        self._min_scale = checked_floor(min_scale)
+        check_initial(init_scale, self._min_scale)
+        self._error_if_stuck = error_if_stuck
+        self._init_scale = init_scale
+        self._scale = None
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._init_growth_tracker = 0
+        self._growth_tracker = None
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    @overload
+    def scale(self, outputs: Tensor) -> Tensor: ...
+    @overload
+    def scale(self, outputs: list[Tensor]) -> list[Tensor]: ...
+    @overload
+    def scale(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+    @overload
+    def scale(self, outputs: Iterable[Tensor]) -> Iterable[Tensor]: ...
+
+    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Tensor | Iterable[Tensor]:
+        """Multiply a loss, or losses nested in iterables, by the scale; gradients of the result come out scaled.
+
+        Args:
+            outputs: a tensor of any shape, dtype and device, or an iterable of such, nested as deep as one likes.
+
+        Returns:
+            The like of `outputs`: lists and tuples keep their type, other iterables become lazy iterators. Float16 and
+            bfloat16 come back as float32, in which a scaled loss fits.
+
+        Raises:
+            ValueError: something in `outputs` is neither a tensor nor an iterable; a string is neither.
+        Source: torch.amp.GradScaler.scale 2.13; differences: float16 and bfloat16 of one dimension and more come back
+            as float32 (torch: as they were, and inf above 65504); strings are refused at once.
+
+        >>> GradScaler("cpu", init_scale=65536.0).scale([torch.tensor([2.0], dtype=torch.float16)])
+        [tensor([131072.])]
+        """
+        return self._policy.scale(self, outputs)
+
+    def unscale_(self, optimizer: _Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the scale, in place, and check them for inf and nan.
+
+        To be called once all gradients are accumulated, where they are to be read or clipped before `step`, which
+        otherwise does it. Gradients are unscaled also when one of them is inf or nan.
+
+        Args:
+            optimizer: owns the gradients. Uncoalesced float16 ones, if sparse, are replaced by coalesced ones.
+
+        Raises:
+            RuntimeError: called twice, or after `step`, since the last `update`; a gradient's elements share memory.
+            AssertionError: there is no scale yet: neither `scale` nor `load_state_dict` was called.
+            ValueError: there are float16 gradients; or one gradient belongs to two parameters of the optimizer.
+        Source: torch.amp.GradScaler.unscale_ 2.13; differences: works after `load_state_dict`; the last two refusals
+            (torch unscales such gradients twice).
+        """
+        self._policy.unscale_(self, optimizer)
+
+    def step(self, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Call `optimizer.step(*args, **kwargs)` on unscaled gradients, unless one of them holds inf or nan.
+
+        An optimizer whose `_step_supports_amp_scaling` is true is always called: it finds `grad_scale` (f32, 0-dim, or
+        None after `unscale_`) and `found_inf` (f32, 0-dim) in its attributes and skips for itself.
+
+        Args:
+            optimizer: owns the gradients.
+            args, kwargs: for `optimizer.step`.
+
+        Returns:
+            What `optimizer.step` returns; None for a step that was skipped. See `step_was_taken`.
+
+        Raises:
+            RuntimeError: there is a closure, which would run unscaled; or called twice since the last `update`.
+            AssertionError: there is no scale yet; or no parameter of the optimizer has a gradient.
+        Sync: one for each device with gradients; none where the optimizer skips for itself.
+        Source: torch.amp.GradScaler.step 2.13; differences: a callable as the first positional argument is a closure;
+            what a failing `optimizer.step` found set on the optimizer is put back.
+        """
+        return self._policy.step(self, optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale by what this iteration's checks found; to be called once, after the last `step`.
+
+        Warns, once, when the scale has come down to `min_scale` and steps are still skipped one after the other: no
+        smaller scale would help. It is told one update later, and on CUDA when the copy of the scale has arrived.
+
+        Args:
+            new_scale: set the scale to this instead; a float, or a tensor of one element on the scaler's device type,
+                which is copied. Below `min_scale`, `min_scale` is taken. An inf or nan in a tensor on an accelerator
+                cannot be seen without waiting: the scale then stays what it was.
+
+        Raises:
+            AssertionError: there is no scale yet; nothing was checked; or `new_scale` is a tensor of another kind.
+            ValueError: `new_scale` is negative, inf or nan.
+            RuntimeError: the scale is stuck and `error_if_stuck` is set.
+        Source: torch.amp.GradScaler.update 2.13; differences: `min_scale`, the warning and the ValueError.
+
+        >>> scaler = GradScaler("cpu", init_scale=4.0, min_scale=2.0)
+        >>> loss = scaler.scale(torch.ones(()))
+        >>> scaler.update(0.5)
+        >>> scaler.get_scale()
+        2.0
+        """
+        self._policy.update(self, new_scale)
+
+    def found_inf(self, optimizer: _Optimizer) -> Tensor:
+        """Whether the last check of `optimizer`, by `unscale_` or `step`, found inf or nan; on the scale's device.
+
+        Returns:
+            f32, 0-dim, a copy: 0.0 if all gradients were finite. Of a scaler that is switched off always 0.0.
+
+        Raises:
+            RuntimeError: this scaler has not checked the optimizer yet.
+        Sync: none, so a metric or a captured graph may use it.
+        """
+        return self._policy.found_inf(self, optimizer)
+
+    def step_was_taken(self, optimizer: _Optimizer) -> bool:
+        """Whether the last `step` of `optimizer` was taken, and not skipped; may be asked also after `update`.
+
+        The answer is the check's: a subclass whose `_maybe_opt_step` decides otherwise answers for itself. Of a scaler
+        that is switched off it is always True.
+
+        Raises:
+            RuntimeError: there was no `step` of the optimizer yet, or it checked nothing.
+        Sync: one, and none where `step` has waited already.
+
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = GradScaler("cpu")
+        >>> scaler.scale(weight * torch.inf).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.step_was_taken(optimizer), scaler.found_inf(optimizer)
+        (False, tensor(1.))
+        """
+        return self._policy.step_was_taken(self, optimizer)
+
+    def nonfinite_parameters(self, optimizer: _Optimizer) -> list[str]:
+        """Tell whose gradients hold inf or nan; ask after `unscale_` or `step`, before they are cleared or clipped.
+
+        Returns:
+            Names, in the optimizer's order: those in `param_names`, where the optimizer was made from
+            `named_parameters()`, else group, index and shape. Of a DTensor this rank's part is looked at.
+
+        Raises:
+            RuntimeError: the last check found inf or nan, and the gradients in which it did are gone.
+        Sync: one for each device. The gradients are read again; a scaler that is not asked pays nothing.
+
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.5)
+        >>> scaler = GradScaler("cpu")
+        >>> scaler.scale(layer(torch.tensor([1.0, torch.inf])).sum()).backward()
+        >>> scaler.unscale_(optimizer)
+        >>> scaler.nonfinite_parameters(optimizer)
+        ['weight']
+        """
+        names = nonfinite_parameters(optimizer)
+        if not names and any(flag.item() for flag in (self._verdicts_on(optimizer).checked or {}).values()):
+            raise RuntimeError(
+                "the last check of this optimizer found inf or nan, but none of its gradients holds any now: they were "
+                "cleared or overwritten; call nonfinite_parameters(optimizer) after unscale_() or step() and before "
+                "zero_grad(), backward() or clipping"
+            )
+        return names
+
+    def get_scale(self) -> float:
+        """Return the scale; 1.0 of a scaler that is switched off.
+
+        Sync: one, once `scale` has been called.
+        """
+        return self._policy.get_scale(self)
+
+    def get_growth_factor(self) -> float:
+        """Return the factor by which the scale grows."""
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale grows; 1.0 keeps it from growing.
+
+        Raises:
+            ValueError: it is nan or below 1.0; torch takes any value.
+        """
+        check_growth_factor(new_factor)
+        self._growth_factor = new_factor
+
+    def get_backoff_factor(self) -> float:
+        """Return the factor by which the scale falls."""
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale falls; 1.0 keeps it from falling.
+
+        Raises:
+            ValueError: it is nan, not above 0.0, or above 1.0; torch takes any value.
+        """
+        check_backoff_factor(new_factor)
+        self._backoff_factor = new_factor
+        self._watch = FloorWatch()
+
+    def get_growth_interval(self) -> int:
+        """Return after how many steps without inf or nan, one after the other, the scale grows."""
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many steps without inf or nan, one after the other, the scale grows."""
+        self._growth_interval = new_interval
+
+    def is_enabled(self) -> bool:
+        """Whether the scaler scales, or was switched off."""
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes, as Python numbers; to be called after `update`.
+
+        Returns:
+            `scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `_growth_tracker` (steps without inf or nan
+            since the scale last moved), as torch's; empty if the scaler is switched off.
+        Sync: two, once `scale` has been called.
+        """
+        return self._policy.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a saved state, wholly or, if it is refused, not at all. A scaler that is switched off ignores it.
+
+        Args:
+            state_dict: what `state_dict` returned, ours or torch's. A scale below `min_scale` is lifted to it.
+
+        Raises:
+            RuntimeError: it is empty.
+            KeyError: an entry is missing.
+            TypeError, ValueError: an entry is no number, or none that a scaler can hold.
+        Source: torch.amp.GradScaler.load_state_dict 2.13; differences: the values are checked, and before any is
+            used; `unscale_` and `step` may follow without a `scale` before them.
+        """
+        self._policy.load_state_dict(self, state_dict)
+
+    # What subclasses override, and other libraries call; torch's names and arguments.
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        """Return scale and growth tracker, for `funcname`, which cannot do without."""
+        for name, value in (("_scale", self._scale), ("_growth_tracker", self._growth_tracker)):
+            if value is None:
+                raise AssertionError(
+                    f"Attempted {funcname} but {name} is None.  This may indicate your script did not use "
+                    "scaler.scale(loss or outputs) earlier in the iteration."
+                )
+        return cast("tuple[Tensor, Tensor]", (self._scale, self._growth_tracker))
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
+
+    def _unscale_grads_(
+        self, optimizer: _Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Multiply every gradient by `inv_scale` in place; return, for each of their devices, what was found there.
+
+        Args:
+            optimizer: owns the gradients.
+            inv_scale: f32, one element, on any device.
+            found_inf: f32, one element, on any device; copied, and the copies are returned.
+            allow_fp16: False refuses float16 gradients, whose unscaled values may vanish.
+        """
+        found = PerDevice(lambda device: found_inf)
+        inverses = PerDevice(lambda device: inv_scale)
+        inverses[inv_scale.device] = inv_scale
+        for device, grads in sorted_gradients(optimizer, allow_fp16):
+            kernels.unscale_(grads, inverses[device], found[device])
+        return dict(found)
+
+    def _reduce_found_inf(
+        self, found_inf_per_device: dict[torch.device, Tensor]
+    ) -> dict[torch.device, Tensor]:
+        """Agree with other processes on what a check found; here there are none.
+
+        The one place for it: every check passes here, of `unscale_` and of optimizers that skip for themselves, and
+        what is returned decides on the step and on the scale. Empty if the optimizer has no gradients.
+        """
+        return found_inf_per_device
+
+    def _check_inf_per_device(self, optimizer: _Optimizer) -> dict[torch.device, Tensor]:
+        """Check the gradients, float16 ones too, and leave them scaled."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        found = self._checked(optimizer, torch.ones((), device=scale.device), allow_fp16=True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+    def _found_inf_per_device(self, optimizer: _Optimizer) -> dict[torch.device, Tensor]:
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+    def _maybe_opt_step(
+        self, optimizer: _Optimizer, optimizer_state: _OptimizerState, *args: Any, **kwargs: Any
+    ) -> float | None:
+        """Call `optimizer.step` if the check found nothing. Sync: one for each device."""
+        taken = not sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
+        result = cast("float | None", optimizer.step(*args, **kwargs)) if taken else None
+        self._verdicts_on(optimizer).taken = taken
+        return result
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._scale
+
+    def _get_growth_tracker(self) -> int:
+        return self._policy.get_growth_tracker(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_verdicts"], state["_watch"]
+        return self._policy.at_rest(self, state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_watching()
+
+    # Our own.
+
+    @property
+    def _policy(self) -> _Scaling | _PassingThrough:
+        return _SCALING if self._enabled else _PASSING_THROUGH
+
+    def _start_watching(self) -> None:
+        self._verdicts = WeakIdKeyDictionary()
+        self._watch = FloorWatch()
+
+    def _verdicts_on(self, optimizer: _Optimizer) -> _Verdicts:
+        verdicts = cast("_Verdicts | None", self._verdicts.get(optimizer))
+        if verdicts is None:
+            verdicts = self._verdicts[optimizer] = _Verdicts()
+        return verdicts
+
+    def _checked(
+        self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found_inf = torch.zeros((), device=inv_scale.device)
+        found = self._reduce_found_inf(self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
+        self._verdicts_on(optimizer).checked = found
+        return found
+
+
+class _Scaling:
+    """What an enabled scaler does. Holds nothing: state and overridable names are the scaler's."""
+
+    def scale(self, scaler: GradScaler, outputs: Any) -> Any:
+        was_unknown = scaler._scale is None
+        try:
+            if isinstance(outputs, Tensor):
+                home = _scale_of(scaler, outputs.device)
+                return times(outputs, home.to(outputs.device, non_blocking=True))
+            return _scaled(outputs, PerDevice(lambda device: _scale_of(scaler, device)))
+        except BaseException:
+            if was_unknown:
+                scaler._scale = scaler._growth_tracker = None
+            raise
+
+    def unscale_(self, scaler: GradScaler, optimizer: _Optimizer) -> None:
+        _recall_scale(scaler, optimizer)
+        scale, _ = scaler._check_scale_growth_tracker("unscale_")
+        unscaled = _advance(_stage_of(scaler, optimizer), "unscale_")
+        found = scaler._checked(optimizer, inverse(scale), allow_fp16=False)
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = found
+        state["stage"] = unscaled
+
+    def step(self, scaler: GradScaler, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        if "closure" in kwargs or (args and callable(args[0])):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        _recall_scale(scaler, optimizer)
+        scaler._check_scale_growth_tracker("step")
+        stage = _stage_of(scaler, optimizer)
+        stepped = _advance(stage, "step")
+        verdicts = scaler._verdicts_on(optimizer)
+        verdicts.taken = None
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = _step_if_finite(scaler, optimizer, stage, *args, **kwargs)
+        elif _takes_scaler(optimizer.step):
+            # stacklevel: the caller of GradScaler.step.
+            warnings.warn(
+                "GradScaler is going to stop passing itself as a keyword argument to the passed "
+                "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+                "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            result = cast("float | None", optimizer.step(*args, **(kwargs | {"grad_scaler": scaler})))
+        else:
+            result = _step_with_attributes(scaler, optimizer, stage, *args, **kwargs)
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["stage"] = stepped
+        verdicts.checked = verdicts.stepped = state["found_inf_per_device"]
+        return result
+
+    def update(self, scaler: GradScaler, new_scale: float | Tensor | None) -> None:
+        _recall_scale(scaler, None)
+        scale, growth_tracker = scaler._check_scale_growth_tracker("update")
+        if new_scale is None:
+            _move_scale(scaler, scale, growth_tracker)
+        else:
+            _set_scale(scaler, scale, new_scale)
+            scaler._watch = FloorWatch()
+        scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def found_inf(self, scaler: GradScaler, optimizer: _Optimizer) -> Tensor:
+        found = scaler._verdicts_on(optimizer).checked
+        if found is None:
+            raise RuntimeError(
+                "this scaler has not checked the gradients of this optimizer; call unscale_(optimizer) or "
+                "step(optimizer) before found_inf(optimizer)"
+            )
+        scale, _ = scaler._check_scale_growth_tracker("found_inf")
+        return torch.zeros((), device=scale.device) + sum(_at(scale.device, found))
+
+    def step_was_taken(self, scaler: GradScaler, optimizer: _Optimizer) -> bool:
+        verdicts = scaler._verdicts_on(optimizer)
+        if verdicts.stepped is None:
+            raise RuntimeError(
+                "this scaler has not stepped this optimizer; call step(optimizer) before step_was_taken(optimizer)"
+            )
+        if verdicts.taken is None:
+            verdicts.taken = not any(flag.item() for flag in verdicts.stepped.values())
+        return verdicts.taken
+
+    def get_scale(self, scaler: GradScaler) -> float:
+        scale = scaler._get_scale_async()
+        return scaler._init_scale if scale is None else scale.item()
+
+    def get_growth_tracker(self, scaler: GradScaler) -> int:
+        tracker = scaler._growth_tracker
+        return scaler._init_growth_tracker if tracker is None else cast("int", tracker.item())
+
+    def state_dict(self, scaler: GradScaler) -> dict[str, Any]:
+        return {
+            "scale": scaler.get_scale(),
+            "growth_factor": scaler._growth_factor,
+            "backoff_factor": scaler._backoff_factor,
+            "growth_interval": scaler._growth_interval,
+            "_growth_tracker": scaler._get_growth_tracker(),
+        }
+
+    def load_state_dict(self, scaler: GradScaler, state_dict: dict[str, Any]) -> None:
+        state = read_state(state_dict)
+        scale = max(state.scale, scaler._min_scale)
+        if scaler._scale is not None:
+            scaler._scale.fill_(scale)
+        if scaler._growth_tracker is not None:
+            scaler._growth_tracker.fill_(state.growth_tracker)
+        scaler._init_scale = scale
+        scaler._init_growth_tracker = state.growth_tracker
+        scaler._growth_factor = state.growth_factor
+        scaler._backoff_factor = state.backoff_factor
+        scaler._growth_interval = state.growth_interval
+        scaler._loaded = scaler._scale is None
+        scaler._watch = FloorWatch()
+
+    def at_rest(self, scaler: GradScaler, state: dict[str, Any]) -> dict[str, Any]:
+        """`state` as it is pickled: with numbers for the tensors, which come back at the first `scale`."""
+        if len(scaler._per_optimizer_states) != 0:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning "
+                "of an iteration, or at the end after scaler.update()."
+            )
+        return state | {
+            "_init_scale": scaler.get_scale(),
+            "_init_growth_tracker": scaler._get_growth_tracker(),
+            "_scale": None,
+            "_growth_tracker": None,
+        }
+
+
+class _PassingThrough:
+    """What a scaler does that is switched off: nothing, but it steps the optimizer."""
+
+    def scale(self, scaler: GradScaler, outputs: Any) -> Any:
+        return outputs
+
+    def unscale_(self, scaler: GradScaler, optimizer: _Optimizer) -> None:
+        return None
+
+    def step(self, scaler: GradScaler, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        return cast("float | None", optimizer.step(*args, **kwargs))
+
+    def update(self, scaler: GradScaler, new_scale: float | Tensor | None) -> None:
+        return None
+
+    def found_inf(self, scaler: GradScaler, optimizer: _Optimizer) -> Tensor:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return torch.zeros((), device=next((param.device for param in params), None))
+
+    def step_was_taken(self, scaler: GradScaler, optimizer: _Optimizer) -> bool:
+        return True
+
+    def get_scale(self, scaler: GradScaler) -> float:
+        return 1.0
+
+    def get_growth_tracker(self, scaler: GradScaler) -> int:
+        return 0
+
+    def state_dict(self, scaler: GradScaler) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, scaler: GradScaler, state_dict: dict[str, Any]) -> None:
+        return None
+
+    def at_rest(self, scaler: GradScaler, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+
+_SCALING = _Scaling()
+_PASSING_THROUGH = _PassingThrough()
+
+
+def _scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
+    """The scale's tensor, which settles on `device` if it has no place yet."""
+    scale = scaler._scale
+    if scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+        scale = scaler._scale
+        assert scale is not None
+    return scale
+
+
+def _recall_scale(scaler: GradScaler, optimizer: _Optimizer | None) -> None:
+    """Settle a scale that was loaded, on the device of the optimizer's first gradient or else the scaler's own."""
+    if scaler._scale is not None or not scaler._loaded:
+        return
+    groups = () if optimizer is None else optimizer.param_groups
+    params = (param for group in groups for param in group["params"])
+    grads = (param.grad for param in params if getattr(param, "grad", None) is not None)
+    scaler._lazy_init_scale_growth_tracker(
+        next((grad.device for grad in grads), torch.device(scaler._device))
+    )
+
+
+def _scaled(value: Any, scales: PerDevice) -> Any:
+    if isinstance(value, Tensor):
+        return times(value, scales[value.device])
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+    scaled = (_scaled(each, scales) for each in cast("Iterable[Any]", value))
+    return type(value)(scaled) if isinstance(value, list | tuple) else scaled
+
+
+def _stage_of(scaler: GradScaler, optimizer: _Optimizer) -> OptState:
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    # By name: others may have put torch's own OptState there.
+    return OptState.READY if state is None else OptState[state["stage"].name]
+
+
+def _at(device: torch.device, found_inf: dict[torch.device, Tensor]) -> list[Tensor]:
+    return [flag.to(device, non_blocking=True) for flag in found_inf.values()]
+
+
+def _step_if_finite(
+    scaler: GradScaler, optimizer: _Optimizer, stage: OptState, *args: Any, **kwargs: Any
+) -> float | None:
+    if stage is OptState.READY:
+        scaler.unscale_(optimizer)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if not state["found_inf_per_device"]:
+        if stage is OptState.READY:
+            del scaler._per_optimizer_states[id(optimizer)]
+        raise AssertionError("No inf checks were recorded for this optimizer.")
+    return scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
+
+
+def _step_with_attributes(
+    scaler: GradScaler, optimizer: _Optimizer, stage: OptState, *args: Any, **kwargs: Any
+) -> float | None:
+    """Call the `step` of an optimizer that divides by `grad_scale` and skips on `found_inf` itself."""
+    if stage is OptState.READY:
+        scaler._check_inf_per_device(optimizer)
+    scale = scaler._get_scale_async()
+    if scale is None:
+        raise AssertionError("_get_scale_async returned None")
+    before = {name: value for name, value in vars(optimizer).items() if name in ("grad_scale", "found_inf")}
+    # An optimizer may come with a scale of its own: whoever set it has multiplied the gradients by it.
+    attributes: Any = optimizer
+    if stage is OptState.READY:
+        attributes.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
+    else:
+        attributes.grad_scale = getattr(optimizer, "grad_scale", None)
+    attributes.found_inf = sum(_at(scale.device, scaler._found_inf_per_device(optimizer)))
+    try:
+        result = cast("float | None", optimizer.step(*args, **kwargs))
+    except BaseException:
+        for name in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(name, None)
+        vars(optimizer).update(before)
+        if stage is OptState.READY:
+            del scaler._per_optimizer_states[id(optimizer)]
+        raise
+    del attributes.grad_scale, attributes.found_inf
+    return result
+
+
+_known_to_take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+
+def _takes_scaler(step: Callable[..., Any]) -> bool:
+    """Whether `step` has a parameter `grad_scaler`, as torch's fused optimizers once had."""
+    function = getattr(step, "__func__", step)
+    try:
+        return _known_to_take_scaler[function]
+    except (KeyError, TypeError):  # not seen yet; or a callable that has no weak references
+        takes = "grad_scaler" in inspect.signature(step).parameters
+    with contextlib.suppress(TypeError):
+        _known_to_take_scaler[function] = takes
+    return takes
+
+
+def _move_scale(scaler: GradScaler, scale: Tensor, growth_tracker: Tensor) -> None:
+    found = [
+        flag
+        for state in scaler._per_optimizer_states.values()
+        for flag in _at(scale.device, state["found_inf_per_device"])
+    ]
+    if not found:
+        raise AssertionError("No inf checks were recorded prior to update.")
+    skipped = scaler._watch.read(scaler._backoff_factor, scaler._min_scale)
+    if skipped >= FloorWatch.PATIENCE and scaler._error_if_stuck:
+        raise RuntimeError(_stuck(skipped, scaler._min_scale))
+    if skipped == FloorWatch.PATIENCE:
+        # stacklevel: the caller of GradScaler.update.
+        warnings.warn(_stuck(skipped, scaler._min_scale), RuntimeWarning, stacklevel=4)
+    any_found = functools.reduce(torch.add, found)
+    kernels.update_scale_(
+        scale,
+        growth_tracker,
+        any_found,
+        scaler._growth_factor,
+        scaler._backoff_factor,
+        scaler._growth_interval,
+        scaler._min_scale,
+    )
+    scaler._watch.look(scale, any_found)
+
+
+def _stuck(skipped: int, min_scale: float) -> str:
+    return (
+        f"the loss scale is down at min_scale ({min_scale:g}) and the last {skipped} steps were skipped all the same: "
+        "the gradients hold inf or nan that come from no scale, and training stands still. Ask "
+        "nonfinite_parameters(optimizer) after step(optimizer) which ones; common causes are nan in the inputs or the "
+        "weights, and activations beyond 65504 in float16, for which bfloat16 has room"
+    )
+
+
+def _set_scale(scaler: GradScaler, scale: Tensor, new_scale: Any) -> None:
+    if isinstance(new_scale, float):
+        check_new_scale(new_scale)
+        scale.fill_(max(new_scale, scaler._min_scale))
+        return
+    if new_scale.device.type != scaler._device or new_scale.numel() != 1 or new_scale.requires_grad:
+        raise AssertionError(
+            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
+            "requires_grad=False."
+        )
+    there = torch.empty_like(scale).copy_(new_scale)
+    if there.device.type == "cpu":
+        check_new_scale(there.item())
+    torch.where(there.isfinite(), there, scale, out=scale)
+    scale.clamp_(min=scaler._min_scale)
