@@ -60,9 +60,9 @@ _NAMES = (
     "nn.utils.get_total_norm",
 )
 
-# Modules that derive from a replaced class when they are first imported. Imported beforehand, they derive from
-# torch's class, whose insides they use, and uninstall() leaves nothing of ours behind in them.
-_DERIVING = ("torch.distributed.fsdp.sharded_grad_scaler",)
+# Modules that, when first imported, derive from a class they find in one of the places, or write it into tables.
+# Imported before ours stand there, they deal in torch's own for good, as the rest of torch expects of them.
+_REMEMBERING = ("torch._dynamo.variables.torch", "torch.distributed.fsdp.sharded_grad_scaler")
 
 _lock = threading.RLock()
 _is_pinned = False  # install() was called, and uninstall() not since
@@ -73,7 +73,7 @@ _placed: list[tuple[Any, Any]] = []  # (torch's object, ours) for each name that
 def install() -> None:
     """Put our names in torch's places, in the whole process; a second call changes nothing.
 
-    Sync: none. Collectives: none. Imports `torch.distributed.fsdp` where torch has it.
+    Sync: none. Collectives: none. Imports Dynamo and `torch.distributed.fsdp`, which takes a second or two.
     """
     global _is_pinned  # noqa: PLW0603 the places are the process's, and so is what is in them
     with _lock:
@@ -119,8 +119,9 @@ def installed() -> Generator[None]:
 def _place() -> None:
     if _placed:
         return
-    for module in _DERIVING if torch.distributed.is_available() else ():
-        importlib.import_module(module)
+    for module in _REMEMBERING:
+        if torch.distributed.is_available() or not module.startswith("torch.distributed."):
+            importlib.import_module(module)
     pairs = [(_found("torch", name), _found("impl", name)) for name in _NAMES]
     _placed.extend((theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None)
     _swap(_placed)
