@@ -34,6 +34,12 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
     "gpt2": _gpt2(),
 }
 HEADLINES = ["1000x1k", "gpt2"]
+LEFT_OUT_OF_QUICK = {
+    *(set(SHAPES) - {"1x1k", *HEADLINES}),
+    "renewed",
+    1.0,
+    float("inf"),
+}  # values of parameters
 
 
 def member(subject: str, path: str) -> Any:
@@ -89,9 +95,13 @@ class Training:
             parameter.grad = gradient
 
     def effect_on_gradients(self, call: Callable[[], object]) -> list[torch.Tensor]:
-        """The gradients (of at most 1000 parameters) after `call`, whatever it returned first; all put back."""
+        """What `call` returned, if a tensor, and the gradients (of at most 1000 parameters) after it; all put back.
+
+        Earlier calls may have left them clipped: they are made large again, so that this one has something to do.
+        """
         before = [gradient.clone() for gradient in self._gradients]
         self.keep()
+        torch._foreach_mul_(self._gradients, 1e-2 / float(self._gradients[0].double().std()))
         returned = call()
         after = [gradient.clone() for gradient in self._gradients[:1_000]]
         torch._foreach_copy_(self._gradients, before)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks.common import LEFT_OUT_OF_QUICK
 from benchmarks.timing import FULL, QUICK, Effort, Paired, Workload, paired
 
 # What `ci/bench --quick` sets: asv's own option of that name does not reach the benchmarks.
@@ -43,8 +44,13 @@ class Ratio(abc.ABC):
     track_noise.unit = "median deviation of the pairs' ratios, as a share"
 
     @classmethod
-    def cases(cls) -> Iterator[tuple[Any, ...]]:
-        return itertools.product(*cls.params)
+    def cases(cls, quick: bool = False) -> Iterator[tuple[Any, ...]]:
+        """All of them, or those that tell most."""
+        return (
+            case
+            for case in itertools.product(*cls.params)
+            if not (quick and LEFT_OUT_OF_QUICK.intersection(case))
+        )
 
     @classmethod
     def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:

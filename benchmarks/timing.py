@@ -15,8 +15,12 @@ from dataclasses import dataclass
 import torch
 
 # The effects of both subjects are compared before they are timed. This finds wrong or missing work, not rounding,
-# which the conformance suite judges: two sums of 10^8 float32 terms may well differ by 1e-5.
-SPOT_CHECK_RTOL = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# which the conformance suite judges: torch's own norm of 10^8 float32 elements is off by almost 1e-3.
+SPOT_CHECK_RTOL = {torch.float32: 5e-3, torch.bfloat16: 2e-2}
+SPOT_CHECK_ATOL = 1e-6  # clipped to norm 1, an element of the largest list is about 1e-4
+
+
+FEWEST_PAIRS = 5  # however slow the machine
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure. A case takes about `budget_s`, or what its `least_pairs` take."""
+    """How much to measure. A case takes about `budget_s`; for its `least_pairs` up to three times that."""
 
     pairs: int = 150
     least_pairs: int = 30
@@ -75,7 +79,10 @@ def paired(subject: Workload, reference: Workload, device: str = "cpu", effort: 
             seconds_b.append(stopwatch.per_call(reference, calls_b))
             if not a_first:
                 seconds_a.append(stopwatch.per_call(subject, calls_a))
-            if len(seconds_a) >= effort.least_pairs and time.perf_counter() - begun > effort.budget_s:
+            spent_s = time.perf_counter() - begun
+            if spent_s > effort.budget_s and len(seconds_a) >= effort.least_pairs:
+                break
+            if spent_s > 3 * effort.budget_s and len(seconds_a) >= FEWEST_PAIRS:
                 break
     finally:
         if collecting:
@@ -156,5 +163,6 @@ def _check_same_effect(subject: Workload, reference: Workload) -> None:
     made, wanted = subject.effect(), reference.effect()
     assert len(made) == len(wanted), f"the subject made {len(made)} tensors, torch {len(wanted)}"
     for got, want in zip(made, wanted, strict=True):
-        rtol = SPOT_CHECK_RTOL[want.dtype]
-        torch.testing.assert_close(got.to(want.dtype), want, rtol=rtol, atol=rtol * 1e-2)
+        torch.testing.assert_close(
+            got.to(want.dtype), want, rtol=SPOT_CHECK_RTOL[want.dtype], atol=SPOT_CHECK_ATOL
+        )
