@@ -1,0 +1,276 @@
+"""Autocast under torch.compile, torch.export, make_fx and torch.jit: traced as torch's own class is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.regions import state
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+class Graphs:
+    """A backend of torch.compile that keeps what it is given: per graph, the operators and their dtypes."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        self.seen.append(described(module))
+        return module.forward
+
+
+def described(module: torch.fx.GraphModule) -> list[str]:
+    """Each node of a graph by its target, arguments that are plain values, and the dtype of its result."""
+    lines = []
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        dtype = str(value.dtype) if isinstance(value, torch.Tensor) else ""
+        plain = [str(arg) for arg in node.args if isinstance(arg, (str, bool, torch.dtype))]
+        target = (
+            node.target
+            if isinstance(node.target, str)
+            else getattr(node.target, "__name__", str(node.target))
+        )
+        lines.append(" ".join([node.op, target if node.op == "call_function" else "", *plain, dtype]))
+    return lines
+
+
+def model(device: str) -> torch.nn.Module:
+    torch.manual_seed(2)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)).to(device)
+
+
+def with_block(library: Library, device: str, **region: Any) -> Callable[..., Any]:
+    # Looked up here: what is traced must not contain the judge's own look-ups.
+    net, autocast = model(device), library.amp.autocast
+
+    def run(x: torch.Tensor) -> Any:
+        with autocast(device, **region):
+            y = net(x)
+            with autocast(device, enabled=False):
+                y = y.float() @ y.float().t()
+        return y @ x[:, :1].expand_as(y)
+
+    return run
+
+
+def decorated(library: Library, device: str, **region: Any) -> Callable[..., Any]:
+    net = model(device)
+
+    @library.amp.autocast(device, **region)
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return net(x)
+
+    return lambda x: inner(x) + inner(x * 2)
+
+
+def outer_instance(library: Library, device: str, **region: Any) -> Callable[..., Any]:
+    net, made = model(device), library.amp.autocast(device, **region)
+
+    def run(x: torch.Tensor) -> Any:
+        with made:
+            return net(x)
+
+    return run
+
+
+PROGRAMS = {"block": with_block, "decorated": decorated, "instance made outside": outer_instance}
+
+
+@clause("amp.autocast_mode.autocast.compiled")
+@pytest.mark.profile("full")
+@pytest.mark.parametrize("program", list(PROGRAMS))
+@pytest.mark.parametrize(
+    "region", [{}, {"dtype": torch.float16}, {"enabled": False}, {"cache_enabled": False}], ids=str
+)
+def test_compiles_into_torchs_graphs(
+    subject: Library, reference: Library, device: str, program: str, region: dict[str, Any]
+) -> None:
+    def compiled(library: Library) -> Outcome:
+        torch._dynamo.reset()
+        graphs = Graphs()
+        run = torch.compile(PROGRAMS[program](library, device, **region), fullgraph=True, backend=graphs)
+        x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
+        before = state()
+        return observe(lambda: (run(x), run(x + 1), graphs.seen, state() == before))
+
+    assert_same_outcome(compiled(reference), compiled(subject))
+
+
+@clause("amp.autocast_mode.autocast.compiled")
+@pytest.mark.profile("full")
+def test_compiled_region_agrees_with_eager(subject: Library, device: str) -> None:
+    torch._dynamo.reset()
+    x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
+    for program in PROGRAMS.values():
+        run = program(subject, device, dtype=torch.bfloat16)
+        assert torch.equal(torch.compile(run, fullgraph=True, backend="eager")(x), run(x))
+
+
+@clause("amp.autocast_mode.autocast.compiled")
+@pytest.mark.profile("full")
+def test_compiled_again_when_the_region_around_differs(
+    subject: Library, reference: Library, device: str
+) -> None:
+    """A function compiled outside a region must not be used as it is inside one (pytorch/pytorch#124901)."""
+
+    def dtypes(library: Library) -> Outcome:
+        torch._dynamo.reset()
+        graphs = Graphs()
+        run = torch.compile(model(device), fullgraph=True, backend=graphs)
+        x = torch.ones(2, 4, device=device)
+        seen = [run(x).dtype]
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            with library.amp.autocast(device, dtype=dtype):
+                seen.append(run(x).dtype)
+        seen.append(run(x).dtype)
+        return observe(lambda: (seen, len(graphs.seen)))
+
+    assert_same_outcome(dtypes(reference), dtypes(subject))
+
+
+@clause("amp.autocast_mode.autocast.compiled")
+@pytest.mark.profile("full")
+def test_instances_are_guarded_by_value(subject: Library, device: str) -> None:
+    """Another instance of other values is another graph, one of equal values is not (pytorch/pytorch#194754)."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    net = model(device)
+
+    def run(x: torch.Tensor, region: Any) -> torch.Tensor:
+        with region:
+            return net(x)
+
+    compiled = torch.compile(run, fullgraph=True, backend=graphs)
+    x = torch.ones(2, 4, device=device)
+    dtypes = [compiled(x, subject.amp.autocast(device, dtype=dtype)).dtype for dtype in (*LOW, *LOW)]
+    assert dtypes == [*LOW, *LOW]
+
+
+@clause("amp.autocast_mode.autocast.compiled")
+@pytest.mark.profile("full")
+def test_state_after_an_exception_in_compiled_code(subject: Library, device: str) -> None:
+    torch._dynamo.reset()
+    autocast = subject.amp.autocast
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with autocast(device):
+            y = x @ x
+            torch._dynamo.graph_break()
+            raise ValueError(str(y.dtype))
+
+    before = state()
+    with pytest.raises(ValueError, match=r"bfloat16|float16"):
+        torch.compile(run, backend="eager")(torch.ones(2, 2, device=device))
+    assert state() == before
+
+
+class Exported(torch.nn.Module):
+    def __init__(self, library: Library, device: str, region: dict[str, Any]) -> None:
+        super().__init__()
+        self.net, self.autocast, self.device, self.region = model(device), library.amp.autocast, device, region
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with self.autocast(self.device, **self.region):
+            y = self.net(x)
+            with self.autocast(self.device, enabled=False):
+                z = x @ x.t()
+        return y, z
+
+
+@clause("amp.autocast_mode.autocast.exported")
+@pytest.mark.profile("full")
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("region", [{}, {"dtype": torch.float16}], ids=str)
+def test_exports_as_torch_does(
+    subject: Library, reference: Library, device: str, strict: bool, region: dict[str, Any]
+) -> None:
+    def exported(library: Library) -> Outcome:
+        torch._dynamo.reset()
+        x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
+        before = state()
+
+        def export() -> Any:
+            program = torch.export.export(Exported(library, device, region), (x,), strict=strict)
+            return described(program.graph_module), program.module()(x), state() == before
+
+        return observe(export)
+
+    assert_same_outcome(exported(reference), exported(subject))
+
+
+@clause("amp.autocast_mode.autocast.exported")
+@pytest.mark.parametrize("pre_dispatch", [True, False])
+@pytest.mark.parametrize("dtype", [None, *LOW], ids=str)
+def test_make_fx(
+    subject: Library, reference: Library, device: str, pre_dispatch: bool, dtype: torch.dtype | None
+) -> None:
+    def traced(library: Library) -> Outcome:
+        x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with library.amp.autocast(device, dtype=dtype, cache_enabled=False):
+                return x @ x + 1
+
+        return observe(lambda: described(make_fx(run, pre_dispatch=pre_dispatch)(x)))
+
+    assert_same_outcome(traced(reference), traced(subject))
+
+
+@clause("amp.autocast_mode.autocast.jit_traced")
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_jit_trace(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
+    def traced(library: Library) -> Outcome:
+        x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with library.amp.autocast(device, dtype=dtype, cache_enabled=False):
+                return x @ x
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit's own deprecation
+            graph = torch.jit.trace(run, (x,))
+        return observe(lambda: (graph(x), graph(x * 2)))
+
+    assert_same_outcome(traced(reference), traced(subject))
+
+
+@clause("amp.autocast_mode.autocast.jit_scripted")
+@pytest.mark.deviation("autocast.not_scripted")
+def test_jit_script(deviation: DeviationJudge) -> None:
+    def probe(library: Library) -> str:
+        namespace: dict[str, Any] = {"__name__": __name__, "autocast": library.amp.autocast, "torch": torch}
+        source = (
+            "def run(x: torch.Tensor) -> torch.Tensor:\n    with autocast('cpu'):\n        return x @ x\n"
+        )
+        # TorchScript reads the function's source from its file, which a string has not.
+        import linecache  # noqa: PLC0415
+
+        linecache.cache["<scripted>"] = (len(source), None, source.splitlines(keepends=True), "<scripted>")
+        exec(compile(source, "<scripted>", "exec"), namespace)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                torch.jit.script(namespace["run"])
+            except Exception as error:
+                return str(error)
+        return "scripted"
+
+    deviation.judge(
+        probe,
+        torch_does=lambda said: said == "scripted",
+        we_do=lambda said: (
+            "torch.jit.script knows torch's own autocast class" in said and "torch.jit.trace" in said
+        ),
+    )
