@@ -1,0 +1,74 @@
+"""Make asv's dashboard self-contained: asv's page asks four hosts for its scripts and shows nothing without them.
+
+The scripts come from the npm registry, by name and version, the first time a dashboard is drawn where there is npm.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+from _environment import say
+
+# End of the address in asv's page: the npm package, and the file in it. Sources stand in for minified files.
+SCRIPTS = {
+    "jquery-3.3.1.min.js": ("jquery@3.3.1", "dist/jquery.min.js"),
+    "jquery.flot.min.js": ("flot@0.8.3", "jquery.flot.js"),
+    "jquery.flot.time.min.js": ("flot@0.8.3", "jquery.flot.time.js"),
+    "jquery.flot.selection.min.js": ("flot@0.8.3", "jquery.flot.selection.js"),
+    "jquery.flot.categories.min.js": ("flot@0.8.3", "jquery.flot.categories.js"),
+    "jquery.flot.orderBars.js": ("flot-orderbars@1.0.0", "js/jquery.flot.orderBars.js"),
+    "stupidtable.min.js": ("stupid-table-plugin@1.1.3", "stupidtable.min.js"),
+    "md5.min.js": ("blueimp-md5@2.19.0", "js/md5.min.js"),
+    "bootstrap.min.js": ("bootstrap@3.1.1", "dist/js/bootstrap.min.js"),
+    "bootstrap.min.css": ("bootstrap@3.1.1", "dist/css/bootstrap.min.css"),
+}
+DEADLINE_S = 120
+
+
+def make_self_contained(html: Path, cache: Path) -> None:
+    index = html / "index.html"
+    page = index.read_text()
+    addresses = re.findall(r'(?:src|href)="(https://[^"]+\.(?:js|css))"', page)
+    unknown = [address for address in addresses if address.rsplit("/", 1)[1] not in SCRIPTS]
+    if unknown or not _fetch(cache):
+        say(f"dashboard: needs the internet to show anything ({unknown or 'npm did not bring its scripts'})")
+        return
+    (html / "vendor").mkdir(exist_ok=True)
+    for address in addresses:
+        file = address.rsplit("/", 1)[1]
+        (html / "vendor" / file).write_bytes(_member(cache, *SCRIPTS[file]))
+        page = page.replace(address, f"vendor/{file}")
+    # The checksums are those of the files that the four hosts serve.
+    index.write_text(re.sub(r'\s(?:integrity|crossorigin|referrerpolicy)="[^"]*"', "", page))
+
+
+def _fetch(cache: Path) -> bool:
+    """Whether every package is there, after asking npm for those that are not."""
+    cache.mkdir(parents=True, exist_ok=True)
+    missing = sorted({package for package, _ in SCRIPTS.values() if not _archive(cache, package).exists()})
+    npm = shutil.which("npm")
+    if missing and npm is None:
+        return False
+    if missing:
+        say(f"dashboard: fetching {', '.join(missing)}")
+        command = [npm, "pack", "--silent", "--pack-destination", str(cache), *missing]
+        try:
+            subprocess.run(command, cwd=cache, timeout=DEADLINE_S, check=True, stdout=subprocess.DEVNULL)
+        except subprocess.SubprocessError:
+            return False
+    return all(_archive(cache, package).exists() for package, _ in SCRIPTS.values())
+
+
+def _archive(cache: Path, package: str) -> Path:
+    return cache / f"{package.replace('@', '-')}.tgz"
+
+
+def _member(cache: Path, package: str, path: str) -> bytes:
+    with tarfile.open(_archive(cache, package)) as archive:
+        file = archive.extractfile(f"package/{path}")
+        assert file is not None, f"{package} has no file {path}"
+        return file.read()
