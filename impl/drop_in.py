@@ -38,7 +38,7 @@ import torch
 
 __all__ = ["install", "installed", "uninstall"]
 
-# Each is found under torch and, at the same path, under impl; one that impl lacks stays torch's.
+# Each is found under torch, where it is defined, and at the same path under impl; one that impl lacks stays torch's.
 _NAMES = (
     "amp.autocast_mode.autocast",
     "amp.autocast_mode.autocast_decorator",
@@ -53,9 +53,9 @@ _NAMES = (
     "cuda.amp.autocast_mode.custom_bwd",
     "cuda.amp.autocast_mode.custom_fwd",
     "cuda.amp.grad_scaler.GradScaler",
-    "nn.utils.clip_grad_norm",
-    "nn.utils.clip_grad_norm_",
-    "nn.utils.clip_grad_value_",
+    "nn.utils.clip_grad.clip_grad_norm",
+    "nn.utils.clip_grad.clip_grad_norm_",
+    "nn.utils.clip_grad.clip_grad_value_",
     "nn.utils.clip_grads_with_norm_",
     "nn.utils.get_total_norm",
 )
@@ -166,14 +166,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("target", metavar="TARGET", help="the script, or with -m the module, to run")
     parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
     given = parser.parse_args(arguments)
+    if not given.is_module and not Path(given.target).exists():
+        parser.error(f"there is no file {given.target}")
     install()
     sys.argv = [given.target, *given.rest]
     if given.is_module:
         # Python has put the current directory first, as it does for its own -m.
         runpy.run_module(given.target, run_name="__main__", alter_sys=True)
     else:
-        if not Path(given.target).exists():
-            parser.error(f"there is no file {given.target}")
         sys.path[0] = str(Path(given.target).resolve().parent)
         runpy.run_path(given.target, run_name="__main__")
 

@@ -1,0 +1,271 @@
+"""`impl.drop_in`: every place is taken, every place is given back, and programs run as they would without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import impl.amp
+import impl.nn.utils
+from impl import drop_in
+
+ROOT = Path(__file__).parents[2]
+
+# Every public spelling, each held to be ours while ours are in place.
+SPELLINGS = [
+    "torch.GradScaler",
+    "torch.autocast",
+    "torch.amp.GradScaler",
+    "torch.amp.autocast",
+    "torch.amp.custom_bwd",
+    "torch.amp.custom_fwd",
+    "torch.amp.is_autocast_available",
+    "torch.amp.autocast_mode.autocast",
+    "torch.amp.autocast_mode.autocast_decorator",
+    "torch.amp.autocast_mode.custom_bwd",
+    "torch.amp.autocast_mode.custom_fwd",
+    "torch.amp.autocast_mode.is_autocast_available",
+    "torch.amp.grad_scaler.GradScaler",
+    "torch.amp.grad_scaler.OptState",
+    "torch.cpu.amp.GradScaler",
+    "torch.cpu.amp.autocast",
+    "torch.cpu.amp.autocast_mode.autocast",
+    "torch.cpu.amp.grad_scaler.GradScaler",
+    "torch.cuda.amp.GradScaler",
+    "torch.cuda.amp.autocast",
+    "torch.cuda.amp.custom_bwd",
+    "torch.cuda.amp.custom_fwd",
+    "torch.cuda.amp.autocast_mode.autocast",
+    "torch.cuda.amp.autocast_mode.custom_bwd",
+    "torch.cuda.amp.autocast_mode.custom_fwd",
+    "torch.cuda.amp.grad_scaler.GradScaler",
+    "torch.cuda.amp.grad_scaler.OptState",
+    "torch.nn.utils.clip_grad_norm",
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.nn.utils.clip_grad_value_",
+    "torch.nn.utils.clip_grads_with_norm_",
+    "torch.nn.utils.get_total_norm",
+    "torch.nn.utils.clip_grad.clip_grad_norm",
+    "torch.nn.utils.clip_grad.clip_grad_norm_",
+    "torch.nn.utils.clip_grad.clip_grad_value_",
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+    "torch.nn.utils.clip_grad._get_total_norm",
+]
+
+
+def found(path: str) -> object:
+    value: object = torch
+    for name in path.split(".")[1:]:
+        value = getattr(value, name)
+    return value
+
+
+def places() -> dict[str, int]:
+    return {path: id(found(path)) for path in SPELLINGS}
+
+
+def namespaces() -> dict[str, int]:
+    """The identity of every name of every loaded module of torch."""
+    return {
+        f"{module_name}.{name}": id(value)
+        for module_name, module in list(sys.modules.items())
+        if module_name.partition(".")[0] == "torch"
+        for name, value in list(vars(module).items())
+    }
+
+
+def are_ours() -> set[bool]:
+    return {str(getattr(found(path), "__module__", "")).startswith("impl.") for path in SPELLINGS}
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    # What installing loads is loaded beforehand, so that nothing else than the places can change.
+    with drop_in.installed():
+        pass
+    before = places()
+    yield
+    drop_in.uninstall()
+    assert places() == before
+
+
+def test_each_name_of_the_table_is_in_both_libraries() -> None:
+    for name in drop_in._NAMES:
+        assert drop_in._found("torch", name) is not None
+        assert drop_in._found("impl", name) is not None
+
+
+@pytest.mark.parametrize("path", SPELLINGS)
+def test_the_place_holds_ours(path: str) -> None:
+    theirs = found(path)
+    with drop_in.installed():
+        assert found(path) is not theirs
+        assert found(path).__module__.startswith("impl.")  # type: ignore[attr-defined]
+    assert found(path) is theirs
+
+
+def test_spellings_stay_one_object() -> None:
+    with drop_in.installed():
+        assert torch.autocast is torch.amp.autocast_mode.autocast is impl.amp.autocast
+        assert torch.nn.utils.clip_grad_norm_ is impl.nn.utils.clip_grad_norm_
+
+
+def test_nothing_but_the_places_changes_and_all_of_it_is_restored() -> None:
+    before = namespaces()
+    drop_in.install()
+    during = namespaces()
+    drop_in.uninstall()
+    after = namespaces()
+    assert {name for name in before if before[name] != during[name]} >= set(SPELLINGS)
+    assert before == after
+
+
+def test_installing_twice_is_installing_once() -> None:
+    drop_in.install()
+    once = places()
+    drop_in.install()
+    assert places() == once
+    drop_in.uninstall()
+    assert are_ours() == {False}
+    drop_in.uninstall()
+    assert are_ours() == {False}
+
+
+def test_blocks_nest() -> None:
+    with drop_in.installed():
+        with drop_in.installed():
+            assert are_ours() == {True}
+        assert are_ours() == {True}
+    assert are_ours() == {False}
+
+
+def test_a_block_within_install_takes_nothing_away() -> None:
+    drop_in.install()
+    with drop_in.installed():
+        pass
+    assert are_ours() == {True}
+    with drop_in.installed():
+        drop_in.uninstall()
+        assert are_ours() == {True}
+    assert are_ours() == {False}
+
+
+def test_a_block_restores_after_an_exception() -> None:
+    with pytest.raises(ZeroDivisionError), drop_in.installed():
+        _ = 1 / 0
+    assert are_ours() == {False}
+
+
+def test_a_block_that_outlives_another_thread_s_keeps_ours_in_place() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with drop_in.installed():
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold)
+    with drop_in.installed():
+        thread.start()
+        assert entered.wait(10)
+    assert are_ours() == {True}
+    leave.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert are_ours() == {False}
+
+
+def test_what_others_put_there_since_is_left_to_them() -> None:
+    theirs = torch.nn.utils.clip_grad_norm_
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_"):
+        stand_in = torch.nn.utils.clip_grad_norm_
+        with drop_in.installed():
+            assert torch.nn.utils.clip_grad_norm_ is stand_in
+        assert torch.nn.utils.clip_grad_norm_ is stand_in
+    assert torch.nn.utils.clip_grad_norm_ is theirs
+
+
+def test_torch_s_sharded_scaler_keeps_torch_s_base() -> None:
+    base = torch.amp.GradScaler
+    with drop_in.installed():
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # noqa: PLC0415 imported under ours
+
+        assert issubclass(ShardedGradScaler, base)
+
+
+def test_a_training_step_written_for_torch_runs_over_ours() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    with drop_in.installed():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        assert isinstance(scaler, torch.GradScaler)
+        assert isinstance(scaler, impl.amp.GradScaler)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.ones(4, 3)).float().sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1.0
+        scaler.step(optimizer)
+        scaler.update()
+    assert not torch.equal(model.weight, before)
+
+
+# --- as a command
+
+SCRIPT = """
+import sys
+from torch import autocast
+import beside
+print(autocast.__module__, __name__, sys.argv[1:], beside.VALUE)
+from impl import drop_in
+drop_in.uninstall()
+import torch
+print(torch.autocast.__module__)
+sys.exit(int(sys.argv[-1]))
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "impl.drop_in", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (tmp_path / "program.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+def test_runs_a_program(program: Path, as_module: bool) -> None:
+    """With its own arguments, its own folder to import from, its own exit code, and one copy of drop_in."""
+    target = ["-m", "program"] if as_module else [str(program / "program.py")]
+    done = run(program if as_module else program.parent, *target, "--epochs", "-m", "5")
+    assert done.stdout.splitlines() == [
+        "impl.amp.autocast_mode __main__ ['--epochs', '-m', '5'] 7",
+        "torch.amp.autocast_mode",
+    ], done.stderr
+    assert done.returncode == 5
+
+
+def test_says_what_is_missing(tmp_path: Path) -> None:
+    absent = run(tmp_path, "absent.py")
+    assert (absent.returncode, absent.stdout) == (2, "")
+    assert "there is no file absent.py" in absent.stderr

@@ -1,0 +1,407 @@
+"""What `impl` may import, read from its source, and what it may call, watched while it trains."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+# Each may import itself and what stands above it in this list. The package's own __init__ holds nothing.
+LAYERS = (
+    ("impl.kernels",),
+    ("impl.amp", "impl.nn"),
+    ("impl.cpu", "impl.cuda"),
+    ("impl.dynamo",),
+    ("impl.drop_in",),
+)
+
+# What impl writes afresh. `torch.distributed.fsdp.api` is plain vocabulary and may be used.
+REWRITTEN = (
+    "torch.amp",
+    "torch.cuda.amp",
+    "torch.cpu.amp",
+    "torch.nn.utils.clip_grad",
+    "torch.distributed.fsdp",
+    "torch._dynamo.variables.optimizer",
+    "torch.distributed.utils",
+)
+ALLOWED = ("torch.distributed.fsdp.api",)
+
+# (module, what it does): why it may. A line that nothing needs any more fails.
+_ADDRESS = "the tracer, the export verifier and a later pass compare graph targets by identity; never called"
+_OPTIONAL = "Triton is optional, and slow to import"
+EXCEPTIONS = {
+    ("impl.amp._tracing", "names torch.amp._enter_autocast"): _ADDRESS,
+    ("impl.amp._tracing", "names torch.amp._exit_autocast"): _ADDRESS,
+    (
+        "impl.amp._tracing",
+        "imports impl.dynamo.autocast by name",
+    ): "Dynamo takes two seconds to import and calls this",
+    (
+        "impl.amp.autocast_mode",
+        "asks torch for a name known at run time",
+    ): "the module of a privateuse1 backend",
+    ("impl.kernels.clamp", "imports impl.kernels._triton.clamp in a function"): _OPTIONAL,
+    ("impl.kernels.norm", "imports impl.kernels._triton.norm in a function"): _OPTIONAL,
+    ("impl.kernels.scale", "imports impl.kernels._triton.scale in a function"): _OPTIONAL,
+    ("impl.kernels.scale_update", "imports impl.kernels._triton.scale_update in a function"): _OPTIONAL,
+    ("impl.kernels.unscale", "imports impl.kernels._triton.unscale in a function"): _OPTIONAL,
+}
+# It exists to name what it replaces; where it goes and what it imports is held like any other's.
+NAMES_WHAT_IS_REWRITTEN = "impl.drop_in"
+
+
+@dataclass
+class Reading:
+    """What one module imports and what else of it the rules object to."""
+
+    name: str
+    imports: set[str] = field(default_factory=set)  # of ours, by module
+    objections: list[str] = field(default_factory=list)
+
+
+def is_within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def is_rewritten(path: str) -> bool:
+    """Whether a dotted path lies in a rewritten module, or names an object that comes from one."""
+    if is_within(path, ALLOWED):
+        return False
+    if is_within(path, REWRITTEN):
+        return True
+    home = getattr(torch_object(path), "__module__", None)
+    return isinstance(home, str) and is_within(home, REWRITTEN) and not is_within(home, ALLOWED)
+
+
+@functools.cache
+def torch_object(path: str) -> Any:
+    found: Any = torch
+    for name in path.split(".")[1:] if is_within(path, ("torch",)) else ():
+        # A module that is not loaded has no objects; its path alone was judged.
+        found = getattr(found, name, None) if isinstance(found, types.ModuleType) else None
+    return found
+
+
+class Reader(ast.NodeVisitor):
+    """Reads one module: its imports, and every way in which it might reach what it must not."""
+
+    def __init__(self, name: str, is_package: bool, modules: set[str]) -> None:
+        self.reading = Reading(name)
+        self._package = name if is_package else name.rpartition(".")[0]
+        self._modules = modules
+        self._alias: dict[str, str] = {}
+        self._functions = 0
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        self._functions += 1
+        self.generic_visit(node)
+        self._functions -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_Lambda = visit_FunctionDef
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for name in node.names:
+            self._imported(name.name, name.name)
+            self._alias[name.asname or name.name.partition(".")[0]] = (
+                name.name if name.asname else name.name.partition(".")[0]
+            )
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        source = node.module or ""
+        if node.level:
+            parents = self._package.split(".")[: len(self._package.split(".")) - node.level + 1]
+            source = ".".join([*parents, *([node.module] if node.module else [])])
+        for name in node.names:
+            path = f"{source}.{name.name}"
+            self._imported(
+                path if path in self._modules or not is_within(source, ("impl",)) else source, source
+            )
+            self._alias[name.asname or name.name] = path
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        path = self._path(node)
+        if path is None:
+            self.generic_visit(node)
+        else:
+            self._named(path)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load) and node.id in self._alias:
+            self._named(self._alias[node.id])
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and node.value.replace(".", "_").isidentifier() and "." in node.value:
+            if node.value in self._modules:
+                if layer_of(node.value) > layer_of(self.reading.name):
+                    self._object_to(f"imports {node.value} by name")
+            else:
+                self._named(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = node.func.id if isinstance(node.func, ast.Name) else None
+        if called in ("getattr", "vars", "hasattr") and node.args:
+            base = self._path(node.args[0])
+            if (
+                base is not None
+                and isinstance(torch_object(base), types.ModuleType)
+                and base.startswith("torch")
+            ):
+                name = node.args[1] if len(node.args) > 1 else None
+                if isinstance(name, ast.Constant):
+                    self._named(f"{base}.{name.value}")
+                else:
+                    self._object_to(f"asks {base} for a name known at run time")
+        self.generic_visit(node)
+
+    def _path(self, node: ast.expr) -> str | None:
+        if isinstance(node, ast.Attribute):
+            base = self._path(node.value)
+            return None if base is None else f"{base}.{node.attr}"
+        return self._alias.get(node.id) if isinstance(node, ast.Name) else None
+
+    def _imported(self, path: str, source: str) -> None:
+        if self._functions:
+            self._object_to(f"imports {source} in a function")
+        top = path.partition(".")[0]
+        if top == "impl":
+            self.reading.imports.add(path)
+        elif top not in ("torch", "triton") and top not in sys.stdlib_module_names:
+            self._object_to(f"imports {top}, which users need not have")
+        self._named(path)
+
+    def _named(self, path: str) -> None:
+        if is_rewritten(path) and self.reading.name != NAMES_WHAT_IS_REWRITTEN:
+            self._object_to(f"names {path}")
+
+    def _object_to(self, what: str) -> None:
+        if what not in self.reading.objections:
+            self.reading.objections.append(what)
+
+
+def read(name: str, source: str, modules: set[str], is_package: bool = False) -> Reading:
+    reader = Reader(name, is_package, modules)
+    reader.visit(ast.parse(source))
+    return reader.reading
+
+
+@functools.cache
+def readings() -> list[Reading]:
+    files: dict[str, Path] = {}
+    for file in sorted((ROOT / "impl").rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return [
+        read(name, file.read_text(encoding="utf-8"), set(files), file.name == "__init__.py")
+        for name, file in files.items()
+    ]
+
+
+def layer_of(module: str) -> int:
+    return next(index for index, packages in enumerate(LAYERS) if is_within(module, packages))
+
+
+def upward(reading: Reading) -> list[str]:
+    return sorted(name for name in reading.imports if layer_of(name) > layer_of(reading.name))
+
+
+def test_every_module_has_its_layer() -> None:
+    assert len(readings()) > 10
+    for reading in readings():
+        # The packages above the layers only say what they mirror.
+        assert reading.name == "impl" or layer_of(reading.name) >= 0
+
+
+def test_imports_point_one_way() -> None:
+    assert {reading.name: upward(reading) for reading in readings() if upward(reading)} == {}
+
+
+def test_no_cycles() -> None:
+    graph = {reading.name: reading.imports - {reading.name} for reading in readings()}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+def test_nothing_reaches_what_impl_rewrites() -> None:
+    found = {(reading.name, what) for reading in readings() for what in reading.objections}
+    assert sorted(found - EXCEPTIONS.keys()) == []
+    assert sorted(EXCEPTIONS.keys() - found) == [], "exceptions that nothing needs any more"
+
+
+FORBIDDEN = {
+    "import torch.amp": "names torch.amp",
+    "import torch.amp.grad_scaler as scaling": "names torch.amp.grad_scaler",
+    "from torch.amp import GradScaler": "names torch.amp.GradScaler",
+    "from torch import amp": "names torch.amp",
+    "from torch import autocast": "names torch.autocast",
+    "from torch.nn.utils import clip_grad_norm_ as clip": "names torch.nn.utils.clip_grad_norm_",
+    "from torch.distributed.fsdp import FlatParameter": "names torch.distributed.fsdp.FlatParameter",
+    "import torch\nwith torch.autocast('cpu'): pass": "names torch.autocast",
+    "import torch\nx = torch.GradScaler()": "names torch.GradScaler",
+    "import torch as t\nt.nn.utils.get_total_norm([])": "names torch.nn.utils.get_total_norm",
+    "from torch import nn\nnn.utils.clip_grad_value_([], 1.0)": "names torch.nn.utils.clip_grad_value_",
+    "import torch\ngetattr(torch, 'amp')": "names torch.amp",
+    "import torch\nname = 'a' + 'mp'\ngetattr(torch, name)": "asks torch for a name known at run time",
+    "import torch\nvars(torch)['amp']": "asks torch for a name known at run time",
+    "import importlib\nimportlib.import_module('torch.amp.grad_scaler')": "names torch.amp.grad_scaler",
+    "import sys\nsys.modules['torch.distributed.utils']": "names torch.distributed.utils",
+    "import importlib\nimportlib.import_module('impl.amp')": "imports impl.amp by name",
+    "def f():\n    import math": "imports math in a function",
+    "def f():\n    from impl.amp import GradScaler": "imports impl.amp in a function",
+    "import numpy": "imports numpy, which users need not have",
+}
+
+
+@pytest.mark.parametrize("source", list(FORBIDDEN))
+def test_the_reader_objects(source: str) -> None:
+    assert FORBIDDEN[source] in read("impl.kernels.norm", source, {"impl.amp"}).objections
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.nn.utils.parametrize.register_parametrization",
+        "from torch.distributed.fsdp.api import ShardingStrategy",
+        "import torch\ntorch.cuda.is_available()\ngetattr(torch, 'cuda')",
+        "raise ValueError('use torch.amp.GradScaler(device) instead')",
+    ],
+)
+def test_the_reader_lets_pass(source: str) -> None:
+    assert read("impl.kernels.norm", source, set()).objections == []
+
+
+def test_an_upward_import_is_seen() -> None:
+    assert upward(read("impl.kernels.norm", "from impl.amp import GradScaler", {"impl.amp"})) == ["impl.amp"]
+    assert upward(read("impl.dynamo.autocast", "from impl import kernels", {"impl.kernels"})) == []
+
+
+# --- while it trains
+
+
+class Watch:
+    """Notes each call from `impl` into a function of a rewritten module, however it was reached."""
+
+    # Decorators stand between the two: what lies behind them counts.
+    BETWEEN = ("torch.utils._contextlib", "contextlib", "functools")
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.seen = 0
+
+    def __enter__(self) -> Watch:
+        self._before = sys.getprofile()
+        sys.setprofile(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._before)
+
+    def _on_event(self, frame: types.FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
+        name = self._module(frame)
+        self.seen += name.partition(".")[0] == "impl"
+        if is_within(name, REWRITTEN) and not is_within(name, ALLOWED):
+            caller = next(above for above in self._above(frame) if above not in self.BETWEEN)
+            if caller.partition(".")[0] == "impl":
+                self.calls.append(f"{caller} calls {name}.{frame.f_code.co_name}")
+
+    @staticmethod
+    def _module(frame: types.FrameType) -> str:
+        return str(frame.f_globals.get("__name__", ""))
+
+    def _above(self, frame: types.FrameType) -> Iterator[str]:
+        above = frame.f_back
+        while above is not None:
+            yield self._module(above)
+            above = above.f_back
+        yield ""
+
+
+def train() -> None:
+    amp, utils = importlib.import_module("impl.amp"), importlib.import_module("impl.nn.utils")
+    doubled = doubling(amp)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    for step in range(3):
+        optimizer.zero_grad()
+        with amp.autocast("cpu", dtype=torch.bfloat16), amp.autocast("cpu", enabled=step > 0):
+            loss = doubled.apply(model(torch.ones(3, 4))).float().pow(2).mean()
+        scaler.scale([loss])[0].backward()
+        if step == 1:
+            model.weight.grad[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        utils.clip_grad_norm_(model.parameters(), 1.0)
+        utils.clip_grads_with_norm_(model.parameters(), 1.0, utils.get_total_norm([model.weight.grad]))
+        utils.clip_grad_value_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    copy = amp.GradScaler("cpu")
+    copy.load_state_dict(scaler.state_dict())
+    assert copy.get_scale() == scaler.get_scale()
+    amp.autocast("cpu")(model)(torch.ones(1, 4))
+    amp.is_autocast_available("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        utils.clip_grad_norm(model.parameters(), 1.0)
+        for old in ("cpu", "cuda"):
+            older = importlib.import_module(f"impl.{old}.amp")
+            older.autocast(enabled=False)
+            older.GradScaler(enabled=False)
+
+
+def doubling(amp: Any) -> Any:
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        @amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        @amp.custom_bwd(device_type="cpu")
+        def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    return Doubling
+
+
+def test_a_training_step_calls_nothing_of_what_impl_rewrites() -> None:
+    with Watch() as watch:
+        train()
+    assert watch.seen > 20, "the watch saw hardly anything of impl run"
+    assert watch.calls == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.autocast("cpu"),
+        lambda: torch.amp.GradScaler("cpu", enabled=False).get_scale(),
+        lambda: torch.nn.utils.clip_grad_norm_([], 1.0),
+        lambda: torch.utils.swap_tensors,
+    ],
+    ids=["autocast", "GradScaler", "clip_grad_norm_", "none of them"],
+)
+def test_the_watch_sees_through_any_disguise(request: pytest.FixtureRequest, call: Callable[[], Any]) -> None:
+    """The same code, once as if it stood in impl and once as it stands here."""
+    disguised = types.FunctionType(call.__code__, {"__name__": "impl.disguised", "torch": torch})
+    with Watch() as watch:
+        disguised()
+    assert bool(watch.calls) is (request.node.callspec.id != "none of them")
+    with Watch() as watch:
+        call()
+    assert watch.calls == []
