@@ -1,3 +1,3 @@
 """Hooks the judge into pytest."""
 
-pytest_plugins = ["conformance.plugin"]
+pytest_plugins = ["conformance.plugin", "conformance.ranks.fixtures"]

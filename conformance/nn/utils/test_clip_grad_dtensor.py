@@ -1,0 +1,256 @@
+"""Gradient clipping where the gradients are DTensors on a mesh of real ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome
+from conformance.rank_cases import PlacedGradient
+from conformance.ranks import RankPool
+from conformance.tolerances import EXACT, Tolerance, norm_of
+
+NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
+max_norms = st.sampled_from([1e-3, 0.5, 10.0, 1e6, 0.0])
+
+
+@st.composite
+def placed_gradients(
+    draw: st.DrawFn, *, min_size: int = 1, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+) -> list[PlacedGradient]:
+    """Lists whose sharded dimensions are short and odd, so that some ranks hold less than others, or nothing."""
+    gradients: list[PlacedGradient] = []
+    for _ in range(draw(st.integers(min_size, 5))):
+        shape = draw(st.lists(st.integers(1, 7), min_size=0, max_size=2))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+        scale = draw(st.sampled_from([1e-3, 1.0, 30.0]))
+        value = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+        shard_dim = draw(st.sampled_from([None, *range(len(shape))]))
+        gradients.append(PlacedGradient(value.to(draw(st.sampled_from(dtypes))), shard_dim))
+    return gradients
+
+
+def outcomes(
+    pool: RankPool, library: Library, function: str, gradients: Sequence[PlacedGradient], **arguments: Any
+) -> list[Outcome]:
+    """What every rank saw."""
+    library.find(f"nn.utils.{function}")  # missing here rather than on the ranks, which is reported as such
+    return pool.run(
+        "conformance.rank_cases:clip",
+        library=library.spec,
+        function=function,
+        gradients=gradients,
+        arguments=arguments,
+    )
+
+
+def assert_ranks_agree_with(
+    reference: Sequence[Outcome], subject: Sequence[Outcome], tolerance: Tolerance
+) -> None:
+    for wanted, got in zip(reference, subject, strict=True):
+        assert_same_outcome(wanted, got, tolerance)
+
+
+def tolerance_of(gradients: Sequence[PlacedGradient], order: float = 2.0) -> Tolerance:
+    return norm_of(sum(gradient.value.numel() for gradient in gradients), len(gradients), order)
+
+
+def whole_gradient(index: int, gradient: PlacedGradient, seen: Sequence[Outcome]) -> torch.Tensor:
+    """The gradient after the call, put together from the ranks' parts."""
+    parts = [outcome.watched[index].values for outcome in seen]
+    if gradient.shard_dim is not None:
+        return torch.cat(parts, gradient.shard_dim)
+    for part in parts:
+        assert (excess := EXACT.excess(parts[0], part)) is None, (
+            f"copies of a replicated gradient differ: {excess}"
+        )
+    return parts[0]
+
+
+def are_unchanged(gradients: Sequence[PlacedGradient], seen: Sequence[Outcome]) -> bool:
+    wholes = [whole_gradient(index, gradient, seen) for index, gradient in enumerate(gradients)]
+    return all(
+        EXACT.excess(gradient.value, whole) is None for gradient, whole in zip(gradients, wholes, strict=True)
+    )
+
+
+def without_empty_parts(
+    gradients: Sequence[PlacedGradient], world_size: int, norm_type: float
+) -> list[PlacedGradient]:
+    """Replicates what leaves some rank with nothing, if the norm is torch's infinity norm.
+
+    torch refuses that norm of nothing on this rank alone and leaves its peers waiting (conformance/meta/test_ranks.py
+    holds that it still does), so there is no outcome to compare with.
+    """
+    return [
+        PlacedGradient(gradient.value, None)
+        if norm_type == math.inf and has_empty_part(gradient, world_size)
+        else gradient
+        for gradient in gradients
+    ]
+
+
+def has_empty_part(gradient: PlacedGradient, world_size: int) -> bool:
+    if gradient.shard_dim is None:
+        return False
+    length = gradient.value.shape[gradient.shard_dim]
+    return -(-length // world_size) * (world_size - 1) >= length
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.dtensor")
+@pytest.mark.parametrize("foreach", [None, False, True], ids=str)
+@given(gradients=placed_gradients(), max_norm=max_norms, norm_type=st.sampled_from(NORM_TYPES))
+def test_clips_as_torch_does_on_every_rank(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    foreach: bool | None,
+    gradients: list[PlacedGradient],
+    max_norm: float,
+    norm_type: float,
+) -> None:
+    gradients = without_empty_parts(gradients, rank_pool.world_size, norm_type)
+    arguments = {"max_norm": max_norm, "norm_type": norm_type, "foreach": foreach}
+    assert_ranks_agree_with(
+        outcomes(rank_pool, reference, "clip_grad_norm_", gradients, **arguments),
+        outcomes(rank_pool, subject, "clip_grad_norm_", gradients, **arguments),
+        tolerance_of(gradients, norm_type),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.dtensor")
+@given(gradients=placed_gradients(), max_norm=max_norms)
+def test_parts_make_up_the_clipped_whole(
+    subject: Library, rank_pool: RankPool, gradients: list[PlacedGradient], max_norm: float
+) -> None:
+    seen = outcomes(rank_pool, subject, "clip_grad_norm_", gradients, max_norm=max_norm)
+    tolerance = tolerance_of(gradients)
+    flat = torch.cat([gradient.value.double().reshape(-1) for gradient in gradients])
+    norm = torch.linalg.vector_norm(flat)
+    for outcome in seen:
+        assert outcome.raised is None
+        got = outcome.value["whole"].values
+        assert (excess := tolerance.excess(norm.to(got.dtype), got)) is None, excess
+    factor = min(1.0, max_norm / (float(norm) + 1e-6))
+    for index, gradient in enumerate(gradients):
+        wanted = (gradient.value.double() * factor).to(gradient.value.dtype)
+        got = whole_gradient(index, gradient, seen)
+        assert (excess := tolerance.excess(wanted, got)) is None, excess
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_collectives")
+@given(gradients=placed_gradients(), norm_type=st.sampled_from(NORM_TYPES))
+def test_issues_no_more_collectives_than_torch(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    gradients: list[PlacedGradient],
+    norm_type: float,
+) -> None:
+    gradients = without_empty_parts(gradients, rank_pool.world_size, norm_type)
+    outcomes(rank_pool, reference, "clip_grad_norm_", gradients, max_norm=1.0, norm_type=norm_type)
+    allowed = [len(trace) for trace in rank_pool.traces]
+    outcomes(rank_pool, subject, "clip_grad_norm_", gradients, max_norm=1.0, norm_type=norm_type)
+    for rank, trace in enumerate(rank_pool.traces):
+        assert len(trace) <= allowed[rank], f"rank {rank} issued {[str(call) for call in trace]}"
+        assert list(trace) == list(rank_pool.traces[0])
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_nonfinite")
+@pytest.mark.parametrize("error_if_nonfinite", [False, True])
+@given(
+    gradients=placed_gradients(),
+    bad=st.sampled_from([math.inf, -math.inf, math.nan]),
+    shard_dim=st.sampled_from([None, 0]),
+)
+def test_nonfinite_on_one_rank_is_seen_by_all(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    error_if_nonfinite: bool,
+    gradients: list[PlacedGradient],
+    bad: float,
+    shard_dim: int | None,
+) -> None:
+    gradients = [*gradients, PlacedGradient(torch.tensor([1.0, 2.0, 3.0, bad]), shard_dim)]
+    arguments = {"max_norm": 1.0, "error_if_nonfinite": error_if_nonfinite}
+    seen = outcomes(rank_pool, subject, "clip_grad_norm_", gradients, **arguments)
+    assert_ranks_agree_with(
+        outcomes(rank_pool, reference, "clip_grad_norm_", gradients, **arguments),
+        seen,
+        tolerance_of(gradients),
+    )
+    if not error_if_nonfinite:
+        assert not any(outcome.value["whole"].values.isfinite() for outcome in seen)
+        return
+    assert all(outcome.raised is not None for outcome in seen)
+    assert are_unchanged(gradients, seen)
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_among_plain")
+@pytest.mark.parametrize("foreach", [None, False], ids=str)
+@given(gradients=placed_gradients(), plain=st.integers(0, 5))
+def test_dtensors_among_plain_tensors(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    foreach: bool | None,
+    gradients: list[PlacedGradient],
+    plain: int,
+) -> None:
+    gradients.insert(plain, PlacedGradient(torch.tensor([3.0, 4.0]), None, is_dtensor=False))
+    wanted = outcomes(rank_pool, reference, "clip_grad_norm_", gradients, max_norm=1.0, foreach=foreach)
+    assert all(outcome.raised is not None for outcome in wanted)
+    got = outcomes(rank_pool, subject, "clip_grad_norm_", gradients, max_norm=1.0, foreach=foreach)
+    if are_unchanged(gradients, got):
+        # Better than torch, which with foreach=False has scaled the first gradients when it comes to refuse.
+        wanted, got = ([replace(outcome, watched=None) for outcome in seen] for seen in (wanted, got))
+    assert_ranks_agree_with(wanted, got, tolerance_of(gradients))
+
+
+@clause("nn.utils.clip_grad.clip_grad_value_.dtensor")
+@pytest.mark.parametrize("foreach", [None, False, True], ids=str)
+@given(gradients=placed_gradients(), clip_value=st.sampled_from([0.0, 0.1, 1.0, 1e3]))
+def test_clamps_as_torch_does_on_every_rank(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    foreach: bool | None,
+    gradients: list[PlacedGradient],
+    clip_value: float,
+) -> None:
+    arguments = {"clip_value": clip_value, "foreach": foreach}
+    assert_ranks_agree_with(
+        outcomes(rank_pool, reference, "clip_grad_value_", gradients, **arguments),
+        outcomes(rank_pool, subject, "clip_grad_value_", gradients, **arguments),
+        tolerance_of(gradients),
+    )
+
+
+@clause("nn.utils.clip_grad.get_total_norm.dtensor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@given(data=st.data(), norm_type=st.sampled_from(NORM_TYPES))
+def test_total_norm_is_that_of_the_whole(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    dtype: torch.dtype,
+    data: st.DataObject,
+    norm_type: float,
+) -> None:
+    drawn = data.draw(placed_gradients(dtypes=(dtype,)))
+    gradients = without_empty_parts(drawn, rank_pool.world_size, norm_type)
+    assert_ranks_agree_with(
+        outcomes(rank_pool, reference, "get_total_norm", gradients, norm_type=norm_type),
+        outcomes(rank_pool, subject, "get_total_norm", gradients, norm_type=norm_type),
+        tolerance_of(gradients, norm_type),
+    )
