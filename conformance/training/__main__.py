@@ -1,0 +1,150 @@
+"""Train a byte-level GPT by torch's mixed-precision parts and by the subject's, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+# cuBLAS repeats its sums in the same order only with this, read when CUDA starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from conformance.training import plot
+from conformance.training.judge import Result, as_json, judge
+from conformance.training.plan import DTYPES, OPTIMIZERS, Plan, full_plan, small_plan
+from conformance.training.trainer import OtherRun, Run
+
+
+def main(words: list[str] | None = None) -> int:
+    options = _parse(words)
+    console = Console()
+    out = Path(options.out)
+    folder = None if options.gate else out
+    try:
+        plans = _plans(options)
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not options.resume:
+                for old in folder.glob("*.checkpoint"):
+                    old.unlink()
+        results = _judge(options, plans, folder, console)
+    except OtherRun as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        return 2
+    except KeyboardInterrupt:
+        console.print("stopped; the same command with --resume goes on" if folder else "stopped")
+        return 130
+    if folder:
+        for result in results:
+            for comparison in result.comparisons:
+                files = plot.save(comparison, result.subject, folder)
+                console.print(f"plot: {files[0]}")
+    if file := options.json or (folder and folder / "training.json"):
+        Path(file).write_text(json.dumps(as_json(results)))
+        console.print(f"data: {file}")
+    return _tell(results, console)
+
+
+def _parse(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m conformance.training", description=__doc__)
+    parser.add_argument("--subject", default="impl", help="a package that mirrors torch's paths")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", choices=("small", "full"), help="default: small on the CPU, else full")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="adamw lets torch choose the path")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--accumulate", type=int, help="backward passes in one step")
+    parser.add_argument("--init-scale", type=float)
+    parser.add_argument("--inject-inf-at", type=int, metavar="STEP", help="default: within the first half")
+    parser.add_argument("--dropout", type=float)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--threads", type=int, help="the result depends on it (default: 1)")
+    parser.add_argument("--out", default="report/training", help="folder for checkpoints, plots and data")
+    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    parser.add_argument("--gate", action="store_true", help="small, fp16 and bf16, no checkpoints")
+    parser.add_argument("--json", metavar="FILE", help="default: training.json in --out")
+    return parser.parse_args(words)
+
+
+def _plans(options: argparse.Namespace) -> list[Plan]:
+    size = options.size or ("small" if options.gate or options.device == "cpu" else "full")
+    make = small_plan if size == "small" else full_plan
+    given = {
+        name: getattr(options, name)
+        for name in (
+            "device",
+            "optimizer",
+            "steps",
+            "accumulate",
+            "init_scale",
+            "inject_inf_at",
+            "seed",
+            "threads",
+        )
+        if getattr(options, name) is not None
+    }
+    plans = [make(dtype, **given) for dtype in (DTYPES if options.gate else [options.dtype])]
+    if options.dropout is not None:
+        plans = [
+            dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, dropout=options.dropout))
+            for plan in plans
+        ]
+    return [_with_inf_inside(plan) for plan in plans]
+
+
+def _with_inf_inside(plan: Plan) -> Plan:
+    if plan.inject_inf_at is None or plan.inject_inf_at < plan.steps - 1:
+        return plan
+    return dataclasses.replace(plan, inject_inf_at=plan.steps // 2)
+
+
+def _judge(
+    options: argparse.Namespace, plans: list[Plan], folder: Path | None, console: Console
+) -> list[Result]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, run: Run) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=plans[0].steps, note="")
+            note = f"{run.losses[-1]:.2f} bits a byte, {len(run.skipped)} skipped"
+            progress.update(tasks[name], completed=len(run.losses), note=note)
+
+        return [judge(options.subject, plan, folder, options.save_every, show) for plan in plans]
+
+
+def _tell(results: list[Result], console: Console) -> int:
+    for result in results:
+        for comparison in result.comparisons:
+            console.print(f"\n[bold]{result.subject}, {comparison.name}[/]")
+            for check in comparison.checks:
+                mark = "[green]pass[/]" if check.passed else "[red]FAIL[/]"
+                console.print(
+                    f"  {mark}  {check.name}: {escape(check.says)}", soft_wrap=True, highlight=False
+                )
+        if result.lacking:
+            console.print(f"not provided, torch's taken instead: {', '.join(result.lacking)}")
+    passed = all(result.passed for result in results)
+    seconds = sum(result.seconds for result in results)
+    console.print(f"\n{'[green]green[/]' if passed else '[red]red[/]'} after {seconds:.0f} s")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""A checkpoint on disk is always whole: the old one or the new one, whenever the process is killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` beside `path`, force it to the disk, and only then put it in `path`'s place."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name itself
+        finally:
+            os.close(folder)
+
+
+def load(path: Path, device: str) -> dict[str, Any] | None:
+    """The state saved at `path`, None where nothing was saved; tensors and plain containers only."""
+    if not path.exists():
+        return None
+    return torch.load(path, map_location=device, weights_only=True)

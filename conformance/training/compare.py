@@ -1,0 +1,182 @@
+"""The questions put to two runs of one plan, and the bound where not every bit must agree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from conformance.training.plan import Plan
+from conformance.training.trainer import Run
+
+# How many times further from torch a correct library may be than torch is from itself. Clipping that rounds its
+# norm otherwise was at most 5.1 times as far, over two dtypes and twelve seeds; clipping that does nothing was
+# at least 23 times as far in the losses and 32 times in the norms.
+TIMES_FURTHER = 16
+# A uniform guess costs 8 bits a byte, the frequencies of the bytes alone about 5.
+_LEARNED_BITS = 6.0
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    passed: bool
+    says: str
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The largest relative distances, over all steps, of two torch runs that differ in foreach and fused alone."""
+
+    losses: float
+    grad_norms: float
+    agree_until: int  # the first step at which their scales or skips differ, else the number of steps
+
+    @classmethod
+    def between(cls, run: Run, other: Run) -> Bound:
+        agree = _first_difference(_path(run), _path(other))
+        until = len(run.losses) if agree is None else agree
+        return cls(
+            max(_distances(run.losses, other.losses)[:until], default=0.0),
+            max(_distances(run.grad_norms, other.grad_norms)[:until], default=0.0),
+            until,
+        )
+
+    def allowed(self, curve: str) -> float:
+        return TIMES_FURTHER * max(getattr(self, curve), torch.finfo(torch.float32).eps)
+
+
+def compare(plan: Plan, reference: Run, subject: Run, bound: Bound | None) -> list[Check]:
+    """Every question put to the two runs; `bound` is None where every bit must agree."""
+    until = bound.agree_until if bound else plan.steps
+    checks = [
+        _same_path(reference, subject, until),
+        _same_start(reference, subject),
+        *([_identical(reference, subject)] if bound is None else _within(bound, reference, subject, until)),
+        _overflows(plan, reference),
+    ]
+    if plan.inject_inf_at is not None:
+        checks += [_recovers(plan, plan.inject_inf_at, side, run) for side, run in _both(reference, subject)]
+    return checks + [_learns(side, run) for side, run in _both(reference, subject)]
+
+
+def _same_path(reference: Run, subject: Run, until: int) -> Check:
+    wanted, got = _path(reference)[:until], _path(subject)[:until]
+    at = _first_difference(wanted, got)
+    if at is None:
+        skipped = [step for step in reference.skipped if step < until]
+        return Check("scale", True, f"the scale's path and the {len(skipped)} skipped steps are the same")
+    (scale, skips), (our_scale, our_skips) = wanted[at], got[at]
+    return Check(
+        "scale",
+        False,
+        f"step {at} leaves the scale at {our_scale:g} ({'skipped' if our_skips else 'taken'}); "
+        f"torch leaves it at {scale:g} ({'skipped' if skips else 'taken'})",
+    )
+
+
+def _same_start(reference: Run, subject: Run) -> Check:
+    """Equal weights give equal losses under equal autocast, whatever the optimizer and the kernels do later."""
+    first_taken = next((i for i in range(len(reference.losses)) if i not in reference.skipped), 0)
+    at = _first_difference(reference.losses[: first_taken + 1], subject.losses[: first_taken + 1])
+    if at is None:
+        return Check("start", True, "until the first step is taken the losses have the same bits")
+    return Check(
+        "start",
+        False,
+        f"loss {at} is {subject.losses[at]!r}, torch's {reference.losses[at]!r}, where torch had taken no step yet",
+    )
+
+
+def _identical(reference: Run, subject: Run) -> Check:
+    for curve in ("losses", "grad_norms"):
+        at = _first_difference(getattr(reference, curve), getattr(subject, curve))
+        if at is not None:
+            wanted, got = getattr(reference, curve)[at], getattr(subject, curve)[at]
+            return Check("bits", False, f"{curve} differ from step {at} on: got {got!r}, torch {wanted!r}")
+    if reference.held_out != subject.held_out or reference.weights != subject.weights:
+        return Check("bits", False, "the curves agree, the weights or the held-out losses do not")
+    return Check(
+        "bits", True, f"losses, norms and weights have the same bits over {len(subject.losses)} steps"
+    )
+
+
+def _within(bound: Bound, reference: Run, subject: Run, until: int) -> list[Check]:
+    checks = []
+    for curve in ("losses", "grad_norms"):
+        distances = _distances(getattr(reference, curve), getattr(subject, curve))[:until]
+        worst = max(distances, default=0.0)
+        allowed = bound.allowed(curve)
+        says = (
+            f"{curve} are at most {worst:.1e} from torch's (step {distances.index(worst) if distances else 0}); "
+            f"allowed is {allowed:.1e}, {TIMES_FURTHER} times what foreach and fused differ by"
+        )
+        checks.append(Check(f"bound on {curve}", worst <= allowed, says))
+    return checks
+
+
+def _overflows(plan: Plan, reference: Run) -> Check:
+    real = [step for step in reference.skipped if step != plan.inject_inf_at]
+    if real:
+        return Check("overflow", True, f"{len(real)} of the skipped steps overflowed by themselves")
+    return Check("overflow", False, f"nothing overflowed in torch's run; start above {plan.init_scale:g}")
+
+
+def _recovers(plan: Plan, step: int, side: str, run: Run) -> Check:
+    name = f"recovery of the {side}"
+    if step not in run.skipped:
+        return Check(name, False, f"step {step} was taken, although its gradient held an inf")
+    before = run.scales[step - 1] if step else plan.init_scale
+    if run.scales[step] != before * plan.backoff_factor:
+        wanted = before * plan.backoff_factor
+        return Check(
+            name, False, f"the inf at step {step} left the scale at {run.scales[step]:g}, not {wanted:g}"
+        )
+    taken = next((later for later in range(step + 1, len(run.losses)) if later not in run.skipped), None)
+    if taken is None:
+        return Check(name, False, f"no step was taken after the inf at step {step}")
+    if not all(map(math.isfinite, run.losses[step:])):
+        return Check(name, False, f"the losses after the inf at step {step} are not finite")
+    return Check(name, True, f"the {side} skipped the inf at step {step} and went on at step {taken}")
+
+
+def _learns(side: str, run: Run) -> Check:
+    done, bits = max(run.held_out.items())
+    says = f"the {side}'s held-out loss is {bits:.2f} bits a byte after {done} steps"
+    if bits < _LEARNED_BITS:
+        return Check(f"learning of the {side}", True, says)
+    return Check(
+        f"learning of the {side}", False, f"{says}, wanted below {_LEARNED_BITS:g}; more steps may do it"
+    )
+
+
+def _both(reference: Run, subject: Run) -> list[tuple[str, Run]]:
+    return [("reference", reference), ("subject", subject)]
+
+
+def _path(run: Run) -> list[tuple[float, bool]]:
+    return [(scale, step in run.skipped) for step, scale in enumerate(run.scales)]
+
+
+def _first_difference(wanted: list[Any], got: list[Any]) -> int | None:
+    """Where two lists part; None where they do not. A nan agrees with a nan."""
+    pairs = zip(wanted, got, strict=True)
+    return next((at for at, (ours, theirs) in enumerate(pairs) if not _same(ours, theirs)), None)
+
+
+def _same(wanted: Any, got: Any) -> bool:
+    both_nan = isinstance(wanted, float) and isinstance(got, float) and math.isnan(wanted) and math.isnan(got)
+    return both_nan or wanted == got
+
+
+def _distances(wanted: list[float], got: list[float]) -> list[float]:
+    """Relative, step by step; none where neither is finite, inf where one alone is not."""
+    return [_distance(w, g) for w, g in zip(wanted, got, strict=True)]
+
+
+def _distance(wanted: float, got: float) -> float:
+    if not (math.isfinite(wanted) and math.isfinite(got)):
+        return math.inf if math.isfinite(wanted) or math.isfinite(got) else 0.0
+    return abs(got - wanted) / abs(wanted) if wanted else abs(got)

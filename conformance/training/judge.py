@@ -1,0 +1,151 @@
+"""Train with torch's parts and with the subject's, and say whether the two runs are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import platform
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.library import Library, load_library
+from conformance.training.compare import TIMES_FURTHER, Bound, Check, compare
+from conformance.training.corpus import load_corpus
+from conformance.training.plan import Plan
+from conformance.training.trainer import OtherRun, Parts, Run, train
+
+_PARTS = ("amp.autocast", "amp.GradScaler", "nn.utils.clip_grad_norm_")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The subject by one route, beside torch; `bound` is None where every bit must agree."""
+
+    name: str
+    plan: Plan
+    reference: Run
+    subject: Run
+    bound: Bound | None
+    checks: list[Check]
+
+    @property
+    def agrees(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    @property
+    def reasons(self) -> list[str]:
+        return [f"{check.name}: {check.says}" for check in self.checks if not check.passed]
+
+
+@dataclass
+class Result:
+    subject: str
+    plan: Plan
+    corpus: dict[str, str | int]
+    comparisons: list[Comparison] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)  # parts that the subject has not, torch's in their place
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return all(comparison.agrees for comparison in self.comparisons)
+
+
+def judge(
+    subject: str,
+    plan: Plan,
+    folder: Path | None = None,
+    save_every: int = 10,
+    on_step: Callable[[str, Run], None] | None = None,
+) -> Result:
+    """Run `plan` by torch and by `subject`; runs whose checkpoints lie in `folder` go on from there.
+
+    `on_step` is told a run's name and what it has done, after each step.
+    """
+    started = time.perf_counter()
+    corpus = load_corpus()
+    library = load_library(subject)
+    result = Result(subject, plan, corpus.describe(), lacking=[p for p in _PARTS if not library.provides(p)])
+
+    def run(role: str, parts: Parts, plan: Plan) -> Run:
+        name = f"{role} {parts.name} {plan.dtype} {plan.optimizer}"
+        saved = folder / f"{name.replace(' ', '-')}.checkpoint" if folder else None
+        return train(parts, plan, corpus, saved, save_every, on_step and (lambda run: on_step(name, run)))
+
+    if len(result.lacking) == len(_PARTS):
+        return result
+    reference = run("reference", parts_of(load_library("torch")), plan)
+    bound = None
+    for route, bitwise in _routes(library, plan):
+        if not bitwise and bound is None:
+            other = run("reference", parts_of(load_library("torch")), plan.with_other_update())
+            bound = Bound.between(reference, other)
+        held_to = None if bitwise else bound
+        try:
+            with library.kernels.route(route) if route else contextlib.nullcontext():
+                ours = run("subject", parts_of(library, route), plan)
+            checks = compare(plan, reference, ours, held_to)
+        except OtherRun:
+            raise
+        except Exception as error:  # whatever the subject raises is its verdict, not the judge's end
+            traceback.print_exc()
+            ours, checks = Run(), [Check("runs", False, f"{type(error).__name__}: {error}")]
+        name = f"{plan.dtype}, {plan.optimizer}" + (f", route {route}" if route else "")
+        result.comparisons.append(Comparison(name, plan, reference, ours, held_to, checks))
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def parts_of(library: Library, route: str | None = None) -> Parts:
+    """The library's parts; torch's in the place of those that it does not provide."""
+    torch_library = load_library("torch")
+    found = [(library if library.provides(path) else torch_library).find(path) for path in _PARTS]
+    return Parts(library.spec + (f" {route}" if route else ""), *found)
+
+
+def as_json(results: list[Result]) -> dict[str, Any]:
+    """What a report draws: one entry of `runs` for each comparison, numbers that are not finite as None."""
+    return {
+        "runs": [_entry(comparison) for result in results for comparison in result.comparisons],
+        "corpus": results[0].corpus,
+        "lacking": results[0].lacking,
+        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+        "seconds": sum(result.seconds for result in results),
+    }
+
+
+def _entry(comparison: Comparison) -> dict[str, Any]:
+    bound = comparison.bound
+    return {
+        "name": comparison.name,
+        "agrees": comparison.agrees,
+        "says": " ".join(check.says + "." for check in comparison.checks if check.passed),
+        "reasons": comparison.reasons,
+        "checks": [dataclasses.asdict(check) for check in comparison.checks],
+        "plan": dataclasses.asdict(comparison.plan),
+        "bound": bound and dataclasses.asdict(bound) | {"times": TIMES_FURTHER},
+        "reference": _curves(comparison.reference),
+        "subject": _curves(comparison.subject),
+    }
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    curves = dataclasses.asdict(run)
+    for name in ("losses", "grad_norms", "scales"):
+        curves[name] = [value if math.isfinite(value) else None for value in curves[name]]
+    return curves
+
+
+def _routes(library: Library, plan: Plan) -> list[tuple[str | None, bool]]:
+    """By which route the subject runs, and whether each bit must then agree with torch's."""
+    on_cpu = torch.device(plan.device).type == "cpu"
+    if library.provides("kernels.route"):
+        return ([("plain", True)] if on_cpu else []) + [("auto", False)]
+    return [(None, on_cpu and library.package == "torch")]

@@ -1,0 +1,96 @@
+"""What a training run does, step by step, apart from the library that does it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from conformance.training.gpt import Shape
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# Each row: arguments of AdamW, and `foreach` of clip_grad_norm_.
+OPTIMIZERS: dict[str, tuple[dict[str, bool], bool | None]] = {
+    "adamw": ({}, None),
+    "foreach": ({"foreach": True}, True),
+    "fused": ({"fused": True}, False),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Two runs of equal plans differ by their libraries alone. `steps` only says where to stop: a longer run
+    begins with the very steps of a shorter one, so a finished run can be resumed with more steps."""
+
+    shape: Shape
+    dtype: str = "fp16"  # a key of DTYPES
+    device: str = "cpu"
+    optimizer: str = "adamw"  # a key of OPTIMIZERS
+    steps: int = 36
+    batch: int = 4  # windows in one backward pass
+    accumulate: int = 2  # backward passes in one step
+    learning_rate: float = 2e-3
+    warmup: int = 4  # steps until the learning rate is reached; it then stays
+    weight_decay: float = 0.1
+    max_norm: float = 0.5
+    init_scale: float = 2.0**27
+    growth_factor: float = 16.0
+    backoff_factor: float = 1 / 16
+    growth_interval: int = 9
+    inject_inf_at: int | None = 18  # this step's last gradient gets an inf
+    evaluate_every: int = 12
+    held_out_windows: int = 16
+    seed: int = 1
+    threads: int = 1  # sums are split among threads, so their count is part of the result
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {self.optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}")
+        for name in ("steps", "batch", "accumulate", "growth_interval", "evaluate_every", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    def learning_rate_at(self, step: int) -> float:
+        return self.learning_rate * min(1.0, (step + 1) / (self.warmup + 1))
+
+    def with_other_update(self) -> Plan:
+        """The same plan by another of torch's own update paths: fused for any other, foreach for fused."""
+        return dataclasses.replace(self, optimizer="foreach" if self.optimizer == "fused" else "fused")
+
+
+def small_plan(dtype: str, **changes: object) -> Plan:
+    """A tenth of a million parameters and a few thousand bytes: seconds on one CPU core without half-precision
+    instructions, where fp16 products cost twenty times what fp32 ones do."""
+    plan = Plan(Shape(layers=2, heads=2, width=48, context=32), dtype=dtype, **_SCALING[dtype])
+    return dataclasses.replace(plan, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def full_plan(dtype: str, **changes: object) -> Plan:
+    """4.8 million parameters and 32 thousand bytes a step, for a GPU or a CPU that multiplies in half precision."""
+    plan = Plan(
+        Shape(layers=6, heads=4, width=256, context=256),
+        dtype=dtype,
+        steps=500,
+        batch=32,
+        accumulate=4,
+        learning_rate=1e-3,
+        warmup=20,
+        **_SCALING[dtype],
+        growth_interval=100,
+        inject_inf_at=150,
+        evaluate_every=50,
+        held_out_windows=64,
+    )
+    return dataclasses.replace(plan, **changes)  # pyright: ignore[reportArgumentType]
+
+
+# High enough to overflow at once: fp16 in its gradients, bf16 (whose range is float32's) in the scaled loss. The
+# factors are large so that the scale stands well above the largest that fits or well below it, seldom at its
+# edge, where one rounding more or less would decide whether a step is skipped.
+_SCALING = {
+    "fp16": {"init_scale": 2.0**27, "growth_factor": 2.0**4, "backoff_factor": 2.0**-4},
+    "bf16": {"init_scale": 2.0**127, "growth_factor": 2.0, "backoff_factor": 2.0**-8},
+}

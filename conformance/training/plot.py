@@ -1,0 +1,43 @@
+"""Draw a comparison: both loss curves, the held-out losses, the scale's path and the skipped steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from conformance.training.judge import Comparison
+
+_REFERENCE = {"color": "#b35900", "linewidth": 3.0, "alpha": 0.55}
+_SUBJECT = {"color": "#0550ae", "linewidth": 1.2}
+
+
+def draw(comparison: Comparison, subject: str) -> Figure:
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    sides = ((comparison.reference, "torch", _REFERENCE), (comparison.subject, subject, _SUBJECT))
+    for run, name, line in sides:
+        top.plot(run.losses, label=f"{name}, training", **line)
+        bottom.step(range(len(run.scales)), run.scales, where="mid", **line)
+        top.plot(list(run.held_out), list(run.held_out.values()), "o:", label=f"{name}, held out", **line)
+    for step in comparison.subject.skipped:
+        bottom.axvline(step, color="#cf222e", alpha=0.3, linewidth=1)
+    top.set_title(f"{comparison.name}: {'agrees' if comparison.agrees else 'differs'}", loc="left")
+    top.set_ylabel("loss, bits per byte")
+    top.legend(frameon=False)
+    bottom.set_yscale("log", base=2)
+    bottom.set_ylabel("loss scale")
+    bottom.set_xlabel("step (red: skipped by the subject)")
+    return figure
+
+
+def save(comparison: Comparison, subject: str, folder: Path) -> list[Path]:
+    """An SVG and a PNG named after the comparison."""
+    figure = draw(comparison, subject)
+    stem = comparison.name.replace(", ", "-").replace(" ", "-")
+    files = [folder / f"{stem}.svg", folder / f"{stem}.png"]
+    with mpl.rc_context({"svg.hashsalt": "tandem", "svg.fonttype": "none"}):
+        figure.savefig(files[0], metadata={"Date": None})
+    figure.savefig(files[1], dpi=120)
+    return files

@@ -1,0 +1,282 @@
+"""Training repeats bit by bit, survives kill -9, and its judge tells a right library from a wrong one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import conformance
+from conformance.library import load_library
+from conformance.training.compare import Bound, compare
+from conformance.training.corpus import load_corpus, windows
+from conformance.training.gpt import Shape
+from conformance.training.judge import as_json, judge, parts_of
+from conformance.training.plan import Plan, small_plan
+from conformance.training.trainer import OtherRun, Parts, Run, train
+
+# Dropout draws random numbers on the device, so that a resumed run needs their state too.
+PLAN = small_plan(
+    "fp16",
+    shape=Shape(layers=1, heads=2, width=16, context=16, dropout=0.1),
+    steps=20,
+    growth_interval=5,
+    inject_inf_at=12,
+    evaluate_every=8,
+    held_out_windows=4,
+)
+TORCH = parts_of(load_library("torch"))
+
+
+def run(parts: Parts = TORCH, plan: Plan = PLAN, **how: Any) -> Run:
+    return train(parts, plan, load_corpus(), **how)
+
+
+def without_clock(run: Run) -> dict[str, Any]:
+    kept = dataclasses.asdict(run)
+    del kept["seconds"], kept["resumed_at"]
+    # A skipped step's norm may be nan, which differs from itself; its repr does not.
+    return kept | {"grad_norms": [repr(norm) for norm in run.grad_norms]}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Run:
+    return run()
+
+
+@pytest.fixture(scope="module")
+def bound(reference: Run) -> Bound:
+    return Bound.between(reference, run(plan=PLAN.with_other_update()))
+
+
+def test_the_same_plan_gives_the_same_bits_and_leaves_the_caller_alone(reference: Run) -> None:
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    threads = torch.get_num_threads()
+    again = run()
+    assert without_clock(again) == without_clock(reference)
+    assert torch.equal(torch.rand(3), wanted)
+    assert torch.get_num_threads() == threads
+    assert run(plan=dataclasses.replace(PLAN, seed=2)).weights != reference.weights
+
+
+def test_the_plan_overflows_by_itself_and_recovers_from_an_injected_inf(reference: Run) -> None:
+    at = PLAN.inject_inf_at
+    assert at is not None
+    assert 0 in reference.skipped
+    assert at in reference.skipped
+    assert any(0 < step < at and step - 1 not in reference.skipped for step in reference.skipped), (
+        "no mid-run overflow"
+    )
+    assert reference.scales[at] == reference.scales[at - 1] * PLAN.backoff_factor
+    assert at + 1 not in reference.skipped
+    assert all(map(math.isfinite, reference.losses))
+    assert math.isfinite(reference.grad_norms[at + 1])
+
+
+# Torch is imported once and forked for each moment, before any operator has started threads.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch._dynamo  # the first optimizer would import it, in each child
+from conformance.training.test_training import run
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def train_until(moment, folder):
+    def on_step(run):
+        if len(run.losses) == 10:
+            if moment == "between checkpoints":
+                die()
+            setattr(os, moment, die)
+    run(saved=Path(folder, moment), save_every=4, on_step=on_step)
+
+for moment in sys.argv[2:]:
+    child = os.fork()
+    if not child:
+        train_until(moment, sys.argv[1])
+        os._exit(0)
+    print(os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
+MOMENTS = ("between checkpoints", "fsync", "replace")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what each killed run left, by the moment at which it was killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, "-c", KILLED, str(folder), *MOMENTS]
+    root = Path(conformance.__file__).parents[1]
+    child = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert child.stdout.split() == [str(int(signal.SIGKILL))] * len(MOMENTS), child.stderr
+    return folder
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kill -9 is of POSIX")
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_resumes_bit_by_bit(moment: str, killed: Path, reference: Run) -> None:
+    resumed = run(saved=killed / moment, save_every=4)
+    assert resumed.resumed_at == [8]
+    assert without_clock(resumed) == without_clock(reference)
+
+
+def test_a_finished_run_goes_on_with_more_steps(reference: Run, tmp_path: Path) -> None:
+    saved = tmp_path / "run.checkpoint"
+    run(plan=dataclasses.replace(PLAN, steps=9), saved=saved)
+    assert without_clock(run(saved=saved)) == without_clock(reference)
+
+
+def test_another_plan_does_not_go_on(tmp_path: Path) -> None:
+    saved = tmp_path / "run.checkpoint"
+    run(plan=dataclasses.replace(PLAN, steps=1), saved=saved)
+    with pytest.raises(OtherRun, match="seed was 1, is 2"):
+        run(plan=dataclasses.replace(PLAN, seed=2), saved=saved)
+
+
+class NeverSkips(torch.amp.GradScaler):
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+
+class NeverBacksOff(torch.amp.GradScaler):
+    def update(self, new_scale: Any = None) -> None:
+        before = self.get_scale()
+        super().update(new_scale)
+        super().update(max(before, self.get_scale()))
+
+
+def no_autocast(*args: Any, **kwargs: Any) -> Any:
+    return torch.amp.autocast(*args, **kwargs | {"enabled": False})
+
+
+def no_clipping(parameters: list[torch.Tensor], max_norm: float, **_: Any) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def clipping_in_double(parameters: list[torch.Tensor], max_norm: float, **_: Any) -> torch.Tensor:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.cat([grad.flatten().double() for grad in grads]).norm()
+    for grad in grads:
+        grad.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).float())
+    return norm.float()
+
+
+WRONG = {
+    "clips nothing": ({"clip_grad_norm_": no_clipping}, {"bits", "bound on losses", "bound on grad_norms"}),
+    "never skips": ({"GradScaler": NeverSkips}, {"scale", "start", "recovery of the subject"}),
+    "never backs off": ({"GradScaler": NeverBacksOff}, {"scale", "recovery of the subject"}),
+    "casts nothing": ({"autocast": no_autocast}, {"scale", "start"}),
+}
+
+
+def red(bound: Bound | None, reference: Run, subject: Run) -> set[str]:
+    return {check.name for check in compare(PLAN, reference, subject, bound) if not check.passed}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_library_is_red_and_the_reason_is_named(name: str, reference: Run, bound: Bound) -> None:
+    parts, wanted = WRONG[name]
+    subject = run(dataclasses.replace(TORCH, **parts))
+    unlike_reference = {"bits", "bound on losses", "bound on grad_norms"}
+    for held_to in (None, bound):
+        asked = {check.name for check in compare(PLAN, reference, subject, held_to)}
+        found = red(held_to, reference, subject) - {"learning of the reference", "learning of the subject"}
+        assert wanted & asked <= found, f"{name}: red are {sorted(found)}"
+        assert found <= wanted | unlike_reference, f"{name}: red are {sorted(found)}"
+
+
+def test_another_rounding_is_within_the_bound_but_not_the_same_bits(reference: Run, bound: Bound) -> None:
+    subject = run(dataclasses.replace(TORCH, clip_grad_norm_=clipping_in_double))
+    unlearned = {"learning of the reference", "learning of the subject"}
+    assert red(None, reference, subject) - unlearned == {"bits"}
+    assert red(bound, reference, subject) - unlearned == set()
+
+
+def test_an_inf_that_passes_through_is_no_recovery(reference: Run) -> None:
+    at = PLAN.inject_inf_at
+    without = run(plan=dataclasses.replace(PLAN, inject_inf_at=None))
+    assert at not in without.skipped
+    assert {"scale", "recovery of the subject"} <= red(None, reference, without)
+
+
+def test_a_package_with_clipping_alone_is_judged_with_torchs_other_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = tmp_path / "wrong_rider" / "nn" / "utils"
+    utils.mkdir(parents=True)
+    for folder in (utils, utils.parent, utils.parents[1]):
+        (folder / "__init__.py").touch()
+    (utils / "__init__.py").write_text(
+        "def clip_grad_norm_(*args, **kwargs):\n    raise ZeroDivisionError('fell off')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    result = judge("wrong_rider", PLAN)
+    assert result.lacking == ["amp.autocast", "amp.GradScaler"]
+    assert not result.passed
+    assert [c.reasons for c in result.comparisons] == [["runs: ZeroDivisionError: fell off"]]
+    written = json.loads(json.dumps(as_json([result]), allow_nan=False))
+    assert written["runs"][0]["agrees"] is False
+    assert len(written["runs"][0]["reference"]["losses"]) == PLAN.steps
+    assert written["corpus"]["fingerprint"] == load_corpus().fingerprint
+
+
+def test_the_command_draws_resumes_and_says_why_it_is_red(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    from conformance.training.__main__ import main  # noqa: PLC0415 needs what the report needs
+
+    words = ["--subject", "torch", "--device", "cpu", "--out", str(tmp_path), "--steps"]
+    assert main([*words, "4"]) == 1  # four steps teach nothing
+    assert "more steps may do it" in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "fp16-adamw.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "fp16-adamw.png").stat().st_size > 0
+    assert main([*words, "5", "--resume", "--inject-inf-at", "2"]) == 1
+    written = json.loads((tmp_path / "training.json").read_text())["runs"][0]
+    assert written["subject"]["resumed_at"] == [4]
+    assert len(written["subject"]["losses"]) == 5
+
+
+def fake_library(root: Path, files: dict[str, bytes]) -> Path:
+    for name, source in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(source)
+    return root
+
+
+def test_the_corpus_holds_the_library_alone_and_splits_by_file(tmp_path: Path) -> None:
+    own = {f"package/module{i}.py": bytes([i]) * 50_000 for i in range(40)}
+    strange = {
+        f"{folder}/x.py": b"\xff" * 10 for folder in ("site-packages", "test", "a/tests", "config-3.13")
+    }
+    corpus = load_corpus(fake_library(tmp_path / "first", own | strange))
+    assert corpus.files == 40
+    train_bytes, held_out = set(corpus.train.tolist()), set(corpus.held_out.tolist())
+    assert held_out
+    assert not train_bytes & held_out
+    assert train_bytes | held_out == set(range(40))
+    other = load_corpus(fake_library(tmp_path / "second", own | {"package/module3.py": b"!" * 50_000}))
+    assert other.fingerprint != corpus.fingerprint
+    with pytest.raises(FileNotFoundError, match="holds 3 bytes"):
+        load_corpus(fake_library(tmp_path / "third", {"a.py": b"a=1"}))
+
+
+def test_a_window_depends_on_its_own_number() -> None:
+    text = torch.arange(256, dtype=torch.uint8)
+    together = windows(text, 8, "key", range(6))
+    alone = torch.cat([windows(text, 8, "key", range(i, i + 1)) for i in range(6)])
+    assert torch.equal(together, alone)
+    assert torch.equal(together - together[:, :1], torch.arange(8).expand(6, 8))
+    assert len(set(together[:, 0].tolist())) > 1

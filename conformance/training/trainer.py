@@ -1,0 +1,226 @@
+"""One training loop whose mixed-precision parts come from a library: autocast, the scaler, and clipping."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.training import checkpoint
+from conformance.training.corpus import Corpus, windows
+from conformance.training.gpt import GPT
+from conformance.training.plan import DTYPES, OPTIMIZERS, Plan
+
+
+class OtherRun(ValueError):
+    """A checkpoint is of a run that does something else."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop takes from a library; each works as torch's of that name does."""
+
+    name: str
+    autocast: Callable[..., Any]
+    GradScaler: Callable[..., Any]
+    clip_grad_norm_: Callable[..., Any]
+
+
+@dataclass
+class Run:
+    """What one run did. Step i's entries are `losses[i]`, `grad_norms[i]`, `scales[i]`."""
+
+    losses: list[float] = field(default_factory=list)  # bits a byte, before the step
+    grad_norms: list[float] = field(default_factory=list)  # what clipping returned: unscaled, unclipped
+    scales: list[float] = field(default_factory=list)  # after the step
+    skipped: list[int] = field(default_factory=list)  # steps that changed no weight
+    held_out: dict[int, float] = field(default_factory=dict)  # bits a byte, by the number of steps done
+    resumed_at: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    weights: str = ""  # sha256 of all parameters at the end
+
+
+class Trainer:
+    def __init__(self, parts: Parts, plan: Plan, corpus: Corpus) -> None:
+        self.parts, self.plan, self.corpus = parts, plan, corpus
+        torch.manual_seed(plan.seed)
+        self.model = GPT(plan.shape).to(plan.device)
+        self.parameters = list(self.model.parameters())
+        arguments, self._clip_foreach = OPTIMIZERS[plan.optimizer]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, betas=(0.9, 0.95), weight_decay=plan.weight_decay, **arguments
+        )
+        self.scaler = parts.GradScaler(
+            self._device_type,
+            init_scale=plan.init_scale,
+            growth_factor=plan.growth_factor,
+            backoff_factor=plan.backoff_factor,
+            growth_interval=plan.growth_interval,
+        )
+        self.position = 0  # training windows drawn so far
+        self.run = Run()
+
+    @property
+    def steps_done(self) -> int:
+        return len(self.run.losses)
+
+    def advance(self) -> None:
+        """One step of the optimizer: taken, or skipped by the scaler."""
+        plan, run, step = self.plan, self.run, self.steps_done
+        for group in self.optimizer.param_groups:
+            group["lr"] = plan.learning_rate_at(step)
+        loss = torch.stack([self._accumulate() for _ in range(plan.accumulate)]).sum()
+        last = self.parameters[-1]
+        if step == plan.inject_inf_at and last.grad is not None:
+            last.grad.view(-1)[0] = math.inf
+        self.scaler.unscale_(self.optimizer)
+        norm = self.parts.clip_grad_norm_(self.parameters, plan.max_norm, foreach=self._clip_foreach)
+        before = last.detach().clone()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        # AdamW moves every weight in every step that it takes, so one parameter tells for all.
+        if torch.equal(before, last):
+            run.skipped.append(step)
+        run.grad_norms.append(float(norm))
+        run.scales.append(float(self.scaler.get_scale()))
+        run.losses.append(float(loss) / math.log(2))
+
+    @torch.no_grad()
+    def held_out_bits(self) -> float:
+        """Mean bits a byte over the same held-out windows each time."""
+        plan = self.plan
+        drawn = windows(
+            self.corpus.held_out, plan.shape.context + 1, "held out", range(plan.held_out_windows)
+        ).to(plan.device)
+        self.model.eval()
+        with self._autocast():
+            losses = [self.model.loss(part) for part in drawn.split(plan.batch)]
+        self.model.train()
+        return float(torch.stack(losses).mean()) / math.log(2)
+
+    def weights(self) -> str:
+        digest = hashlib.sha256()
+        for parameter in self.parameters:
+            digest.update(parameter.detach().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "of": self._identity(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "rng": torch.get_rng_state(),
+            "device_rng": torch.cuda.get_rng_state() if self._device_type == "cuda" else None,
+            "position": self.position,
+            "run": dataclasses.asdict(self.run),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            OtherRun: it belongs to a run with another plan, corpus, torch or parts.
+        """
+        here = self._identity()
+        changed = [
+            f"{k} was {state['of'].get(k)}, is {here[k]}" for k in here if state["of"].get(k) != here[k]
+        ]
+        if changed:
+            raise OtherRun(f"the checkpoint is of another run: {'; '.join(changed)}; resume with what it was")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["rng"].cpu())
+        if state["device_rng"] is not None:
+            torch.cuda.set_rng_state(state["device_rng"].cpu())
+        self.position = state["position"]
+        self.run = Run(**state["run"])
+        self.run.resumed_at.append(self.steps_done)
+
+    @property
+    def _device_type(self) -> str:
+        return torch.device(self.plan.device).type
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return self.parts.autocast(self._device_type, dtype=DTYPES[self.plan.dtype])
+
+    def _accumulate(self) -> torch.Tensor:
+        """Add one batch's gradients; its part of the step's loss, detached."""
+        plan = self.plan
+        drawn = range(self.position, self.position + plan.batch)
+        window_BT = windows(self.corpus.train, plan.shape.context + 1, f"train {plan.seed}", drawn)
+        self.position = drawn.stop
+        with self._autocast():
+            loss = self.model.loss(window_BT.to(plan.device)) / plan.accumulate
+        self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _identity(self) -> dict[str, Any]:
+        """Everything but the number of steps that decides what a run does."""
+        plan = dataclasses.asdict(self.plan)
+        del plan["steps"]
+        return {
+            **plan,
+            "parts": self.parts.name,
+            "corpus": self.corpus.fingerprint,
+            "torch": str(torch.__version__),  # it is a class of its own, which a checkpoint cannot hold
+        }
+
+
+def train(
+    parts: Parts,
+    plan: Plan,
+    corpus: Corpus,
+    saved: Path | None = None,
+    save_every: int = 10,
+    on_step: Callable[[Run], None] | None = None,
+) -> Run:
+    """Run `plan` to its end; with `saved`, go on from the checkpoint there, if any, and keep it up to date."""
+    started = time.perf_counter()
+    with _repeatable(plan):
+        trainer = Trainer(parts, plan, corpus)
+        state = checkpoint.load(saved, plan.device) if saved else None
+        if state:
+            trainer.load_state_dict(state)
+        seconds_before = trainer.run.seconds
+        while trainer.steps_done < plan.steps:
+            trainer.advance()
+            done = trainer.steps_done
+            if done % plan.evaluate_every == 0:
+                trainer.run.held_out[done] = trainer.held_out_bits()
+            trainer.run.seconds = seconds_before + time.perf_counter() - started
+            if saved and (done % save_every == 0 or done == plan.steps):
+                checkpoint.save(saved, trainer.state_dict())
+            if on_step:
+                on_step(trainer.run)
+        run = trainer.run
+        run.held_out[trainer.steps_done] = trainer.held_out_bits()
+        run.weights = trainer.weights()
+    return run
+
+
+@contextlib.contextmanager
+def _repeatable(plan: Plan) -> Iterator[None]:
+    """Random numbers, threads and algorithms that give the same bits each time; the caller's own are restored."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    on_cuda = torch.device(plan.device).type == "cuda"
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if on_cuda else ()):
+        torch.set_num_threads(plan.threads)
+        if on_cuda:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
