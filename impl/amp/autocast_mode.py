@@ -5,17 +5,31 @@ cache, nesting depth) and puts them back.
 """
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from threading import get_ident
-from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypeVar, overload
+from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 import torch
-from torch.compiler import is_compiling, is_dynamo_compiling
+
+# By name: entering and leaving a region is little else than these calls, and an attribute look-up for each shows.
+from torch import (
+    autocast_decrement_nesting,
+    autocast_increment_nesting,
+    clear_autocast_cache,
+    get_autocast_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    set_autocast_cache_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
+from torch._C import _is_torch_function_mode_enabled
+from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from impl.amp._availability import amp_definitely_not_available
-from impl.amp._tracing import introduce_to_dynamo, record_enter, record_exit
+from impl.amp._tracing import introduce_to_dynamo, record_enter, record_exit, uncompiled
 
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
 
@@ -23,6 +37,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+@uncompiled
 def is_autocast_available(device_type: str) -> bool:
     """Whether `autocast(device_type)` can be built; says nothing about hardware being present.
 
@@ -40,12 +55,17 @@ def is_autocast_available(device_type: str) -> bool:
     return torch._C._is_autocast_available(device_type)
 
 
-class _Saved(NamedTuple):
-    """What a region found when it was entered and puts back when it is left."""
+# An open region: the instance that was entered, its device, and what that device's state was and will be again
+# (enabled, dtype, cache enabled). A bare tuple, because naming its fields would cost a fifth of entering.
+_Region: TypeAlias = "tuple[autocast, str, bool, torch.dtype, bool]"
 
-    enabled: bool
-    dtype: torch.dtype
-    cache_enabled: bool
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.open_regions: list[_Region] = []  # innermost last
+
+
+_thread = _Thread()
 
 
 class autocast:
@@ -94,6 +114,11 @@ class autocast:
         "use torch.jit.trace with cache_enabled=False."
     )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        introduce_to_dynamo(cls)
+
+    @uncompiled
     def __init__(
         self,
         device_type: str,
@@ -101,11 +126,9 @@ class autocast:
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        if is_dynamo_compiling():
-            introduce_to_dynamo(type(self))
         _check_device_type(device_type)
         self.device = device_type
-        self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
         if not is_autocast_available(device_type):
             raise RuntimeError(f"User specified an unsupported autocast device_type '{device_type}'")
         supported = _supported_dtypes(device_type)
@@ -113,48 +136,41 @@ class autocast:
             warnings.warn(reason, stacklevel=2)
             enabled = False
         self._enabled = enabled
-        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-        # By thread, innermost last. No entry outlives its thread's last region, so that an instance at rest can
-        # be copied and pickled.
-        self._open: dict[int, list[_Saved]] = {}
+        self._cache_enabled = is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
         _watch_optimizer_steps()
 
+    @uncompiled
     def __enter__(self) -> Self:
-        if is_dynamo_compiling():
-            introduce_to_dynamo(type(self))
         device = self.device
-        saved = _Saved(
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-            torch.is_autocast_cache_enabled(),
-        )
+        enabled, dtype = is_autocast_enabled(device), get_autocast_dtype(device)
+        cache_enabled = is_autocast_cache_enabled()
         try:
-            _set_state(device, self._enabled, self.fast_dtype, self._cache_enabled)
+            set_autocast_enabled(device, self._enabled)
+            set_autocast_dtype(device, self.fast_dtype)
+            set_autocast_cache_enabled(self._cache_enabled)
         except BaseException:
-            _set_state(device, *saved)
+            set_autocast_enabled(device, enabled)
+            set_autocast_dtype(device, dtype)
+            set_autocast_cache_enabled(cache_enabled)
             raise
-        torch.autocast_increment_nesting()
-        self._open.setdefault(get_ident(), []).append(saved)
-        if torch._C._is_torch_function_mode_enabled():
+        autocast_increment_nesting()
+        _thread.open_regions.append((self, device, enabled, dtype, cache_enabled))
+        if _is_torch_function_mode_enabled():
             record_enter(device, self.fast_dtype, self._enabled, self._cache_enabled)
         return self
 
+    @uncompiled
     def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> Literal[False]:
-        thread = get_ident()
-        regions = self._open.get(thread)
-        if not regions:
-            error = AttributeError(f"'{type(self).__name__}' object has no attribute 'prev'")
-            error.add_note(
-                "This thread has no open region of this instance: call __enter__ first, on the same thread."
-            )
-            raise error
-        saved = regions.pop()
-        if not regions:
-            del self._open[thread]
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        _set_state(self.device, *saved)
-        if torch._C._is_torch_function_mode_enabled():
+        regions = _thread.open_regions
+        if not regions or regions[-1][0] is not self:
+            _move_to_end(regions, self)
+        _, device, enabled, dtype, cache_enabled = regions.pop()
+        if autocast_decrement_nesting() == 0:
+            clear_autocast_cache()
+        set_autocast_enabled(device, enabled)
+        set_autocast_dtype(device, dtype)
+        set_autocast_cache_enabled(cache_enabled)
+        if _is_torch_function_mode_enabled():
             record_exit()
         return False
 
@@ -180,7 +196,7 @@ def autocast_decorator(autocast_instance: autocast, func: Callable[_P, _R]) -> C
     """
 
     @functools.wraps(func)
-    def decorate_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def decorate_autocast(*args: Any, **kwargs: Any) -> _R:
         with autocast_instance:
             return func(*args, **kwargs)
 
@@ -189,10 +205,15 @@ def autocast_decorator(autocast_instance: autocast, func: Callable[_P, _R]) -> C
     return decorate_autocast
 
 
-def _set_state(device: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
-    torch.set_autocast_enabled(device, enabled)
-    torch.set_autocast_dtype(device, dtype)
-    torch.set_autocast_cache_enabled(cache_enabled)
+def _move_to_end(regions: list[_Region], owner: autocast) -> None:
+    """Make the innermost region of `owner` the next to close: regions are being left out of order."""
+    for position in range(len(regions) - 1, -1, -1):
+        if regions[position][0] is owner:
+            regions.append(regions.pop(position))
+            return
+    error = AttributeError(f"'{type(owner).__name__}' object has no attribute 'prev'")
+    error.add_note("It has no open region on this thread: call __enter__ first, on the same thread.")
+    raise error
 
 
 def _check_device_type(device_type: object) -> None:
@@ -250,11 +271,12 @@ def _watch_optimizer_steps() -> None:
     register_optimizer_step_post_hook(_drop_kept_casts)
 
 
+@uncompiled
 def _drop_kept_casts(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """After `optimizer.step`: the weights have changed, so their casts must be made again."""
+    """After `optimizer.step` in a region of ours: the weights have changed, so they must be cast again."""
     # A traced step must not carry the call into its graph; compiled regions keep no casts.
-    if not is_compiling():
-        torch.clear_autocast_cache()
+    if not is_compiling() and _thread.open_regions:
+        clear_autocast_cache()
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
@@ -327,8 +349,8 @@ def custom_fwd(
 
     @functools.wraps(fwd)
     def decorate_fwd(*args: Any, **kwargs: Any) -> Any:
-        is_enabled = torch.is_autocast_enabled(device_type)
-        _note_state(args[0], torch.get_autocast_dtype(device_type), is_enabled and cast_inputs is None)
+        is_enabled = is_autocast_enabled(device_type)
+        _note_state(args[0], get_autocast_dtype(device_type), is_enabled and cast_inputs is None)
         if not is_enabled or cast_inputs is None:
             return fwd(*args, **kwargs)
         with autocast(device_type, enabled=False):
@@ -378,3 +400,6 @@ def _note_state(ctx: Any, dtype: torch.dtype, enabled: bool) -> None:
         ctx._fwd_used_autocast = enabled
     except AttributeError:  # a number, a string, a list: an input too
         return
+
+
+introduce_to_dynamo(autocast)

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import VariableTracker
@@ -16,29 +15,24 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable, ContextWrappingVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
-from impl.amp.autocast_mode import autocast
+from impl.amp.autocast_mode import autocast, autocast_decorator
 
 # What a region is to Dynamo: the arguments of the graph node that enters it, in this order.
 _FIELDS = ("device", "fast_dtype", "_enabled", "_cache_enabled")
 
 
 def introduce(cls: type[autocast]) -> None:
-    """Make `cls` known to Dynamo, which has begun to inline it, and have it trace the function again.
+    """Make `cls` known to Dynamo.
 
     A subclass with an `__enter__` or `__exit__` of its own is left to be traced as any class.
-
-    Raises:
-        UnspecializeRestartAnalysis: `cls` was not known; Dynamo catches it.
     """
-    is_known = cls in VariableBuilder._type_dispatch()
-    if is_known or (cls.__enter__, cls.__exit__) != (autocast.__enter__, autocast.__exit__):
+    if (cls.__enter__, cls.__exit__) != (autocast.__enter__, autocast.__exit__):
         return
-    # Dynamo's cached functions return the tables themselves; both live as long as the process.
-    VariableBuilder._type_dispatch()[cls] = _wrap_instance
+    # Dynamo's cached functions return the tables themselves. There is one by type for each setting of
+    # `torch._dynamo.config.trace_numpy`, and it keeps `cls`, hence its id, alive.
+    for trace_numpy in (False, True):
+        VariableBuilder._type_dispatch_impl(trace_numpy)[cls] = _wrap_instance
     VariableBuilder._id_dispatch()[id(cls)] = _wrap_class
-    raise UnspecializeRestartAnalysis(
-        restart_reason=f"met {cls.__module__}.{cls.__qualname__} for the first time"
-    )
 
 
 def _wrap_class(builder: VariableBuilder, cls: type[autocast]) -> VariableTracker:
@@ -90,6 +84,11 @@ class AutocastVariable(ContextWrappingVariable):
 
     def exit(self, tx: Any, *args: VariableTracker) -> VariableTracker:
         return self._open.pop().exit(tx, *args)
+
+    def call_function(
+        self, tx: Any, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        return VariableTracker.build(tx, autocast_decorator).call_function(tx, [self, *args], dict(kwargs))
 
     # Where the graph breaks inside a region, the code between the graphs builds and enters what these name.
     def module_name(self) -> str:
