@@ -1,7 +1,22 @@
 """Multi-tensor kernels: unscale, norm, scale, clamp, scale update.
 
-Lists are not empty and hold dense tensors on one device, of mixed sizes and dtypes.
-Nothing here tracks gradients.
+Lists are not empty and hold dense tensors on one device, of mixed sizes and dtypes. Nothing here tracks
+gradients. One operation a file: its door, torch's operators as the reference, what the CPU does faster; the
+Triton kernel and its launcher lie in `_triton/` under the same name, so that Triton is imported only where it runs.
+
+The CUDA route has not run on a GPU yet. What is known of the kernels comes from Triton's interpreter and from the
+machine code compiled ahead of time for sm_80, sm_90 and sm_100.
+
+Cost for N f32 elements, launches counted on CUDA:
+
+| | bytes an element | launches |
+|---|---|---|
+| `unscale_` | 8 | 1 |
+| `total_norm` | 4 | 2 |
+| `scale_` | 8, 0 where the factor is 1 | 1 |
+| `clamp_` | 8 | 1 |
+| `update_scale_` | 20 in all | 1 |
+| `nonfinite_mask` | about 6, on demand | 3 a tensor |
 """
 
 from impl.kernels._route import route

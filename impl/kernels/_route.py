@@ -77,17 +77,12 @@ def plan_for(tensors: Sequence[Tensor]) -> Plan:
 def _fastest(asked: str, device: str) -> Carrier:
     if asked == "triton":
         _demand_triton(device)
-        return "triton"
-    if device == "cpu":
-        return "cached"
-    if (
-        device == "cuda"
-        and asked == "auto"
-        and _has_triton()
-        and not torch.cuda.is_current_stream_capturing()
-    ):
+    if device == "cuda":
         # A captured graph would outlive the table of addresses that a Triton launch reads.
-        return "triton"
+        takes_triton = asked != "cached" and _has_triton() and not torch.cuda.is_current_stream_capturing()
+        return "triton" if takes_triton else "plain"
+    if device == "cpu":
+        return "triton" if asked == "triton" else "cached"
     return "plain"
 
 
@@ -97,7 +92,7 @@ def _is_eager(tensors: Sequence[Tensor]) -> bool:
         not torch.compiler.is_compiling()
         and _TYPES.issuperset(map(type, tensors))
         and torch._C._len_torch_dispatch_stack() == 0
-        and peek_interpreter_stack() is None
+        and peek_interpreter_stack() is None  # pyright: ignore[reportUnnecessaryComparison]  its stub is wrong
         and not torch.jit.is_tracing()
     )
 
@@ -107,17 +102,12 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def is_interpreting() -> bool:
-    """Whether Triton runs its kernels in the interpreter, which is what carries CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
 def _demand_triton(device: str) -> None:
     if not _has_triton():
         raise RuntimeError(
             "the kernel route is 'triton' but Triton is not installed; install it or ask for 'auto'"
         )
-    if device != "cuda" and not (device == "cpu" and is_interpreting()):
+    if device != "cuda" and not (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise RuntimeError(
             f"the kernel route is 'triton' but the tensors are on {device}; move them to CUDA, ask for 'auto', or "
             "for CPU tensors set TRITON_INTERPRET=1 before Triton is imported"

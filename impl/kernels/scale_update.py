@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from impl.kernels._route import plan_for
+
 
 @torch.no_grad()
 def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor is the seventh
@@ -28,9 +30,13 @@ def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor i
     Sync: none. Collectives: none.
     Source: torch._amp_update_scale_; differences: the floor.
     """
-    _update_scale_plain(
-        scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale
-    )
+    arguments = (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale)
+    if plan_for([scale, found_inf]).way == "triton":
+        from impl.kernels._triton.scale_update import launch_update_scale  # noqa: PLC0415  as the other kernels
+
+        launch_update_scale(*arguments)
+    else:
+        _update_scale_plain(*arguments)
 
 
 def _update_scale_plain(  # noqa: PLR0913  as above

@@ -1,0 +1,67 @@
+"""What every kernel over a chunk table shares: its row, its loads and stores, its launch."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from impl.kernels._table import CHUNK, CODES
+
+# How a kernel declares a Python float, which Triton takes for f32 unless told otherwise.
+if TYPE_CHECKING:
+    F64 = float
+else:
+    F64 = tl.float64
+
+F16 = tl.constexpr(CODES[torch.float16])
+BF16 = tl.constexpr(CODES[torch.bfloat16])
+F32 = tl.constexpr(CODES[torch.float32])
+
+# Triton 3.10 changes the default of fusing products into sums; pinned, results do not depend on the version.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+# Sixteen elements a thread: four 128-bit loads in flight in f32, two in f16.
+SHAPE = {"CHUNK": CHUNK, "BLOCK": 2048}
+LAUNCH = {**SHAPE, **OPTIONS}
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current CUDA device, whatever device the arguments are on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+@triton.jit
+def row_of(rows_ptr: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Address, elements, dtype code and wholeness of this program's chunk."""
+    row_ptr = rows_ptr + tl.program_id(0).to(tl.int64) * 4
+    return tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2), tl.load(row_ptr + 3)
+
+
+@triton.jit
+def pointer_to(address: tl.tensor, DTYPE: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
+    """The chunk's first element. The hint after the cast is what lets whole chunks load 128 bits at a time."""
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if WHOLE:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def load(pointer: tl.tensor, offsets: tl.tensor, count: tl.tensor, WHOLE: tl.constexpr) -> tl.tensor:
+    """Elements in f32, or f64 for f64; 0 past the chunk's end."""
+    values = (
+        tl.load(pointer + offsets) if WHOLE else tl.load(pointer + offsets, mask=offsets < count, other=0.0)
+    )
+    return values if values.dtype == tl.float64 else values.to(tl.float32)
+
+
+@triton.jit
+def store(
+    pointer: tl.tensor, offsets: tl.tensor, values: tl.tensor, count: tl.tensor, WHOLE: tl.constexpr
+) -> None:
+    values = values.to(pointer.dtype.element_ty)
+    if WHOLE:
+        tl.store(pointer + offsets, values)
+    else:
+        tl.store(pointer + offsets, values, mask=offsets < count)

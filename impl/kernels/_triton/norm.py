@@ -1,0 +1,177 @@
+"""The p-norm of a list of tensors in two launches."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from impl.kernels._table import chunk_table
+from impl.kernels._triton.chunk import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    LAUNCH,
+    OPTIONS,
+    load,
+    on_device,
+    pointer_to,
+    row_of,
+)
+
+_FINISH_BLOCK = 1024
+
+
+@triton.jit
+def _is_nan(values: tl.tensor) -> tl.tensor:
+    return values != values  # noqa: PLR0124  which is what a nan is
+
+
+@triton.jit
+def _combine(sums: tl.tensor, values: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Elementwise; a nan, once seen, stays."""
+    if KIND == "largest":
+        return tl.where((values > sums) | _is_nan(values), values, sums)
+    elif KIND == "smallest":
+        return tl.where((values < sums) | _is_nan(values), values, sums)
+    else:
+        return sums + values
+
+
+@triton.jit
+def _reduce(sums: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """[BLOCK] to one, by a tree that the block fixes: the result is the same every time."""
+    saw_nan = tl.max(tl.where(_is_nan(sums), 1, 0), axis=0) == 1
+    if KIND == "largest":
+        return tl.where(saw_nan, float("nan"), tl.max(sums, axis=0))
+    elif KIND == "smallest":
+        return tl.where(saw_nan, float("nan"), tl.min(sums, axis=0))
+    else:
+        return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _norm_chunk(
+    address: tl.tensor,  # of `count` elements of DTYPE, read
+    count: tl.tensor,
+    partial_ptr: tl.tensor,
+    p: tl.tensor,
+    KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    pointer = pointer_to(address, DTYPE, WHOLE)
+    sums = tl.full([BLOCK], float("inf") if KIND == "smallest" else 0.0, tl.float64)
+    for start in range(0, CHUNK, BLOCK):
+        if WHOLE or start < count:
+            offsets = start + tl.arange(0, BLOCK)
+            # In f64 no square of an f32 overflows or underflows.
+            values = tl.abs(load(pointer, offsets, count, WHOLE)).to(tl.float64)
+            if KIND == "two":
+                values = values * values
+            elif KIND == "power":
+                values = tl.exp2(tl.log2(values) * p)
+            combined = _combine(sums, values, KIND)
+            sums = combined if WHOLE else tl.where(offsets < count, combined, sums)
+    tl.store(partial_ptr + tl.program_id(0), _reduce(sums, KIND))
+
+
+@triton.jit
+def _norm_as(
+    address: tl.tensor,
+    count: tl.tensor,
+    code: tl.tensor,
+    partial_ptr: tl.tensor,
+    p: tl.tensor,
+    KIND: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    if code == F16:
+        _norm_chunk(address, count, partial_ptr, p, KIND, tl.float16, WHOLE, CHUNK, BLOCK)
+    elif code == BF16:
+        _norm_chunk(address, count, partial_ptr, p, KIND, tl.bfloat16, WHOLE, CHUNK, BLOCK)
+    elif code == F32:
+        _norm_chunk(address, count, partial_ptr, p, KIND, tl.float32, WHOLE, CHUNK, BLOCK)
+    else:
+        _norm_chunk(address, count, partial_ptr, p, KIND, tl.float64, WHOLE, CHUNK, BLOCK)
+
+
+@triton.jit
+def partial_norm_kernel(
+    rows_ptr: tl.tensor,  # [chunks, 4] i64
+    partial_ptr: tl.tensor,  # [chunks] f64, fully written
+    p: F64,
+    KIND: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One partial a chunk: sum of |x|**p, or an extreme. f32: 4 B an element, read."""
+    address, count, code, whole = row_of(rows_ptr)
+    if whole == 1:
+        _norm_as(address, count, code, partial_ptr, p, KIND, True, CHUNK, BLOCK)
+    else:
+        _norm_as(address, count, code, partial_ptr, p, KIND, False, CHUNK, BLOCK)
+
+
+@triton.jit
+def finish_norm_kernel(
+    partial_ptr: tl.tensor,  # [chunks] f64
+    norm_ptr: tl.tensor,  # [] f32 or f64, written
+    chunks: tl.tensor,
+    p: F64,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program combines the partials, always in the same order, and takes the root. 8 B a chunk, read."""
+    neutral = float("inf") if KIND == "smallest" else 0.0
+    sums = tl.full([BLOCK], neutral, tl.float64)
+    start = tl.full([], 0, tl.int32)
+    while start < chunks:
+        offsets = start + tl.arange(0, BLOCK)
+        partials = tl.load(partial_ptr + offsets, mask=offsets < chunks, other=neutral)
+        sums = _combine(sums, partials, KIND)
+        start += BLOCK
+    norm = _reduce(sums, KIND)
+    if KIND == "two":
+        norm = tl.sqrt(norm)
+    elif KIND == "power":
+        norm = tl.exp2(tl.log2(norm) / p)
+    tl.store(norm_ptr, norm.to(norm_ptr.dtype.element_ty))
+
+
+def _kind(p: float) -> str:
+    return {1.0: "one", 2.0: "two", math.inf: "largest", -math.inf: "smallest"}.get(p, "power")
+
+
+def launch_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor | None:
+    """Run the kernels; None where they cannot take these tensors or this norm.
+
+    The partials, one f64 a chunk, are all that is allocated beside the result.
+    """
+    # torch's norm of order 0 counts tensors, and for an empty one it refuses orders without a neutral element.
+    if norm_type == 0 or math.isnan(norm_type):
+        return None
+    if (norm_type < 0 or norm_type == math.inf) and not all(t.numel() for t in tensors):
+        return None
+    table = chunk_table(tensors)
+    if table is None:
+        return None
+    device = tensors[0].device
+    partials = torch.empty(table.chunks, dtype=torch.float64, device=device)
+    # Wide enough for every dtype but f64; bf16 is rounded once, at the end.
+    norm = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+    kind = _kind(norm_type)
+    with on_device(norm):
+        if table.chunks:
+            partial_norm_kernel[(table.chunks,)](table.rows, partials, norm_type, KIND=kind, **LAUNCH)
+        finish_norm_kernel[(1,)](
+            partials, norm, table.chunks, norm_type, KIND=kind, BLOCK=_FINISH_BLOCK, **OPTIONS
+        )
+    return norm.to(dtype)
