@@ -1,0 +1,1 @@
+"""The kernels of `impl` against torch's operators and exact arithmetic; no other subject has them."""

@@ -1,0 +1,98 @@
+"""Compile every Triton kernel for GPUs that need not be here, and report what the machine code holds.
+
+Run as a program, in a process where TRITON_INTERPRET is not set; prints one JSON object.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from impl.kernels._triton.chunk import OPTIONS, SHAPE
+from impl.kernels._triton.clamp import clamp_kernel
+from impl.kernels._triton.norm import finish_norm_kernel, partial_norm_kernel
+from impl.kernels._triton.scale import scale_kernel
+from impl.kernels._triton.scale_update import update_scale_kernel
+from impl.kernels._triton.unscale import unscale_kernel
+
+_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Case(NamedTuple):
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+
+
+_FINISH = {"partial_ptr": "*fp64", "norm_ptr": "*fp32", "chunks": "i32", "p": "fp64"}
+_PARTIAL = {"rows_ptr": "*i64", "partial_ptr": "*fp64", "p": "fp64"}
+CASES = (
+    Case(
+        "unscale", unscale_kernel, {"rows_ptr": "*i64", "inv_scale_ptr": "*fp32", "found_inf_ptr": "*fp32"},
+        SHAPE,
+    ),
+    Case("scale", scale_kernel, {"rows_ptr": "*i64", "factor_ptr": "*fp32"}, SHAPE),
+    Case("clamp", clamp_kernel, {"rows_ptr": "*i64", "low": "fp64", "high": "fp64"}, SHAPE),
+    Case("norm_two", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "two"}),
+    Case("norm_largest", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "largest"}),
+    Case("norm_power", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "power"}),
+    Case("finish_two", finish_norm_kernel, _FINISH, {"KIND": "two", "BLOCK": 1024}),
+    Case("finish_power", finish_norm_kernel, _FINISH, {"KIND": "power", "BLOCK": 1024}),
+    Case(
+        "update_scale",
+        update_scale_kernel,
+        {
+            "scale_ptr": "*fp32", "growth_tracker_ptr": "*i32", "found_inf_ptr": "*fp32", "growth_factor": "fp64",
+            "backoff_factor": "fp64", "growth_interval": "i32", "min_scale": "fp64",
+        },
+        {},
+    ),
+)  # fmt: skip
+
+
+def compiled(case: Case, capability: int) -> dict[str, Any]:
+    """Registers, spilled bytes and the loads and stores of one kernel on one architecture."""
+    names = case.kernel.arg_names
+    source = ASTSource(
+        fn=case.kernel,
+        signature={n: case.signature.get(n, "constexpr") for n in names},
+        constexprs={(names.index(n),): v for n, v in case.constants.items()},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if case.signature.get(n, "").startswith("*")
+        },
+    )
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(binary.asm["cubin"])
+        cubin.flush()
+        usage = _tool("--dump-resource-usage", cubin.name)
+        sass = _tool("-sass", cubin.name)
+    counted = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage)
+    assert counted, usage
+    return {
+        "registers": int(counted[1]),
+        "spilled": int(counted[3]) + len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "wide_loads": len(re.findall(r"\bLDG\.E[.\w]*\.128\b", sass)),
+        "wide_stores": len(re.findall(r"\bSTG\.E[.\w]*\.128\b", sass)),
+    }
+
+
+def _tool(flag: str, path: str) -> str:
+    return subprocess.run(
+        [_BIN / "cuobjdump", flag, path], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1])
+    json.dump({case.name: compiled(case, capability) for case in CASES}, sys.stdout)

@@ -1,0 +1,119 @@
+"""One call of a kernel by one route, on tensors built from a description that travels between processes."""
+
+import math
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from impl import kernels
+from impl.kernels import _table
+
+
+class Spec(NamedTuple):
+    """A tensor: what it holds follows from the seed, where it lies from the layout."""
+
+    numel: int
+    dtype: torch.dtype
+    layout: str  # contiguous, misaligned, transposed or gaps
+    seed: int
+
+
+class Result(NamedTuple):
+    tensors: list[Tensor]  # afterwards
+    value: Tensor | None
+    outside: bool  # whether memory around the tensors is as it was
+
+
+_SENTINEL = 77.0
+
+
+def build(spec: Spec) -> tuple[Tensor, Tensor]:
+    """The tensor, and the buffer around it that holds a sentinel everywhere else."""
+    generator = torch.Generator().manual_seed(spec.seed)
+    numel = spec.numel
+    buffer = torch.full((2 * numel + 8,), _SENTINEL, dtype=spec.dtype)
+    match spec.layout:
+        case "misaligned":
+            tensor = buffer[1 : 1 + numel]
+        case "transposed":
+            tensor = buffer[:numel].view(-1, math.gcd(numel, 6) or 1).t()
+        case "gaps":
+            tensor = buffer[: 2 * numel : 2]
+        case _:
+            tensor = buffer[:numel]
+    tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+    return tensor, buffer
+
+
+def call(route: str, operation: str, specs: list[Spec], *arguments: Any) -> Result:
+    """Run `operation` on freshly built tensors; Tensor arguments are copied first."""
+    built = [build(spec) for spec in specs]
+    tensors = [tensor for tensor, _ in built]
+    arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
+    with kernels.route(route):
+        value = getattr(kernels, operation)(tensors, *arguments)
+    found_inf = arguments[1] if operation == "unscale_" else None
+    untouched = True
+    for tensor, buffer in built:
+        mask = torch.ones_like(buffer, dtype=torch.bool)
+        mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+        untouched = untouched and bool((buffer[mask] == _SENTINEL).all())
+    return Result([t.clone() for t in tensors], found_inf if value is None else value, untouched)
+
+
+def norm_by(route: str, tensors: list[Tensor], p: float) -> Tensor:
+    with kernels.route(route):
+        return kernels.total_norm(tensors, p)
+
+
+def unscaled_by(
+    route: str, grads: list[Tensor], inv_scale: float, found_inf: float
+) -> tuple[list[Tensor], float]:
+    flag = torch.full((1,), found_inf)
+    with kernels.route(route):
+        kernels.unscale_(grads, torch.tensor(inv_scale), flag)
+    return grads, flag.item()
+
+
+def clamped_by(route: str, tensors: list[Tensor], low: float, high: float) -> list[Tensor]:
+    with kernels.route(route):
+        kernels.clamp_(tensors, low, high)
+    return tensors
+
+
+def updated_by(route: str, scale: float, tracker: int, found_inf: float, *settings: Any) -> tuple[float, int]:
+    state = torch.full((1,), scale), torch.full((1,), tracker, dtype=torch.int32)
+    with kernels.route(route):
+        kernels.update_scale_(*state, torch.full((1,), found_inf), *settings)
+    return state[0].item(), int(state[1].item())
+
+
+def address_reuse(route: str, sizes: list[tuple[int, torch.dtype]]) -> list[bool]:
+    """Whether each of several tensors, all at one address one after the other, was scaled exactly and alone."""
+    storage = torch.zeros(1 << 16, dtype=torch.uint8)
+    right: list[bool] = []
+    for numel, dtype in sizes:
+        storage.fill_(0)
+        tensor = storage.view(dtype)[:numel].fill_(3.0)
+        with kernels.route(route):
+            kernels.scale_([tensor], torch.tensor(2.0))
+        rest = storage.view(dtype)[numel:]
+        right.append(bool((tensor == 6.0).all()) and not rest.any())
+    return right
+
+
+def cache_traffic(route: str) -> tuple[int, int, int]:
+    """Hits and misses for the same list twice and then a longer one; and gradients the cache keeps alive."""
+    grads = [torch.ones(5), torch.ones(7)]
+    alive = weakref.ref(grads[0])
+    before = _table._table_of.cache_info()
+    with kernels.route(route):
+        for _ in range(2):
+            kernels.scale_(grads, torch.tensor(2.0))
+        grads.append(torch.ones(3))
+        kernels.scale_(grads, torch.tensor(2.0))
+    after = _table._table_of.cache_info()
+    del grads
+    return after.hits - before.hits, after.misses - before.misses, int(alive() is not None)

@@ -1,0 +1,35 @@
+"""Every Triton kernel compiles for GPUs of three generations, keeps its registers, and reads 128 bits at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+# Sixteen elements a thread need two wide reads in f16, two in bf16, four in f32, eight in f64.
+_WIDE = 2 + 2 + 4 + 8
+_READ = ("unscale", "scale", "clamp", "norm_two")
+_WRITTEN = ("unscale", "scale", "clamp")
+# Sixty-four thousand registers hold at least four blocks of 128 threads at this many each.
+_MOST_REGISTERS = 128
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile_without_spills_and_with_wide_loads(capability):
+    environment = {k: v for k, v in os.environ.items() if k not in {"TRITON_INTERPRET", "TANDEM_KERNELS"}}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "conformance.kernels.ahead_of_time", str(capability)],
+        check=False, capture_output=True, text=True, timeout=300, env=environment, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)
+    assert {name: k["spilled"] for name, k in kernels.items()} == dict.fromkeys(kernels, 0)
+    assert all(k["registers"] <= _MOST_REGISTERS for k in kernels.values()), kernels
+    for name in _READ:
+        assert kernels[name]["wide_loads"] >= _WIDE, (name, kernels[name])
+    for name in _WRITTEN:
+        assert kernels[name]["wide_stores"] >= _WIDE, (name, kernels[name])
