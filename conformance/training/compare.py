@@ -147,9 +147,8 @@ def _learns(side: str, run: Run) -> Check:
     says = f"the {side}'s held-out loss is {bits:.2f} bits a byte after {done} steps"
     if bits < _LEARNED_BITS:
         return Check(f"learning of the {side}", True, says)
-    return Check(
-        f"learning of the {side}", False, f"{says}, wanted below {_LEARNED_BITS:g}; more steps may do it"
-    )
+    cure = "; more steps may do it" if math.isfinite(bits) else ""
+    return Check(f"learning of the {side}", False, f"{says}, wanted below {_LEARNED_BITS:g}{cure}")
 
 
 def _both(reference: Run, subject: Run) -> list[tuple[str, Run]]:

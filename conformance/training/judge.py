@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import platform
+import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -95,8 +96,9 @@ def judge(
         except OtherRun:
             raise
         except Exception as error:  # whatever the subject raises is its verdict, not the judge's end
-            traceback.print_exc()
-            ours, checks = Run(), [Check("runs", False, f"{type(error).__name__}: {error}")]
+            traceback.print_tb(error.__traceback__)  # without its text, which may hold whole tensors
+            says = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" …")
+            ours, checks = Run(), [Check("runs", False, says)]
         name = f"{plan.dtype}, {plan.optimizer}" + (f", route {route}" if route else "")
         result.comparisons.append(Comparison(name, plan, reference, ours, held_to, checks))
     result.seconds = time.perf_counter() - started
