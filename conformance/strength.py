@@ -92,7 +92,8 @@ def judge(plant_id: str, package: str = "impl", profile: str = "quick") -> Kill:
             process.join()
         report = Path(directory, "report.json")
         red = _first_red(json.loads(report.read_text())) if report.is_file() else None
-        how = "hang" if hung else "crash" if not report.is_file() else red["outcome"] if red else ""
+        died = process.exitcode is not None and process.exitcode < 0
+        how = "hang" if hung else "crash" if died else red["outcome"] if red else ""
     found = CATALOGUE.get(plant_id)
     return Kill(
         plant=plant_id,
@@ -113,6 +114,9 @@ def _run(plant_id: str, package: str, profile: str, directory: str) -> None:
         log = stack.enter_context(Path(directory, "log").open("w"))
         stack.enter_context(contextlib.redirect_stdout(log))
         stack.enter_context(contextlib.redirect_stderr(log))
+        files = test_files(plant_id)
+        if not files:  # pytest without files would run everything
+            raise LookupError(f"no clause is about {broken_name(plant_id)}")
         words = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--subject={package}+{plant_id}"]
         pytest.main(
             [*words, f"--profile={profile}", f"--report={directory}", *map(str, test_files(plant_id))]

@@ -285,6 +285,7 @@ def casts_in(
                     _ = x @ used
                 with library.amp.autocast(device, dtype=torch.bfloat16, cache_enabled=cache_enabled):
                     _ = x @ used
+                _ = x @ used
     return counter.casts
 
 
@@ -296,7 +297,7 @@ def test_casts_are_kept(
 ) -> None:
     got = casts_in(subject, device, cache_enabled, leaf, uses=3, regions=2)
     assert got == casts_in(reference, device, cache_enabled, leaf, uses=3, regions=2)
-    assert got == (2 if leaf and cache_enabled is not False else 8)
+    assert got == (2 if leaf and cache_enabled is not False else 10)
 
 
 def product_after_update(

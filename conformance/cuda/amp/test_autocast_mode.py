@@ -1,0 +1,98 @@
+"""torch.cuda.amp.autocast, custom_fwd and custom_bwd, the older spellings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.older_spellings import ARGUMENTS, used_as_decorator, used_as_region
+from conformance.strategies.regions import state
+
+
+@clause("cuda.amp.autocast_mode.autocast.older_spelling")
+@pytest.mark.parametrize("arguments", list(ARGUMENTS))
+def test_as_a_region(subject: Library, reference: Library, arguments: str) -> None:
+    assert_same_outcome(
+        used_as_region(reference.cuda.amp.autocast, arguments),
+        used_as_region(subject.cuda.amp.autocast, arguments),
+    )
+
+
+@clause("cuda.amp.autocast_mode.autocast.older_spelling")
+@pytest.mark.parametrize("arguments", list(ARGUMENTS))
+@pytest.mark.parametrize("function", [None, abs, 3], ids=str)
+def test_as_a_decorator(subject: Library, reference: Library, arguments: str, function: object) -> None:
+    assert_same_outcome(
+        used_as_decorator(reference.cuda.amp.autocast, arguments, function),
+        used_as_decorator(subject.cuda.amp.autocast, arguments, function),
+    )
+
+
+@clause("cuda.amp.autocast_mode.autocast.older_spelling")
+def test_newer_arguments_are_refused(subject: Library) -> None:
+    """The text names whichever of `__new__` and `__init__` Python asked, so only the type is held."""
+    with pytest.raises(TypeError):
+        subject.cuda.amp.autocast("cuda", None, True, True)
+
+
+@clause("cuda.amp.autocast_mode.autocast.older_spelling")
+def test_is_an_autocast(subject: Library) -> None:
+    """Code that asks isinstance for the newer class takes the older one too."""
+    assert issubclass(subject.cuda.amp.autocast, subject.amp.autocast)
+
+
+class Context:
+    """Stands for the ctx of an autograd Function."""
+
+
+@clause("cuda.amp.autocast_mode.custom_fwd.older_spelling")
+@pytest.mark.parametrize("cast_inputs", [None, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("bare", [True, False])
+@pytest.mark.parametrize("autocast_on", [True, False])
+def test_custom_fwd(
+    subject: Library, reference: Library, cast_inputs: torch.dtype | None, bare: bool, autocast_on: bool
+) -> None:
+    def run(library: Library) -> Outcome:
+        def forward(ctx: Any, x: torch.Tensor) -> Any:
+            return x.dtype, x.device.type, state()
+
+        def use() -> Any:
+            if bare:
+                decorated = library.cuda.amp.custom_fwd(forward, cast_inputs=cast_inputs)
+            else:
+                decorated = library.cuda.amp.custom_fwd(cast_inputs=cast_inputs)(forward)
+            ctx = Context()
+            # Straight through the dispatcher: autocast for CUDA refuses to be built on a machine without it.
+            torch.set_autocast_enabled("cuda", autocast_on)
+            try:
+                seen = decorated(ctx, torch.ones(2))
+            finally:
+                torch.set_autocast_enabled("cuda", False)
+            return seen, vars(ctx), decorated.__name__
+
+        return observe(use)
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+@clause("cuda.amp.autocast_mode.custom_fwd.older_spelling")
+@pytest.mark.parametrize("used", [True, False])
+def test_custom_bwd(subject: Library, reference: Library, used: bool) -> None:
+    def run(library: Library) -> Outcome:
+        def backward(ctx: Any, x: int) -> Any:
+            return x, state()
+
+        def use() -> Any:
+            ctx = Context()
+            ctx._fwd_used_autocast, ctx._dtype = used, torch.bfloat16
+            decorated = library.cuda.amp.custom_bwd(backward)
+            return decorated(ctx, 1), decorated.__name__
+
+        return observe(use)
+
+    assert_same_outcome(run(reference), run(subject))

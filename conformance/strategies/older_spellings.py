@@ -1,0 +1,47 @@
+"""Uses of the older autocast classes of torch.cuda.amp and torch.cpu.amp, which take other arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.outcome import Outcome, observe
+from conformance.strategies.regions import state
+
+ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "defaults": ((), {}),
+    "disabled": ((False,), {}),
+    "another dtype": ((True, torch.float16), {}),
+    "bfloat16": ((), {"dtype": torch.bfloat16}),
+    "an unsupported dtype": ((), {"dtype": torch.float32}),
+    "no cache": ((), {"cache_enabled": False}),
+}
+
+
+def used_as_region(autocast: Any, arguments: str) -> Outcome:
+    """The attributes, the state inside and after, and the warnings; entered twice, and with a subclass's `super`."""
+    args, kwargs = ARGUMENTS[arguments]
+
+    def run() -> Any:
+        region = autocast(*args, **kwargs)
+        seen = [region.device, region.fast_dtype, region._enabled, region._cache_enabled]
+        for _ in range(2):
+            with region as entered:
+                seen += [state(), entered is region]
+        return [*seen, state()]
+
+    return observe(run)
+
+
+def used_as_decorator(autocast: Any, arguments: str, function: Any = None) -> Outcome:
+    args, kwargs = ARGUMENTS[arguments]
+
+    def inside(x: int) -> Any:
+        return x, state()
+
+    def run() -> Any:
+        decorated = autocast(*args, **kwargs)(function or inside)
+        return decorated(1), decorated(x=2), decorated.__name__, state()
+
+    return observe(run)
