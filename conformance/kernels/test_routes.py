@@ -263,6 +263,16 @@ def test_scale_update_follows_the_rule(route, scale, tracker, found_inf, growth,
 
 
 @pytest.mark.parametrize("route", ROUTES)
+def test_a_scale_neither_overflows_nor_falls_through_the_floor(route):
+    assert by(route, updated_by, torch.tensor(3e38).item(), 0, 0.0, 2.0, 0.5, 1, 1.0) == (
+        torch.tensor(3e38).item(),
+        0,
+    )
+    assert by(route, updated_by, 2.0**-126, 0, 1.0, 2.0, 0.5, 1, 2.0**-126) == (2.0**-126, 0)
+    assert by(route, updated_by, 0.25, 0, 0.0, 2.0, 0.5, 2, 1.5) == (1.5, 1)
+
+
+@pytest.mark.parametrize("route", ROUTES)
 def test_an_address_used_again_with_another_size_or_dtype(route):
     sizes = [
         (1000, torch.float32),
