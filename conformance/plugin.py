@@ -80,6 +80,8 @@ def _set_hypothesis_up(config: pytest.Config) -> None:
             deadline=None,  # the whole test has one: see `pytest_runtest_call`
             database=None,
             derandomize=config.option.seed is None,
+            # Not `explain`, which traces every line: a failing sequence would outlive its deadline.
+            phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink),
             print_blob=True,
             suppress_health_check=suppressed,
         )

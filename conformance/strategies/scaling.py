@@ -61,7 +61,7 @@ class Aware(SGD):
             with torch.no_grad():
                 for parameter in itertools.chain(*(group["params"] for group in self.param_groups)):
                     if parameter.grad is not None:
-                        parameter -= 0.125 * parameter.grad / (1.0 if scale is None else scale)
+                        parameter.sub_(0.125 * parameter.grad / (1.0 if scale is None else scale))
         return "stepped"
 
 
@@ -89,7 +89,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda groups: SGD(groups, lr=0.125),
     "momentum": lambda groups: SGD(groups, lr=0.125, momentum=0.5),
     "adam": lambda groups: Adam(groups, lr=0.125),
-    "fused sgd": lambda groups: SGD(groups, lr=0.125, momentum=0.5, fused=True),
+    # Without momentum: torch's fused SGD never fills its momentum buffer if the first step is skipped, and reads it.
+    "fused sgd": lambda groups: SGD(groups, lr=0.125, fused=True),
     "fused adam": lambda groups: Adam(groups, lr=0.125, fused=True),
     "fused adamw": lambda groups: AdamW(groups, lr=0.125, fused=True),
     "fused adagrad": lambda groups: Adagrad(groups, lr=0.125, fused=True),
@@ -186,6 +187,7 @@ def pickled(scaler: Any, as_class: type | None = None) -> Any:
     """A pickle and back, into `as_class` where given. Every object but the class itself is really pickled."""
     written = BytesIO()
     pickler = pickle.Pickler(written)
+    # A class with a planted fault is not the one that stands under its name.
     pickler.persistent_id = lambda value: "the scaler's class" if value is type(scaler) else None
     pickler.dump(scaler)
     unpickler = pickle.Unpickler(BytesIO(written.getvalue()))

@@ -1,0 +1,195 @@
+"""GradScaler's constructor: its arguments, devices, the warning without CUDA, and the scaler that is switched off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.scaling import Rig, assert_same_story
+
+ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
+    "init_scale": st.sampled_from([1.0, 2.0**16, 3.0, 0.5, 1e-3, 8]),
+    "growth_factor": st.sampled_from([2.0, 1.5, 10.0, 3]),
+    "backoff_factor": st.sampled_from([0.5, 0.1, 0.75, 0.25]),
+    "growth_interval": st.integers(1, 5),
+}
+
+
+@clause("amp.grad_scaler.constructor.arguments")
+@given(given_=st.fixed_dictionaries({}, optional=ARGUMENTS))
+def test_arguments_take_effect(
+    subject: Library, reference: Library, device: str, given_: dict[str, Any]
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, **given_)
+        yield rig.did(rig.scaler.get_scale)
+        for last in (None, None, None, None, None, None, math.inf, math.nan, None):
+            yield from rig.iteration(last)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.constructor.arguments")
+def test_defaults(subject: Library, device: str) -> None:
+    scaler = subject.amp.GradScaler(device)
+    assert scaler.get_scale() == 65536.0
+    assert scaler.get_growth_factor() == 2.0
+    assert scaler.get_backoff_factor() == 0.5
+    assert scaler.get_growth_interval() == 2000
+    assert scaler.is_enabled() is True
+
+
+@clause("amp.grad_scaler.constructor.arguments")
+def test_arguments_by_position(subject: Library, reference: Library, device: str) -> None:
+    def made(library: Library) -> Outcome:
+        return observe(lambda: library.amp.GradScaler(device, 4.0, 3.0, 0.25, 7, True).state_dict())
+
+    assert_same_outcome(made(reference), made(subject))
+
+
+@clause("amp.grad_scaler.constructor.bad_arguments")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"growth_factor": 1.0},
+        {"growth_factor": 0.5},
+        {"growth_factor": -2.0},
+        {"growth_factor": "2"},
+        {"growth_factor": None},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": 1.5},
+        {"backoff_factor": "0.5"},
+        {"backoff_factor": None},
+        {"growth_factor": 1.0, "backoff_factor": 1.0},
+        {"scale": 2.0},
+        {"growth_factor": 1.0, "backoff_factor": 1.0, "enabled": False},
+        {"init_scale": "a", "growth_interval": None, "enabled": False},
+    ],
+    ids=str,
+)
+def test_bad_arguments(subject: Library, reference: Library, device: str, arguments: dict[str, Any]) -> None:
+    def made(library: Library) -> Outcome:
+        return observe(lambda: library.amp.GradScaler(device, **arguments).state_dict())
+
+    assert_same_outcome(made(reference), made(subject))
+
+
+@clause("amp.grad_scaler.constructor.device")
+@pytest.mark.parametrize("where", ["cpu", "cuda", "xpu", None])
+@pytest.mark.parametrize("enabled", [True, False, None])
+@pytest.mark.parametrize("cuda_is_there", [True, False])
+def test_device_and_the_warning_without_cuda(
+    subject: Library,
+    reference: Library,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str | None,
+    enabled: bool | None,
+    cuda_is_there: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda_is_there)
+    keywords = {key: value for key, value in (("device", where), ("enabled", enabled)) if value is not None}
+
+    def made(library: Library) -> Outcome:
+        def make() -> tuple[bool, float, dict[str, Any]]:
+            scaler = library.amp.GradScaler(**keywords)
+            return scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()
+
+        return observe(make)
+
+    assert_same_outcome(made(reference), made(subject))
+
+
+@clause("amp.grad_scaler.constructor.device")
+def test_device_decides_where_a_new_scale_may_lie(subject: Library, reference: Library, device: str) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        for where in (device, "xpu"):
+            rig = Rig(library, device)
+            rig.scaler = library.amp.GradScaler(device=where)
+            rig.used()
+            yield rig.did(rig.scaler.update, torch.tensor(4.0, device=device))
+            yield rig.did(rig.scaler.update, torch.tensor(4.0, device="meta"))
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.enabled.off_does_nothing")
+@given(data=st.data())
+def test_switched_off(subject: Library, reference: Library, device: str, data: st.DataObject) -> None:
+    """Every method of a scaler that is switched off, in any order; the optimizer steps on whatever is there."""
+    calls = data.draw(
+        st.lists(st.sampled_from(["backward", "unscale_", "step", "update", "state"]), max_size=8)
+    )
+    last = data.draw(st.sampled_from([None, math.inf, math.nan]))
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer="recording", enabled=False, init_scale=8.0)
+        yield rig.did(rig.scaler.is_enabled)
+        for call in calls:
+            if call == "backward":
+                yield rig.did(rig.backward, last)
+            elif call == "unscale_":
+                yield rig.did(rig.scaler.unscale_, rig.optimizer)
+            elif call == "step":
+                yield rig.did(rig.scaler.step, rig.optimizer, 1, two=2)
+            elif call == "update":
+                yield rig.did(rig.scaler.update, 2.0)
+            else:
+                yield rig.did(rig.scaler.load_state_dict, {"scale": 3.0})
+            yield rig.did(rig.scaler.get_scale)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.enabled.off_does_nothing")
+@pytest.mark.parametrize("method", ["scale", "update", "unscale_", "load_state_dict"])
+@pytest.mark.parametrize("argument", [None, 3, "x", {}, (), [[1]]], ids=repr)
+def test_switched_off_looks_at_nothing(
+    subject: Library, reference: Library, device: str, method: str, argument: Any
+) -> None:
+    def called(library: Library) -> Outcome:
+        return observe(getattr(library.amp.GradScaler(device, enabled=False), method), argument)
+
+    assert_same_outcome(called(reference), called(subject))
+
+
+@clause("amp.grad_scaler.enabled.off_does_nothing")
+def test_switched_off_hands_the_outputs_back(subject: Library, device: str) -> None:
+    scaler = subject.amp.GradScaler(device, enabled=False)
+    for outputs in (torch.ones(2, device=device), [torch.ones((), device=device)], iter([]), "text", None):
+        assert scaler.scale(outputs) is outputs
+
+
+@clause("amp.grad_scaler.enabled.off_does_nothing")
+def test_switched_off_takes_closures(subject: Library, reference: Library, device: str) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        for give in ("by position", "by keyword"):
+            rig = Rig(library, device, optimizer="sgd", enabled=False)
+
+            def closure(rig: Rig = rig) -> float:
+                rig.zero_grad()
+                rig.backward()
+                return 0.5
+
+            if give == "by position":
+                yield rig.did(rig.scaler.step, rig.optimizer, closure)
+            else:
+                yield rig.did(rig.scaler.step, rig.optimizer, closure=closure)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.enabled.off_answers")
+def test_switched_off_answers(subject: Library, device: str) -> None:
+    scaler = subject.amp.GradScaler(device, init_scale=4.0, enabled=False)
+    assert (scaler.get_scale(), type(scaler.get_scale())) == (1.0, float)
+    assert scaler.is_enabled() is False
+    assert scaler.state_dict() == {}

@@ -1,0 +1,193 @@
+"""What torch's scaler cannot tell: whether a step was taken, and which parameter was not finite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.strategies.gradients import Gradient
+from conformance.strategies.scaling import AMP_AWARE, FOUR, PLAIN, Rig, pickled
+
+LACKING = "no such method"
+
+
+@clause("amp.grad_scaler.step.was_taken")
+@pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
+@pytest.mark.parametrize("optimizer", [*PLAIN, *AMP_AWARE])
+@pytest.mark.parametrize("unscale", [True, False])
+def test_whether_the_step_was_taken(
+    deviation: DeviationJudge, device: str, optimizer: str, unscale: bool
+) -> None:
+    """After step and still after update, for each of two optimizers; found_inf says the same on the device."""
+    fates = [None, math.inf, math.nan, None, None]
+
+    def probe(library: Library) -> Any:
+        rig, other = Rig(library, device, FOUR, optimizer), Rig(library, device, FOUR)
+        other.scaler = rig.scaler
+        if not hasattr(rig.scaler, "step_was_taken") and not hasattr(rig.scaler, "found_inf"):
+            return LACKING
+        answers = []
+        for last in fates:
+            for each in (rig, other):
+                each.zero_grad()
+            rig.backward(last)
+            other.backward()
+            if unscale:
+                rig.scaler.unscale_(rig.optimizer)
+            for each in (rig, other):
+                each.scaler.step(each.optimizer)
+            before = rig.scaler.step_was_taken(rig.optimizer)
+            rig.scaler.update()
+            found = rig.scaler.found_inf(rig.optimizer)
+            assert rig.scaler.step_was_taken(other.optimizer) is True
+            assert (found.shape, found.dtype, found.device.type) == ((), torch.float32, device)
+            answers.append((before, rig.scaler.step_was_taken(rig.optimizer), float(found)))
+        return answers
+
+    wanted = [(last is None, last is None, float(last is not None)) for last in fates]
+    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == wanted)
+
+
+@clause("amp.grad_scaler.step.was_taken")
+@pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) -> None:
+    """Nobody knows, and that is an error; a scaler that is switched off skips nothing. A copy remembers no step."""
+
+    def probe(library: Library) -> Any:
+        rig = Rig(library, device, enabled=enabled)
+        if not hasattr(rig.scaler, "step_was_taken"):
+            return LACKING
+        scalers = [rig.scaler]
+        if enabled:
+            rig.backward()
+            rig.scaler.step(rig.optimizer)
+            rig.scaler.update()
+            scalers = [library.amp.GradScaler(device), pickled(rig.scaler)]
+        answers = []
+        for scaler in scalers:
+            for question in (scaler.step_was_taken, scaler.found_inf):
+                try:
+                    answers.append(float(question(rig.optimizer)))
+                except RuntimeError:
+                    answers.append("RuntimeError")
+        return answers
+
+    wanted = ["RuntimeError"] * 4 if enabled else [1.0, 0.0]
+    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == wanted)
+
+
+@clause("amp.grad_scaler.step.which_parameter")
+@pytest.mark.deviation("grad_scaler.names_nonfinite_parameters")
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("bad", [(), (3,), (0, 2), (1, 2, 3)], ids=str)
+def test_which_parameters_were_not_finite(
+    deviation: DeviationJudge, device: str, named: bool, unscale: bool, bad: tuple[int, ...]
+) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float64]
+    values = [math.inf, math.nan, -math.inf, math.nan]
+    gradients = tuple(
+        Gradient((index + 2,), dtype, seed=index, last=values[index] if index in bad else None)
+        for index, dtype in enumerate(dtypes)
+    )
+
+    def probe(library: Library) -> Any:
+        rig = Rig(library, device, gradients).used()
+        if not hasattr(rig.scaler, "nonfinite_parameters"):
+            return LACKING
+        if named:
+            layers = [(f"layer.{index}.weight", parameter) for index, parameter in enumerate(rig.parameters)]
+            groups = [{"params": layers[:1]}, {"params": layers[1:]}]
+            rig.optimizer = torch.optim.SGD(groups, lr=0.125)
+        (rig.scaler.unscale_ if unscale else rig.scaler.step)(rig.optimizer)
+        return rig.scaler.nonfinite_parameters(rig.optimizer)
+
+    def names_them(seen: Any) -> bool:
+        if named:
+            return seen == [f"layer.{index}.weight" for index in bad]
+        return len(seen) == len(bad) and all(
+            f"({index + 2},)" in name for index, name in zip(bad, seen, strict=True)
+        )
+
+    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=names_them)
+
+
+@clause("amp.grad_scaler.step.which_parameter")
+@pytest.mark.deviation("grad_scaler.names_nonfinite_parameters")
+def test_gradients_that_are_gone(deviation: DeviationJudge, device: str) -> None:
+    """Asked too late, after zero_grad, the answer is an error and not an empty list."""
+
+    def probe(library: Library) -> Any:
+        rig = Rig(library, device)
+        if not hasattr(rig.scaler, "nonfinite_parameters"):
+            return LACKING
+        rig.backward(math.inf)
+        rig.scaler.step(rig.optimizer)
+        rig.zero_grad()
+        try:
+            return rig.scaler.nonfinite_parameters(rig.optimizer)
+        except RuntimeError:
+            return "RuntimeError"
+
+    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == "RuntimeError")
+
+
+@clause("amp.grad_scaler.update.never_dies")
+@pytest.mark.deviation("grad_scaler.scale_never_dies")
+@pytest.mark.parametrize("how", ["overflows", "new_scale", "new_scale tensor", "load_state_dict"])
+def test_a_floor_of_ones_own(deviation: DeviationJudge, device: str, how: str) -> None:
+    """min_scale holds however the scale would get below it."""
+
+    def probe(library: Library) -> Any:
+        try:
+            scaler = library.amp.GradScaler(device, init_scale=8.0, min_scale=2.0)
+        except TypeError:
+            return LACKING
+        rig = Rig(library, device).used()
+        rig.scaler = scaler
+        for _ in range(4 if how == "overflows" else 1):
+            rig.zero_grad()
+            rig.backward(math.inf)
+            scaler.step(rig.optimizer)
+            if how.startswith("new_scale"):
+                scaler.update(0.5 if how == "new_scale" else torch.tensor(0.5, device=device))
+            else:
+                scaler.update()
+        if how == "load_state_dict":
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 0.25})
+        return scaler.get_scale()
+
+    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == 2.0)
+
+
+@clause("amp.grad_scaler.update.never_dies")
+@pytest.mark.deviation("grad_scaler.scale_never_dies")
+def test_an_error_where_one_was_asked_for(deviation: DeviationJudge, device: str) -> None:
+    def probe(library: Library) -> Any:
+        try:
+            scaler = library.amp.GradScaler(device, init_scale=8.0, min_scale=2.0, error_if_stuck=True)
+        except TypeError:
+            return LACKING
+        rig = Rig(library, device)
+        rig.scaler = scaler
+        for iteration in range(20):
+            rig.zero_grad()
+            rig.backward(math.nan)
+            scaler.step(rig.optimizer)
+            try:
+                scaler.update()
+            except RuntimeError:
+                return iteration
+        return "never"
+
+    # Two overflows take the scale to its floor; three more with no way down are a pattern.
+    deviation.judge(
+        probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: isinstance(seen, int) and seen >= 4
+    )

@@ -1,0 +1,276 @@
+"""What other libraries read, assign and override on a GradScaler although its name is private; and OptState."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome, observe
+from conformance.strategies.scaling import FOUR, Rig, assert_same_story, pickled
+
+
+@clause("amp.grad_scaler.opt_state.stages")
+def test_the_stages_of_an_iteration(subject: Library, device: str) -> None:
+    """Read by whoever must know whether an optimizer's gradients are unscaled already."""
+    stages = subject.amp.grad_scaler.OptState
+    assert [(stage.name, stage.value) for stage in stages] == [("READY", 0), ("UNSCALED", 1), ("STEPPED", 2)]
+    rig = Rig(subject, device).used()
+
+    def stage() -> str:
+        return rig.scaler._per_optimizer_states[id(rig.optimizer)]["stage"].name
+
+    assert stage() == "READY"
+    rig.scaler.unscale_(rig.optimizer)
+    assert stage() == "UNSCALED"
+    rig.scaler.step(rig.optimizer)
+    assert stage() == "STEPPED"
+    rig.scaler.update()
+    assert stage() == "READY"
+
+
+@clause("amp.grad_scaler.hooks.numbers")
+@pytest.mark.parametrize("used", [False, True])
+def test_numbers_that_others_read(subject: Library, reference: Library, device: str, used: bool) -> None:
+    names = [
+        "_scale",
+        "_growth_tracker",
+        "_growth_factor",
+        "_backoff_factor",
+        "_growth_interval",
+        "_enabled",
+        "_device",
+    ]
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, init_scale=8.0, growth_factor=4.0, growth_interval=3)
+        if used:
+            yield from rig.iteration()
+        yield observe(lambda: {name: getattr(rig.scaler, name) for name in names})
+        yield observe(lambda: (rig.scaler._init_scale, rig.scaler._init_growth_tracker))
+        yield observe(rig.scaler._get_scale_async)
+        yield observe(lambda: rig.scaler._get_scale_async() is rig.scaler._scale)
+        yield observe(rig.scaler._check_scale_growth_tracker, "their_method")
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.hooks.numbers")
+def test_filling_the_scale_and_the_tracker(subject: Library, reference: Library, device: str) -> None:
+    """A scaler that is updated by its owner, in place, as composer and fairscale do."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, init_scale=8.0, growth_interval=3).used()
+        rig.scaler._scale.fill_(4.0)
+        rig.scaler._growth_tracker.fill_(2)
+        yield rig.did(rig.scaler.get_scale)
+        yield from rig.iteration()
+        yield from rig.iteration()
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.hooks.numbers")
+def test_starting_the_scale_by_hand(subject: Library, reference: Library, device: str) -> None:
+    """accelerate does so before it loads a state into a scaler that has not scaled yet."""
+    state = {
+        "scale": 2.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2,
+        "_growth_tracker": 1,
+    }
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, init_scale=8.0)
+        yield rig.did(rig.scaler._lazy_init_scale_growth_tracker, torch.device(device))
+        yield rig.did(rig.scaler._lazy_init_scale_growth_tracker, torch.device(device))
+        yield rig.did(rig.scaler.load_state_dict, state)
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.hooks.per_optimizer_states")
+@pytest.mark.parametrize("optimizer", ["sgd", "aware"])
+@pytest.mark.parametrize("last", [None, math.inf], ids=repr)
+def test_verdicts_that_others_read(
+    subject: Library, reference: Library, device: str, optimizer: str, last: float | None
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=optimizer)
+        rig.backward(last)
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield observe(
+            lambda: dict(rig.scaler._per_optimizer_states[id(rig.optimizer)]["found_inf_per_device"])
+        )
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield observe(lambda: len(rig.scaler._per_optimizer_states))
+        yield rig.did(rig.scaler.update)
+        yield observe(lambda: len(rig.scaler._per_optimizer_states))
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.hooks.per_optimizer_states")
+def test_a_verdict_changed_by_hand(subject: Library, reference: Library, device: str) -> None:
+    """Reduced over ranks by whoever owns several: the step and the update follow it."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        for last in (None, math.inf):
+            rig = Rig(library, device, optimizer="recording", init_scale=8.0)
+            rig.backward(last)
+            yield rig.did(rig.scaler.unscale_, rig.optimizer)
+            for found in rig.scaler._per_optimizer_states[id(rig.optimizer)]["found_inf_per_device"].values():
+                found.fill_(0.0 if last else 1.0)
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.hooks.per_optimizer_states")
+def test_states_thrown_away_by_hand(subject: Library, reference: Library, device: str) -> None:
+    """composer forgets an iteration that failed by assigning fresh states."""
+    from collections import defaultdict  # noqa: PLC0415 as their code does it
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, init_scale=8.0)
+        ready = library.amp.grad_scaler.OptState.READY
+        rig.backward(math.inf)
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        rig.scaler._per_optimizer_states = defaultdict(lambda: {"stage": ready, "found_inf_per_device": {}})
+        rig.zero_grad()
+        rig.backward()
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+        yield observe(lambda: pickled(rig.scaler).state_dict())
+
+    assert_same_story(reference, subject, story)
+
+
+def overriding(library: Library, hook: str, device: str) -> type:
+    """A subclass as trainers write it, with one hook of its own."""
+    base = library.amp.GradScaler
+
+    class Mine(base):
+        log: list[str]
+
+    def _unscale_grads_(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        """Unscales nothing and finds an inf, for every second call."""
+        self.log.append(f"{float(inv_scale)} {float(found_inf)} {allow_fp16}")
+        return {torch.device(device): torch.tensor(float(len(self.log) % 2), device=device)}
+
+    def unscale_half_too(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        """The well-known way round the refusal of float16 gradients."""
+        self.log.append(str(allow_fp16))
+        return base._unscale_grads_(self, optimizer, inv_scale, found_inf, True)
+
+    def _maybe_opt_step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Steps whatever was found."""
+        found = sum(float(value) for value in optimizer_state["found_inf_per_device"].values())
+        self.log.append(f"{found} {args} {kwargs}")
+        return optimizer.step(*args, **kwargs) or "mine"
+
+    def _check_inf_per_device(self: Any, optimizer: Any) -> Any:
+        self.log.append("checked")
+        found = {torch.device(device): torch.ones((), device=device)}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+    def _get_scale_async(self: Any) -> Any:
+        self.log.append("asked")
+        return base._get_scale_async(self)
+
+    def unscale_(self: Any, optimizer: Any) -> None:
+        self.log.append("unscaled")
+        base.unscale_(self, optimizer)
+
+    hooks = {
+        "_unscale_grads_": _unscale_grads_,
+        "_unscale_grads_ with float16": unscale_half_too,
+        "_maybe_opt_step": _maybe_opt_step,
+        "_check_inf_per_device": _check_inf_per_device,
+        "_get_scale_async": _get_scale_async,
+        "unscale_": unscale_,
+    }
+    setattr(Mine, hook.partition(" ")[0], hooks[hook])
+    return Mine
+
+
+HOOKS = {
+    "_unscale_grads_": ["sgd", "aware"],
+    "_maybe_opt_step": ["sgd", "recording"],
+    "_check_inf_per_device": ["aware", "fused adam"],
+    "unscale_": ["sgd"],
+}
+
+
+@clause("amp.grad_scaler.hooks.overriding_takes_effect")
+@pytest.mark.parametrize(
+    ("hook", "optimizer"), [(hook, kind) for hook, kinds in HOOKS.items() for kind in kinds]
+)
+@pytest.mark.parametrize("unscale", [True, False])
+def test_overriding_takes_effect(
+    subject: Library, reference: Library, device: str, hook: str, optimizer: str, unscale: bool
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=optimizer)
+        rig.scaler = overriding(library, hook, device)(device, init_scale=8.0, growth_interval=1)
+        rig.scaler.log = []
+        for last in (None, math.inf, None, None):
+            rig.zero_grad()
+            yield rig.did(rig.backward, last)
+            if unscale:
+                yield rig.did(rig.scaler.unscale_, rig.optimizer)
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update)
+            yield observe(lambda: list(rig.scaler.log))
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.hooks.overriding_takes_effect")
+@pytest.mark.parametrize("dtype", [torch.float16], ids=str)
+@pytest.mark.parametrize("last", [None, math.inf], ids=repr)
+def test_the_way_round_the_refusal_of_float16(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, last: float | None
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device)
+        rig.scaler = overriding(library, "_unscale_grads_ with float16", device)(device, init_scale=8.0)
+        rig.scaler.log = []
+        for parameter in rig.parameters:
+            parameter.data = parameter.data.to(dtype)
+        rig.backward(last)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+        yield observe(lambda: list(rig.scaler.log))
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.hooks.overriding_takes_effect")
+def test_a_scale_lent_by_a_subclass(subject: Library, reference: Library, device: str) -> None:
+    """What _get_scale_async returns is what optimizers that unscale by themselves get."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        class Mine(library.amp.GradScaler):
+            def _get_scale_async(self) -> torch.Tensor:
+                return torch.tensor(32.0, device=device)
+
+        rig = Rig(library, device, FOUR, "aware")
+        rig.scaler = Mine(device, init_scale=8.0)
+        rig.backward()
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.get_scale)
+
+    assert_same_story(reference, subject, story)

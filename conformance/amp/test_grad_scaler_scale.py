@@ -1,0 +1,249 @@
+"""GradScaler.scale: what comes back for tensors, nested iterables and things that are neither."""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.gradients import Gradient, shapes
+from conformance.strategies.scaling import Rig
+
+SCALES = st.sampled_from([1.0, 3.0, 2.0**16, 1e5 / 3, 2.0**-10, 0.1])
+Pair = namedtuple("Pair", ["one", "other"])
+
+
+def scaled(library: Library, device: str, outputs: Any, **options: Any) -> Outcome:
+    scaler = library.amp.GradScaler(device, **options)
+    return observe(scaler.scale, outputs, watch=[outputs])
+
+
+@clause("amp.grad_scaler.scale.multiplies")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@given(
+    shape=shapes, seed=st.integers(0, 99), init_scale=SCALES, layout=st.sampled_from(["transposed", "sliced"])
+)
+def test_multiplies_by_the_scale(
+    subject: Library,
+    reference: Library,
+    device: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    seed: int,
+    init_scale: float,
+    layout: str,
+) -> None:
+    # A vector of a 16-bit dtype is asked about below: torch's product is rounded back to that dtype.
+    gradient = Gradient(() if dtype.itemsize == 2 else shape, dtype, seed=seed, layout=layout)
+    loss = gradient.parameter(device).grad
+    assert loss is not None
+    assert_same_outcome(
+        scaled(reference, device, loss, init_scale=init_scale),
+        scaled(subject, device, loss, init_scale=init_scale),
+    )
+
+
+@clause("amp.grad_scaler.scale.multiplies")
+@given(init_scale=SCALES, factors=st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=4))
+def test_gradients_flow_through(
+    subject: Library, reference: Library, device: str, init_scale: float, factors: list[float]
+) -> None:
+    def gradients(library: Library) -> Outcome:
+        weight = torch.nn.Parameter(torch.tensor(factors, device=device))
+        scaler = library.amp.GradScaler(device, init_scale=init_scale)
+        return observe(lambda: scaler.scale((weight * weight).sum()).backward(), watch=[weight])
+
+    assert_same_outcome(gradients(reference), gradients(subject))
+
+
+@clause("amp.grad_scaler.scale.multiplies")
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64], ids=str
+)
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_other_number_types(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    values = torch.ones(shape, dtype=dtype, device=device)
+    assert_same_outcome(scaled(reference, device, values), scaled(subject, device, values))
+
+
+@clause("amp.grad_scaler.scale.multiplies")
+@pytest.mark.parametrize("kind", ["sparse", "expanded", "empty", "nan", "inf"])
+def test_odd_tensors(subject: Library, reference: Library, device: str, kind: str) -> None:
+    outputs = {
+        "sparse": torch.eye(3, device=device).to_sparse(),
+        "expanded": torch.ones(1, device=device).expand(4),
+        "empty": torch.zeros(0, 3, device=device),
+        "nan": torch.tensor([math.nan, 1.0], device=device),
+        "inf": torch.tensor([1.0, -math.inf], device=device),
+    }[kind]
+    assert_same_outcome(scaled(reference, device, outputs), scaled(subject, device, outputs))
+
+
+CONTAINERS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "generator": lambda tensors: (tensor for tensor in tensors),
+    "iterator": iter,
+    "set": set,
+    "values of a dict": lambda tensors: dict(enumerate(tensors)).values(),
+    "nested": lambda tensors: [tensors, (tensors[0], [tensors[-1]])],
+    "nested lazily": lambda tensors: [tensors[0], (tensor for tensor in tensors)],
+    "empty in between": lambda tensors: [[], tensors[0], ()],
+    "named tuple": lambda tensors: Pair(tensors[0], tensors[-1]),
+    "rows of a tensor in a list": lambda tensors: [tensors[0].reshape(1, -1), tensors[-1]],
+}
+
+
+def unrolled(value: Any) -> Any:
+    """Lists for whatever is lazy, with the word for it."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(unrolled(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return value
+    return ["lazy", *(unrolled(item) for item in value)]
+
+
+@clause("amp.grad_scaler.scale.iterables")
+@pytest.mark.parametrize("container", list(CONTAINERS))
+@given(seeds=st.lists(st.integers(0, 99), min_size=1, max_size=4), init_scale=SCALES)
+def test_iterables(
+    subject: Library, reference: Library, device: str, container: str, seeds: list[int], init_scale: float
+) -> None:
+    tensors = [Gradient((index + 1,), seed=seed).parameter(device).grad for index, seed in enumerate(seeds)]
+
+    def scaled_whole(library: Library) -> Outcome:
+        scaler = library.amp.GradScaler(device, init_scale=init_scale)
+        # A set's order is its own business; both libraries get the very same one.
+        return observe(lambda: unrolled(scaler.scale(CONTAINERS[container](tensors))), watch=tensors)
+
+    assert_same_outcome(scaled_whole(reference), scaled_whole(subject))
+
+
+@clause("amp.grad_scaler.scale.iterables")
+def test_a_generator_is_read_as_it_is_asked_for(subject: Library, reference: Library, device: str) -> None:
+    """Whoever scales micro-batches lazily computes one loss at a time."""
+
+    def order(library: Library) -> list[str]:
+        seen: list[str] = []
+
+        def losses() -> Any:
+            for index in range(3):
+                seen.append(f"made {index}")
+                yield torch.ones((), device=device)
+
+        for index, _ in enumerate(library.amp.GradScaler(device).scale(losses())):
+            seen.append(f"used {index}")
+        return seen
+
+    assert order(subject) == order(reference)
+
+
+@clause("amp.grad_scaler.scale.several_devices")
+def test_outputs_on_two_devices(subject: Library, reference: Library, device: str) -> None:
+    other = "meta" if device == "cpu" else "cpu"
+
+    def places(library: Library) -> list[tuple[str, torch.dtype]]:
+        outputs = [torch.ones(2, device=device), torch.ones((), device=other), torch.ones(3, device=device)]
+        return [(out.device.type, out.dtype) for out in library.amp.GradScaler(device).scale(outputs)]
+
+    assert places(subject) == places(reference)
+
+
+@clause("amp.grad_scaler.scale.first_use")
+@pytest.mark.parametrize("outputs", [[], (), [[], ()]], ids=repr)
+def test_nothing_to_scale_starts_nothing(
+    subject: Library, reference: Library, device: str, outputs: Any
+) -> None:
+    def story(library: Library) -> list[Outcome]:
+        rig = Rig(library, device, init_scale=8.0)
+        return [rig.did(rig.scaler.scale, outputs), rig.did(rig.scaler.unscale_, rig.optimizer)]
+
+    for wanted, got in zip(story(reference), story(subject), strict=True):
+        assert_same_outcome(wanted, got)
+
+
+@clause("amp.grad_scaler.scale.first_use")
+def test_the_same_scale_until_update(subject: Library, device: str) -> None:
+    scaler = subject.amp.GradScaler(device, init_scale=12.0)
+    for _ in range(3):
+        assert float(scaler.scale(torch.tensor(2.0, device=device))) == 24.0
+        assert [float(out) for out in scaler.scale([torch.tensor(3.0, device=device)] * 2)] == [36.0, 36.0]
+
+
+@clause("amp.grad_scaler.scale.bad_outputs")
+@pytest.mark.parametrize("outputs", [None, 3, 1.5, [1], [None], (2.0,), {1: 2}, object], ids=repr)
+def test_things_that_cannot_be_scaled(
+    subject: Library, reference: Library, device: str, outputs: Any
+) -> None:
+    def story(library: Library) -> list[Outcome]:
+        rig = Rig(library, device)
+
+        def scale() -> Any:
+            result = rig.scaler.scale(outputs)
+            return result if isinstance(result, (list, tuple)) else list(result)
+
+        return [
+            rig.did(scale),
+            rig.did(rig.scaler.scale),
+            rig.did(rig.scaler.scale, torch.ones((), device=device)),
+        ]
+
+    for wanted, got in zip(story(reference), story(subject), strict=True):
+        assert_same_outcome(wanted, got)
+
+
+@clause("amp.grad_scaler.scale.bad_outputs")
+@pytest.mark.deviation("grad_scaler.strings_are_no_outputs")
+@pytest.mark.parametrize("text", ["loss", ["loss"], b"loss"], ids=repr)
+def test_strings(deviation: DeviationJudge, device: str, text: Any) -> None:
+    def probe(library: Library) -> str:
+        return str(observe(library.amp.GradScaler(device).scale, text).raised)
+
+    error = "ValueError: outputs must be a Tensor or an iterable of Tensors"
+    deviation.judge(probe, torch_does=lambda seen: seen == "None", we_do=lambda seen: seen == error)
+
+
+@clause("amp.grad_scaler.scale.low_precision_losses")
+@pytest.mark.deviation("grad_scaler.low_precision_losses")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nest", [lambda loss: loss, lambda loss: [[loss]]], ids=["tensor", "nested"])
+def test_half_precision_vectors(
+    deviation: DeviationJudge, device: str, dtype: torch.dtype, nest: Callable[[Any], Any]
+) -> None:
+    def probe(library: Library) -> tuple[torch.dtype, list[float], list[float]]:
+        losses = torch.tensor([1.0, 3.0], dtype=dtype, device=device, requires_grad=True)
+        result = library.amp.GradScaler(device).scale(nest(losses))
+        result = result if isinstance(result, torch.Tensor) else result[0][0]
+        result.sum().backward()
+        return result.dtype, result.tolist(), losses.grad.tolist()
+
+    torchs = [math.inf, math.inf] if dtype == torch.float16 else [65536.0, 196608.0]
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == (dtype, torchs, torchs[:1] * 2),
+        we_do=lambda seen: seen == (torch.float32, [65536.0, 196608.0], torchs[:1] * 2),
+    )
+
+
+@clause("amp.grad_scaler.scale.low_precision_losses")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@given(value=st.floats(-4, 4, width=16), init_scale=SCALES)
+def test_half_precision_losses_come_back_in_float32(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, value: float, init_scale: float
+) -> None:
+    loss = torch.tensor(value, dtype=dtype, device=device)
+    got = scaled(subject, device, loss, init_scale=init_scale)
+    assert_same_outcome(scaled(reference, device, loss, init_scale=init_scale), got)
+    assert got.value.dtype == torch.float32

@@ -1,0 +1,402 @@
+"""GradScaler's state: state_dict, load_state_dict, pickles and copies, between the libraries too."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.gradients import Gradient
+from conformance.strategies.scaling import FOUR, Rig, assert_same_story, pickled
+
+OTHERS = {"init_scale": 512.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 4}
+STATES = st.fixed_dictionaries(
+    {
+        "scale": st.sampled_from([1.0, 3.0, 1024, 0.125]),
+        "growth_factor": st.sampled_from([2.0, 4.0, 3]),
+        "backoff_factor": st.sampled_from([0.5, 0.25]),
+        "growth_interval": st.integers(1, 4),
+        "_growth_tracker": st.integers(0, 3),
+    }
+)
+FATES = st.lists(st.sampled_from([None, None, None, math.inf]), max_size=4)
+
+
+def lived(library: Library, device: str, fates: list[float | None], **options: Any) -> Rig:
+    rig = Rig(library, device, FOUR[2:], **options)
+    for last in fates:
+        for _ in rig.iteration(last):
+            pass
+    return rig
+
+
+def goes_on(rig: Rig) -> Iterator[Outcome]:
+    """What a state leads to: growth, backoff, and the count until the next growth."""
+    yield rig.did(rig.scaler.get_scale)
+    for last in (None, None, math.inf, None, None, None, None):
+        yield from rig.iteration(last)
+
+
+@clause("amp.grad_scaler.state_dict.five_entries")
+@given(fates=FATES)
+def test_state_dict(subject: Library, reference: Library, device: str, fates: list[float | None]) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = lived(library, device, fates, init_scale=8.0, growth_interval=3)
+        yield rig.did(rig.scaler.state_dict)
+        yield observe(lambda: [type(value).__name__ for value in rig.scaler.state_dict().values()])
+        yield observe(lambda: json.loads(json.dumps(rig.scaler.state_dict())))
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.state_dict.five_entries")
+def test_state_dict_is_a_copy(subject: Library, device: str) -> None:
+    rig = Rig(subject, device, init_scale=8.0, growth_interval=1).used()
+    before = rig.scaler.state_dict()
+    rig.scaler.step(rig.optimizer)
+    rig.scaler.update()
+    assert before["scale"] == 8.0
+    before["growth_factor"] = 100.0
+    assert rig.scaler.get_growth_factor() == 2.0
+    assert set(rig.scaler.state_dict()) == {
+        "scale",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "_growth_tracker",
+    }
+
+
+@clause("amp.grad_scaler.load_state_dict.restores_all")
+@pytest.mark.parametrize("used", [False, True])
+@given(state=STATES)
+def test_loads(subject: Library, reference: Library, device: str, used: bool, state: dict[str, Any]) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = lived(library, device, [None] * used, **OTHERS)
+        given_ = dict(state)
+        yield rig.did(rig.scaler.load_state_dict, given_)
+        given_["scale"] = 100.0
+        yield from goes_on(rig)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.load_state_dict.restores_all")
+@given(before=FATES, after=FATES)
+def test_resumes_where_another_left_off(
+    subject: Library, device: str, before: list[float | None], after: list[float | None]
+) -> None:
+    """Saved, loaded into a fresh one and into a used one: the scale's path is the same as without."""
+    options = {"init_scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 3}
+    straight = lived(subject, device, before, **options)
+    fresh, used = lived(subject, device, []), lived(subject, device, [None, math.inf, None])
+    for rig in (fresh, used):
+        rig.scaler.load_state_dict(straight.scaler.state_dict())
+    for last in [*after, None, None, None]:
+        for rig in (straight, fresh, used):
+            for _ in rig.iteration(last):
+                pass
+        assert straight.scaler.state_dict() == fresh.scaler.state_dict() == used.scaler.state_dict()
+
+
+@clause("amp.grad_scaler.load_state_dict.restores_all")
+def test_loads_in_the_middle_of_an_iteration(subject: Library, reference: Library, device: str) -> None:
+    state = {
+        "scale": 2.0,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 1,
+        "_growth_tracker": 0,
+    }
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, init_scale=8.0)
+        rig.backward()
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.load_state_dict, state)
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.load_state_dict.between_libraries")
+@given(fates=FATES)
+def test_loads_the_other_librarys(
+    subject: Library, reference: Library, device: str, fates: list[float | None]
+) -> None:
+    """torch's checkpoint continues here, and ours in torch."""
+    for writer, reader in ((reference, subject), (subject, reference)):
+        written = lived(writer, device, fates, init_scale=8.0, growth_interval=3)
+        stays = lived(writer, device, fates, init_scale=8.0, growth_interval=3)
+        read = lived(reader, device, [], **OTHERS)
+        read.scaler.load_state_dict(written.scaler.state_dict())
+        for last in (None, None, math.inf, None, None, None):
+            for rig in (stays, read):
+                for _ in rig.iteration(last):
+                    pass
+            assert read.scaler.state_dict() == stays.scaler.state_dict()
+
+
+FOREIGN: dict[str, Any] = {
+    "an optimizer's": {"state": {}, "param_groups": []},
+    "apex's": {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}},
+    "empty": {},
+    "None": None,
+    "a list": [1.0, 2.0],
+    "a number": 3,
+}
+GOOD = {
+    "scale": 2.0,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 1,
+    "_growth_tracker": 3,
+}
+
+
+@clause("amp.grad_scaler.load_state_dict.foreign")
+@pytest.mark.parametrize("foreign", list(FOREIGN))
+@pytest.mark.parametrize("used", [False, True])
+def test_foreign_states(subject: Library, reference: Library, device: str, foreign: str, used: bool) -> None:
+    """Refused with torch's exception, before anything is changed."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = lived(library, device, [None] * used, init_scale=8.0)
+        yield rig.did(rig.scaler.load_state_dict, FOREIGN[foreign])
+        yield from goes_on(rig)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.load_state_dict.foreign")
+@pytest.mark.parametrize("used", [False, True])
+def test_more_entries_than_needed(subject: Library, reference: Library, device: str, used: bool) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = lived(library, device, [None] * used)
+        yield rig.did(rig.scaler.load_state_dict, {**GOOD, "hysteresis": 2, "module": None})
+        yield from goes_on(rig)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.load_state_dict.all_or_nothing")
+@pytest.mark.deviation("grad_scaler.load_all_or_nothing")
+@pytest.mark.parametrize("missing", [key for key in GOOD if key != "scale"])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_missing_entry_changes_nothing(
+    deviation: DeviationJudge, device: str, missing: str, used: bool
+) -> None:
+    broken = {key: value for key, value in GOOD.items() if key != missing}
+
+    def probe(library: Library) -> tuple[str, bool]:
+        rig = lived(library, device, [None] * used, **OTHERS)
+        before = rig.scaler.state_dict()
+        outcome = rig.did(rig.scaler.load_state_dict, broken)
+        return str(outcome.raised), rig.scaler.state_dict() == before
+
+    text = f"KeyError: '{missing}'"
+    deviation.judge(
+        probe, torch_does=lambda seen: seen == (text, False), we_do=lambda seen: seen == (text, True)
+    )
+
+
+# A scale that is no number is refused by a used scaler's tensor, before torch has taken any other entry.
+CORRUPTED = [
+    (entry, value, used)
+    for entry in GOOD
+    for value in ("2", None, [1.0], math.nan, 2.5 if entry == "growth_interval" else -3.5)
+    for used in (False, True)
+    if not (used and entry == "scale" and not isinstance(value, float))
+]
+
+
+@clause("amp.grad_scaler.load_state_dict.all_or_nothing")
+@pytest.mark.deviation("grad_scaler.load_all_or_nothing")
+@pytest.mark.parametrize(("entry", "value", "used"), CORRUPTED, ids=repr)
+def test_a_corrupted_entry_changes_nothing(
+    deviation: DeviationJudge, device: str, entry: str, value: Any, used: bool
+) -> None:
+    """Whatever is no number, or none that a scaler can work with, is refused as a whole."""
+
+    def probe(library: Library) -> tuple[bool, bool]:
+        rig = lived(library, device, [None] * used, **OTHERS)
+        before = rig.scaler.state_dict()
+        outcome = rig.did(rig.scaler.load_state_dict, {**GOOD, entry: value})
+        return outcome.raised is not None, rig.scaler.state_dict() == before
+
+    deviation.judge(probe, torch_does=lambda seen: not seen[1], we_do=lambda seen: seen == (True, True))
+
+
+@clause("amp.grad_scaler.load_state_dict.then_unscale")
+@pytest.mark.deviation("grad_scaler.loaded_scale_is_known")
+@pytest.mark.parametrize("method", ["unscale_", "step"])
+def test_unscale_right_after_loading(deviation: DeviationJudge, device: str, method: str) -> None:
+    """A fresh scaler that was given a state knows its scale: gradients can come before the first loss."""
+
+    def probe(library: Library) -> tuple[str, list[float]]:
+        rig = Rig(library, device, FOUR[:1])
+        rig.parameters[0].grad.fill_(8.0)
+        rig.scaler.load_state_dict({**GOOD, "_growth_tracker": 0})
+        outcome = rig.did(getattr(rig.scaler, method), rig.optimizer)
+        if outcome.raised is None:
+            if method == "unscale_":
+                rig.scaler.step(rig.optimizer)
+            rig.scaler.update()
+        return str(outcome.raised), [float(rig.parameters[0].grad[0]), rig.scaler.get_scale()]
+
+    text = (
+        f"AssertionError: Attempted {method} but _scale is None.  This may indicate your script did not use "
+        "scaler.scale(loss or outputs) earlier in the iteration."
+    )
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == (text, [8.0, 2.0]),
+        we_do=lambda seen: seen == ("None", [4.0, 8.0]),
+    )
+
+
+@clause("amp.grad_scaler.pickle.between_iterations")
+@pytest.mark.deviation("grad_scaler.failed_checks_leave_no_trace")
+@pytest.mark.parametrize("refused", ["float16", "no gradients"])
+def test_after_a_check_that_was_refused(deviation: DeviationJudge, device: str, refused: str) -> None:
+    gradient = Gradient((2,), torch.float16 if refused == "float16" else None)
+
+    def probe(library: Library) -> tuple[bool, str]:
+        rig = Rig(library, device, (gradient,), init_scale=8.0).used()
+        outcome = rig.did(rig.scaler.step, rig.optimizer)
+        return outcome.raised is not None, str(observe(lambda: pickled(rig.scaler).get_scale()).raised)
+
+    text = (
+        "AssertionError: A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
+        "after scaler.update()."
+    )
+    deviation.judge(
+        probe, torch_does=lambda seen: seen == (True, text), we_do=lambda seen: seen == (True, "None")
+    )
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {"pickle": pickled, "deepcopy": copy.deepcopy}
+
+
+@clause("amp.grad_scaler.pickle.keeps_all")
+@pytest.mark.parametrize("how", list(COPIES))
+@pytest.mark.parametrize("enabled", [True, False])
+@given(fates=FATES)
+def test_copies(
+    subject: Library, reference: Library, device: str, how: str, enabled: bool, fates: list[float | None]
+) -> None:
+    """A fresh scaler, a used one and one switched off; original and copy go on, each for itself."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        options = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+        rig = lived(library, device, fates, enabled=enabled, **options)
+        copied = lived(library, device, [])
+        yield rig.did(lambda: None)
+        copied.scaler = COPIES[how](rig.scaler)
+        yield copied.did(copied.scaler.is_enabled)
+        yield from goes_on(copied)
+        yield rig.did(rig.scaler.get_scale)
+        yield from goes_on(rig)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.pickle.keeps_all")
+def test_two_pickles_are_two_scalers(subject: Library, device: str) -> None:
+    scalers = [subject.amp.GradScaler(device, init_scale=scale) for scale in (2.0, 32.0, 8.0)]
+    assert [pickled(scaler).get_scale() for scaler in scalers] == [2.0, 32.0, 8.0]
+
+
+@clause("amp.grad_scaler.pickle.keeps_all")
+def test_what_a_subclass_adds_is_kept(subject: Library, device: str) -> None:
+    class Counting(subject.amp.GradScaler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.skipped = [1, 2]
+
+    scaler = Counting(device, init_scale=4.0)
+    scaler.scale(torch.ones((), device=device))
+    for made in (pickled(scaler), copy.deepcopy(scaler)):
+        assert type(made) is Counting
+        assert (made.skipped, made.get_scale()) == ([1, 2], 4.0)
+        assert made.skipped is not scaler.skipped
+
+
+@clause("amp.grad_scaler.pickle.found_by_name")
+def test_a_pickle_can_be_read_elsewhere(subject: Library) -> None:
+    """The class stands in its module under its own name."""
+    made = subject.amp.GradScaler
+    found = getattr(importlib.import_module(made.__module__), made.__qualname__)
+    assert issubclass(made, found)
+
+
+@clause("amp.grad_scaler.pickle.between_iterations")
+@pytest.mark.parametrize("how", list(COPIES))
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+@pytest.mark.parametrize("optimizer", ["sgd", "aware"])
+def test_not_in_the_middle_of_an_iteration(
+    subject: Library, reference: Library, device: str, how: str, call: str, optimizer: str
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=optimizer, init_scale=8.0)
+        rig.backward()
+        yield observe(lambda: COPIES[how](rig.scaler).state_dict())
+        yield rig.did(getattr(rig.scaler, call), rig.optimizer)
+        yield observe(lambda: COPIES[how](rig.scaler).state_dict())
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+        yield observe(lambda: COPIES[how](rig.scaler).state_dict())
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.pickle.torchs_own")
+@pytest.mark.parametrize("enabled", [True, False])
+@given(fates=FATES)
+def test_reads_torchs_pickle(
+    subject: Library, reference: Library, device: str, enabled: bool, fates: list[float | None]
+) -> None:
+    """A whole scaler in a checkpoint that torch wrote, loaded into the subject's class instead of torch's."""
+    options = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+    written = lived(reference, device, fates, enabled=enabled, **options)
+
+    def read_as(library: Library) -> Callable[[Library], Iterator[Outcome]]:
+        def story(_: Library) -> Iterator[Outcome]:
+            rig = lived(library, device, [])
+            rig.scaler = pickled(written.scaler, as_class=library.amp.GradScaler)
+            yield rig.did(rig.scaler.is_enabled)
+            yield from goes_on(rig)
+
+        return story
+
+    for wanted, got in zip(read_as(reference)(reference), read_as(subject)(subject), strict=True):
+        assert_same_outcome(wanted, got)
+
+
+@clause("amp.grad_scaler.pickle.setstate")
+def test_setstate_overrides_what_was_there(subject: Library, reference: Library, device: str) -> None:
+    """A state taken from a scaler that is on turns one on that was off, and brings its numbers along."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, enabled=False)
+        for options in ({"init_scale": 8.0}, {"init_scale": 2.0, "growth_interval": 1}):
+            rig.scaler.__setstate__(reference.amp.GradScaler(device, **options).__getstate__())
+            yield rig.did(rig.scaler.is_enabled)
+            yield from goes_on(rig)
+            rig.scaler = library.amp.GradScaler(device, init_scale=1.0)
+
+    assert_same_story(reference, subject, story)

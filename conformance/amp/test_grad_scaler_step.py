@@ -1,0 +1,456 @@
+"""GradScaler.step: when the optimizer steps, what is returned, and optimizers that unscale by themselves."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome
+from conformance.strategies.gradients import Gradient
+from conformance.strategies.scaling import (
+    AMP_AWARE,
+    FOUR,
+    MEASURED_DTYPES,
+    OPTIMIZERS,
+    PLAIN,
+    Aware,
+    Recording,
+    Rig,
+    TakesScaler,
+    assert_same_story,
+)
+
+NONFINITE = [math.inf, -math.inf, math.nan]
+# What becomes of an iteration: clean, or with this in the last element of the last gradient.
+FATES = st.lists(st.sampled_from([None, None, *NONFINITE]), min_size=3, max_size=8)
+
+
+@clause("amp.grad_scaler.step.steps_or_skips")
+@pytest.mark.parametrize("optimizer", [*PLAIN, *AMP_AWARE])
+@given(fates=FATES)
+def test_iterations(
+    subject: Library, reference: Library, device: str, optimizer: str, fates: list[float | None]
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=optimizer, init_scale=8.0, growth_interval=2)
+        for last in fates:
+            yield from rig.iteration(last)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.steps_or_skips")
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
+@pytest.mark.parametrize("unscale", [True, False])
+@given(fates=FATES)
+def test_iterations_of_every_dtype(
+    subject: Library,
+    reference: Library,
+    device: str,
+    dtype: torch.dtype,
+    unscale: bool,
+    fates: list[float | None],
+) -> None:
+    gradients = (
+        Gradient((5,), dtype, seed=1),
+        Gradient((3, 4), dtype, seed=2),
+        Gradient((9,), dtype, seed=3),
+    )
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, gradients, "momentum", init_scale=24.0, growth_interval=2)
+        for last in fates:
+            rig.zero_grad()
+            yield rig.did(rig.backward, last)
+            if unscale:
+                yield rig.did(rig.scaler.unscale_, rig.optimizer)
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.steps_or_skips")
+@pytest.mark.parametrize("last", [None, *NONFINITE], ids=repr)
+def test_a_skipped_step_is_not_called(subject: Library, device: str, last: float | None) -> None:
+    """Not even with zeroed gradients: schedulers and hooks count the calls."""
+    rig = Rig(subject, device, optimizer="recording")
+    hooked: list[str] = []
+    rig.optimizer.register_step_pre_hook(lambda *_: hooked.append("before"))
+    rig.backward(last)
+    rig.scaler.step(rig.optimizer)
+    assert len(rig.optimizer.calls) == (1 if last is None else 0)
+    assert all(bool((parameter == 0).all()) for parameter in rig.parameters) == (last is not None)
+
+
+@clause("amp.grad_scaler.step.steps_or_skips")
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("optimizer", ["recording", "aware", "fused adam"])
+@given(edit=st.sampled_from([0.0, 1.0, math.inf, math.nan]), last=st.sampled_from([None, math.inf, math.nan]))
+def test_decided_once_an_iteration(
+    subject: Library,
+    reference: Library,
+    device: str,
+    unscale: bool,
+    optimizer: str,
+    edit: float,
+    last: float | None,
+) -> None:
+    """Gradients changed after unscale_ (clipped, zeroed, spoilt) change no decision: it was taken there."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=optimizer, init_scale=8.0)
+        for _ in range(2):
+            rig.zero_grad()
+            rig.backward(last)
+            if unscale:
+                yield rig.did(rig.scaler.unscale_, rig.optimizer)
+            rig.parameters[-1].grad.fill_(edit)
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.returns")
+@pytest.mark.parametrize("last", [None, math.inf], ids=repr)
+@pytest.mark.parametrize("returns", [None, 0.5, "text", 0, False])
+def test_returns_what_the_optimizer_returns(
+    subject: Library, reference: Library, device: str, last: float | None, returns: Any
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        make = functools.partial(Recording, returns=returns)
+        rig = Rig(library, device, optimizer=make)
+        rig.backward(last)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.hands_arguments_on")
+@pytest.mark.parametrize("optimizer", ["recording", "aware"])
+@given(
+    args=st.lists(st.integers() | st.text(max_size=3), max_size=3),
+    kwargs=st.dictionaries(st.sampled_from(["metric", "lr", "clip"]), st.floats(0, 1), max_size=3),
+)
+def test_hands_arguments_on(
+    subject: Library, reference: Library, device: str, optimizer: str, args: list[Any], kwargs: dict[str, Any]
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=optimizer)
+        rig.backward()
+        yield rig.did(rig.scaler.step, rig.optimizer, *args, **kwargs)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.refuses_closures")
+@pytest.mark.parametrize("optimizer", ["sgd", "aware", "fused adam"])
+@pytest.mark.parametrize("closure", [lambda: 1.0, None], ids=["closure", "None"])
+@pytest.mark.parametrize("unscale", [True, False])
+def test_closure_by_keyword(
+    subject: Library,
+    reference: Library,
+    device: str,
+    optimizer: str,
+    closure: Callable[[], float] | None,
+    unscale: bool,
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer, closure=closure)
+        rig.backward()
+        if unscale:
+            yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer, closure=closure)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.refuses_closures")
+@pytest.mark.deviation("grad_scaler.closure_by_position")
+@pytest.mark.parametrize("unscale", [True, False])
+def test_closure_by_position(deviation: DeviationJudge, device: str, unscale: bool) -> None:
+    def probe(library: Library) -> tuple[int, str, bool]:
+        rig = Rig(library, device, FOUR[:1])
+        rig.backward()
+        calls: list[int] = []
+        if unscale:
+            rig.scaler.unscale_(rig.optimizer)
+        before = rig.parameters[0].grad.clone()
+
+        def closure() -> float:
+            calls.append(1)
+            return 0.0
+
+        outcome = rig.did(rig.scaler.step, rig.optimizer, closure)
+        kept = torch.equal(before, rig.parameters[0].grad)
+        return len(calls), str(outcome.raised), kept
+
+    text = "RuntimeError: Closure use is not currently supported if GradScaler is enabled."
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen[:2] == (1, "None"),
+        we_do=lambda seen: seen == (0, text, True),
+    )
+
+
+@clause("amp.grad_scaler.step.aware_optimizers")
+@pytest.mark.parametrize("optimizer", AMP_AWARE)
+@given(
+    plan=st.lists(st.tuples(st.booleans(), st.sampled_from([None, None, *NONFINITE])), min_size=3, max_size=6)
+)
+def test_optimizers_that_unscale_by_themselves(
+    subject: Library,
+    reference: Library,
+    device: str,
+    optimizer: str,
+    plan: list[tuple[bool, float | None]],
+) -> None:
+    """They get the scale unless unscale_ was called, they get found_inf always, and nothing stays on them."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=optimizer, init_scale=24.0, growth_interval=2)
+        for unscale, last in plan:
+            rig.zero_grad()
+            rig.backward(last)
+            if unscale:
+                yield rig.did(rig.scaler.unscale_, rig.optimizer)
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.aware_optimizers")
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("last", [None, math.nan], ids=repr)
+def test_a_scale_of_their_own(
+    subject: Library, reference: Library, device: str, unscale: bool, last: float | None
+) -> None:
+    """A grad_scale that lies on the optimizer already is multiplied in."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer="aware", init_scale=8.0)
+        rig.optimizer.grad_scale = torch.tensor(4.0, device=device)
+        rig.backward(last)
+        if unscale:
+            yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.aware_optimizers")
+@pytest.mark.parametrize("optimizer", AMP_AWARE)
+def test_aware_optimizers_without_gradients(
+    subject: Library, reference: Library, device: str, optimizer: str
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, (Gradient((2,), None),) * 2, optimizer).used()
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.aware_optimizers")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("last", [None, math.inf], ids=repr)
+def test_aware_optimizers_may_hold_half_precision(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, last: float | None
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, (Gradient((3,), dtype, seed=1), Gradient((5,), dtype, last=last)), "aware")
+        rig.used()
+        for _ in range(2):
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.aware_optimizers")
+def test_optimizers_that_take_the_scaler(subject: Library, reference: Library, device: str) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=TakesScaler, init_scale=8.0)
+        rig.backward()
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        assert [scaler is rig.scaler for scaler in rig.optimizer.scalers] == [True]
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.optimizer_raises")
+@pytest.mark.parametrize("unscale", [True, False])
+def test_a_plain_step_that_raises(subject: Library, reference: Library, device: str, unscale: bool) -> None:
+    """The gradients are unscaled by then, so the next try must not unscale them again."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, init_scale=8.0)
+        rig.backward()
+        real = rig.optimizer.step
+
+        def fails(*_: Any) -> None:
+            raise MemoryError("no room for the step")
+
+        rig.optimizer.step = fails
+        if unscale:
+            yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        rig.optimizer.step = real
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.optimizer_raises")
+@pytest.mark.deviation("grad_scaler.nothing_left_on_the_optimizer")
+def test_an_aware_step_that_raises(deviation: DeviationJudge, device: str) -> None:
+    """What was laid on the optimizer would be multiplied in by the next try: it has to go."""
+
+    def probe(library: Library) -> tuple[bool, list[Any]]:
+        rig = Rig(library, device, optimizer=functools.partial(Aware, raises=True), init_scale=8.0)
+        rig.backward()
+        assert rig.did(rig.scaler.step, rig.optimizer).raised is not None
+        left = hasattr(rig.optimizer, "grad_scale") or hasattr(rig.optimizer, "found_inf")
+        rig.optimizer.raises = False
+        rig.scaler.step(rig.optimizer)
+        return left, [scale for scale, _ in rig.optimizer.handed]
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == (True, [8.0, 64.0]),
+        we_do=lambda seen: seen == (False, [8.0, 8.0]),
+    )
+
+
+@clause("amp.grad_scaler.step.schedulers_see_skips")
+@pytest.mark.parametrize("last", [None, math.inf], ids=repr)
+def test_the_scheduler_warns_after_a_skipped_first_step(
+    subject: Library, reference: Library, device: str, last: float | None
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device)
+        scheduler = torch.optim.lr_scheduler.StepLR(rig.optimizer, 1)
+        yield from rig.iteration(last)
+        yield rig.did(scheduler.step)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.several_optimizers")
+@pytest.mark.parametrize("first", ["sgd", "aware", "fused adam"])
+@given(data=st.data())
+def test_several_optimizers(
+    subject: Library, reference: Library, device: str, first: str, data: st.DataObject
+) -> None:
+    """Each decides for itself; the scale backs off if any was not finite."""
+    fates = data.draw(
+        st.lists(st.tuples(*[st.sampled_from([None, None, math.inf])] * 3), min_size=2, max_size=5)
+    )
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, FOUR, first, init_scale=8.0, growth_interval=2)
+        others = [Rig(library, device, FOUR, "recording") for _ in range(2)]
+        rigs = [rig, *others]
+        for other in others:
+            other.scaler = rig.scaler
+        for fate in fates:
+            for each, last in zip(rigs, fate, strict=True):
+                each.zero_grad()
+                yield each.did(each.backward, last)
+            yield others[0].did(rig.scaler.unscale_, others[0].optimizer)
+            for each in rigs:
+                yield each.did(rig.scaler.step, each.optimizer)
+            yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.several_optimizers")
+def test_one_optimizer_without_gradients(subject: Library, reference: Library, device: str) -> None:
+    """It is refused, and the other one is none the worse."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig, bare = Rig(library, device), Rig(library, device, (Gradient((2,), None),))
+        bare.scaler = rig.scaler
+        rig.backward()
+        yield bare.did(rig.scaler.step, bare.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+        yield from rig.iteration()
+
+    assert_same_story(reference, subject, story)
+
+
+CALLS = ["scale", "unscale_", "step", "update"]
+
+
+@clause("amp.grad_scaler.step.order_of_calls")
+@pytest.mark.parametrize("optimizer", ["sgd", "aware"])
+@given(calls=st.lists(st.sampled_from(CALLS), min_size=2, max_size=7))
+def test_calls_in_any_order(
+    subject: Library, reference: Library, device: str, optimizer: str, calls: list[str]
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=optimizer, init_scale=8.0, growth_interval=2)
+        for call in calls:
+            if call == "scale":
+                yield rig.did(rig.backward)
+            else:
+                arguments = () if call == "update" else (rig.optimizer,)
+                yield rig.did(getattr(rig.scaler, call), *arguments)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.order_of_calls")
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    "calls", ["step step", "unscale_ unscale_", "step unscale_", "unscale_ step step unscale_"]
+)
+def test_wrong_orders(subject: Library, reference: Library, device: str, optimizer: str, calls: str) -> None:
+    """Refused until update() begins anew, and only for the optimizer that it is about."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, optimizer=optimizer)
+        rig.backward()
+        for call in [*calls.split(), "update", *calls.split()]:
+            arguments = () if call == "update" else (rig.optimizer,)
+            yield rig.did(getattr(rig.scaler, call), *arguments)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.order_of_calls")
+@pytest.mark.parametrize("call", ["unscale_", "step", "update", "update to"])
+def test_before_the_first_scale(subject: Library, reference: Library, device: str, call: str) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, FOUR, init_scale=8.0)
+        method, _, new = call.partition(" ")
+        arguments = (2.0,) if new else () if method == "update" else (rig.optimizer,)
+        yield rig.did(getattr(rig.scaler, method), *arguments)
+        yield rig.did(rig.scaler.scale, torch.ones((), device=device))
+        yield rig.did(rig.scaler.step, rig.optimizer)
+
+    assert_same_story(reference, subject, story)

@@ -1,0 +1,418 @@
+"""GradScaler.unscale_: division by the scale, the search for inf and nan, and the gradients it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome
+from conformance.results import unavailable
+from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
+from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Rig, Story, assert_same_story
+
+NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
+SCALES = st.sampled_from([1.0, 3.0, 2.0**16, 1e5 / 3, 2.0**-10, 0.1, 7.0])
+
+
+def unscaling(case: GradientList, device: str, **options: Any) -> Story:
+    """Unscale, step and update on gradients that lie there already."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, case.gradients, **options).used()
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    return story
+
+
+@clause("amp.grad_scaler.unscale_.divides")
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
+@given(data=st.data(), init_scale=SCALES)
+def test_divides_in_place(
+    subject: Library,
+    reference: Library,
+    device: str,
+    dtype: torch.dtype,
+    data: st.DataObject,
+    init_scale: float,
+) -> None:
+    case = data.draw(gradient_lists(dtypes=(dtype,)))
+    assert_same_story(reference, subject, unscaling(case, device, init_scale=init_scale))
+
+
+@clause("amp.grad_scaler.unscale_.divides")
+@given(init_scale=st.floats(1e-3, 1e6), seed=st.integers(0, 999))
+def test_divides_by_the_true_reciprocal(subject: Library, device: str, init_scale: float, seed: int) -> None:
+    """The scale's reciprocal is rounded once, from float64: an oracle that asks no library."""
+    rig = Rig(
+        subject,
+        device,
+        (Gradient((9,), seed=seed), Gradient((3,), torch.float64, seed=seed)),
+        init_scale=init_scale,
+    )
+    before = [parameter.grad.clone() for parameter in rig.parameters]
+    scale = torch.tensor(init_scale, dtype=torch.float32)
+    rig.used().scaler.unscale_(rig.optimizer)
+    inverse = (1.0 / scale.double()).float()
+    for grad, parameter in zip(before, rig.parameters, strict=True):
+        assert torch.equal(parameter.grad.cpu(), grad.cpu() * inverse.to(grad.dtype))
+
+
+@clause("amp.grad_scaler.unscale_.mixed_dtypes")
+@given(
+    case=gradient_lists(dtypes=(torch.float32, torch.bfloat16, torch.float64), min_size=2), init_scale=SCALES
+)
+def test_mixed_dtypes(
+    subject: Library, reference: Library, device: str, case: GradientList, init_scale: float
+) -> None:
+    assert_same_story(reference, subject, unscaling(case, device, init_scale=init_scale))
+
+
+@clause("amp.grad_scaler.unscale_.finds_nonfinite")
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
+@given(data=st.data())
+def test_finds_the_very_last_element(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    case = data.draw(gradient_lists(dtypes=(dtype,), last=NONFINITE, missing=False))
+    assert_same_story(reference, subject, unscaling(case, device))
+
+
+@clause("amp.grad_scaler.unscale_.finds_nonfinite")
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=repr)
+@pytest.mark.parametrize("where", range(5))
+def test_finds_it_wherever_it_lies(
+    subject: Library, device: str, dtype: torch.dtype, value: float, where: int
+) -> None:
+    """In whichever gradient, of whichever group and dtype: the step is skipped."""
+    gradients = [
+        Gradient((3,), torch.float32, seed=1),
+        Gradient((1025,), dtype, seed=2, layout="offset"),
+        Gradient((4, 5), torch.float64, seed=3, layout="transposed"),
+        Gradient((33,), dtype, seed=4, layout="sliced"),
+        Gradient((), torch.bfloat16, seed=5),
+    ]
+    gradients[where] = dataclasses.replace(gradients[where], last=value)
+    rig = Rig(subject, device, tuple(gradients), optimizer="recording", init_scale=8.0).used()
+    rig.scaler.step(rig.optimizer)
+    rig.scaler.update()
+    assert rig.optimizer.calls == []
+    assert rig.scaler.get_scale() == 4.0
+
+
+@clause("amp.grad_scaler.unscale_.finds_nonfinite")
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
+def test_large_finite_gradients_are_no_overflow(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype
+) -> None:
+    """The largest finite numbers are finite, their sum need not be."""
+    largest = torch.finfo(dtype).max
+    case = GradientList((Gradient((4,), dtype, last=largest), Gradient((2,), dtype, last=-largest)))
+    assert_same_story(reference, subject, unscaling(case, device))
+    assert_same_story(reference, subject, unscaling(case, device, init_scale=0.25))
+
+
+@clause("amp.grad_scaler.unscale_.divides_on_overflow_too")
+@given(case=gradient_lists(last=NONFINITE, missing=False), init_scale=SCALES)
+def test_finite_neighbours_are_divided_too(
+    subject: Library, device: str, case: GradientList, init_scale: float
+) -> None:
+    rig = Rig(subject, device, case.gradients, init_scale=init_scale).used()
+    before = [parameter.grad.clone() for parameter in rig.parameters]
+    rig.scaler.step(rig.optimizer)
+    inverse = (1.0 / torch.tensor(init_scale, dtype=torch.float32).double()).float().to(device)
+    for grad, parameter in zip(before, rig.parameters, strict=True):
+        wanted = grad * inverse
+        assert torch.equal(parameter.grad.nan_to_num(), wanted.nan_to_num())
+
+
+@clause("amp.grad_scaler.unscale_.same_tensors")
+def test_gradients_stay_the_same_tensors(subject: Library, device: str) -> None:
+    """Whoever holds a view of a gradient (a bucket, a flat buffer) sees it unscaled."""
+    rig = Rig(subject, device, FOUR, init_scale=4.0).used()
+    flat = torch.full((6,), 8.0, device=device)
+    rig.parameters[0].grad = flat[:5]
+    held = [parameter.grad for parameter in rig.parameters]
+    rig.scaler.unscale_(rig.optimizer)
+    assert all(parameter.grad is grad for parameter, grad in zip(rig.parameters, held, strict=True))
+    assert flat.tolist() == [2.0] * 5 + [8.0]
+    assert rig.scaler.unscale_.__self__ is rig.scaler
+
+
+class Groups:
+    """Any object with param_groups and step is an optimizer to the scaler."""
+
+    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
+        self.param_groups = param_groups
+        self.steps = 0
+
+    def step(self) -> int:
+        self.steps += 1
+        return self.steps
+
+
+@clause("amp.grad_scaler.unscale_.each_gradient_once")
+@pytest.mark.deviation("grad_scaler.each_gradient_once")
+@pytest.mark.parametrize("kind", ["twice in a group", "in two groups", "one gradient of two parameters"])
+def test_a_gradient_that_is_listed_twice(deviation: DeviationJudge, device: str, kind: str) -> None:
+    def probe(library: Library) -> tuple[bool, list[float]]:
+        rig = Rig(library, device, (Gradient((2,)), Gradient((2,))), init_scale=4.0).used()
+        one, other = rig.parameters
+        for parameter in rig.parameters:
+            parameter.grad.fill_(16.0)
+        groups = [[other, one], [one]] if kind == "in two groups" else [[other], [one, one]]
+        if kind == "one gradient of two parameters":
+            groups, other.grad = [[other], [one]], one.grad
+        outcome = rig.did(rig.scaler.unscale_, Groups([{"params": group} for group in groups]))
+        refused = outcome.raised is not None and outcome.raised.kind is ValueError
+        return refused, [float(parameter.grad[0]) for parameter in rig.parameters]
+
+    shared = kind == "one gradient of two parameters"
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == (False, [1.0, 1.0 if shared else 4.0]),
+        we_do=lambda seen: seen == (True, [16.0, 16.0]),
+    )
+
+
+@clause("amp.grad_scaler.unscale_.parameters")
+@pytest.mark.parametrize("kind", ["frozen", "shared memory", "no leaf"])
+def test_odd_parameters(subject: Library, reference: Library, device: str, kind: str) -> None:
+    """A frozen parameter with a gradient counts; memory shared by two gradients is divided twice, as by torch."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, FOUR, init_scale=4.0).used()
+        first, _, third, last = rig.parameters
+        groups = [{"params": [first, third]}, {"params": [last]}]
+        if kind == "frozen":
+            last.requires_grad_(False)
+            last.grad.view(-1)[-1] = math.inf
+        elif kind == "shared memory":
+            last.grad = first.grad.new_ones(7)
+            first.grad = last.grad[:5]
+        else:
+            groups[1]["params"] = [third * 2]
+        rig.optimizer = Groups(groups)
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.unscale_.parameters")
+@pytest.mark.parametrize("groups", [[], [{"params": []}], [{"params": []}, {"params": []}]], ids=repr)
+@pytest.mark.parametrize("gradients", [0, 2])
+def test_no_gradients_at_all(
+    subject: Library, reference: Library, device: str, groups: list[dict[str, Any]], gradients: int
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, (Gradient((2,), None),) * 2).used()
+        rig.optimizer.param_groups[:] = rig.optimizer.param_groups if gradients else groups
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.unscale_.parameters")
+def test_gradients_of_a_graph(subject: Library, reference: Library, device: str) -> None:
+    """A gradient that belongs to a graph is divided without being recorded."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, FOUR[:1], init_scale=4.0).used()
+        rig.parameters[0].grad = (rig.parameters[0] * 3.0 + 1.0) * torch.ones(5, device=device)
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        rig.parameters[0].grad = None  # breaks the cycle
+
+    assert_same_story(reference, subject, story)
+
+
+def sparse_gradient(device: str, dtype: torch.dtype, coalesced: bool, value: float = 1.0) -> torch.Tensor:
+    """Rows 1, 3 and 1 again of a [5, 2] gradient; `value` stands in both parts of the doubled row."""
+    rows = torch.tensor([[1, 3, 1]], device=device)
+    values = torch.tensor([[2.0, value], [3.0, 4.0], [5.0, value]], dtype=dtype, device=device)
+    gradient = torch.sparse_coo_tensor(rows, values, (5, 2))
+    return gradient.coalesce() if coalesced else gradient
+
+
+def sparse_story(device: str, gradient: Callable[[], torch.Tensor], optimizer: str = "sgd") -> Story:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, FOUR, optimizer=optimizer, init_scale=4.0).used()
+        dtype = gradient().dtype
+        embedding = torch.nn.Parameter(torch.zeros(5, 2, dtype=dtype, device=device))
+        embedding.grad = gradient()
+        rig.parameters.append(embedding)
+        rig.optimizer.add_param_group({"params": [embedding]})
+        if optimizer == "sgd":
+            yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+        yield rig.did(embedding.grad.is_coalesced)
+
+    return story
+
+
+@clause("amp.grad_scaler.unscale_.sparse")
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
+@pytest.mark.parametrize("coalesced", [True, False])
+@pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
+def test_sparse_gradients(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, coalesced: bool, value: float
+) -> None:
+    story = sparse_story(device, lambda: sparse_gradient(device, dtype, coalesced, value))
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.unscale_.sparse")
+@pytest.mark.parametrize("coalesced", [True, False])
+@pytest.mark.parametrize("value", [40000.0, 1.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16], ids=str)
+def test_half_precision_duplicates_are_summed_first(
+    subject: Library, reference: Library, device: str, coalesced: bool, value: float, dtype: torch.dtype
+) -> None:
+    """Two finite parts of one row, whose sum overflows, are an overflow; only optimizers that unscale may hold them."""
+    story = sparse_story(device, lambda: sparse_gradient(device, dtype, coalesced, value), "aware")
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.unscale_.refuses_float16")
+@pytest.mark.parametrize("dtype", [torch.float16], ids=str)
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("where", [0, 3])
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_refuses_float16_and_leaves_all_alone(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, sparse: bool, where: int, call: str
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, init_scale=4.0)
+        half = torch.nn.Parameter(torch.zeros(5, 2, dtype=dtype, device=device))
+        half.grad = sparse_gradient(device, dtype, coalesced=False) if sparse else torch.ones_like(half)
+        rig.parameters.insert(where, half)
+        rig.optimizer = torch.optim.SGD(rig.parameters, lr=0.125)
+        for attempt in range(3):
+            yield rig.used().did(getattr(rig.scaler, call), rig.optimizer)
+            yield rig.did(rig.scaler.update)
+            if attempt == 1:  # after which all is well
+                half.grad = None
+
+    assert_same_story(reference, subject, story)
+
+
+def unfit(device: str, kind: str) -> torch.nn.Parameter:
+    dtype = {"integer": torch.int32, "complex": torch.complex64, "bool": torch.bool}.get(kind, torch.float32)
+    parameter = torch.nn.Parameter(torch.zeros(4, dtype=dtype, device=device), requires_grad=False)
+    parameter.grad = torch.ones(4, dtype=dtype, device=device)
+    if kind == "overlapping":
+        parameter.grad = torch.ones(1, device=device).expand(4)
+    return parameter
+
+
+@clause("amp.grad_scaler.unscale_.refuses_whole")
+@pytest.mark.deviation("grad_scaler.refusal_is_whole")
+@pytest.mark.parametrize("kind", ["integer", "complex", "bool", "overlapping"])
+def test_what_cannot_be_unscaled_leaves_all_alone(deviation: DeviationJudge, device: str, kind: str) -> None:
+    """The error is torch's; what torch has divided before it noticed stays divided there, and does not here."""
+    if device != "cpu":
+        unavailable("torch's kernels for other devices take other dtypes")
+
+    def probe(library: Library) -> tuple[str, str, list[float], float]:
+        rig = Rig(library, device, (Gradient((3,)), Gradient((2,), torch.float64)), init_scale=4.0).used()
+        for parameter in rig.parameters:
+            parameter.grad.fill_(8.0)
+        rig.parameters.append(unfit(device, kind))
+        rig.optimizer.add_param_group({"params": rig.parameters[-1:]})
+        outcome = rig.did(rig.scaler.unscale_, rig.optimizer)
+        return (
+            str(outcome.raised.kind.__name__),
+            outcome.raised.text,
+            [float(parameter.grad[0]) for parameter in rig.parameters[:2]],
+            rig.scaler.get_scale(),
+        )
+
+    divided = probe(deviation.reference)
+    wanted = divided[:2]
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen[0] == wanted[0] and seen[2] in ([2.0, 2.0], [8.0, 2.0], [2.0, 8.0]),
+        we_do=lambda seen: seen == (*wanted, [8.0, 8.0], 4.0),
+    )
+
+
+@clause("amp.grad_scaler.unscale_.several_devices")
+@pytest.mark.parametrize("last", [None, math.inf])
+def test_gradients_on_two_devices(
+    subject: Library, reference: Library, device: str, last: float | None
+) -> None:
+    if device == "cpu":
+        unavailable("one device type only")
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, FOUR, init_scale=4.0).used()
+        rig.parameters.append(Gradient((5,), seed=8, last=last).parameter("cpu"))
+        rig.optimizer.add_param_group({"params": rig.parameters[-1:]})
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.sync.none")
+@pytest.mark.parametrize(
+    "scaler_calls", [["scale", "unscale_"], ["scale", "unscale_", "update", "scale"]], ids=str
+)
+def test_nothing_waits_for_the_device(subject: Library, scaler_calls: list[str]) -> None:
+    """Tensors on the meta device have no values: reading one on the host raises."""
+    rig = Rig(subject, "meta", init_scale=4.0)
+    calls = {
+        "scale": lambda: rig.scaler.scale([torch.zeros(3, device="meta"), (torch.zeros((), device="meta"),)]),
+        "unscale_": lambda: rig.scaler.unscale_(rig.optimizer),
+        "update": rig.scaler.update,
+    }
+    results = [calls[name]() for name in scaler_calls]
+    assert results[0][0].device.type == "meta"
+
+
+@clause("amp.grad_scaler.unscale_.bad_optimizers")
+@pytest.mark.parametrize("optimizer", [None, 3, "sgd", [], object, torch.zeros(2)], ids=repr)
+@pytest.mark.parametrize("method", ["unscale_", "step"])
+def test_things_that_are_no_optimizers(
+    subject: Library, reference: Library, device: str, optimizer: Any, method: str
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device).used()
+        yield rig.did(getattr(rig.scaler, method), optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.unscale_.bad_optimizers")
+@pytest.mark.parametrize("stranger", [None, 3, "weight", [torch.zeros(2)]], ids=repr)
+def test_strangers_among_the_parameters(
+    subject: Library, reference: Library, device: str, stranger: Any
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device).used()
+        rig.optimizer.param_groups[-1]["params"].append(stranger)
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        rig.optimizer.param_groups[-1]["params"].pop()
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+
+    assert_same_story(reference, subject, story)

@@ -1,0 +1,405 @@
+"""GradScaler.update: growth, backoff, a scale set by hand; the getters and setters beside it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, observe
+from conformance.results import unavailable
+from conformance.strategies.gradients import Gradient
+from conformance.strategies.scaling import FOUR, Rig, assert_same_story
+
+SMALL = (Gradient((3,), seed=1), Gradient((2,), seed=2))
+LARGEST = torch.finfo(torch.float32).max
+
+
+def scales(rig: Rig, fates: list[bool]) -> list[float]:
+    """The scale after each iteration, of which True ones are finite."""
+    seen = []
+    for finite in fates:
+        rig.zero_grad()
+        rig.backward(None if finite else math.inf)
+        rig.scaler.step(rig.optimizer)
+        rig.scaler.update()
+        seen.append(rig.scaler.get_scale())
+    return seen
+
+
+@clause("amp.grad_scaler.update.grows_after_interval")
+@pytest.mark.parametrize("interval", [1, 2, 3, 5])
+def test_grows_after_so_many_steps_in_a_row(subject: Library, device: str, interval: int) -> None:
+    rig = Rig(subject, device, SMALL, init_scale=8.0, growth_interval=interval)
+    assert scales(rig, [True] * 3 * interval) == [
+        8.0 * 2.0 ** (done // interval) for done in range(1, 3 * interval + 1)
+    ]
+
+
+@clause("amp.grad_scaler.update.grows_after_interval")
+def test_an_overflow_starts_the_count_again(subject: Library, device: str) -> None:
+    rig = Rig(subject, device, SMALL, init_scale=8.0, growth_interval=3)
+    fates = [True, True, False, True, True, False, True, True, True, True]
+    assert scales(rig, fates) == [8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 2.0, 2.0, 4.0, 4.0]
+
+
+@clause("amp.grad_scaler.update.backs_off")
+@pytest.mark.parametrize("backoff", [0.5, 0.1, 0.25])
+def test_backs_off_each_time(subject: Library, device: str, backoff: float) -> None:
+    rig = Rig(subject, device, SMALL, init_scale=64.0, backoff_factor=backoff)
+    got = scales(rig, [False] * 3)
+    wanted, now = [], torch.tensor(64.0)
+    for _ in range(3):
+        now = (now.double() * backoff).float()
+        wanted.append(float(now))
+    assert got == wanted
+
+
+@clause("amp.grad_scaler.update.grows_after_interval")
+@given(
+    options=st.fixed_dictionaries(
+        {
+            "init_scale": st.sampled_from([1.0, 3.0, 65536.0, 0.1]),
+            "growth_factor": st.sampled_from([2.0, 1.5, 1.001, 7]),
+            "backoff_factor": st.sampled_from([0.5, 0.3, 0.999]),
+            "growth_interval": st.integers(1, 4),
+        }
+    ),
+    fates=st.lists(st.booleans(), min_size=3, max_size=15),
+)
+def test_the_path_of_the_scale(
+    subject: Library, reference: Library, device: str, options: dict[str, Any], fates: list[bool]
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, SMALL, **options)
+        for finite in fates:
+            yield from rig.iteration(None if finite else math.nan)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.update.never_infinite")
+@pytest.mark.parametrize(
+    ("init_scale", "factor"), [(3e38, 2.0), (LARGEST, 1.5), (1e38, 1e30), (2.0**127, 2.0)]
+)
+@pytest.mark.parametrize("interval", [1, 2])
+def test_holds_the_largest_finite_scale(
+    subject: Library, reference: Library, device: str, init_scale: float, factor: float, interval: int
+) -> None:
+    options = {"init_scale": init_scale, "growth_factor": factor, "growth_interval": interval}
+
+    def story(library: Library) -> Iterator[Outcome]:
+        # Gradients of size 1e-38 or so: at this scale others would overflow, as they should.
+        rig = Rig(library, device, SMALL, **options)
+        for _ in range(4):
+            rig.zero_grad()
+            rig.backward(times=1e-39)
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+    rig = Rig(subject, device, SMALL, **options).used()
+    for _ in range(3 * interval):
+        rig.scaler.step(rig.optimizer)
+        rig.scaler.update()
+    assert rig.scaler.get_scale() == float(torch.tensor(init_scale))
+
+
+def tensor(value: float, device: str, **options: Any) -> torch.Tensor:
+    return torch.tensor(value, device=device, **options)
+
+
+@clause("amp.grad_scaler.update.new_scale")
+@given(
+    news=st.lists(st.sampled_from([None, 2.0, 3.5, 65536.0, 1e-3]), min_size=3, max_size=6),
+    as_tensor=st.booleans(),
+)
+def test_a_scale_set_by_hand(
+    subject: Library, reference: Library, device: str, news: list[float | None], as_tensor: bool
+) -> None:
+    """It takes effect at once, the count of clean steps goes on, and the iteration is over."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, SMALL, init_scale=8.0, growth_interval=3)
+        for new in news:
+            rig.zero_grad()
+            yield rig.did(rig.backward)
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update, tensor(new, device) if new is not None and as_tensor else new)
+            yield rig.did(rig.scaler.get_scale)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.update.new_scale")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64], ids=str)
+def test_a_tensor_is_copied(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
+    """Changing it later changes nothing, and the scale keeps its own dtype."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, SMALL, init_scale=8.0, growth_interval=1)
+        rig.backward()
+        new = torch.tensor(3, dtype=dtype, device=device)
+        yield rig.did(rig.scaler.update, new)
+        new.fill_(100)
+        yield rig.did(rig.scaler.get_scale)
+        yield rig.did(rig.scaler.scale, torch.ones(2, device=device))
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+        assert int(new) == 100
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.update.new_scale")
+def test_a_new_scale_ends_the_iteration(subject: Library, reference: Library, device: str) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, SMALL, init_scale=8.0)
+        rig.backward(math.inf)
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.update, 4.0)
+        yield rig.did(rig.scaler.update)
+        yield from rig.iteration()
+
+    assert_same_story(reference, subject, story)
+
+
+REFUSED = [
+    2,
+    True,
+    "2",
+    [2.0],
+    {},
+    torch.tensor([1.0, 2.0]),
+    torch.zeros(0),
+    torch.tensor(2.0, requires_grad=True),
+    torch.tensor(2.0, device="meta"),
+    torch.tensor([2.0]),
+    torch.tensor([[2.0]]),
+]
+
+
+@clause("amp.grad_scaler.update.bad_new_scale")
+@pytest.mark.parametrize("new", REFUSED, ids=repr)
+def test_scales_that_are_refused(subject: Library, reference: Library, device: str, new: Any) -> None:
+    """With torch's error; the scale and the iteration are as before."""
+    if isinstance(new, torch.Tensor) and new.device.type == "cpu":
+        new = new.to(device).detach().requires_grad_(new.requires_grad)
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, SMALL, init_scale=8.0)
+        rig.backward()
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.update, new)
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.update.needs_checks")
+@pytest.mark.parametrize("bare", [True, False])
+def test_update_without_any_check(subject: Library, reference: Library, device: str, bare: bool) -> None:
+    """Refused, twice in a row too; a scale set by hand needs no check."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, (Gradient((2,), None),) if bare else FOUR).used()
+        if bare:
+            yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+        yield rig.did(rig.scaler.update, 2.0)
+        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.update.never_dies")
+@pytest.mark.deviation("grad_scaler.scale_never_dies")
+def test_the_scale_never_dies(deviation: DeviationJudge, device: str) -> None:
+    """Two hundred overflows in a row, then a clean step: it must be taken, and somebody must have been told."""
+    floor = torch.finfo(torch.float32).smallest_normal
+
+    def probe(library: Library) -> tuple[float, bool, bool]:
+        rig = Rig(library, device, SMALL, init_scale=2.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lowest = scales(rig, [False] * 200)[-1]
+        rig.zero_grad()
+        rig.backward()
+        rig.scaler.step(rig.optimizer)
+        stepped = bool((rig.parameters[-1] != 0).any()) and bool(rig.parameters[-1].isfinite().all())
+        return lowest, stepped, bool(caught)
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == (0.0, False, False),
+        we_do=lambda seen: seen == (floor, True, True),
+    )
+
+
+SETTERS = {
+    "growth_factor": st.sampled_from([2.0, 1.5, 4, 1.0]),
+    "backoff_factor": st.sampled_from([0.5, 0.25, 1.0]),
+    "growth_interval": st.integers(1, 4),
+}
+
+
+@clause("amp.grad_scaler.setters.take_effect")
+@given(
+    before=st.booleans(),
+    calls=st.lists(
+        st.sampled_from(list(SETTERS)).flatmap(lambda name: st.tuples(st.just(name), SETTERS[name])),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_setters(
+    subject: Library, reference: Library, device: str, before: bool, calls: list[tuple[str, Any]]
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, SMALL, init_scale=64.0, growth_interval=2)
+        if not before:
+            yield from rig.iteration()
+        for name, value in calls:
+            yield rig.did(getattr(rig.scaler, f"set_{name}"), value)
+            yield rig.did(getattr(rig.scaler, f"get_{name}"))
+        for last in (None, None, None, math.inf, None, None):
+            yield from rig.iteration(last)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.getters.answer")
+@pytest.mark.parametrize("used", [False, True])
+def test_getters_answer_with_the_present_value(subject: Library, device: str, used: bool) -> None:
+    rig = Rig(
+        subject, device, SMALL, init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=1
+    )
+    if used:
+        rig.used()
+    scaler = rig.scaler
+    assert (scaler.get_scale(), type(scaler.get_scale())) == (8.0, float)
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (
+        3.0,
+        0.25,
+        1,
+    )
+    assert scaler.is_enabled() is True
+    rig.backward()
+    scaler.step(rig.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 24.0
+    scaler.set_growth_factor(5.0)
+    scaler.set_backoff_factor(0.75)
+    scaler.set_growth_interval(4)
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (
+        5.0,
+        0.75,
+        4,
+    )
+    assert scaler.get_scale() == 24.0
+
+
+NO_NUMBERS = ["2", None, [2]]
+
+
+@clause("amp.grad_scaler.setters.bad_values")
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_an_interval_that_is_no_number(subject: Library, reference: Library, device: str, value: Any) -> None:
+    """torch notices at the next update, with its operator's error; the scale is as before."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, SMALL, init_scale=8.0)
+        yield rig.did(rig.scaler.set_growth_interval, value)
+        rig.backward()
+        yield rig.did(rig.scaler.step, rig.optimizer)
+        yield rig.did(rig.scaler.update)
+        yield rig.did(rig.scaler.set_growth_interval, 2)
+        yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.setters.bad_values")
+@pytest.mark.deviation("grad_scaler.setters_refuse_at_once")
+@pytest.mark.parametrize("name", ["growth_factor", "backoff_factor"])
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_factors_that_are_no_numbers(deviation: DeviationJudge, device: str, name: str, value: Any) -> None:
+    def probe(library: Library) -> tuple[str, bool, float]:
+        """Who raised a TypeError, whether the factor is a number, and the scale."""
+        rig = Rig(library, device, SMALL, init_scale=8.0)
+        rig.backward()
+        rig.scaler.step(rig.optimizer)
+        calls = {
+            "setter": lambda: getattr(rig.scaler, f"set_{name}")(value),
+            "update": rig.scaler.update,
+        }
+        raised = [who for who, call in calls.items() if str(observe(call).raised).startswith("TypeError")]
+        is_number = isinstance(getattr(rig.scaler, f"get_{name}")(), float)
+        return " ".join(raised), is_number, rig.scaler.get_scale()
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == ("update", False, 8.0),
+        we_do=lambda seen: seen == ("setter", True, 8.0),
+    )
+
+
+def ruinous() -> dict[str, Callable[[Library, str], Any]]:
+    """Calls that torch takes in silence, and what they set."""
+    calls: dict[str, Callable[[Library, str], Any]] = {}
+    for value in (math.nan, math.inf, -1.0, 0.0):
+        calls[f"init_scale {value}"] = lambda library, device, value=value: library.amp.GradScaler(
+            device, init_scale=value
+        )
+        if value:
+            calls[f"new_scale {value}"] = lambda library, device, value=value: (
+                Rig(library, device, SMALL, init_scale=8.0).used().scaler.update(value)
+            )
+            calls[f"new_scale tensor {value}"] = lambda library, device, value=value: (
+                Rig(library, device, SMALL, init_scale=8.0).used().scaler.update(tensor(value, device))
+            )
+    for name, values in {
+        "growth_factor": (math.nan, 0.5, 0.0, -2.0),
+        "backoff_factor": (math.nan, 0.0, -0.5, 1.5),
+    }.items():
+        for value in values:
+            calls[f"set_{name} {value}"] = lambda library, device, name=name, value=value: getattr(
+                library.amp.GradScaler(device), f"set_{name}"
+            )(value)
+    calls["growth_factor nan"] = lambda library, device: library.amp.GradScaler(
+        device, growth_factor=math.nan
+    )
+    for value in (math.nan, 0.0, -1.0):
+        calls[f"backoff_factor {value}"] = lambda library, device, value=value: library.amp.GradScaler(
+            device, backoff_factor=value
+        )
+    return calls
+
+
+RUINOUS = ruinous()
+
+
+@clause("amp.grad_scaler.numbers.ruinous")
+@pytest.mark.deviation("grad_scaler.ruinous_numbers")
+@pytest.mark.parametrize("call", list(RUINOUS))
+def test_numbers_that_would_ruin_all(deviation: DeviationJudge, device: str, call: str) -> None:
+    if "tensor" in call and device != "cpu":
+        unavailable("a tensor there cannot be looked at without waiting for it")
+    deviation.judge(
+        lambda library: observe(RUINOUS[call], library, device).raised,
+        torch_does=lambda raised: raised is None,
+        we_do=lambda raised: raised is not None and issubclass(raised.kind, (ValueError, AssertionError)),
+    )
