@@ -260,11 +260,11 @@ def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
     """The device of all `tensors`, if every one is ordinary and contiguous; by whole-list calls, for speed."""
     if not tensors or any(tensor.layout is not torch.strided for tensor in tensors):
         return None
-    groups = _by_device_and_dtype(tensors)
-    device = groups[0][0]
+    kinds = list(torch._C._group_tensors_by_device_and_dtype([[*tensors]], False))
+    device = kinds[0][0]
     if (
-        all(group[0] == device and group[1] in _KERNEL_DTYPES for group in groups)
-        and _device_has_foreach_support(device)
+        all(kind[0] == device and kind[1] in _KERNEL_DTYPES for kind in kinds)
+        and (device.type in ("cpu", "cuda") or _device_has_foreach_support(device))
         and all(map(Tensor.is_contiguous, tensors))
         and not any(map(Tensor.is_inference, tensors))
     ):
@@ -335,7 +335,7 @@ def _scale_to_norm_(gradients: _Gradients, max_norm: float, total_norm: Tensor) 
         raise ValueError(
             f"max_norm is {max_norm}, which would overwrite every gradient; pass a number or inf"
         )
-    coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    coefficient = _coefficient(max_norm, total_norm)
     if type(coefficient) is not Tensor or coefficient.dim() > 0:
         # No kernel takes such a factor: whether it fits is for the operators to say.
         gradients = gradients._replace(ordinary={}, others=gradients.every)
@@ -351,6 +351,13 @@ def _scale_to_norm_(gradients: _Gradients, max_norm: float, total_norm: Tensor) 
     _change_others_(gradients, scale_)
     for device, tensors in gradients.ordinary.items():
         kernels.scale_(tensors, coefficient.to(device))
+
+
+def _coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
+    """`max_norm / (total_norm + 1e-6)`, at most 1; `float / tensor` is a product with the reciprocal in torch."""
+    if type(total_norm) is Tensor:
+        return (total_norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
 def _dealt(tensors: list[Tensor], foreach: bool | None) -> list[tuple[list[Tensor], bool]]:
@@ -372,6 +379,8 @@ def _by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torc
 
 def _change_others_(gradients: _Gradients, change_: Callable[[list[Tensor], bool], None]) -> None:
     """Change those that are not ordinary, by `change_(tensors, whole)`; see "All or nothing" above."""
+    if not gradients.others:
+        return
     first: list[tuple[Tensor, bool]] = []
     then: list[tuple[list[Tensor], bool]] = []
     for tensors, whole in _dealt(gradients.others, gradients.foreach):
