@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 from collections.abc import Callable, Generator
 from typing import Any
 
 import hypothesis
+import numpy
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from conformance.results import Hang, Recorder, WorkerRecorder, unavailable
 
 PROFILES = ("quick", "full", "deep")
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
+_PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink)
 _DEFAULT_DEADLINE_S = 180.0
 _REAL_STDERR = 2  # past pytest's capture
 
@@ -42,6 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="seed of Hypothesis and of the data; without it every run is the same",
     )
+    group.addoption(
+        "--no-shrink", action="store_true", help="tell a failing example as it was found, not the smallest"
+    )
     group.addoption("--report", default=None, metavar="DIR", help="write report.json there")
 
 
@@ -65,6 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(config), "conformance-recorder")
 
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        # Triton's interpreter computes with NumPy, which warns about the inf and nan that kernels are asked about.
+        numpy.seterr(all="ignore")
+
 
 def _set_hypothesis_up(config: pytest.Config) -> None:
     suppressed = (
@@ -81,7 +91,7 @@ def _set_hypothesis_up(config: pytest.Config) -> None:
             database=None,
             derandomize=config.option.seed is None,
             # Not `explain`, which traces every line: a failing sequence would outlive its deadline.
-            phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink),
+            phases=_PHASES[: 2 if config.option.no_shrink else 3],
             print_blob=True,
             suppress_health_check=suppressed,
         )

@@ -117,7 +117,16 @@ def _run(plant_id: str, package: str, profile: str, directory: str) -> None:
         files = test_files(plant_id)
         if not files:  # pytest without files would run everything
             raise LookupError(f"no clause is about {broken_name(plant_id)}")
-        words = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--subject={package}+{plant_id}"]
+        words = [
+            "-x",
+            "-q",
+            "--no-shrink",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:cacheprovider",
+            f"--subject={package}+{plant_id}",
+        ]
         pytest.main(
             [*words, f"--profile={profile}", f"--report={directory}", *map(str, test_files(plant_id))]
         )
