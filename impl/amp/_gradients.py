@@ -6,16 +6,18 @@ All or nothing
     gradients behind it are then as they were.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from impl import kernels
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+# Whole lists are asked by these: a loop in Python would cost more than some of the kernels.
+_dtype, _layout, _device, _is_cpu = map(attrgetter, ("dtype", "layout", "device", "is_cpu"))
 
 # Gradients of one device, to be changed together.
 Batch = tuple[torch.device, list[Tensor]]
@@ -40,14 +42,18 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
     grads = [grad for param in params if (grad := param.grad) is not None]
     if not grads:
         return []
-    groups = _by_device_and_dtype(grads)
-    if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _ in groups):
+    dtypes = set(map(_dtype, grads))
+    if torch.float16 in dtypes and not allow_fp16:
         raise ValueError("Attempting to unscale FP16 gradients.")
-    _refuse_shared_memory(params, grads)
-    if not _are_ordinary(grads, {dtype for _, dtype, _ in groups}):
-        return _ordinary_last([param for param in params if param.grad is not None])
-    device = groups[0][0]
-    return [(device, grads)] if all(group[0] == device for group in groups) else _by_device(grads)
+    if len(set(map(id, grads))) < len(grads):
+        raise ValueError(_shared(params))
+    if _are_ordinary(grads, dtypes):
+        if not all(map(Tensor.is_contiguous, grads)):
+            _refuse_overlap(grads)
+        device = grads[0].device
+        return [(device, grads)] if _all_on(device, grads) else _by_device(grads)
+    _refuse_overlap([grad for grad in grads if type(grad) in _PLAIN_TYPES and grad.layout is torch.strided])
+    return _ordinary_last([param for param in params if param.grad is not None])
 
 
 def nonfinite_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -94,7 +100,7 @@ def _are_ordinary(grads: list[Tensor], dtypes: set[torch.dtype]) -> bool:
     return (
         _PLAIN_TYPES.issuperset(map(type, grads))
         and dtypes <= _KERNEL_DTYPES
-        and all(grad.layout is torch.strided for grad in grads)
+        and set(map(_layout, grads)) == {torch.strided}
     )
 
 
@@ -120,20 +126,17 @@ def _coalesced(param: Tensor) -> Tensor:
     return grad._values()
 
 
-def _refuse_shared_memory(params: list[Tensor], grads: list[Tensor]) -> None:
-    if len(set(map(id, grads))) < len(grads):
-        raise ValueError(_shared(params))
+def _refuse_overlap(grads: list[Tensor]) -> None:
     for grad in grads:
-        if (
-            grad.layout is torch.strided
-            and not grad.is_contiguous()
-            and type(grad) in _PLAIN_TYPES
-            and _overlaps_itself(grad)
-        ):
+        if not grad.is_contiguous() and _overlaps_itself(grad):
             raise RuntimeError(
                 "unsupported operation: more than one element of the written-to tensor refers to a single memory "
                 "location. Please clone() the tensor before performing the operation."
             )
+
+
+def _all_on(device: torch.device, grads: list[Tensor]) -> bool:
+    return all(map(_is_cpu, grads)) if device.type == "cpu" else set(map(_device, grads)) == {device}
 
 
 def _by_device(grads: list[Tensor]) -> list[Batch]:
@@ -144,7 +147,7 @@ def _by_device(grads: list[Tensor]) -> list[Batch]:
 
 
 def _by_device_and_dtype(grads: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:
-    groups: Any = _group_tensors_by_device_and_dtype([[*grads]])
+    groups: Any = torch._C._group_tensors_by_device_and_dtype([[*grads]], False)
     return [(device, dtype, group) for (device, dtype), ([group], _) in groups.items()]
 
 

@@ -27,8 +27,10 @@ class PerDevice(dict[torch.device, Tensor]):
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """One over `scale`, f32, rounded once: compilers may turn a float32 division into something coarser."""
-    if scale.device.type == "mps":  # has no float64
+    """One over `scale`, f32, the nearest there is."""
+    # CPUs divide exactly in float32, and mps has no float64. Elsewhere a compiler may have made division coarser;
+    # by way of float64 the result is the same as an exact float32 division's.
+    if scale.device.type in ("cpu", "mps"):
         return scale.reciprocal()
     return scale.double().reciprocal().float()
 
@@ -125,8 +127,7 @@ def read_state(state_dict: Mapping[str, Any]) -> SavedState:
 
 def _corrupted(name: str, got: object, wanted: str) -> ValueError:
     return ValueError(
-        f"{name} in the state dict is {got}, and {wanted} is wanted; load one that state_dict() returned, "
-        "and change the scale of a run by update(new_scale)"
+        f"{name} in the state dict is {got}, and {wanted} is wanted; load what state_dict() of a sound run returned"
     )
 
 

@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from impl import kernels
 from impl.amp._availability import amp_definitely_not_available
@@ -432,13 +431,14 @@ class GradScaler:
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         """Return scale and growth tracker, for `funcname`, which cannot do without."""
-        for name, value in (("_scale", self._scale), ("_growth_tracker", self._growth_tracker)):
-            if value is None:
-                raise AssertionError(
-                    f"Attempted {funcname} but {name} is None.  This may indicate your script did not use "
-                    "scaler.scale(loss or outputs) earlier in the iteration."
-                )
-        return cast("tuple[Tensor, Tensor]", (self._scale, self._growth_tracker))
+        scale, tracker = self._scale, self._growth_tracker
+        if scale is None or tracker is None:
+            missing = "_scale" if scale is None else "_growth_tracker"
+            raise AssertionError(
+                f"Attempted {funcname} but {missing} is None.  This may indicate your script did not use "
+                "scaler.scale(loss or outputs) earlier in the iteration."
+            )
+        return scale, tracker
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
@@ -457,12 +457,12 @@ class GradScaler:
             found_inf: f32, one element, on any device; copied, and the copies are returned.
             allow_fp16: False refuses float16 gradients, whose unscaled values may vanish.
         """
-        found = PerDevice(lambda device: found_inf)
-        inverses = PerDevice(lambda device: inv_scale)
-        inverses[inv_scale.device] = inv_scale
+        found: dict[torch.device, Tensor] = {}
         for device, grads in sorted_gradients(optimizer, allow_fp16):
-            kernels.unscale_(grads, inverses[device], found[device])
-        return dict(found)
+            if device not in found:
+                found[device] = found_inf.to(device, non_blocking=True, copy=True)
+            kernels.unscale_(grads, inv_scale.to(device, non_blocking=True), found[device])
+        return found
 
     def _reduce_found_inf(
         self, found_inf_per_device: dict[torch.device, Tensor]
@@ -515,14 +515,16 @@ class GradScaler:
         return _SCALING if self._enabled else _PASSING_THROUGH
 
     def _start_watching(self) -> None:
-        self._verdicts = WeakIdKeyDictionary()
+        self._verdicts: WeakKeyDictionary[_Optimizer, _Verdicts] = WeakKeyDictionary()
         self._watch = FloorWatch()
 
     def _verdicts_on(self, optimizer: _Optimizer) -> _Verdicts:
-        verdicts = cast("_Verdicts | None", self._verdicts.get(optimizer))
-        if verdicts is None:
-            verdicts = self._verdicts[optimizer] = _Verdicts()
-        return verdicts
+        try:
+            return self._verdicts[optimizer]
+        except KeyError:
+            return self._verdicts.setdefault(optimizer, _Verdicts())
+        except TypeError:  # it allows no weak references: nothing is kept that could be told from another's
+            return _Verdicts()
 
     def _checked(
         self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool
