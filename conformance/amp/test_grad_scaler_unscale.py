@@ -118,10 +118,17 @@ def test_large_finite_gradients_are_no_overflow(
     subject: Library, reference: Library, device: str, dtype: torch.dtype
 ) -> None:
     """The largest finite numbers are finite, their sum need not be."""
-    largest = torch.finfo(dtype).max
-    case = GradientList((Gradient((4,), dtype, last=largest), Gradient((2,), dtype, last=-largest)))
-    assert_same_story(reference, subject, unscaling(case, device))
-    assert_same_story(reference, subject, unscaling(case, device, init_scale=0.25))
+
+    def story(library: Library) -> Iterator[Outcome]:
+        for init_scale in (65536.0, 1.0):
+            rig = Rig(library, device, (Gradient((4,), dtype), Gradient((3,), dtype)), init_scale=init_scale)
+            for sign, parameter in zip((1, -1), rig.used().parameters, strict=True):
+                parameter.grad.fill_(sign * torch.finfo(dtype).max)
+            yield rig.did(rig.scaler.unscale_, rig.optimizer)
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
 
 
 @clause("amp.grad_scaler.unscale_.divides_on_overflow_too")

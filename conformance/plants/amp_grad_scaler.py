@@ -33,9 +33,9 @@ def broken(
 
 
 def parameters(optimizer: Any) -> list[Any]:
-    return [
-        p for group in optimizer.param_groups for p in group["params"] if getattr(p, "grad", None) is not None
-    ]
+    everything = (p for group in optimizer.param_groups for p in group["params"])
+    # To ask a tensor that is no leaf for its gradient is to be warned.
+    return [p for p in everything if getattr(p, "is_leaf", False) and p.grad is not None]
 
 
 def sees(keep: Callable[[list[Any]], list[Any]]) -> Callable[[Any], dict[str, Any]]:
