@@ -33,7 +33,7 @@ WORLD_SIZES = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def pools() -> Generator[dict[int, RankPool]]:
-    made = {size: RankPool(size, takes_turns=True) for size in WORLD_SIZES}
+    made = {size: RankPool(size, turns=os.environ.get("PYTEST_XDIST_TESTRUNUID")) for size in WORLD_SIZES}
     yield made
     for pool in made.values():
         pool.close()
@@ -435,36 +435,38 @@ def test_channel_does_not_wait_for_who_does_not_read() -> None:
 @given(wanted=st.lists(st.integers(1, 4), min_size=2, max_size=6))
 def test_slots_are_never_held_by_more_than_there_are(wanted: list[int]) -> None:
     capacity, family = 3, uuid.uuid4().hex
-    held, most, lock = 0, 0, threading.Lock()
+    held, most, counts, lock = 0, 0, [], threading.Lock()
 
     def work(slots: int) -> None:
         nonlocal held, most
-        with cpu_slots(slots, capacity, family):
+        with cpu_slots(slots, family, capacity=capacity, patience_s=60) as count:
             with lock:
-                held += min(slots, capacity)
+                counts.append(count)
+                held += count
                 most = max(most, held)
             time.sleep(0.001)
             with lock:
-                held -= min(slots, capacity)
+                held -= count
 
     threads = [threading.Thread(target=work, args=(slots,)) for slots in wanted]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert sorted(counts) == sorted(min(slots, capacity) for slots in wanted)
     assert (held, most <= capacity) == (0, True)
 
 
 HOLDER = """
 import sys, time
 from conformance.ranks.slots import cpu_slots
-with cpu_slots(1, 1, sys.argv[1]):
+with cpu_slots(1, sys.argv[1], capacity=1):
     print(flush=True)
     time.sleep(3600)
 """
 
 
-def test_a_slot_falls_free_with_its_holder() -> None:
+def test_a_slot_is_waited_for_and_falls_free_with_its_holder() -> None:
     family = uuid.uuid4().hex
     python_path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
@@ -472,6 +474,8 @@ def test_a_slot_falls_free_with_its_holder() -> None:
     ) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
+        with cpu_slots(1, family, capacity=1, patience_s=0.05) as count:
+            assert count == 0  # out of patience
         holder.kill()
-    with cpu_slots(1, 1, family):
-        pass
+    with cpu_slots(1, family, capacity=1) as count:
+        assert count == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from conformance.library import Library
 from conformance.ranks.pool import RankPool
 
+# What pytest-xdist calls the run that its workers have in common; without workers nobody need take turns.
+_RUN = "PYTEST_XDIST_TESTRUNUID"
 Pools = dict[tuple[int, str], RankPool]
 
 
@@ -30,7 +33,9 @@ def ranks(_warm_pools: Pools, subject: Library) -> Callable[..., RankPool]:
         key = (world_size, device)
         if key not in _warm_pools:
             warm_up = ("conformance.rank_cases:load", {"library": subject.spec})
-            _warm_pools[key] = RankPool(world_size, device=device, warm_up=warm_up, takes_turns=True)
+            _warm_pools[key] = RankPool(
+                world_size, device=device, warm_up=warm_up, turns=os.environ.get(_RUN)
+            )
         return _warm_pools[key]
 
     return pool_of

@@ -51,7 +51,8 @@ class RankPool:
         warm_up: a case and its arguments, run whenever ranks are made, under `start_s` instead of a case's deadline:
             imports that take long belong there.
         start_s: limit for bringing the ranks up, and for importing a case's module.
-        takes_turns: hold one CPU slot for each rank while a case runs (`slots`).
+        turns: a name shared by processes that shall take turns: while a case runs, one of the machine's CPU slots of
+            that name is held for each rank (`slots`).
 
     Ranks have the environment variables of the parent's first rank. One thread at a time may use a pool.
     """
@@ -64,7 +65,7 @@ class RankPool:
         backend: str | None = None,
         warm_up: tuple[str, Mapping[str, Any]] | None = None,
         start_s: float = 60.0,
-        takes_turns: bool = False,
+        turns: str | None = None,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; a group has at least one rank")
@@ -75,7 +76,7 @@ class RankPool:
         self._device = device
         self._warm_up = pickle.dumps(warm_up) if warm_up else None
         self._start_s = start_s
-        self._takes_turns = takes_turns
+        self._turns = turns
         self._pace = _Pace()
         self._ranks: list[Handle] = []
         self._selector = selectors.DefaultSelector()
@@ -94,18 +95,18 @@ class RankPool:
         """
         request = pickle.dumps((case, arguments))
         limit_s = self._pace.limit_s(request, deadline_s)
-        with cpu_slots(self.world_size) if self._takes_turns else contextlib.nullcontext():
-            try:
-                self._bring_up()
+        try:
+            self._bring_up()
+            with cpu_slots(self.world_size, self._turns) if self._turns else contextlib.nullcontext():
                 began = time.monotonic()
                 results = self._run(request, limit_s)
-            except RankHung:
-                self._pace.note_hang(request)
-                self.kill()
-                raise
-            except BaseException:  # a test's own deadline, or Ctrl-C, may strike anywhere in here
-                self.kill()
-                raise
+        except RankHung:
+            self._pace.note_hang(request)
+            self.kill()
+            raise
+        except BaseException:  # a test's own deadline, or Ctrl-C, may strike anywhere in here
+            self.kill()
+            raise
         self._pace.note_success(time.monotonic() - began)
         return results
 

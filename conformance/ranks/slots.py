@@ -1,7 +1,8 @@
-"""CPU slots that all pools of a user share, so that wide cases of parallel test workers take turns on few cores.
+"""CPU slots that test workers share, so that their wide cases take turns on few cores.
 
 A slot is a name in the kernel's abstract socket namespace: binding it fails while somebody else holds it, and the
-kernel frees it when the holder ends, however it ends. There is no file to lock, to own or to forget.
+kernel frees it when the holder ends, however it ends. There is no file to lock, to own or to forget. Taking turns is
+a courtesy and no lock: who has waited `patience_s` goes ahead.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 _POLL_S = 0.002
 
@@ -21,30 +22,34 @@ def cpu_count() -> int:
 
 
 @contextlib.contextmanager
-def cpu_slots(wanted: int, capacity: int | None = None, family: str = "cpu") -> Generator[None]:
-    """Hold `wanted` slots of `capacity` (default: one a core); who wants more than there are gets them all."""
+def cpu_slots(
+    wanted: int, family: str, *, capacity: int | None = None, patience_s: float = 5.0
+) -> Generator[int]:
+    """Hold `wanted` of the family's `capacity` slots (default: one a core), all of them if they are fewer.
+
+    Yields how many are held, which is less only when patience has run out.
+    """
     capacity = capacity or cpu_count()
+    end = time.monotonic() + patience_s
     with contextlib.ExitStack() as held:
         # Whoever stands at the gate collects slots as they fall free, so that a wide case is never starved by narrow
         # ones that slip past it.
-        with contextlib.closing(_bound([f"{family}-gate"])):
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as gate:
+            _bind_one(gate, [f"{family}-gate"], end)
+            count = 0
             for _ in range(min(wanted, capacity)):
-                held.enter_context(
-                    contextlib.closing(_bound([f"{family}-{slot}" for slot in range(capacity)]))
-                )
-        yield
+                slot = held.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
+                count += _bind_one(slot, [f"{family}-{number}" for number in range(capacity)], end)
+        yield count
 
 
-def _bound(names: list[str]) -> socket.socket:
-    """A socket that holds the first of `names` to be free."""
-    holder = socket.socket(socket.AF_UNIX)
-    try:
-        while True:
-            for name in names:
-                with contextlib.suppress(OSError):
-                    holder.bind(f"\0tandem-{os.getuid()}-{name}")
-                    return holder
-            time.sleep(_POLL_S)
-    except BaseException:
-        holder.close()
-        raise
+def _bind_one(holder: socket.socket, names: Sequence[str], end: float) -> bool:
+    """Bind to the first of `names` to be free; whether one was, by the time `end`."""
+    while True:
+        for name in names:
+            with contextlib.suppress(OSError):
+                holder.bind(f"\0tandem-{os.getuid()}-{name}")
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_S)

@@ -64,6 +64,12 @@ def tolerance_of(gradients: Sequence[PlacedGradient], order: float = 2.0) -> Tol
     return norm_of(sum(gradient.value.numel() for gradient in gradients), len(gradients), order)
 
 
+def norm_of_the_whole(outcome: Outcome) -> torch.Tensor:
+    assert outcome.raised is None, outcome.raised
+    assert isinstance(outcome.value, dict), f"the norm of DTensors is no DTensor: {outcome.value!r}"
+    return outcome.value["whole"].values
+
+
 def whole_gradient(index: int, gradient: PlacedGradient, seen: Sequence[Outcome]) -> torch.Tensor:
     """The gradient after the call, put together from the ranks' parts."""
     parts = [outcome.watched[index].values for outcome in seen]
@@ -137,8 +143,7 @@ def test_parts_make_up_the_clipped_whole(
     flat = torch.cat([gradient.value.double().reshape(-1) for gradient in gradients])
     norm = torch.linalg.vector_norm(flat)
     for outcome in seen:
-        assert outcome.raised is None
-        got = outcome.value["whole"].values
+        got = norm_of_the_whole(outcome)
         assert (excess := tolerance.excess(norm.to(got.dtype), got)) is None, excess
     factor = min(1.0, max_norm / (float(norm) + 1e-6))
     for index, gradient in enumerate(gradients):
@@ -190,7 +195,7 @@ def test_nonfinite_on_one_rank_is_seen_by_all(
         tolerance_of(gradients),
     )
     if not error_if_nonfinite:
-        assert not any(outcome.value["whole"].values.isfinite() for outcome in seen)
+        assert not any(norm_of_the_whole(outcome).isfinite() for outcome in seen)
         return
     assert all(outcome.raised is not None for outcome in seen)
     assert are_unchanged(gradients, seen)
