@@ -174,6 +174,18 @@ def deviation(request: pytest.FixtureRequest, subject: Library, reference: Libra
     return request.node.deviation_judge
 
 
+def autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def set_autocast_depth(depth: int) -> None:
+    while autocast_depth() > depth:
+        torch.autocast_decrement_nesting()
+    while autocast_depth() < depth:
+        torch.autocast_increment_nesting()
+
+
 _GLOBAL_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -198,6 +210,7 @@ _GLOBAL_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda dtype: torch.set_autocast_dtype("cuda", dtype),
     ),
     "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "autocast depth": (autocast_depth, set_autocast_depth),
 }
 
 
