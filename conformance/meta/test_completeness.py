@@ -1,0 +1,52 @@
+"""Every public name, method and parameter has a clause; every clause has a test; every row belongs to a clause."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from conformance import surface
+from conformance.clauses import AREAS, HERE, all_clauses
+from conformance.deviations import all_deviations
+from conformance.plants.generated import WITHOUT_EFFECT
+
+_SOURCES = [file.read_text() for area in AREAS for file in sorted((HERE / area).rglob("test_*.py"))]
+_ASKED = {found for source in _SOURCES for found in re.findall(r'\bclause\(\s*"([^"]+)"', source)}
+_DEVIATING = {found for source in _SOURCES for found in re.findall(r'mark\.deviation\(\s*"([^"]+)"', source)}
+
+
+@pytest.mark.parametrize(
+    "item", [item for item in surface.items() if item.parameter not in WITHOUT_EFFECT], ids=str
+)
+def test_every_item_has_a_clause(item: surface.Item) -> None:
+    covering = [clause.id for clause in all_clauses().values() if str(item) in clause.covers]
+    if not (item.method or item.parameter):
+        covering += [
+            clause.id
+            for clause in all_clauses().values()
+            if any(_within(name, item) for name in clause.covers)
+        ]
+    assert covering, f"no clause covers torch.{item}"
+
+
+def _within(covered: str, item: surface.Item) -> bool:
+    return covered.startswith((f"{item.path}.", f"{item.path}("))
+
+
+@pytest.mark.parametrize("clause_id", list(all_clauses()))
+def test_every_clause_is_asked(clause_id: str) -> None:
+    assert clause_id in _ASKED, f"no test asks about {clause_id}: it is uncovered"
+
+
+@pytest.mark.parametrize("clause", list(all_clauses().values()), ids=lambda clause: clause.id)
+def test_clauses_cover_what_exists(clause: object) -> None:
+    real = {str(item) for item in surface.items()}
+    assert [name for name in clause.covers if name not in real] == []
+    assert clause.says.endswith("."), "a clause is one sentence"
+
+
+@pytest.mark.parametrize("row", list(all_deviations().values()), ids=lambda row: row.id)
+def test_deviations_are_asserted(row: object) -> None:
+    assert row.clause in all_clauses()
+    assert row.id in _DEVIATING, f"no test asserts both sides of {row.id}"
