@@ -26,8 +26,28 @@ class Deviation:
     thread: str
 
 
+@dataclass(frozen=True)
+class ReferenceLimit:
+    """Something that torch cannot do on some devices: a row of `reference_limits.toml`."""
+
+    id: str
+    clause: str
+    devices: tuple[str, ...]
+    torch_does: str
+    thread: str
+
+
 class StaleRow(AssertionError):
-    """torch no longer does what a row of `deviations.toml` says."""
+    """torch no longer does what a row of `deviations.toml` or `reference_limits.toml` says."""
+
+
+@functools.cache
+def all_reference_limits() -> Mapping[str, ReferenceLimit]:
+    rows = tomllib.loads(Path(__file__).with_name("reference_limits.toml").read_text())
+    return {
+        row_id: ReferenceLimit(id=row_id, **row | {"devices": tuple(row["devices"])})
+        for row_id, row in rows.items()
+    }
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conformance.clauses import AREAS, HERE, all_clauses
-from conformance.deviations import DeviationJudge, all_deviations
+from conformance.deviations import DeviationJudge, all_deviations, all_reference_limits
 from conformance.library import Library, load_library
 from conformance.results import Hang, Recorder, WorkerRecorder, unavailable
 
@@ -55,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "clause(id): the clause that a test asks about",
         "deviation(id): the row of deviations.toml that a test asserts on both sides",
+        "reference_limit(id): the row of reference_limits.toml that a test asserts of torch",
         "profile(name): the smallest profile that runs the test (quick unless said)",
         "deadline(seconds): when the test counts as hanging",
     ):
@@ -117,6 +118,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     row = item.get_closest_marker("deviation")
     if row is not None and row.args[0] not in all_deviations():
         pytest.fail(f"{item.nodeid} names the deviation {row.args[0]!r}, which deviations.toml lacks")
+    limit = item.get_closest_marker("reference_limit")
+    if limit is not None and limit.args[0] not in all_reference_limits():
+        pytest.fail(f"{item.nodeid} names the limit {limit.args[0]!r}, which reference_limits.toml lacks")
 
 
 def _folder(item: pytest.Item) -> str:

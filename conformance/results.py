@@ -1,7 +1,8 @@
 """What became of each test: its outcome, gathered over all workers and written as `report.json`.
 
 Outcomes: passed, failed, hang, crash, not provided, unavailable (device, world size or compiler), known (the subject
-takes torch's side of a deviation), stale (a row that torch has outgrown). Red are failed, hang, crash, stale, and
+takes torch's side of a deviation), reference cannot run here (a row of `reference_limits.toml`, seen to hold), stale
+(a row that torch has outgrown). Red are failed, hang, crash, stale, and
 not provided for whatever the subject claims.
 """
 
@@ -74,6 +75,8 @@ def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.T
     axes = {axis: str(params[axis]).removeprefix("torch.") for axis in _AXES if axis in params}
     deviation = getattr(item, "deviation_judge", None)
     outcome, reason = _classify(item, call, report)
+    if outcome == "passed" and item.get_closest_marker("reference_limit") is not None:
+        outcome = "reference cannot run here"
     if outcome == "passed" and deviation is not None and deviation.subject_takes_torchs_side:
         outcome = "known"
     return Judgement(

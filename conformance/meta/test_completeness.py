@@ -8,7 +8,7 @@ import pytest
 
 from conformance import surface
 from conformance.clauses import AREAS, HERE, all_clauses
-from conformance.deviations import all_deviations
+from conformance.deviations import all_deviations, all_reference_limits
 from conformance.plants.generated import WITHOUT_EFFECT
 
 _SOURCES = [file.read_text() for area in AREAS for file in sorted((HERE / area).rglob("test_*.py"))]
@@ -50,3 +50,12 @@ def test_clauses_cover_what_exists(clause: object) -> None:
 def test_deviations_are_asserted(row: object) -> None:
     assert row.clause in all_clauses()
     assert row.id in _DEVIATING, f"no test asserts both sides of {row.id}"
+
+
+@pytest.mark.parametrize("row", list(all_reference_limits().values()), ids=lambda row: row.id)
+def test_reference_limits_are_asserted(row: object) -> None:
+    assert row.clause in all_clauses()
+    asserted = {
+        found for source in _SOURCES for found in re.findall(r'mark\.reference_limit\(\s*"([^"]+)"', source)
+    }
+    assert row.id in asserted, f"no test asserts {row.id}"

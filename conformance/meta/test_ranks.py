@@ -19,8 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.rank_cases import PlacedGradient
-from conformance.ranks import PoolBroken, RankFault, RankHung, RankPool, RankRaised, RanksDiverged
+from conformance.ranks import PoolBroken, RankFault, RankHung, RankPool, RankRaised
 from conformance.ranks.channel import Channel
 from conformance.ranks.pool import _Pace
 from conformance.ranks.slots import cpu_slots
@@ -227,21 +226,6 @@ def test_a_closed_pool_refuses() -> None:
         pool.run(f"{CASES}:healthy")
     with pytest.raises(ValueError, match="world_size is 0"):
         RankPool(0)
-
-
-def test_a_divergence_of_torchs_own_is_caught() -> None:
-    """torch refuses the infinity norm of an empty part, on the rank that has it, while its peers wait for it.
-
-    Once torch is mended this fails, and conformance/nn/utils/test_clip_grad_dtensor.py can do without its exception.
-    """
-    with RankPool(2) as pool, pytest.raises(RanksDiverged, match="allreduce"):
-        pool.run(
-            "conformance.rank_cases:clip",
-            library="torch",
-            function="get_total_norm",
-            gradients=[PlacedGradient(torch.ones(1), shard_dim=0)],
-            arguments={"norm_type": float("inf")},
-        )
 
 
 # Hangs under Hypothesis.

@@ -15,6 +15,7 @@ SEVERITY = (
     "uncovered",
     "not provided",
     "unavailable",
+    "reference cannot run here",
     "known",
     "passed",
 )
@@ -27,6 +28,7 @@ SIGNS = {
     "uncovered": "?",
     "not provided": "∅",
     "unavailable": "–",
+    "reference cannot run here": "⊘",
     "known": "≈",
     "passed": "✓",
 }

@@ -16,7 +16,7 @@ from conformance.clauses import clause
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome
 from conformance.rank_cases import PlacedGradient
-from conformance.ranks import RankPool
+from conformance.ranks import RankPool, RanksDiverged
 from conformance.tolerances import EXACT, Tolerance, norm_of
 
 NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
@@ -259,3 +259,17 @@ def test_total_norm_is_that_of_the_whole(
         outcomes(rank_pool, subject, "get_total_norm", gradients, norm_type=norm_type),
         tolerance_of(gradients, norm_type),
     )
+
+
+@clause("nn.utils.clip_grad.get_total_norm.dtensor")
+@pytest.mark.reference_limit("dtensor.infinity_norm_of_an_empty_part")
+def test_torch_leaves_its_peers_waiting_for_an_empty_part() -> None:
+    """The day torch is mended this fails, and `without_empty_parts` above can go."""
+    with RankPool(2) as pool, pytest.raises(RanksDiverged, match="allreduce"):
+        pool.run(
+            "conformance.rank_cases:clip",
+            library="torch",
+            function="get_total_norm",
+            gradients=[PlacedGradient(torch.ones(1), shard_dim=0)],
+            arguments={"norm_type": float("inf")},
+        )
