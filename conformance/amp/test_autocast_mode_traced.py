@@ -179,7 +179,12 @@ def test_state_after_an_exception_in_compiled_code(subject: Library, device: str
 class Exported(torch.nn.Module):
     def __init__(self, library: Library, device: str, region: dict[str, Any]) -> None:
         super().__init__()
-        self.net, self.autocast, self.device, self.region = model(device), library.amp.autocast, device, region
+        self.net, self.autocast, self.device, self.region = (
+            model(device),
+            library.amp.autocast,
+            device,
+            region,
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         with self.autocast(self.device, **self.region):

@@ -70,7 +70,11 @@ class Twins(RuleBasedStateMachine):
         wanted, got = (self.everything(rigs, which, call, *args) for rigs in self.sides)
         for one, other in zip(wanted, got, strict=True):
             assert_same_outcome(one, other)
-        return wanted[0].raised is not None
+        raised = wanted[0].raised
+        if raised is not None and raised.text.startswith("No inf checks were recorded for this optimizer"):
+            # torch now takes this optimizer for unscaled, which a clause of its own asks about: begin anew.
+            self.both(0, lambda rig: rig.scaler.update, 2.0)
+        return raised is not None
 
     def everything(
         self, rigs: list[Rig], which: int, call: Callable[[Rig], Callable[..., Any]], *args: Any

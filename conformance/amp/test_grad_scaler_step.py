@@ -454,3 +454,22 @@ def test_before_the_first_scale(subject: Library, reference: Library, device: st
         yield rig.did(rig.scaler.step, rig.optimizer)
 
     assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.step.again_after_a_refusal")
+@pytest.mark.deviation("grad_scaler.refused_step_can_be_taken_again")
+def test_a_step_after_one_that_was_refused(deviation: DeviationJudge, device: str) -> None:
+    def probe(library: Library) -> tuple[str, str, bool]:
+        """What the step without and the step with gradients raised, and whether the latter changed the weights."""
+        rig = Rig(library, device, (Gradient((3,)),), init_scale=8.0).used()
+        without = rig.did(rig.scaler.step, rig.optimizer)
+        rig.backward()
+        having = rig.did(rig.scaler.step, rig.optimizer)
+        return str(without.raised), str(having.raised), bool(rig.parameters[0].detach().any())
+
+    text = "AssertionError: No inf checks were recorded for this optimizer."
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == (text, text, False),
+        we_do=lambda seen: seen == (text, "None", True),
+    )

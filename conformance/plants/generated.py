@@ -9,6 +9,7 @@ lack:amp.grad_scaler.OptState       an enumeration has lost its last member
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import inspect
@@ -135,9 +136,16 @@ def _skipping(original: Any, item: surface.Item) -> Any:
 def _freezing(original: Any, item: surface.Item) -> Any:
     def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
         original.__init__(self, *args, **kwargs)
-        self._frozen_getter = getattr(original, item.method)(self)
+        # One that is switched off may have nothing to answer: that is no part of the fault.
+        with contextlib.suppress(AttributeError):
+            self._frozen_getter = getattr(original, item.method)(self)
 
-    return _subclass(original, {"__init__": constructed, item.method: lambda self: self._frozen_getter})
+    def frozen(self: Any) -> Any:
+        return (
+            self._frozen_getter if hasattr(self, "_frozen_getter") else getattr(original, item.method)(self)
+        )
+
+    return _subclass(original, {"__init__": constructed, item.method: frozen})
 
 
 def _lacking(original: Any, item: surface.Item) -> Any:
