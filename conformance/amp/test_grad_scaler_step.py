@@ -462,6 +462,7 @@ def test_a_step_after_one_that_was_refused(deviation: DeviationJudge, device: st
     def probe(library: Library) -> tuple[str, str, bool]:
         """What the step without and the step with gradients raised, and whether the latter changed the weights."""
         rig = Rig(library, device, (Gradient((3,)),), init_scale=8.0).used()
+        rig.zero_grad()
         without = rig.did(rig.scaler.step, rig.optimizer)
         rig.backward()
         having = rig.did(rig.scaler.step, rig.optimizer)
