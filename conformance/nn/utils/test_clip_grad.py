@@ -687,3 +687,26 @@ def test_scaling_odd_containers(subject: Library, reference: Library, parameters
         observe(reference.nn.utils.clip_grads_with_norm_, parameters, 1.0, norm),
         observe(subject.nn.utils.clip_grads_with_norm_, parameters, 1.0, norm),
     )
+
+
+@clause("nn.utils.clip_grad.refusal_is_whole")
+@pytest.mark.deviation("clip_grad.refusal_is_whole")
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"])
+def test_one_gradient_refuses(deviation: DeviationJudge, device: str, name: str) -> None:
+    extra = (torch.tensor(100.0, device=device),) if name == "clip_grads_with_norm_" else ()
+
+    def probe(library: Library) -> tuple[str, bool]:
+        """What was raised, and whether the gradient before the one that refuses is as it was."""
+        first = Gradient((8,), scale=5.0).parameter(device)
+        last = torch.nn.Parameter(torch.zeros(4, 3, device=device))
+        last.grad = torch.full((1,), 2.0, device=device).expand(4, 3)
+        before = first.grad.clone()
+        outcome = observe(getattr(library.nn.utils, name), [first, last], 0.1, *extra, foreach=False)
+        return str(outcome.raised), torch.equal(first.grad, before)
+
+    refusal = "RuntimeError: unsupported operation: more than one element of the written-to tensor"
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen[0].startswith(refusal) and not seen[1],
+        we_do=lambda seen: seen[0].startswith(refusal) and seen[1],
+    )
