@@ -25,7 +25,7 @@ def test_as_a_region(subject: Library, reference: Library, arguments: str) -> No
 
 @clause("cuda.amp.autocast_mode.autocast.older_spelling")
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
-@pytest.mark.parametrize("function", [None, abs, 3], ids=str)
+@pytest.mark.parametrize("function", [None, abs], ids=str)
 def test_as_a_decorator(subject: Library, reference: Library, arguments: str, function: object) -> None:
     assert_same_outcome(
         used_as_decorator(reference.cuda.amp.autocast, arguments, function),
