@@ -59,6 +59,11 @@ class Plan(NamedTuple):
     is_eager: bool  # addresses may be read and, on the CPU, values looked at
 
 
+def asked_route() -> str:
+    """The name asked for: all that an operation need know for which the CPU has one route, or takes mixed dtypes."""
+    return _asked.get()
+
+
 def plan_for(tensors: Sequence[Tensor]) -> Plan:
     """The route these tensors go by: what was asked for, or "plain" where that cannot take them.
 
@@ -66,7 +71,7 @@ def plan_for(tensors: Sequence[Tensor]) -> Plan:
         RuntimeError: "triton" was asked for and cannot run here.
     """
     dtypes = {t.dtype for t in tensors}
-    if not _is_eager(tensors):
+    if not is_eager(tensors):
         return Plan("plain", dtypes, is_eager=False)
     asked = _asked.get()
     if asked == "plain" or not dtypes <= _DTYPES:
@@ -86,14 +91,14 @@ def _fastest(asked: str, device: str) -> Carrier:
     return "plain"
 
 
-def _is_eager(tensors: Sequence[Tensor]) -> bool:
+def is_eager(tensors: Sequence[Tensor]) -> bool:
     """Whether these are ordinary tensors that no compiler, tracer, transform or dispatch mode watches."""
     return (
         not torch.compiler.is_compiling()
         and _TYPES.issuperset(map(type, tensors))
         and torch._C._len_torch_dispatch_stack() == 0
         and peek_interpreter_stack() is None  # pyright: ignore[reportUnnecessaryComparison]  its stub is wrong
-        and not torch.jit.is_tracing()
+        and not torch._C._is_tracing()
     )
 
 

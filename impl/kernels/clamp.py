@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._route import plan_for
+from impl.kernels._route import asked_route, is_eager, plan_for
+from impl.kernels._untracked import untracked
 
 # From here on a tensor is worth an operator call of its own.
 _LARGE = 1 << 14
 
 
-@torch.no_grad()
+@untracked
 def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
     """Clamp every element in place to [`low`, `high`]; nan stays nan.
 
@@ -23,14 +24,16 @@ def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
 
     Sync: none. Collectives: none.
     """
+    if tensors[0].is_cpu and asked_route() in ("auto", "cached") and is_eager(tensors):
+        _clamp_cached(tensors, low, high)
+        return
     plan = plan_for(tensors)
     if plan.way == "triton":
         from impl.kernels._triton.clamp import launch_clamp  # noqa: PLC0415  optional, and slow to import
 
         if launch_clamp(tensors, low, high):
             return
-    clamp = _clamp_cached if plan.way == "cached" else _clamp_plain
-    clamp(by_dtype(tensors, plan.dtypes), low, high)
+    _clamp_plain(by_dtype(tensors, plan.dtypes), low, high)
 
 
 def _clamp_plain(groups: list[list[Tensor]], low: float, high: float) -> None:
@@ -43,15 +46,15 @@ def _clamp_plain(groups: list[list[Tensor]], low: float, high: float) -> None:
                 t.clamp_(min=low, max=high)
 
 
-def _clamp_cached(groups: list[list[Tensor]], low: float, high: float) -> None:
+def _clamp_cached(tensors: Sequence[Tensor], low: float, high: float) -> None:
     """On the CPU: one pass over memory, 8 B an element in f32, where one bound after the other takes two."""
-    for same_dtype in groups:
-        small: list[Tensor] = []
-        for t in same_dtype:
-            if t.numel() < _LARGE:
-                small.append(t)
-            else:
-                t.clamp_(low, high)
-        # Small ones stay in the cache from one bound to the next, and the loop over them costs less in C++.
-        if small:
-            _clamp_plain([small], low, high)
+    small: list[Tensor] = []
+    for t in tensors:
+        if t.numel() < _LARGE:
+            small.append(t)
+        else:
+            t.clamp_(low, high)
+    # Small ones stay in the cache from one bound to the next, and the loop over them costs less in C++.
+    if small:
+        torch._foreach_clamp_min_(small, low)
+        torch._foreach_clamp_max_(small, high)

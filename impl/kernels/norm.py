@@ -10,6 +10,7 @@ from torch import Tensor
 from impl.kernels._by_dtype import by_dtype, takes_foreach
 from impl.kernels._route import plan_for
 from impl.kernels._storage_order import flat_runs
+from impl.kernels._untracked import untracked
 
 # torch takes the norm of a whole tensor on one thread, the norms of rows on all of them.
 _ROW = 1 << 12
@@ -21,7 +22,7 @@ _PART = 1 << 17
 _SAFE_ABOVE = 2.0**-30
 
 
-@torch.no_grad()
+@untracked
 def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """Joint p-norm, as if all elements stood in one vector.
 

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
 from impl.kernels._route import plan_for
+from impl.kernels._untracked import untracked
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-@torch.no_grad()
+@untracked
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by `factor`.
 

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from impl.kernels._route import plan_for
+from impl.kernels._route import asked_route, is_eager, plan_for
+from impl.kernels._untracked import untracked
 
 
-@torch.no_grad()
+@untracked
 def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor is the seventh
     scale: Tensor,
     growth_tracker: Tensor,
@@ -30,23 +31,15 @@ def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor i
     Sync: none. Collectives: none.
     Source: torch._amp_update_scale_; differences: the floor.
     """
-    arguments = (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale)
-    if plan_for([scale, found_inf]).way == "triton":
+    on_cpu = scale.is_cpu and asked_route() != "triton"
+    if not on_cpu and plan_for([scale, found_inf]).way == "triton":
         from impl.kernels._triton.scale_update import launch_update_scale  # noqa: PLC0415  as the other kernels
 
-        launch_update_scale(*arguments)
-    else:
-        _update_scale_plain(*arguments)
-
-
-def _update_scale_plain(  # noqa: PLR0913  as above
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-) -> None:
+        launch_update_scale(
+            scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale
+        )
+        return
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-    scale.clamp_(min=min_scale)
+    # On the CPU a look costs less than the operator that is almost never needed.
+    if not (on_cpu and is_eager([scale])) or scale.item() < min_scale:
+        scale.clamp_(min=min_scale)

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype
-from impl.kernels._route import plan_for
+from impl.kernels._route import asked_route, plan_for
+from impl.kernels._untracked import untracked
 
 
-@torch.no_grad()
+@untracked
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply gradients in place by `inv_scale` and set `found_inf` if any held inf or nan.
 
@@ -21,16 +22,21 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     Sync: none. Collectives: none.
     Source: torch._amp_foreach_non_finite_check_and_unscale_; differences: mixed dtypes in one call.
     """
+    if grads[0].is_cpu and asked_route() != "triton":
+        # There torch's operator takes mixed dtypes, and no other code is faster.
+        torch._amp_foreach_non_finite_check_and_unscale_([*grads], found_inf, inv_scale)
+        return
     plan = plan_for(grads)
     if plan.way == "triton":
         from impl.kernels._triton.unscale import launch_unscale  # noqa: PLC0415  optional, and slow to import
 
         if launch_unscale(grads, inv_scale, found_inf):
             return
-    _unscale_plain(by_dtype(grads, plan.dtypes), inv_scale, found_inf)
+    for same_dtype in by_dtype(grads, plan.dtypes):
+        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
 
 
-@torch.no_grad()
+@untracked
 def nonfinite_mask(tensors: Sequence[Tensor]) -> Tensor:
     """Tell, tensor by tensor, where inf or nan lies.
 
@@ -42,8 +48,3 @@ def nonfinite_mask(tensors: Sequence[Tensor]) -> Tensor:
     Sync: none. Collectives: none.
     """
     return torch.stack([t.isfinite().all() for t in tensors]).logical_not_()
-
-
-def _unscale_plain(groups: list[list[Tensor]], inv_scale: Tensor, found_inf: Tensor) -> None:
-    for same_dtype in groups:
-        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
