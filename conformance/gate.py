@@ -107,7 +107,7 @@ def _judged(options: argparse.Namespace, out: Path, progress: Progress) -> dict[
     command += [] if options.seed is None else [f"--seed={options.seed}"]
     log = out / "judgements.jsonl"
     log.unlink(missing_ok=True)
-    task = progress.add_task("judging", total=None, note="collecting")
+    task = _begin(progress, "judging", None)
     began = time.time()
     ended, code = _run(
         command, out / "judging.log", _DEADLINES_S[options.profile], lambda: _advance(progress, task, log)
@@ -176,7 +176,7 @@ def _trained(options: argparse.Namespace, out: Path, progress: Progress) -> dict
 def _part(name: str, command: list[str], file: Path, out: Path, progress: Progress) -> dict[str, Any]:
     """Run one part; its JSON, or the reason why there is none."""
     file.unlink(missing_ok=True)
-    task = progress.add_task(name, total=1, note="")
+    task = _begin(progress, name, 1)
     ended, code = _run(command, out / f"{name}.log", _DEADLINES_S["quick"])
     progress.update(task, completed=1)
     if file.is_file():
@@ -203,6 +203,12 @@ def _run(command: list[str], log: Path, deadline_s: float, watch: Any = lambda: 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _begin(progress: Progress, name: str, total: int | None) -> TaskID:
+    if not progress.console.is_terminal:  # no bar moves in a log
+        progress.console.print(f"{name} …")
+    return progress.add_task(name, total=total, note="")
 
 
 def _advance(progress: Progress, task: TaskID, log: Path) -> None:

@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +62,10 @@ def test_files(plant_id: str) -> list[Path]:
         for clause in all_clauses().values()
         if any(_is_about(item, name) for item in clause.covers)
     }
+    return _files_of(areas)
+
+
+def _files_of(areas: Iterable[str]) -> list[Path]:
     return [
         file
         for area in sorted(areas)
@@ -79,11 +83,23 @@ def _is_about(item: str, name: str) -> bool:
 
 def judge(plant_id: str, package: str = "impl", profile: str = "quick") -> Kill:
     """Run the suite on `package` with one fault planted, in a fresh process."""
+    files = test_files(plant_id)
+    if not files:  # pytest without files would run everything
+        raise LookupError(f"no clause is about {broken_name(plant_id)}")
+    return _judge(plant_id, f"{package}+{plant_id}", files, profile)
+
+
+def judge_unplanted(package: str) -> Kill:
+    """Without a fault the suite must be green: on a red baseline every kill would be an illusion."""
+    return _judge("nothing", package, _files_of({clause.area for clause in all_clauses().values()}), "quick")
+
+
+def _judge(plant_id: str, spec: str, files: Sequence[Path], profile: str) -> Kill:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="plant-") as directory:
-        process = context.Process(target=_run, args=(plant_id, package, profile, directory), daemon=True)
+        process = context.Process(target=_run, args=(spec, files, profile, directory), daemon=True)
         process.start()
         process.join(_DEADLINE_S)
         hung = process.is_alive()
@@ -107,16 +123,13 @@ def judge(plant_id: str, package: str = "impl", profile: str = "quick") -> Kill:
     )
 
 
-def _run(plant_id: str, package: str, profile: str, directory: str) -> None:
+def _run(spec: str, files: Sequence[Path], profile: str, directory: str) -> None:
     import pytest  # noqa: PLC0415 preloaded in the fork server; here it is a lookup
 
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(Path(directory, "log").open("w"))
         stack.enter_context(contextlib.redirect_stdout(log))
         stack.enter_context(contextlib.redirect_stderr(log))
-        files = test_files(plant_id)
-        if not files:  # pytest without files would run everything
-            raise LookupError(f"no clause is about {broken_name(plant_id)}")
         words = [
             "-x",
             "-q",
@@ -125,11 +138,9 @@ def _run(plant_id: str, package: str, profile: str, directory: str) -> None:
             "no:xdist",
             "-p",
             "no:cacheprovider",
-            f"--subject={package}+{plant_id}",
+            f"--subject={spec}",
         ]
-        pytest.main(
-            [*words, f"--profile={profile}", f"--report={directory}", *map(str, test_files(plant_id))]
-        )
+        pytest.main([*words, f"--profile={profile}", f"--report={directory}", *map(str, files)])
 
 
 def _first_red(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -159,6 +170,10 @@ def main(words: Sequence[str]) -> int:
     if options.list:
         print("\n".join(ids))  # noqa: T201 the command's output
         return 0
+    baseline = judge_unplanted(options.subject)
+    if baseline.killed:
+        print(f"{options.subject} is red without a fault: {baseline.clause} {baseline.nodeid}")  # noqa: T201
+        return 2
     kills = []
     for kill in judge_all(ids, options.subject, options.jobs):
         kills.append(kill)
