@@ -36,7 +36,7 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
     Sync: coalescing, as in torch.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for kind in set(map(type, params)):
+    for kind in set(map(type, params)) - _PLAIN_TYPES:
         if not issubclass(kind, Tensor):
             raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
     grads = [grad for param in params if (grad := param.grad) is not None]

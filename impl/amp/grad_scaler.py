@@ -35,6 +35,7 @@ from impl.amp._loss_scale import (
     check_new_scale,
     checked_floor,
     inverse,
+    placed,
     read_state,
     times,
 )
@@ -461,7 +462,7 @@ class GradScaler:
         for device, grads in sorted_gradients(optimizer, allow_fp16):
             if device not in found:
                 found[device] = found_inf.to(device, non_blocking=True, copy=True)
-            kernels.unscale_(grads, inv_scale.to(device, non_blocking=True), found[device])
+            kernels.unscale_(grads, placed(inv_scale, device), found[device])
         return found
 
     def _reduce_found_inf(
@@ -543,7 +544,7 @@ class _Scaling:
         try:
             if isinstance(outputs, Tensor):
                 home = _scale_of(scaler, outputs.device)
-                return times(outputs, home.to(outputs.device, non_blocking=True))
+                return times(outputs, placed(home, outputs.device))
             return _scaled(outputs, PerDevice(lambda device: _scale_of(scaler, device)))
         except BaseException:
             if was_unknown:
@@ -739,12 +740,15 @@ def _scaled(value: Any, scales: PerDevice) -> Any:
 
 def _stage_of(scaler: GradScaler, optimizer: _Optimizer) -> OptState:
     state = scaler._per_optimizer_states.get(id(optimizer))
+    if state is None:
+        return OptState.READY
+    stage = state["stage"]
     # By name: others may have put torch's own OptState there.
-    return OptState.READY if state is None else OptState[state["stage"].name]
+    return stage if type(stage) is OptState else OptState[stage.name]
 
 
 def _at(device: torch.device, found_inf: dict[torch.device, Tensor]) -> list[Tensor]:
-    return [flag.to(device, non_blocking=True) for flag in found_inf.values()]
+    return [placed(flag, device) for flag in found_inf.values()]
 
 
 def _step_if_finite(

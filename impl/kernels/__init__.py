@@ -20,10 +20,20 @@ Cost for N f32 elements, launches counted on CUDA:
 """
 
 from impl.kernels._route import route
+from impl.kernels._untracked import untracked
 from impl.kernels.clamp import clamp_
 from impl.kernels.norm import total_norm
 from impl.kernels.scale import scale_
 from impl.kernels.scale_update import update_scale_
 from impl.kernels.unscale import nonfinite_mask, unscale_
 
-__all__ = ["clamp_", "nonfinite_mask", "route", "scale_", "total_norm", "unscale_", "update_scale_"]
+__all__ = [
+    "clamp_",
+    "nonfinite_mask",
+    "route",
+    "scale_",
+    "total_norm",
+    "unscale_",
+    "untracked",
+    "update_scale_",
+]

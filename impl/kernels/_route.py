@@ -76,17 +76,17 @@ def plan_for(tensors: Sequence[Tensor]) -> Plan:
     asked = _asked.get()
     if asked == "plain" or not dtypes <= _DTYPES:
         return Plan("plain", dtypes, is_eager=True)
-    return Plan(_fastest(asked, tensors[0].device.type), dtypes, is_eager=True)
+    return Plan(_fastest(asked, tensors[0]), dtypes, is_eager=True)
 
 
-def _fastest(asked: str, device: str) -> Carrier:
+def _fastest(asked: str, tensor: Tensor) -> Carrier:
     if asked == "triton":
-        _demand_triton(device)
-    if device == "cuda":
+        _demand_triton(tensor.device.type)
+    if tensor.is_cuda:
         # A captured graph would outlive the table of addresses that a Triton launch reads.
         takes_triton = asked != "cached" and _has_triton() and not torch.cuda.is_current_stream_capturing()
         return "triton" if takes_triton else "plain"
-    if device == "cpu":
+    if tensor.is_cpu:
         return "triton" if asked == "triton" else "cached"
     return "plain"
 

@@ -85,7 +85,7 @@ def _two_norm_cached(groups: list[list[Tensor]], dtypes: set[torch.dtype]) -> Te
             _append_norms(norms, flat)
     dtype = _result_dtype(dtypes)
     if len(norms) == 1 and norms[0].numel() == 1:
-        return norms[0].view(()).to(dtype)
+        return norms[0].squeeze_(0).to(dtype)
     if not norms:
         return torch.zeros((), dtype=dtype)
     accumulate = torch.float64 if dtype is torch.float64 else torch.float32

@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from impl.kernels._route import asked_route, is_eager, plan_for
-from impl.kernels._untracked import untracked
 
 
-@untracked
 def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor is the seventh
     scale: Tensor,
     growth_tracker: Tensor,

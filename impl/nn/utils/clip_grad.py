@@ -31,6 +31,7 @@ from torch.utils._foreach_utils import (
 )
 
 from impl import kernels
+from impl.kernels import untracked
 
 __all__ = ["clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"]
 
@@ -38,7 +39,7 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-@torch.no_grad()
+@untracked
 def get_total_norm(
     tensors: Tensor | Iterable[Tensor],
     norm_type: float = 2.0,
@@ -70,7 +71,7 @@ def get_total_norm(
     return _norm_of(_sorted_out(listed, foreach), float(norm_type), error_if_nonfinite)
 
 
-@torch.no_grad()
+@untracked
 def clip_grads_with_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -100,7 +101,7 @@ def clip_grads_with_norm_(
     _scale_to_norm_(_sorted_out(_gradients_of(parameters), foreach), float(max_norm), total_norm)
 
 
-@torch.no_grad()
+@untracked
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -140,7 +141,7 @@ def clip_grad_norm_(
         is_generator = isinstance(parameters, types.GeneratorType)
         parameters = list(parameters)
         if is_generator and not parameters:
-            # Two frames lie between here and the caller: this one and that of no_grad.
+            # Two frames lie between here and the caller: this one and that of `untracked`.
             warnings.warn(
                 "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
             )
@@ -176,7 +177,7 @@ def clip_grad_norm(
     return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-@torch.no_grad()
+@untracked
 def clip_grad_value_(
     parameters: Tensor | Iterable[Tensor],
     clip_value: float,
@@ -258,7 +259,7 @@ def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
 
 def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
     """The device of all `tensors`, if every one is ordinary and contiguous; by whole-list calls, for speed."""
-    if not tensors or any(tensor.layout is not torch.strided for tensor in tensors):
+    if not tensors or {tensor.layout for tensor in tensors} != {torch.strided}:
         return None
     kinds = list(torch._C._group_tensors_by_device_and_dtype([[*tensors]], False))
     device = kinds[0][0]
