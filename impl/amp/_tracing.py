@@ -8,11 +8,11 @@ it. So the classes wait on `sys.meta_path` until somebody imports Dynamo.
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -52,40 +52,53 @@ def uncompiled(function: _Function) -> _Function:
     return function
 
 
+_classes: list[type] = []
+_introduce: Callable[[Any], None] | None = None
+
+
 def introduce_to_dynamo(cls: type) -> None:
     """Have Dynamo trace the regions of `cls`: now where it is loaded, else as soon as it is (see the note on top)."""
-    if "torch._dynamo" in sys.modules:
-        importlib.import_module("impl.dynamo.autocast").introduce(cls)
-        return
-    if _dynamo_import not in sys.meta_path:
+    # Noted first: whoever sets `_introduce` in another thread meanwhile finds it there.
+    _classes.append(cls)
+    if _introduce is not None:
+        _introduce(cls)
+    elif sys.modules.get("torch._dynamo") is not None:
+        importlib.import_module("torch._dynamo")  # waits where another thread is still importing it
+        importlib.import_module("impl.dynamo.autocast")
+    elif _dynamo_import not in sys.meta_path:
         sys.meta_path.insert(0, _dynamo_import)
-    _dynamo_import.waiting.append(cls)
+
+
+def introduce_by(introduce: Callable[[Any], None]) -> None:
+    """Hand each class to `introduce`, those defined so far and those to come; `impl.dynamo.autocast` calls this."""
+    global _introduce  # noqa: PLW0603 Dynamo's tables are the process's, and so is who writes in them
+    _introduce = introduce
+    for cls in list(_classes):
+        introduce(cls)
 
 
 class _DynamoImport(MetaPathFinder):
-    """Finds `torch._dynamo` as Python would, and introduces the waiting classes when it has been executed."""
-
-    def __init__(self) -> None:
-        self.waiting: list[type] = []
+    """Finds `torch._dynamo` as it would be found without it, and imports impl.dynamo once it has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != "torch._dynamo":
             return None
-        spec = PathFinder.find_spec(fullname, path, target)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
+        loader, execute = spec.loader, spec.loader.exec_module
 
         def execute_and_introduce(module: ModuleType) -> None:
+            loader.exec_module = execute  # it may serve other modules too
             execute(module)
-            sys.meta_path.remove(self)
-            for cls in self.waiting:
-                introduce_to_dynamo(cls)
+            importlib.import_module("impl.dynamo.autocast")
 
-        spec.loader.exec_module = execute_and_introduce
+        loader.exec_module = execute_and_introduce
         return spec
 
 
+# It stays for good: an import of Dynamo that fails is tried again, and any other costs one comparison.
 _dynamo_import = _DynamoImport()

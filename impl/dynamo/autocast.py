@@ -15,18 +15,20 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable, ContextWrappingVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
-from impl.amp.autocast_mode import autocast, autocast_decorator
+# As a module: it may be reloaded, and then has other classes.
+from impl.amp import autocast_mode as amp
+from impl.amp._tracing import introduce_by
 
 # What a region is to Dynamo: the arguments of the graph node that enters it, in this order.
 _FIELDS = ("device", "fast_dtype", "_enabled", "_cache_enabled")
 
 
-def introduce(cls: type[autocast]) -> None:
+def introduce(cls: type[amp.autocast]) -> None:
     """Make `cls` known to Dynamo.
 
     A subclass with an `__enter__` or `__exit__` of its own is left to be traced as any class.
     """
-    if (cls.__enter__, cls.__exit__) != (autocast.__enter__, autocast.__exit__):
+    if (cls.__enter__, cls.__exit__) != (amp.autocast.__enter__, amp.autocast.__exit__):
         return
     # Dynamo's cached functions return the tables themselves. There is one by type for each setting of
     # `torch._dynamo.config.trace_numpy`, and it keeps `cls`, hence its id, alive.
@@ -35,12 +37,12 @@ def introduce(cls: type[autocast]) -> None:
     VariableBuilder._id_dispatch()[id(cls)] = _wrap_class
 
 
-def _wrap_class(builder: VariableBuilder, cls: type[autocast]) -> VariableTracker:
+def _wrap_class(builder: VariableBuilder, cls: type[amp.autocast]) -> VariableTracker:
     guards = builder.install_guards(GuardBuilder.CLASS_MATCH)
     return AutocastClassVariable(cls, source=builder.source, **(guards or {}))
 
 
-def _wrap_instance(builder: VariableBuilder, instance: autocast) -> VariableTracker:
+def _wrap_instance(builder: VariableBuilder, instance: amp.autocast) -> VariableTracker:
     """Guarded by what it holds: the same object with another dtype recompiles, an equal object does not."""
     builder.install_guards(GuardBuilder.TYPE_MATCH)
     for field in _FIELDS:
@@ -48,7 +50,7 @@ def _wrap_instance(builder: VariableBuilder, instance: autocast) -> VariableTrac
     return AutocastVariable(_values(instance), source=builder.source)
 
 
-def _values(instance: autocast) -> list[Any]:
+def _values(instance: amp.autocast) -> list[Any]:
     return [getattr(instance, field) for field in _FIELDS]
 
 
@@ -60,11 +62,11 @@ class AutocastClassVariable(UserDefinedClassVariable):
     ) -> VariableTracker:
         given = [arg.as_python_constant() for arg in args]
         named = {name: arg.as_python_constant() for name, arg in kwargs.items()}
-        cls = cast("type[autocast]", self.value)
-        if cls is not autocast:
+        cls = cast("type[amp.autocast]", self.value)
+        if cls is not amp.autocast:
             return AutocastVariable(_values(cls(*given, **named)))
         # Left as given: what None stands for is decided where the graph runs, as with torch's class.
-        bound = inspect.signature(autocast).bind(*given, **named)
+        bound = inspect.signature(amp.autocast).bind(*given, **named)
         bound.apply_defaults()
         return AutocastVariable(list(bound.arguments.values()))
 
@@ -88,7 +90,9 @@ class AutocastVariable(ContextWrappingVariable):
     def call_function(
         self, tx: Any, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
-        return VariableTracker.build(tx, autocast_decorator).call_function(tx, [self, *args], dict(kwargs))
+        return VariableTracker.build(tx, amp.autocast_decorator).call_function(
+            tx, [self, *args], dict(kwargs)
+        )
 
     # Where the graph breaks inside a region, the code between the graphs builds and enters what these name.
     def module_name(self) -> str:
@@ -98,4 +102,7 @@ class AutocastVariable(ContextWrappingVariable):
         return "autocast"
 
     def python_type(self) -> type:
-        return autocast
+        return amp.autocast
+
+
+introduce_by(introduce)

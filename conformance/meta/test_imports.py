@@ -1,0 +1,112 @@
+"""Every module of `impl` can be the first one imported, and Dynamo knows our regions whoever came first."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120
+
+# Each child has torch and nothing of ours: a fork is a process as fresh as an interpreter's, in a fraction of its time.
+EACH_FIRST = """
+import importlib, os, sys, torch
+
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+# What a region compiles to without breaking the graph, for an instance made before anything was traced.
+AFTERWARDS = """
+import torch, impl.amp, impl.cpu.amp, warnings
+warnings.simplefilter("ignore")
+for made in (impl.amp.autocast("cpu"), impl.cpu.amp.autocast(), type("Derived", (impl.amp.autocast,), {})("cpu")):
+    def run(x):
+        with made:
+            return x @ x
+    graphs = []
+    def backend(module, inputs):
+        graphs.append([str(node.target) for node in module.graph.nodes if "autocast" in str(node.target)])
+        return module.forward
+    torch._dynamo.reset()
+    assert torch.compile(run, fullgraph=True, backend=backend)(torch.ones(2, 2)).dtype == torch.bfloat16
+    assert len(graphs) == 1 and len(graphs[0]) == 2, graphs
+print("known")
+"""
+
+ORDERS = {
+    "ours first": "import impl.amp, torch._dynamo",
+    "Dynamo first": "import torch._dynamo, impl.amp",
+    "our words for Dynamo first": "import impl.dynamo.autocast",
+    "Dynamo never by name": "import impl.amp",
+    "Dynamo fails once": """
+import sys, impl.amp
+sys.modules["torch._dynamo.aot_compile"] = None
+try:
+    import torch._dynamo
+    raise SystemExit("it did not fail")
+except ImportError:
+    del sys.modules["torch._dynamo.aot_compile"]
+""",
+    "ours while another thread imports Dynamo": """
+import sys, threading, torch
+thread = threading.Thread(target=lambda: __import__("torch._dynamo"))
+thread.start()
+while thread.is_alive() and "torch._dynamo" not in sys.modules:
+    pass
+import impl.amp
+thread.join()
+""",
+    "both reloaded": """
+import importlib, torch._dynamo, impl.amp.autocast_mode
+importlib.reload(torch._dynamo)
+importlib.reload(impl.amp.autocast_mode)
+importlib.reload(impl.amp)
+import impl.cpu.amp
+""",
+}
+
+
+def output_of(code: str, *arguments: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    return run.stdout + run.stderr[-2000:]
+
+
+def modules() -> list[str]:
+    has_triton = importlib.util.find_spec("triton") is not None
+    paths = [file.relative_to(ROOT).with_suffix("") for file in sorted((ROOT / "impl").rglob("*.py"))]
+    names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
+    return [name for name in names if has_triton or "._triton" not in name]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.profile("full")
+def test_each_module_may_come_first() -> None:
+    assert len(modules()) > 10
+    assert output_of(EACH_FIRST, *modules()) == ""
+
+
+@pytest.mark.profile("full")
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_dynamo_knows_our_regions(order: str) -> None:
+    assert output_of(ORDERS[order] + AFTERWARDS) == "known\n"
