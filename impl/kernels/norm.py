@@ -54,7 +54,7 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     if norm_type != 2:
         return _norm_plain(groups, norm_type)
     norm = _two_norm_cached(groups, plan.dtypes) if plan.way == "cached" else _norm_plain(groups, norm_type)
-    if plan.is_eager and norm.device.type == "cpu":
+    if plan.is_eager and norm.is_cpu:
         value = norm.item()
         if value < _SAFE_ABOVE or value == math.inf:
             return _two_norm_by_largest(tensors).to(norm.dtype)
@@ -85,7 +85,8 @@ def _two_norm_cached(groups: list[list[Tensor]], dtypes: set[torch.dtype]) -> Te
             _append_norms(norms, flat)
     dtype = _result_dtype(dtypes)
     if len(norms) == 1 and norms[0].numel() == 1:
-        return norms[0].squeeze_(0).to(dtype)
+        norm = norms[0].squeeze_(0)
+        return norm if norm.dtype is dtype else norm.to(dtype)
     if not norms:
         return torch.zeros((), dtype=dtype)
     accumulate = torch.float64 if dtype is torch.float64 else torch.float32
