@@ -11,12 +11,11 @@ from typing import Any
 import jinja2
 import matplotlib as mpl
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from conformance.report.matrix import SEVERITY, SIGNS, matrix
 from conformance.results import RED
-
-mpl.use("agg")
-from matplotlib import pyplot as plt
+from conformance.training.plot import draw
 
 
 def write_page(report: dict[str, Any], file: Path) -> None:
@@ -40,7 +39,9 @@ def write_page(report: dict[str, Any], file: Path) -> None:
         signs=SIGNS,
         deviation_outcomes=_deviation_outcomes(report),
         speed_plot=_speed_plot(report.get("speed") or {}),
-        training_plots=[_training_plot(run) for run in (report.get("training") or {}).get("runs", [])],
+        training_plots=[
+            _as_svg(draw(run, report["subject"])) for run in (report.get("training") or {}).get("runs", [])
+        ],
         style=Markup(Path(__file__).with_name("page.css").read_text()),
         script=Markup(Path(__file__).with_name("page.js").read_text()),
         dumps=json.dumps,
@@ -63,7 +64,8 @@ def _speed_plot(speed: dict[str, Any]) -> Markup | None:
     rows = [row for row in speed.get("rows", []) if row["outcome"] == "measured"]
     if not rows:
         return None
-    figure, axes = plt.subplots(figsize=(8, 0.5 + 0.28 * len(rows)))
+    figure = Figure(figsize=(9, 0.8 + 0.28 * len(rows)), layout="constrained")
+    axes = figure.subplots()
     for height, row in enumerate(reversed(rows)):
         low, high = row["low"], row["high"]
         colour = "#1a7f37" if high < 1 else "#b35900" if low > 1 else "#57606a"
@@ -80,28 +82,9 @@ def _speed_plot(speed: dict[str, Any]) -> Markup | None:
     return _as_svg(figure)
 
 
-def _training_plot(run: dict[str, Any]) -> Markup:
-    """Both loss curves, and below them the scale's path with the skipped steps marked."""
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 4.5), sharex=True, height_ratios=[2, 1])
-    for side, style in (("reference", "-"), ("subject", "--")):
-        curve = run[side]
-        top.plot(curve["losses"], style, label=f"{side} ({curve['library']})", linewidth=1.5)
-        bottom.plot(curve["scales"], style, linewidth=1.5)
-        for step in curve["skipped"]:
-            bottom.axvline(step, color="#cf222e", alpha=0.25, linewidth=1)
-    top.set_ylabel("loss, bits per byte")
-    top.legend(frameon=False)
-    bottom.set_yscale("log", base=2)
-    bottom.set_ylabel("loss scale")
-    bottom.set_xlabel("step (red: skipped)")
-    return _as_svg(figure)
-
-
 def _as_svg(figure: Any) -> Markup:
     drawn = io.StringIO()
-    figure.tight_layout()
     with mpl.rc_context({"svg.hashsalt": "tandem", "svg.fonttype": "none"}):
         figure.savefig(drawn, format="svg", metadata={"Date": None})
-    plt.close(figure)
     # Matplotlib escapes the texts it draws; the XML prologue has no place inside HTML.
     return Markup(drawn.getvalue()[drawn.getvalue().index("<svg") :])

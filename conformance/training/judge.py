@@ -115,7 +115,7 @@ def parts_of(library: Library, route: str | None = None) -> Parts:
 def as_json(results: list[Result]) -> dict[str, Any]:
     """What a report draws: one entry of `runs` for each comparison, numbers that are not finite as None."""
     return {
-        "runs": [_entry(comparison) for result in results for comparison in result.comparisons],
+        "runs": [as_entry(comparison) for result in results for comparison in result.comparisons],
         "corpus": results[0].corpus,
         "lacking": results[0].lacking,
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
@@ -123,7 +123,7 @@ def as_json(results: list[Result]) -> dict[str, Any]:
     }
 
 
-def _entry(comparison: Comparison) -> dict[str, Any]:
+def as_entry(comparison: Comparison) -> dict[str, Any]:
     bound = comparison.bound
     return {
         "name": comparison.name,

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from conformance.training.judge import Comparison
+from conformance.training.judge import Comparison, as_entry
 
 _REFERENCE = {"color": "#b35900", "linewidth": 3.0, "alpha": 0.55}
 _SUBJECT = {"color": "#0550ae", "linewidth": 1.2}
 
 
-def draw(comparison: Comparison, subject: str) -> Figure:
+def draw(entry: dict[str, Any], subject: str) -> Figure:
+    """One comparison, as `judge.as_entry` writes it and a report reads it back."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    sides = ((comparison.reference, "torch", _REFERENCE), (comparison.subject, subject, _SUBJECT))
+    sides = ((entry["reference"], "torch", _REFERENCE), (entry["subject"], subject, _SUBJECT))
     for run, name, line in sides:
-        top.plot(run.losses, label=f"{name}, training", **line)
-        bottom.step(range(len(run.scales)), run.scales, where="mid", **line)
-        top.plot(list(run.held_out), list(run.held_out.values()), "o:", label=f"{name}, held out", **line)
-    for step in comparison.subject.skipped:
+        top.plot(run["losses"], label=f"{name}, training", **line)
+        bottom.step(range(len(run["scales"])), run["scales"], where="mid", **line)
+        steps = [int(step) for step in run["held_out"]]  # JSON has made strings of them
+        top.plot(steps, list(run["held_out"].values()), "o:", label=f"{name}, held out", **line)
+    for step in entry["subject"]["skipped"]:
         bottom.axvline(step, color="#cf222e", alpha=0.3, linewidth=1)
-    top.set_title(f"{comparison.name}: {'agrees' if comparison.agrees else 'differs'}", loc="left")
+    top.set_title(f"{entry['name']}: {'agrees' if entry['agrees'] else 'differs'}", loc="left")
     top.set_ylabel("loss, bits per byte")
     top.legend(frameon=False)
     bottom.set_yscale("log", base=2)
@@ -34,7 +37,7 @@ def draw(comparison: Comparison, subject: str) -> Figure:
 
 def save(comparison: Comparison, subject: str, folder: Path) -> list[Path]:
     """An SVG and a PNG named after the comparison."""
-    figure = draw(comparison, subject)
+    figure = draw(as_entry(comparison), subject)
     stem = comparison.name.replace(", ", "-").replace(" ", "-")
     files = [folder / f"{stem}.svg", folder / f"{stem}.png"]
     with mpl.rc_context({"svg.hashsalt": "tandem", "svg.fonttype": "none"}):
