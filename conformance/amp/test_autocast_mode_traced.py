@@ -109,7 +109,6 @@ def test_compiles_into_torchs_graphs(
 
 
 @clause("amp.autocast_mode.autocast.compiled")
-@pytest.mark.profile("full")
 def test_compiled_region_agrees_with_eager(subject: Library, device: str) -> None:
     torch._dynamo.reset()
     x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
@@ -119,7 +118,6 @@ def test_compiled_region_agrees_with_eager(subject: Library, device: str) -> Non
 
 
 @clause("amp.autocast_mode.autocast.compiled")
-@pytest.mark.profile("full")
 def test_compiled_again_when_the_region_around_differs(
     subject: Library, reference: Library, device: str
 ) -> None:

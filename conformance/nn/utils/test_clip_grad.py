@@ -6,6 +6,7 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -689,22 +690,54 @@ def test_scaling_odd_containers(subject: Library, reference: Library, parameters
     )
 
 
+def expanded(device: str) -> torch.Tensor:
+    return torch.full((1,), 2.0, device=device).expand(4, 3)
+
+
+def made_in_inference_mode(device: str) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.full((4, 3), 2.0, device=device)
+
+
+# What refuses to be changed, where it can be in one list with what does not: (the gradient, its refusal).
+REFUSING: dict[str, tuple[Callable[[str], torch.Tensor], str]] = {
+    "expanded": (
+        expanded,
+        "RuntimeError: unsupported operation: more than one element of the written-to tensor",
+    ),
+    "inference": (
+        made_in_inference_mode,
+        "RuntimeError: Inplace update to inference tensor outside InferenceMode",
+    ),
+    "empty and integer": (
+        lambda device: torch.zeros(0, dtype=torch.int64, device=device),
+        "RuntimeError: result type Float can't be cast to the desired output type",
+    ),
+}
+
+
 @clause("nn.utils.clip_grad.refusal_is_whole")
 @pytest.mark.deviation("clip_grad.refusal_is_whole")
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"])
-def test_one_gradient_refuses(deviation: DeviationJudge, device: str, name: str) -> None:
+@pytest.mark.parametrize("kind", list(REFUSING))
+def test_one_gradient_refuses(deviation: DeviationJudge, device: str, name: str, kind: str) -> None:
+    if (name, kind) == ("clip_grad_norm_", "empty and integer"):
+        pytest.skip("it has no norm, and is refused before anything is changed")
+    make, refusal = REFUSING[kind]
     extra = (torch.tensor(100.0, device=device),) if name == "clip_grads_with_norm_" else ()
 
     def probe(library: Library) -> tuple[str, bool]:
-        """What was raised, and whether the gradient before the one that refuses is as it was."""
-        first = Gradient((8,), scale=5.0).parameter(device)
-        last = torch.nn.Parameter(torch.zeros(4, 3, device=device))
-        last.grad = torch.full((1,), 2.0, device=device).expand(4, 3)
-        before = first.grad.clone()
-        outcome = observe(getattr(library.nn.utils, name), [first, last], 0.1, *extra, foreach=False)
-        return str(outcome.raised), torch.equal(first.grad, before)
+        """What was raised, and whether each gradient is as it was."""
+        grads = [
+            Gradient((8,), scale=5.0).parameter(device).grad,
+            Gradient((3, 2)).parameter(device).grad.t(),
+        ]
+        grads = [*grads, make(device), torch.full((2,), 7.0, dtype=torch.complex64, device=device)]
+        before = [grad.clone() for grad in grads]
+        listed = [SimpleNamespace(grad=grad) for grad in grads]
+        outcome = observe(getattr(library.nn.utils, name), listed, 0.1, *extra, foreach=False)
+        return str(outcome.raised), all(map(torch.equal, grads, before))
 
-    refusal = "RuntimeError: unsupported operation: more than one element of the written-to tensor"
     deviation.judge(
         probe,
         torch_does=lambda seen: seen[0].startswith(refusal) and not seen[1],
