@@ -9,13 +9,14 @@ Two ways through every call
     subclass in a list sends the whole list there.
 
 All or nothing
-    Ordinary gradients cannot refuse a change, so the others go first; when one of those refuses, the ones before it
-    are put back. Copies are made for this of plain tensors that are not ordinary, never of tensor subclasses:
-    a list of those is one sharded model, taken or refused as a whole.
+    Ordinary gradients cannot refuse a change, so the others go first; when one of those refuses, all of them are put
+    back. Copies are made for this of plain tensors that are not ordinary, never of tensor subclasses: a list of
+    those is one sharded model, taken or refused as a whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
 import warnings
@@ -279,13 +280,9 @@ def _is_ordinary(tensor: Tensor) -> bool:
         and tensor.dtype in _KERNEL_DTYPES
         and _device_has_foreach_support(tensor.device)
         and torch._debug_has_internal_overlap(tensor) == 0
-        and not _is_locked(tensor)
+        and not tensor.is_neg()  # lists of views that negate are refused, each by itself is not
+        and (torch.is_inference_mode_enabled() or not tensor.is_inference())
     )
-
-
-def _is_locked(tensor: Tensor) -> bool:
-    """Whether it was made in inference mode and must not be changed outside it."""
-    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _norm_of(gradients: _Gradients, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -380,35 +377,19 @@ def _by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torc
 
 def _change_others_(gradients: _Gradients, change_: Callable[[list[Tensor], bool], None]) -> None:
     """Change those that are not ordinary, by `change_(tensors, whole)`; see "All or nothing" above."""
-    if not gradients.others:
-        return
-    first: list[tuple[Tensor, bool]] = []
-    then: list[tuple[list[Tensor], bool]] = []
-    for tensors, whole in _dealt(gradients.others, gradients.foreach):
-        if whole and not all(map(_can_be_put_back, tensors)):
-            then.append((tensors, whole))
-            continue
-        for tensor in tensors:
-            if _is_locked(tensor):
-                # torch writes before it refuses; a product with 1 is refused alike and writes what is there.
-                tensor.mul_(1)
-            if _can_be_put_back(tensor):
-                first.append((tensor, whole))
-            else:
-                then.append(([tensor], whole))
-    before: list[tuple[Tensor, Tensor]] = []
+    dealt = _dealt(gradients.others, gradients.foreach)
+    if torch.compiler.is_compiling():
+        kept: list[tuple[Tensor, Tensor]] = []
+    else:
+        kept = [(tensor, tensor.clone()) for tensor in gradients.others if type(tensor) in _PLAIN_TYPES]
     try:
-        for tensor, whole in first:
-            copy = tensor.clone()
-            change_([tensor], whole)
-            before.append((tensor, copy))
-        for tensors, whole in then:
+        for tensors, whole in dealt:
             change_(tensors, whole)
     except Exception:
-        for tensor, copy in reversed(before):
-            tensor.copy_(copy)
+        # Tensors made in inference mode are written before they refuse, and only there can be written again.
+        with torch.inference_mode():
+            for tensor, copy in kept:
+                # Any other that cannot be written has not been.
+                with contextlib.suppress(RuntimeError):
+                    tensor.copy_(copy)
         raise
-
-
-def _can_be_put_back(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN_TYPES and not torch.compiler.is_compiling()
