@@ -225,6 +225,60 @@ def test_one_instance_in_itself(deviation: DeviationJudge) -> None:
     )
 
 
+@clause("amp.autocast_mode.autocast.exit_without_enter")
+@pytest.mark.deviation("autocast.exit_without_enter")
+@pytest.mark.parametrize("where", ["here", "another thread"])
+def test_leaving_what_is_not_open(deviation: DeviationJudge, where: str) -> None:
+    def probe(library: Library) -> tuple[str, bool]:
+        """What leaving a region once too often says, and whether the thread that does so keeps its state."""
+        region = library.amp.autocast("cpu", cache_enabled=False)
+        seen: list[tuple[str, bool]] = []
+
+        def leave() -> None:
+            before = state()
+            outcome = observe(region.__exit__, None, None, None)
+            seen.append((str(outcome.raised), state() == before))
+            while state()["depth"] < before["depth"]:
+                torch.autocast_increment_nesting()
+            torch.set_autocast_cache_enabled(before["cache"])
+
+        with region:
+            if where == "another thread":
+                thread = threading.Thread(target=leave)
+                thread.start()
+                thread.join(10)
+        if where == "here":
+            leave()
+        return seen[0]
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == ("None", False),
+        we_do=lambda seen: seen[0].startswith("AttributeError: ") and seen[1],
+    )
+
+
+@clause("amp.autocast_mode.autocast.bad_arguments")
+@pytest.mark.deviation("autocast.failed_enter_changes_nothing")
+@pytest.mark.parametrize("attribute", ["_cache_enabled", "fast_dtype"])
+def test_entering_fails_half_way(deviation: DeviationJudge, attribute: str) -> None:
+    def probe(library: Library) -> tuple[bool, bool]:
+        """Whether entering raised, and whether the state is as before."""
+        before = state()
+        region = library.amp.autocast("cpu")
+        setattr(region, attribute, "no")
+        outcome = observe(region.__enter__)
+        kept = state() == before
+        torch.set_autocast_enabled("cpu", before["enabled"]["cpu"])
+        while state()["depth"] > before["depth"]:
+            torch.autocast_decrement_nesting()
+        return outcome.raised is not None and outcome.raised.kind is TypeError, kept
+
+    deviation.judge(
+        probe, torch_does=lambda seen: seen == (True, False), we_do=lambda seen: seen == (True, True)
+    )
+
+
 @clause("amp.autocast_mode.autocast.threads")
 def test_a_region_belongs_to_its_thread(subject: Library, device: str) -> None:
     seen: dict[str, Any] = {}

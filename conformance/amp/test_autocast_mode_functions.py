@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,42 @@ def test_both_forms_of_decorating(subject: Library, reference: Library, name: st
 def test_bad_device_types(subject: Library, reference: Library, name: str, arguments: dict[str, Any]) -> None:
     def run(library: Library) -> Outcome:
         return observe(lambda: getattr(library.amp, name)(lambda ctx: None, **arguments) and None)
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+@clause("amp.autocast_mode.custom_fwd.bad_arguments")
+@pytest.mark.parametrize("device_type", ["tpu", "", "meta", "cpu:0", "xla"])
+@pytest.mark.parametrize("cast_inputs", [None, torch.float16, "float16"], ids=str)
+def test_device_types_without_autocast(
+    subject: Library, reference: Library, device_type: str, cast_inputs: Any
+) -> None:
+    """Decorating goes well; the call says what is wrong, and writes nothing on the context."""
+
+    def run(library: Library) -> Outcome:
+        context = SimpleNamespace()
+        decorated = library.amp.custom_fwd(
+            lambda ctx, x: x.dtype, device_type=device_type, cast_inputs=cast_inputs
+        )
+        outcome = observe(decorated, context, torch.ones(2))
+        return Outcome((outcome.value, vars(context)), outcome.watched, outcome.raised, outcome.warned)
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+@clause("amp.autocast_mode.custom_fwd.bad_arguments")
+@pytest.mark.parametrize("cast_inputs", ["float16", 3, float, torch.int32], ids=str)
+def test_casting_to_no_floating_dtype(subject: Library, reference: Library, cast_inputs: Any) -> None:
+    def run(library: Library) -> Outcome:
+        forward = library.amp.custom_fwd(lambda ctx, x: x.dtype, device_type="cpu", cast_inputs=cast_inputs)
+
+        def inside() -> Any:
+            with library.amp.autocast("cpu"):
+                return forward(SimpleNamespace(), torch.ones(2))
+
+        before = state()
+        outcome = observe(inside)
+        return Outcome((outcome.value, state() == before), outcome.watched, outcome.raised, outcome.warned)
 
     assert_same_outcome(run(reference), run(subject))
 

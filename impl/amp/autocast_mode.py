@@ -196,13 +196,13 @@ def autocast_decorator(autocast_instance: autocast, func: Callable[_P, _R]) -> C
     """
 
     @functools.wraps(func)
-    def decorate_autocast(*args: Any, **kwargs: Any) -> _R:
+    def inside(*args: Any, **kwargs: Any) -> _R:
         with autocast_instance:
             return func(*args, **kwargs)
 
     # `torch.jit.script` reads this attribute and refuses with its text.
-    decorate_autocast.__script_unsupported = "@autocast() decorator is not supported in script mode"  # pyright: ignore[reportAttributeAccessIssue]
-    return decorate_autocast
+    inside.__script_unsupported = "@autocast() decorator is not supported in script mode"  # pyright: ignore[reportAttributeAccessIssue]
+    return inside
 
 
 def _move_to_end(regions: list[_Region], owner: autocast) -> None:
@@ -348,15 +348,15 @@ def custom_fwd(
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
     @functools.wraps(fwd)
-    def decorate_fwd(*args: Any, **kwargs: Any) -> Any:
-        is_enabled = is_autocast_enabled(device_type)
-        _note_state(args[0], get_autocast_dtype(device_type), is_enabled and cast_inputs is None)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        dtype, is_enabled = get_autocast_dtype(device_type), is_autocast_enabled(device_type)
+        _note_state(args[0], dtype, is_enabled and cast_inputs is None)
         if not is_enabled or cast_inputs is None:
             return fwd(*args, **kwargs)
         with autocast(device_type, enabled=False):
             return fwd(*_cast(args, device_type, cast_inputs), **_cast(kwargs, device_type, cast_inputs))
 
-    return decorate_fwd
+    return noting
 
 
 @overload
@@ -379,7 +379,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
         return functools.partial(custom_bwd, device_type=device_type)
 
     @functools.wraps(bwd)
-    def decorate_bwd(*args: Any, **kwargs: Any) -> Any:
+    def restoring(*args: Any, **kwargs: Any) -> Any:
         try:
             enabled, dtype = args[0]._fwd_used_autocast, args[0]._dtype
         except AttributeError as error:
@@ -388,7 +388,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
         with autocast(device_type, dtype=dtype, enabled=enabled):
             return bwd(*args, **kwargs)
 
-    return decorate_bwd
+    return restoring
 
 
 def _note_state(ctx: Any, dtype: torch.dtype, enabled: bool) -> None:
