@@ -77,8 +77,8 @@ def install() -> None:
     """
     global _is_pinned  # noqa: PLW0603 the places are the process's, and so is what is in them
     with _lock:
-        _is_pinned = True
         _place()
+        _is_pinned = True
 
 
 def uninstall() -> None:
@@ -123,8 +123,9 @@ def _place() -> None:
         if torch.distributed.is_available() or not module.startswith("torch.distributed."):
             importlib.import_module(module)
     pairs = [(_found("torch", name), _found("impl", name)) for name in _NAMES]
-    _placed.extend((theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None)
-    _swap(_placed)
+    pairs = [(theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None]
+    _swap(pairs)
+    _placed.extend(pairs)
 
 
 def _restore_if_unused() -> None:

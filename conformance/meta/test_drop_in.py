@@ -139,6 +139,15 @@ def test_installing_twice_is_installing_once() -> None:
     assert are_ours() == {False}
 
 
+def test_an_install_that_fails_has_installed_nothing() -> None:
+    with mock.patch.object(drop_in, "_found", side_effect=ImportError("broken")), pytest.raises(ImportError):
+        drop_in.install()
+    assert are_ours() == {False}
+    with drop_in.installed():
+        assert are_ours() == {True}
+    assert are_ours() == {False}
+
+
 def test_blocks_nest() -> None:
     with drop_in.installed():
         with drop_in.installed():
