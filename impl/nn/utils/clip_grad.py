@@ -91,7 +91,7 @@ def clip_grads_with_norm_(
         ValueError: `max_norm` is nan or -inf.
     Sync: none where `total_norm` lies on the gradients' device. Collectives: none.
     Source: torch.nn.utils.clip_grads_with_norm_ 2.13; differences: the ValueError (torch overwrites every gradient
-        with nan), and no gradient is changed when one refuses.
+        with nan), and no plain gradient stays changed when one refuses.
 
     >>> weight = torch.zeros(2, requires_grad=True)
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -196,7 +196,7 @@ def clip_grad_value_(
         ValueError: `clip_value` is nan or negative.
     Sync: none. Collectives: none.
     Source: torch.nn.utils.clip_grad_value_ 2.13; differences: the ValueError (torch overwrites every gradient, with
-        nan or with the negative value), and no gradient is changed when one refuses.
+        nan or with the negative value), and no plain gradient stays changed when one refuses.
 
     >>> weight = torch.zeros(2, requires_grad=True)
     >>> weight.grad = torch.tensor([-3.0, 0.25])
