@@ -21,7 +21,7 @@ from conformance.results import Hang, Recorder, WorkerRecorder, unavailable
 PROFILES = ("quick", "full", "deep")
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
 _PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink)
-_DEFAULT_DEADLINE_S = 180.0
+_DEFAULT_DEADLINE_S = 300.0
 _REAL_STDERR = 2  # past pytest's capture
 
 

@@ -18,6 +18,7 @@ _MOST_REGISTERS = 128
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.deadline(900)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_without_spills_and_with_wide_loads(capability):
     environment = {k: v for k, v in os.environ.items() if k not in {"TRITON_INTERPRET", "TANDEM_KERNELS"}}
