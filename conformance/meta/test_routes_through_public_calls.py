@@ -1,4 +1,4 @@
-"""The AMP and clipping clauses once more with `impl`'s other kernels behind the public calls.
+"""The clipping clauses, and on `plain` those of AMP, once more with `impl`'s other kernels behind the public calls.
 
 `plain` is torch's own operators. `triton` routes CPU tensors through launcher, table and cache into Triton's
 interpreter, which must be chosen before Triton is imported: so each route is a run of pytest of its own.
@@ -16,12 +16,16 @@ import pytest
 from conformance.clauses import HERE
 from conformance.library import Library
 
-_ASKED = [HERE / "nn", *sorted((HERE / "amp").glob("test_grad_scaler*.py"))]
+# Triton's interpreter cuts float32 off where the GPU rounds it to bfloat16, which the scaler's clauses see to the bit.
+_ASKED = {
+    "plain": [HERE / "nn", *sorted((HERE / "amp").glob("test_grad_scaler*.py"))],
+    "triton": [HERE / "nn"],
+}
 
 
 @pytest.mark.profile("full")
 @pytest.mark.deadline(900)
-@pytest.mark.parametrize("route", ["plain", "triton"])
+@pytest.mark.parametrize("route", list(_ASKED))
 def test_clauses_hold_on_route(subject: Library, route: str, tmp_path: Path) -> None:
     if subject.package != "impl":
         return  # other subjects have no routes
@@ -44,7 +48,7 @@ def test_clauses_hold_on_route(subject: Library, route: str, tmp_path: Path) -> 
     log = tmp_path / "log"
     with log.open("w") as output:
         ended = subprocess.run(
-            [*words, f"--subject={subject.spec}", *map(str, _ASKED)],
+            [*words, f"--subject={subject.spec}", *map(str, _ASKED[route])],
             env=environment,
             cwd=HERE.parent,
             stdout=output,

@@ -90,8 +90,9 @@ def test_custom_bwd(subject: Library, reference: Library, used: bool) -> None:
         def use() -> Any:
             ctx = Context()
             ctx._fwd_used_autocast, ctx._dtype = used, torch.bfloat16
+            first = library.cuda.amp.custom_bwd(lambda ctx, x: -x)
             decorated = library.cuda.amp.custom_bwd(backward)
-            return decorated(ctx, 1), decorated.__name__
+            return decorated(ctx, 1), decorated.__name__, first(ctx, 1)
 
         return observe(use)
 
