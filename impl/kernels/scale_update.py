@@ -30,7 +30,9 @@ def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor i
     Source: torch._amp_update_scale_; differences: the floor.
     """
     on_cpu = scale.is_cpu and asked_route() != "triton"
-    if not on_cpu and plan_for([scale, found_inf]).way == "triton":
+    # Numbers of another type are for torch's operator to refuse, in its words.
+    are_numbers = type(growth_interval) is int and type(growth_factor) is type(backoff_factor) is float
+    if are_numbers and not on_cpu and plan_for([scale, found_inf]).way == "triton":
         from impl.kernels._triton.scale_update import launch_update_scale  # noqa: PLC0415  as the other kernels
 
         launch_update_scale(
