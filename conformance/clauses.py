@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ def clause(clause_id: str) -> pytest.MarkDecorator:
 @functools.cache
 def all_clauses() -> Mapping[str, Clause]:
     return {found.id: found for area, file in _files().items() for found in _read(area, file)}
+
+
+def for_report() -> list[dict[str, Any]]:
+    """Every clause as a report holds it: its fields and its area."""
+    return [asdict(found) | {"area": found.area} for found in all_clauses().values()]
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from conformance import environment
+from conformance import clauses, environment
 from conformance.plugin import PROFILES
 from conformance.report import write_page
 from conformance.results import RED
@@ -125,8 +125,6 @@ def _judged(options: argparse.Namespace, out: Path, progress: Progress) -> dict[
 
 def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) -> dict[str, Any]:
     """A report from the lines that were written before judging ended too soon."""
-    from conformance.clauses import all_clauses  # noqa: PLC0415 only when all else failed
-
     return {
         "verdict": "red",
         "subject": options.subject,
@@ -135,10 +133,7 @@ def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) ->
         "began": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(began)),
         "seconds": round(time.time() - began, 1),
         "environment": environment.describe(),
-        "clauses": [
-            {"id": clause.id, "says": clause.says, "covers": clause.covers, "area": clause.area}
-            for clause in all_clauses().values()
-        ],
+        "clauses": clauses.for_report(),
         "deviations": [],
         "tests": [entry for entry in _entries(log) if "nodeid" in entry],
         "ended_early": [why],
@@ -155,8 +150,9 @@ def _timed(options: argparse.Namespace, out: Path, progress: Progress) -> dict[s
         f"--subject={options.subject}",
         f"--json={file}",
     ]
-    command += [] if options.device == "auto" else [f"--device={options.device.split(',')[0]}"]
-    return _part("timing", command, file, out, progress) | {"command": _readable(command[1:-1])}
+    return _part("timing", command + _one_device(options), file, out, progress) | {
+        "command": _readable(command[1:-1] + _one_device(options))
+    }
 
 
 def _trained(options: argparse.Namespace, out: Path, progress: Progress) -> dict[str, Any]:
@@ -169,8 +165,12 @@ def _trained(options: argparse.Namespace, out: Path, progress: Progress) -> dict
         f"--subject={options.subject}",
         f"--json={file}",
     ]
-    command += [] if options.device == "auto" else [f"--device={options.device.split(',')[0]}"]
-    return _part("training", command, file, out, progress)
+    return _part("training", command + _one_device(options), file, out, progress)
+
+
+def _one_device(options: argparse.Namespace) -> list[str]:
+    """Timing and training take one device, judging takes several: the first that was asked for."""
+    return [] if options.device == "auto" else [f"--device={options.device.split(',')[0]}"]
 
 
 def _part(name: str, command: list[str], file: Path, out: Path, progress: Progress) -> dict[str, Any]:

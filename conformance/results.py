@@ -19,9 +19,8 @@ from typing import Any, TextIO
 
 import pytest
 
-from conformance import environment
+from conformance import clauses, environment
 from conformance.claims import claims, is_claimed
-from conformance.clauses import all_clauses
 from conformance.deviations import StaleRow, all_deviations
 from conformance.library import Library, NotProvided
 from conformance.tolerances import take_margins
@@ -209,7 +208,7 @@ class Recorder:
             "began": datetime.datetime.fromtimestamp(self._began, datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(time.time() - self._began, 1),
             "environment": environment.describe(),
-            "clauses": [asdict(clause) | {"area": clause.area} for clause in all_clauses().values()],
+            "clauses": clauses.for_report(),
             "deviations": [asdict(row) for row in all_deviations().values()],
             "tests": [asdict(judgement) for judgement in judgements],
         }
@@ -221,8 +220,8 @@ class Recorder:
         write = terminalreporter.write_line
         terminalreporter.section("verdict")
         judged = [judgement for judgement in judgements if judgement.clause]
-        clauses = {judgement.clause for judgement in judged}
-        write(f"subject {self._config.option.subject}: {len(clauses)} clauses asked by {len(judged)} tests")
+        asked = {judgement.clause for judgement in judged}
+        write(f"subject {self._config.option.subject}: {len(asked)} clauses asked by {len(judged)} tests")
         for outcome in sorted({judgement.outcome for judgement in judgements}):
             write(f"  {outcome}: {sum(judgement.outcome == outcome for judgement in judgements)}")
         for judgement in judgements:

@@ -26,6 +26,7 @@ from typing import Any
 
 from conformance.clauses import HERE, all_clauses
 from conformance.plants import CATALOGUE, generated
+from conformance.results import RED
 
 _DEADLINE_S = 300.0
 _PRELOAD = ["torch", "hypothesis", "pytest", "conformance.plugin", "conformance.plants"]
@@ -144,9 +145,7 @@ def _run(spec: str, files: Sequence[Path], profile: str, directory: str) -> None
 
 
 def _first_red(report: dict[str, Any]) -> dict[str, Any] | None:
-    return next(
-        (test for test in report["tests"] if test["outcome"] in ("failed", "hang", "crash", "stale")), None
-    )
+    return next((test for test in report["tests"] if test["outcome"] in RED), None)
 
 
 def judge_all(ids: Sequence[str], package: str, jobs: int) -> Iterator[Kill]:
