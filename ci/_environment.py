@@ -34,6 +34,7 @@ except ModuleNotFoundError:  # before 3.11; `enter` says so in words
     tomllib = None
 
 OLDEST, NEWEST = (3, 11), (3, 13)
+JUDGING = ("conformance", "report")  # what the gate needs, and the suite, which tests the gate's parts
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"

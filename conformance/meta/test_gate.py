@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("rich", reason="the extra `report` of pyproject.toml brings what the gate needs")
+pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what the gate needs")
+
 from conformance import environment
 from conformance.gate import _run, _salvaged, reasons
 from conformance.report import write_page
