@@ -70,6 +70,7 @@ class Reading:
 
     name: str
     imports: set[str] = field(default_factory=set)  # of ours, by module
+    annotated_by: set[str] = field(default_factory=set)  # of ours too, imported for type checkers alone
     objections: list[str] = field(default_factory=list)
 
 
@@ -105,6 +106,15 @@ class Reader(ast.NodeVisitor):
         self._modules = modules
         self._alias: dict[str, str] = {}
         self._functions = 0
+        self._for_types = False
+
+    def visit_If(self, node: ast.If) -> None:
+        self._for_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for each in node.body:
+            self.visit(each)
+        self._for_types = False
+        for each in (node.test, *node.orelse):
+            self.visit(each)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         self._functions += 1
@@ -179,7 +189,7 @@ class Reader(ast.NodeVisitor):
             self._object_to(f"imports {source} in a function")
         top = path.partition(".")[0]
         if top == "impl":
-            self.reading.imports.add(path)
+            (self.reading.annotated_by if self._for_types else self.reading.imports).add(path)
         elif top not in ("torch", "triton") and top not in sys.stdlib_module_names:
             self._object_to(f"imports {top}, which users need not have")
         self._named(path)
@@ -216,7 +226,8 @@ def layer_of(module: str) -> int:
 
 
 def upward(reading: Reading) -> list[str]:
-    return sorted(name for name in reading.imports if layer_of(name) > layer_of(reading.name))
+    named = reading.imports | reading.annotated_by
+    return sorted(name for name in named if layer_of(name) > layer_of(reading.name))
 
 
 def test_every_module_has_its_layer() -> None:
@@ -231,6 +242,7 @@ def test_imports_point_one_way() -> None:
 
 
 def test_no_cycles() -> None:
+    """Of imports that run; two files of one layer may name each other's types."""
     graph = {reading.name: reading.imports - {reading.name} for reading in readings()}
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) >= len(graph)
 
@@ -285,6 +297,8 @@ def test_the_reader_lets_pass(source: str) -> None:
 
 def test_an_upward_import_is_seen() -> None:
     assert upward(read("impl.kernels.norm", "from impl.amp import GradScaler", {"impl.amp"})) == ["impl.amp"]
+    for_types = "if TYPE_CHECKING:\n    from impl.amp import GradScaler"
+    assert upward(read("impl.kernels.norm", for_types, {"impl.amp"})) == ["impl.amp"]
     assert upward(read("impl.dynamo.autocast", "from impl import kernels", {"impl.kernels"})) == []
 
 

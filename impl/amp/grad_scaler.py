@@ -1,22 +1,16 @@
 """Gradient scaling: a loss times a large number, gradients over it again, no step where it was too large.
 
 `GradScaler` is the surface: torch's methods, and the names that subclasses override. What a scaler does stands in
-`_Scaling`; `_PassingThrough` is the scaler that is switched off. Both reach every name through the scaler, so that an
-override takes effect wherever the name is used.
+`_scaling.py`, which reaches every name through the scaler, so that an override takes effect wherever the name is used.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, TypedDict, TypeVar, cast, overload
+from collections.abc import Iterable
+from typing import Any, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,81 +22,22 @@ from impl.amp._gradients import nonfinite_parameters, sorted_gradients
 from impl.amp._loss_scale import (
     SMALLEST_SCALE,
     FloorWatch,
-    PerDevice,
     check_backoff_factor,
     check_growth_factor,
     check_initial,
-    check_new_scale,
     checked_floor,
-    inverse,
     placed,
-    read_state,
-    times,
 )
+from impl.amp._opt_state import OptimizerState, OptState
+
+# torch's name: pickles of torch's scalers ask for it.
+from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_optimizer_state
+from impl.amp._scaling import PASSING_THROUGH, SCALING, PassingThrough, Scaling, Verdicts
 
 __all__ = ["GradScaler", "OptState"]
 
 _Optimizer = torch.optim.Optimizer
 _Outputs = TypeVar("_Outputs")
-
-
-class OptState(Enum):
-    """How far one optimizer has come since the last `update`."""
-
-    READY = 0
-    """Its gradients, if any, are scaled."""
-    UNSCALED = 1
-    """Its gradients are unscaled and checked."""
-    STEPPED = 2
-    """Its step was taken or left out."""
-
-
-_NEXT = {
-    (OptState.READY, "unscale_"): OptState.UNSCALED,
-    (OptState.READY, "step"): OptState.STEPPED,
-    (OptState.UNSCALED, "step"): OptState.STEPPED,
-}
-_REFUSED = {
-    (
-        OptState.UNSCALED,
-        "unscale_",
-    ): "unscale_() has already been called on this optimizer since the last update().",
-    (OptState.STEPPED, "unscale_"): "unscale_() is being called after step().",
-    (OptState.STEPPED, "step"): "step() has already been called since the last update().",
-}
-
-
-def _advance(stage: OptState, call: str) -> OptState:
-    """The stage after `call`. `update` is no entry: it forgets the stages of all optimizers.
-
-    Raises:
-        RuntimeError: `call` may not come at this stage.
-    """
-    try:
-        return _NEXT[stage, call]
-    except KeyError:
-        raise RuntimeError(_REFUSED[stage, call]) from None
-
-
-class _OptimizerState(TypedDict):
-    """One optimizer since the last `update`."""
-
-    stage: OptState
-    found_inf_per_device: dict[torch.device, Tensor]
-
-
-def _refresh_per_optimizer_state() -> _OptimizerState:
-    # torch's name: pickles of torch's scalers ask for it.
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
-
-
-@dataclass(slots=True)
-class _Verdicts:
-    """What was found about one optimizer, kept beyond `update`."""
-
-    checked: dict[torch.device, Tensor] | None = None  # by its last check
-    stepped: dict[torch.device, Tensor] | None = None  # by the check that its last step went by
-    taken: bool | None = None  # that step, once the host knows
 
 
 class GradScaler:
@@ -157,7 +92,7 @@ class GradScaler:
     _growth_interval: int
     _init_growth_tracker: int
     _growth_tracker: Tensor | None
-    _per_optimizer_states: dict[int, _OptimizerState]
+    _per_optimizer_states: dict[int, OptimizerState]
 
     # Ours. The values here serve scalers that torch pickled.
     _min_scale: float = SMALLEST_SCALE
@@ -486,7 +421,7 @@ class GradScaler:
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def _maybe_opt_step(
-        self, optimizer: _Optimizer, optimizer_state: _OptimizerState, *args: Any, **kwargs: Any
+        self, optimizer: _Optimizer, optimizer_state: OptimizerState, *args: Any, **kwargs: Any
     ) -> float | None:
         """Call `optimizer.step` if the check found nothing. Sync: one for each device."""
         taken = not sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
@@ -512,20 +447,20 @@ class GradScaler:
     # Our own.
 
     @property
-    def _policy(self) -> _Scaling | _PassingThrough:
-        return _SCALING if self._enabled else _PASSING_THROUGH
+    def _policy(self) -> Scaling | PassingThrough:
+        return SCALING if self._enabled else PASSING_THROUGH
 
     def _start_watching(self) -> None:
-        self._verdicts: WeakKeyDictionary[_Optimizer, _Verdicts] = WeakKeyDictionary()
+        self._verdicts: WeakKeyDictionary[_Optimizer, Verdicts] = WeakKeyDictionary()
         self._watch = FloorWatch()
 
-    def _verdicts_on(self, optimizer: _Optimizer) -> _Verdicts:
+    def _verdicts_on(self, optimizer: _Optimizer) -> Verdicts:
         try:
             return self._verdicts[optimizer]
         except KeyError:
-            return self._verdicts.setdefault(optimizer, _Verdicts())
+            return self._verdicts.setdefault(optimizer, Verdicts())
         except TypeError:  # it allows no weak references: nothing is kept that could be told from another's
-            return _Verdicts()
+            return Verdicts()
 
     def _checked(
         self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool
@@ -534,329 +469,3 @@ class GradScaler:
         found = self._reduce_found_inf(self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
         self._verdicts_on(optimizer).checked = found
         return found
-
-
-class _Scaling:
-    """What an enabled scaler does. Holds nothing: state and overridable names are the scaler's."""
-
-    def scale(self, scaler: GradScaler, outputs: Any) -> Any:
-        was_unknown = scaler._scale is None
-        try:
-            if isinstance(outputs, Tensor):
-                home = _scale_of(scaler, outputs.device)
-                return times(outputs, placed(home, outputs.device))
-            return _scaled(outputs, PerDevice(lambda device: _scale_of(scaler, device)))
-        except BaseException:
-            if was_unknown:
-                scaler._scale = scaler._growth_tracker = None
-            raise
-
-    def unscale_(self, scaler: GradScaler, optimizer: _Optimizer) -> None:
-        _recall_scale(scaler, optimizer)
-        scale, _ = scaler._check_scale_growth_tracker("unscale_")
-        unscaled = _advance(_stage_of(scaler, optimizer), "unscale_")
-        found = scaler._checked(optimizer, inverse(scale), allow_fp16=False)
-        state = scaler._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = found
-        state["stage"] = unscaled
-
-    def step(self, scaler: GradScaler, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        if "closure" in kwargs or (args and callable(args[0])):
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        _recall_scale(scaler, optimizer)
-        scaler._check_scale_growth_tracker("step")
-        stage = _stage_of(scaler, optimizer)
-        stepped = _advance(stage, "step")
-        verdicts = scaler._verdicts_on(optimizer)
-        verdicts.taken = None
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            result = _step_if_finite(scaler, optimizer, stage, *args, **kwargs)
-        elif _takes_scaler(optimizer.step):
-            # stacklevel: the caller of GradScaler.step.
-            warnings.warn(
-                "GradScaler is going to stop passing itself as a keyword argument to the passed "
-                "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
-                "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
-                FutureWarning,
-                stacklevel=3,
-            )
-            result = cast("float | None", optimizer.step(*args, **(kwargs | {"grad_scaler": scaler})))
-        else:
-            result = _step_with_attributes(scaler, optimizer, stage, *args, **kwargs)
-        state = scaler._per_optimizer_states[id(optimizer)]
-        state["stage"] = stepped
-        verdicts.checked = verdicts.stepped = state["found_inf_per_device"]
-        return result
-
-    def update(self, scaler: GradScaler, new_scale: float | Tensor | None) -> None:
-        _recall_scale(scaler, None)
-        scale, growth_tracker = scaler._check_scale_growth_tracker("update")
-        if new_scale is None:
-            _move_scale(scaler, scale, growth_tracker)
-        else:
-            _set_scale(scaler, scale, new_scale)
-            scaler._watch = FloorWatch()
-        scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    def found_inf(self, scaler: GradScaler, optimizer: _Optimizer) -> Tensor:
-        found = scaler._verdicts_on(optimizer).checked
-        if found is None:
-            raise RuntimeError(
-                "this scaler has not checked the gradients of this optimizer; call unscale_(optimizer) or "
-                "step(optimizer) before found_inf(optimizer)"
-            )
-        scale, _ = scaler._check_scale_growth_tracker("found_inf")
-        return torch.zeros((), device=scale.device) + sum(_at(scale.device, found))
-
-    def step_was_taken(self, scaler: GradScaler, optimizer: _Optimizer) -> bool:
-        verdicts = scaler._verdicts_on(optimizer)
-        if verdicts.stepped is None:
-            raise RuntimeError(
-                "this scaler has not stepped this optimizer; call step(optimizer) before step_was_taken(optimizer)"
-            )
-        if verdicts.taken is None:
-            verdicts.taken = not any(flag.item() for flag in verdicts.stepped.values())
-        return verdicts.taken
-
-    def get_scale(self, scaler: GradScaler) -> float:
-        scale = scaler._get_scale_async()
-        return scaler._init_scale if scale is None else scale.item()
-
-    def get_growth_tracker(self, scaler: GradScaler) -> int:
-        tracker = scaler._growth_tracker
-        return scaler._init_growth_tracker if tracker is None else cast("int", tracker.item())
-
-    def state_dict(self, scaler: GradScaler) -> dict[str, Any]:
-        return {
-            "scale": scaler.get_scale(),
-            "growth_factor": scaler._growth_factor,
-            "backoff_factor": scaler._backoff_factor,
-            "growth_interval": scaler._growth_interval,
-            "_growth_tracker": scaler._get_growth_tracker(),
-        }
-
-    def load_state_dict(self, scaler: GradScaler, state_dict: dict[str, Any]) -> None:
-        state = read_state(state_dict)
-        scale = max(state.scale, scaler._min_scale)
-        if scaler._scale is not None:
-            scaler._scale.fill_(scale)
-        if scaler._growth_tracker is not None:
-            scaler._growth_tracker.fill_(state.growth_tracker)
-        scaler._init_scale = scale
-        scaler._init_growth_tracker = state.growth_tracker
-        scaler._growth_factor = state.growth_factor
-        scaler._backoff_factor = state.backoff_factor
-        scaler._growth_interval = state.growth_interval
-        scaler._loaded = scaler._scale is None
-        scaler._watch = FloorWatch()
-
-    def at_rest(self, scaler: GradScaler, state: dict[str, Any]) -> dict[str, Any]:
-        """`state` as it is pickled: with numbers for the tensors, which come back at the first `scale`."""
-        if len(scaler._per_optimizer_states) != 0:
-            raise AssertionError(
-                "A GradScaler instance may only be pickled at the beginning "
-                "of an iteration, or at the end after scaler.update()."
-            )
-        return state | {
-            "_init_scale": scaler.get_scale(),
-            "_init_growth_tracker": scaler._get_growth_tracker(),
-            "_scale": None,
-            "_growth_tracker": None,
-        }
-
-
-class _PassingThrough:
-    """What a scaler does that is switched off: nothing, but it steps the optimizer."""
-
-    def scale(self, scaler: GradScaler, outputs: Any) -> Any:
-        return outputs
-
-    def unscale_(self, scaler: GradScaler, optimizer: _Optimizer) -> None:
-        return None
-
-    def step(self, scaler: GradScaler, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        return cast("float | None", optimizer.step(*args, **kwargs))
-
-    def update(self, scaler: GradScaler, new_scale: float | Tensor | None) -> None:
-        return None
-
-    def found_inf(self, scaler: GradScaler, optimizer: _Optimizer) -> Tensor:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        return torch.zeros((), device=next((param.device for param in params), None))
-
-    def step_was_taken(self, scaler: GradScaler, optimizer: _Optimizer) -> bool:
-        return True
-
-    def get_scale(self, scaler: GradScaler) -> float:
-        return 1.0
-
-    def get_growth_tracker(self, scaler: GradScaler) -> int:
-        return 0
-
-    def state_dict(self, scaler: GradScaler) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, scaler: GradScaler, state_dict: dict[str, Any]) -> None:
-        return None
-
-    def at_rest(self, scaler: GradScaler, state: dict[str, Any]) -> dict[str, Any]:
-        return state
-
-
-_SCALING = _Scaling()
-_PASSING_THROUGH = _PassingThrough()
-
-
-def _scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
-    """The scale's tensor, which settles on `device` if it has no place yet."""
-    scale = scaler._scale
-    if scale is None:
-        scaler._lazy_init_scale_growth_tracker(device)
-        scale = scaler._scale
-        assert scale is not None
-    return scale
-
-
-def _recall_scale(scaler: GradScaler, optimizer: _Optimizer | None) -> None:
-    """Settle a scale that was loaded, on the device of the optimizer's first gradient or else the scaler's own."""
-    if scaler._scale is not None or not scaler._loaded:
-        return
-    groups = () if optimizer is None else optimizer.param_groups
-    params = (param for group in groups for param in group["params"])
-    grads = (param.grad for param in params if getattr(param, "grad", None) is not None)
-    scaler._lazy_init_scale_growth_tracker(
-        next((grad.device for grad in grads), torch.device(scaler._device))
-    )
-
-
-def _scaled(value: Any, scales: PerDevice) -> Any:
-    if isinstance(value, Tensor):
-        return times(value, scales[value.device])
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-    scaled = (_scaled(each, scales) for each in cast("Iterable[Any]", value))
-    return type(value)(scaled) if isinstance(value, list | tuple) else scaled
-
-
-def _stage_of(scaler: GradScaler, optimizer: _Optimizer) -> OptState:
-    state = scaler._per_optimizer_states.get(id(optimizer))
-    if state is None:
-        return OptState.READY
-    stage = state["stage"]
-    # By name: others may have put torch's own OptState there.
-    return stage if type(stage) is OptState else OptState[stage.name]
-
-
-def _at(device: torch.device, found_inf: dict[torch.device, Tensor]) -> list[Tensor]:
-    return [placed(flag, device) for flag in found_inf.values()]
-
-
-def _step_if_finite(
-    scaler: GradScaler, optimizer: _Optimizer, stage: OptState, *args: Any, **kwargs: Any
-) -> float | None:
-    if stage is OptState.READY:
-        scaler.unscale_(optimizer)
-    state = scaler._per_optimizer_states[id(optimizer)]
-    if not state["found_inf_per_device"]:
-        if stage is OptState.READY:
-            del scaler._per_optimizer_states[id(optimizer)]
-        raise AssertionError("No inf checks were recorded for this optimizer.")
-    return scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
-
-
-def _step_with_attributes(
-    scaler: GradScaler, optimizer: _Optimizer, stage: OptState, *args: Any, **kwargs: Any
-) -> float | None:
-    """Call the `step` of an optimizer that divides by `grad_scale` and skips on `found_inf` itself."""
-    if stage is OptState.READY:
-        scaler._check_inf_per_device(optimizer)
-    scale = scaler._get_scale_async()
-    if scale is None:
-        raise AssertionError("_get_scale_async returned None")
-    before = {name: value for name, value in vars(optimizer).items() if name in ("grad_scale", "found_inf")}
-    # An optimizer may come with a scale of its own: whoever set it has multiplied the gradients by it.
-    attributes: Any = optimizer
-    if stage is OptState.READY:
-        attributes.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
-    else:
-        attributes.grad_scale = getattr(optimizer, "grad_scale", None)
-    attributes.found_inf = sum(_at(scale.device, scaler._found_inf_per_device(optimizer)))
-    try:
-        result = cast("float | None", optimizer.step(*args, **kwargs))
-    except BaseException:
-        for name in ("grad_scale", "found_inf"):
-            vars(optimizer).pop(name, None)
-        vars(optimizer).update(before)
-        if stage is OptState.READY:
-            del scaler._per_optimizer_states[id(optimizer)]
-        raise
-    del attributes.grad_scale, attributes.found_inf
-    return result
-
-
-_known_to_take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
-
-
-def _takes_scaler(step: Callable[..., Any]) -> bool:
-    """Whether `step` has a parameter `grad_scaler`, as torch's fused optimizers once had."""
-    function = getattr(step, "__func__", step)
-    try:
-        return _known_to_take_scaler[function]
-    except (KeyError, TypeError):  # not seen yet; or a callable that has no weak references
-        takes = "grad_scaler" in inspect.signature(step).parameters
-    with contextlib.suppress(TypeError):
-        _known_to_take_scaler[function] = takes
-    return takes
-
-
-def _move_scale(scaler: GradScaler, scale: Tensor, growth_tracker: Tensor) -> None:
-    found = [
-        flag
-        for state in scaler._per_optimizer_states.values()
-        for flag in _at(scale.device, state["found_inf_per_device"])
-    ]
-    if not found:
-        raise AssertionError("No inf checks were recorded prior to update.")
-    skipped = scaler._watch.read(scaler._backoff_factor, scaler._min_scale)
-    if skipped >= FloorWatch.PATIENCE and scaler._error_if_stuck:
-        raise RuntimeError(_stuck(skipped, scaler._min_scale))
-    if skipped == FloorWatch.PATIENCE:
-        # stacklevel: the caller of GradScaler.update.
-        warnings.warn(_stuck(skipped, scaler._min_scale), RuntimeWarning, stacklevel=4)
-    any_found = functools.reduce(torch.add, found)
-    kernels.update_scale_(
-        scale,
-        growth_tracker,
-        any_found,
-        scaler._growth_factor,
-        scaler._backoff_factor,
-        scaler._growth_interval,
-        scaler._min_scale,
-    )
-    scaler._watch.look(scale, any_found)
-
-
-def _stuck(skipped: int, min_scale: float) -> str:
-    return (
-        f"the loss scale is down at min_scale ({min_scale:g}) and the last {skipped} steps were skipped all the same: "
-        "the gradients hold inf or nan that come from no scale, and training stands still. Ask "
-        "nonfinite_parameters(optimizer) after step(optimizer) which ones; common causes are nan in the inputs or the "
-        "weights, and activations beyond 65504 in float16, for which bfloat16 has room"
-    )
-
-
-def _set_scale(scaler: GradScaler, scale: Tensor, new_scale: Any) -> None:
-    if isinstance(new_scale, float):
-        check_new_scale(new_scale)
-        scale.fill_(max(new_scale, scaler._min_scale))
-        return
-    if new_scale.device.type != scaler._device or new_scale.numel() != 1 or new_scale.requires_grad:
-        raise AssertionError(
-            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
-            "requires_grad=False."
-        )
-    there = torch.empty_like(scale).copy_(new_scale)
-    if there.device.type == "cpu":
-        check_new_scale(there.item())
-    torch.where(there.isfinite(), there, scale, out=scale)
-    scale.clamp_(min=scaler._min_scale)
