@@ -107,11 +107,9 @@ def _judged(options: argparse.Namespace, out: Path, progress: Progress) -> dict[
     command += [] if options.seed is None else [f"--seed={options.seed}"]
     log = out / "judgements.jsonl"
     log.unlink(missing_ok=True)
-    task = _begin(progress, "judging", None)
+    bar = _JudgingBar(progress, _begin(progress, "judging", None), log)
     began = time.time()
-    ended, code = _run(
-        command, out / "judging.log", _DEADLINES_S[options.profile], lambda: _advance(progress, task, log)
-    )
+    ended, code = _run(command, out / "judging.log", _DEADLINES_S[options.profile], bar.advance)
     written = out / "report.json"
     if written.is_file() and written.stat().st_mtime >= began:
         report = json.loads(written.read_text())
@@ -125,6 +123,7 @@ def _judged(options: argparse.Namespace, out: Path, progress: Progress) -> dict[
 
 def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) -> dict[str, Any]:
     """A report from the lines that were written before judging ended too soon."""
+    last = {entry["nodeid"]: entry for entry in _Lines(log).new() if "nodeid" in entry}
     return {
         "verdict": "red",
         "subject": options.subject,
@@ -135,7 +134,7 @@ def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) ->
         "environment": environment.describe(),
         "clauses": clauses.for_report(),
         "deviations": [],
-        "tests": [entry for entry in _entries(log) if "nodeid" in entry],
+        "tests": list(last.values()),
         "ended_early": [why],
     }
 
@@ -211,20 +210,41 @@ def _begin(progress: Progress, name: str, total: int | None) -> TaskID:
     return progress.add_task(name, total=total, note="")
 
 
-def _advance(progress: Progress, task: TaskID, log: Path) -> None:
-    entries = list(_entries(log))
-    total = max((entry["collected"] for entry in entries if "collected" in entry), default=None)
-    done = [entry for entry in entries if "nodeid" in entry]
-    red = sum(entry["outcome"] in RED for entry in done)
-    progress.update(
-        task, total=total, completed=len(done), note=f"{red} red" if red else "" if done else "collecting"
-    )
+class _JudgingBar:
+    """Moves by what each look finds new in the log of judgements."""
+
+    def __init__(self, progress: Progress, task: TaskID, log: Path) -> None:
+        self._progress, self._task, self._lines = progress, task, _Lines(log)
+        self._collected: int | None = None
+        self._outcomes: dict[str, str] = {}  # by test: one that fails in its teardown has two lines
+
+    def advance(self) -> None:
+        for entry in self._lines.new():
+            if "collected" in entry:
+                self._collected = max(entry["collected"], self._collected or 0)
+            else:
+                self._outcomes[entry["nodeid"]] = entry["outcome"]
+        red = sum(outcome in RED for outcome in self._outcomes.values())
+        note = f"{red} red" if red else "" if self._outcomes else "collecting"
+        self._progress.update(self._task, total=self._collected, completed=len(self._outcomes), note=note)
 
 
-def _entries(log: Path) -> Iterator[dict[str, Any]]:
-    if log.is_file():
-        for line in log.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # the last line may be half written
+class _Lines:
+    """The entries of a log that another process is writing; each is handed out once, when its line is whole."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._read_bytes = 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        if not self._log.is_file():
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._read_bytes)
+            for line in file:
+                if not line.endswith(b"\n"):  # half written: the next look begins with it
+                    return
+                self._read_bytes += len(line)
                 yield json.loads(line)
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("rich", reason="the extra `report` of pyproject.toml brings what the gate needs")
 pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what the gate needs")
 
+from rich.console import Console
+from rich.progress import Progress
+
 from conformance import environment
-from conformance.gate import _run, _salvaged, reasons
+from conformance.gate import _JudgingBar, _Lines, _run, _salvaged, reasons
 from conformance.report import write_page
 from conformance.results import Judgement, verdict
 from conformance.training.compare import Check
@@ -152,3 +158,51 @@ def test_what_was_judged_before_a_crash_is_kept(tmp_path: Path) -> None:
     report = _salvaged(options, log, 0.0, "judging ended with code 3")
     assert [test["nodeid"] for test in report["tests"]] == ["test_passed"]
     assert reasons(report | {"speed": {}, "training": {}}) == ["judging ended with code 3"]
+
+
+def test_a_test_that_was_judged_twice_is_salvaged_once(tmp_path: Path) -> None:
+    log = tmp_path / "judgements.jsonl"
+    twice = [judged(outcome, nodeid="test_x") for outcome in ("passed", "failed")]
+    log.write_text("".join(json.dumps(entry) + "\n" for entry in twice))
+    options = type("Options", (), {"subject": "impl", "profile": "quick", "seed": None})()
+    assert [test["outcome"] for test in _salvaged(options, log, 0.0, "killed")["tests"]] == ["failed"]
+
+
+@given(data=st.data())
+def test_each_line_of_a_growing_log_is_read_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """However the writer's flushes cut the lines, in the middle of a character too."""
+    entries = [{"nodeid": f"test_{i}", "reason": "ä" * data.draw(st.integers(0, 9))} for i in range(6)]
+    written = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(written)))) | {0, len(written)})
+    log = tmp_path_factory.mktemp("log") / "judgements.jsonl"
+    lines, seen = _Lines(log), []
+    assert list(lines.new()) == []  # the log is not there yet
+    for start, stop in itertools.pairwise(cuts):
+        with log.open("ab") as file:
+            file.write(written[start:stop])
+        seen += lines.new()
+        assert seen == entries[: written[:stop].count(b"\n")]
+    assert list(lines.new()) == []
+
+
+def test_the_bar_moves_with_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "judgements.jsonl"
+    progress = Progress(console=Console(quiet=True))
+    bar = _JudgingBar(progress, progress.add_task("judging", total=None, note=""), log)
+
+    def after(*entries: dict[str, Any]) -> tuple[float | None, float, str]:
+        with log.open("a") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in entries)
+        bar.advance()
+        shown = progress.tasks[0]
+        return shown.total, shown.completed, shown.fields["note"]
+
+    assert after() == (None, 0, "collecting")
+    # Each worker tells how many it collected; they collect the same.
+    assert after({"collected": 3}, {"collected": 3}) == (3, 0, "collecting")
+    assert after(judged("passed", nodeid="one")) == (3, 1, "")
+    assert after() == (3, 1, "")
+    assert after(judged("passed", nodeid="two"), judged("failed", nodeid="three")) == (3, 3, "1 red")
+    assert after(judged("failed", nodeid="two")) == (3, 3, "2 red")
