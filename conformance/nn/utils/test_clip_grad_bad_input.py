@@ -1,0 +1,157 @@
+"""Clipping what cannot be clipped, or by what is no number or a ruinous one: refused, with the gradients as before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.clipping import clip_of, clipped, sparse_parameter
+from conformance.strategies.gradients import Gradient, GradientList
+
+BAD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "max_norm a string": (("one",), {}),
+    "max_norm None": ((None,), {}),
+    "norm_type a string": ((1.0, "two"), {}),
+    "norm_type None": ((1.0, None), {}),
+    "no max_norm": ((), {}),
+    "an unknown keyword": ((1.0,), {"p": 2}),
+}
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.bad_arguments")
+@pytest.mark.parametrize("call", list(BAD_CALLS))
+def test_bad_arguments(subject: Library, reference: Library, device: str, call: str) -> None:
+    args, kwargs = BAD_CALLS[call]
+    case = GradientList((Gradient((3,)), Gradient((2, 2), seed=1)))
+    assert_same_outcome(
+        clip_of(reference, case, device, *args, **kwargs), clip_of(subject, case, device, *args, **kwargs)
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.bad_arguments")
+@pytest.mark.parametrize("parameters", [None, 3, [1.0], [None], ["p"]], ids=repr)
+def test_things_that_are_no_parameters(subject: Library, reference: Library, parameters: Any) -> None:
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        assert_same_outcome(
+            observe(getattr(reference.nn.utils, name), parameters, 1.0),
+            observe(getattr(subject.nn.utils, name), parameters, 1.0),
+        )
+
+
+@clause("nn.utils.clip_grad.clip_grad_value_.bad_arguments")
+@pytest.mark.parametrize("value", ["high", None, [1.0]], ids=repr)
+def test_clamping_by_no_number(subject: Library, reference: Library, device: str, value: Any) -> None:
+    def outcome(library: Library) -> Outcome:
+        parameter = Gradient((5,)).parameter(device)
+        return clipped(library, [parameter], value, function="clip_grad_value_")
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("nn.utils.clip_grad.clip_grad_value_.bad_arguments")
+@pytest.mark.parametrize("kind", ["sparse", "complex", "integer"])
+def test_clamping_what_cannot_be_clamped(
+    subject: Library, reference: Library, device: str, kind: str
+) -> None:
+    def outcome(library: Library) -> Outcome:
+        if kind == "sparse":
+            parameters = [sparse_parameter(device, coalesced=True)]
+        else:
+            dtype = torch.complex64 if kind == "complex" else torch.int32
+            parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype, device=device), requires_grad=False)]
+            parameters[0].grad = torch.tensor([1, -3, 4], dtype=dtype, device=device)
+        return clipped(library, parameters, 2.0, function="clip_grad_value_")
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+RUINOUS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "max_norm nan": ("clip_grad_norm_", (math.nan,)),
+    "max_norm -inf": ("clip_grad_norm_", (-math.inf,)),
+    "norm_type nan": ("clip_grad_norm_", (1.0, math.nan)),
+    "max_norm nan, norm given": ("clip_grads_with_norm_", (math.nan, torch.tensor(2.0))),
+    "max_norm -inf, norm given": ("clip_grads_with_norm_", (-math.inf, torch.tensor(2.0))),
+    "clip_value nan": ("clip_grad_value_", (math.nan,)),
+    "clip_value negative": ("clip_grad_value_", (-0.5,)),
+}
+
+
+@clause("nn.utils.clip_grad.ruinous_arguments")
+@pytest.mark.deviation("clip_grad.ruinous_arguments")
+@pytest.mark.parametrize("call", list(RUINOUS))
+def test_ruinous_arguments(deviation: DeviationJudge, device: str, call: str) -> None:
+    name, args = RUINOUS[call]
+
+    def probe(library: Library) -> tuple[Outcome, bool]:
+        """What the call did, and whether nothing is left of what the gradients told."""
+        parameter = Gradient((6,)).parameter(device)
+        kept = parameter.grad.clone()
+        outcome = observe(getattr(library.nn.utils, name), [parameter], *args)
+        lost = not torch.isfinite(parameter.grad).any() or parameter.grad.unique().numel() == 1
+        return outcome, bool(lost) if not torch.equal(parameter.grad, kept) else False
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen[0].raised is None and seen[1],
+        we_do=lambda seen: seen[0].raised is not None and seen[0].raised.kind is ValueError and not seen[1],
+    )
+
+
+def expanded(device: str) -> torch.Tensor:
+    return torch.full((1,), 2.0, device=device).expand(4, 3)
+
+
+def made_in_inference_mode(device: str) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.full((4, 3), 2.0, device=device)
+
+
+# What refuses to be changed, where it can be in one list with what does not: (the gradient, its refusal).
+REFUSING: dict[str, tuple[Callable[[str], torch.Tensor], str]] = {
+    "expanded": (
+        expanded,
+        "RuntimeError: unsupported operation: more than one element of the written-to tensor",
+    ),
+    "inference": (
+        made_in_inference_mode,
+        "RuntimeError: Inplace update to inference tensor outside InferenceMode",
+    ),
+}
+
+
+@clause("nn.utils.clip_grad.refusal_is_whole")
+@pytest.mark.deviation("clip_grad.refusal_is_whole")
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("kind", list(REFUSING))
+def test_one_gradient_refuses(deviation: DeviationJudge, device: str, name: str, kind: str) -> None:
+    make, refusal = REFUSING[kind]
+    extra = (torch.tensor(100.0, device=device),) if name == "clip_grads_with_norm_" else ()
+
+    def probe(library: Library) -> tuple[str, bool]:
+        """What was raised, and whether each gradient is as it was."""
+        grads = [
+            Gradient((8,), scale=5.0).parameter(device).grad,
+            Gradient((3, 2)).parameter(device).grad.t(),
+        ]
+        if name != "clip_grad_value_":
+            grads.append(torch.full((2,), 7.0, dtype=torch.complex64, device=device))
+        grads.append(make(device))
+        before = [grad.clone() for grad in grads]
+        listed = [SimpleNamespace(grad=grad) for grad in grads]
+        outcome = observe(getattr(library.nn.utils, name), listed, 0.1, *extra, foreach=False)
+        return str(outcome.raised), all(map(torch.equal, grads, before))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen[0].startswith(refusal) and not seen[1],
+        we_do=lambda seen: seen[0].startswith(refusal) and seen[1],
+    )

@@ -1,0 +1,269 @@
+"""clip_grad_norm_: the norm it finds and returns, and what it does to plain gradients; its older spelling."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import assert_same_outcome
+from conformance.strategies.clipping import (
+    DTYPES,
+    NONFINITE,
+    clip_of,
+    max_norms,
+    norm_tolerance,
+    shape_on_meta,
+)
+from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
+from conformance.tolerances import norm_of
+
+NORM_TYPES = [2.0, 1.0, 0.5, 3.0, 0.0, math.inf, -math.inf, -1.0, "inf", 2]
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.scales_to_max_norm")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(data=st.data())
+def test_clips_as_torch_does(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    case = data.draw(gradient_lists(dtypes=(dtype,)))
+    max_norm = data.draw(max_norms)
+    assert_same_outcome(
+        clip_of(reference, case, device, max_norm),
+        clip_of(subject, case, device, max_norm),
+        norm_tolerance(case),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.scales_to_max_norm")
+@given(case=gradient_lists(max_size=3), room=st.sampled_from([1.01, 2.0, 1e4]))
+def test_leaves_small_gradients_alone_to_the_bit(
+    subject: Library, device: str, case: GradientList, room: float
+) -> None:
+    parameters = case.parameters(device)
+    before = [None if p.grad is None else p.grad.clone() for p in parameters]
+    subject.nn.utils.clip_grad_norm_(parameters, case.norm(2.0) * room + 1e-3)
+    for parameter, grad in zip(parameters, before, strict=True):
+        assert (parameter.grad is None) == (grad is None)
+        assert grad is None or torch.equal(parameter.grad, grad)
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.returns_norm_before_clipping")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(data=st.data())
+def test_returns_the_norm_of_before(
+    subject: Library, device: str, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    case = data.draw(gradient_lists(dtypes=(dtype,), missing=False))
+    norm = subject.nn.utils.clip_grad_norm_(case.parameters(device), 1e-2)
+    assert (norm.shape, norm.dtype, norm.device.type) == ((), dtype, device)
+    oracle = torch.tensor(case.norm(2.0), dtype=torch.float64).to(dtype)
+    assert (excess := norm_tolerance(case).excess(oracle, norm.cpu())) is None, excess
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.every_norm_type")
+@pytest.mark.parametrize("norm_type", NORM_TYPES, ids=repr)
+@given(data=st.data())
+def test_every_norm_type(
+    subject: Library, reference: Library, device: str, norm_type: Any, data: st.DataObject
+) -> None:
+    # The norm of an empty tensor is undefined for negative orders: torch raises, which the next test asks about.
+    case = data.draw(gradient_lists().filter(lambda case: all(gradient.numel for gradient in case.gradients)))
+    max_norm = data.draw(max_norms)
+    assert_same_outcome(
+        clip_of(reference, case, device, max_norm, norm_type=norm_type),
+        clip_of(subject, case, device, max_norm, norm_type=norm_type),
+        norm_of(case.numel, len(case.gradients), order=float(norm_type)),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.every_norm_type")
+@pytest.mark.parametrize("norm_type", [-2.0, -math.inf, "nuc", None, [2.0]], ids=repr)
+def test_norm_types_on_the_edge(subject: Library, reference: Library, device: str, norm_type: Any) -> None:
+    case = GradientList((Gradient((3,)), Gradient((0,)), Gradient((2, 2), seed=1)))
+    assert_same_outcome(
+        clip_of(reference, case, device, 1.0, norm_type=norm_type),
+        clip_of(subject, case, device, 1.0, norm_type=norm_type),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.mixed_dtypes")
+@given(
+    case=gradient_lists(dtypes=(torch.float32, torch.bfloat16, torch.float64), min_size=2), max_norm=max_norms
+)
+def test_mixed_dtypes(
+    subject: Library, reference: Library, device: str, case: GradientList, max_norm: float
+) -> None:
+    # torch rounds each gradient's norm to that gradient's dtype; the joint norm can be no better than the coarsest.
+    tolerance = norm_of(case.numel, len(case.gradients), coarsest=torch.bfloat16)
+    assert_same_outcome(
+        clip_of(reference, case, device, max_norm), clip_of(subject, case, device, max_norm), tolerance
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.half_precision")
+@given(
+    case=gradient_lists(dtypes=(torch.float16,), missing=False), max_norm=st.sampled_from([1e-2, 1.0, 100.0])
+)
+def test_half_precision_by_the_true_norm(
+    subject: Library, device: str, case: GradientList, max_norm: float
+) -> None:
+    parameters = case.parameters(device)
+    norm = subject.nn.utils.clip_grad_norm_(parameters, max_norm)
+    oracle = case.norm(2.0)
+    tolerance = norm_of(case.numel, len(case.gradients), coarsest=torch.float16)
+    assert (excess := tolerance.excess(torch.tensor(oracle), norm.cpu().float())) is None, excess
+    factor = min(1.0, max_norm / (oracle + 1e-6))
+    for gradient, parameter in zip(case.gradients, parameters, strict=True):
+        wanted = gradient.values().half().double() * factor
+        assert parameter.grad.dtype == torch.float16
+        # Results below float16's normal range are rounded to its fixed spacing there.
+        half = torch.finfo(torch.float16)
+        close = (parameter.grad.cpu().double() - wanted).abs() <= tolerance.bound(
+            wanted
+        ) + half.smallest_normal * half.eps
+        assert bool(close.all())
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.nonfinite_gradients")
+@given(case=gradient_lists(last=NONFINITE, missing=False), norm_type=st.sampled_from([2.0, 1.0, math.inf]))
+def test_nonfinite_gradients(
+    subject: Library, reference: Library, device: str, case: GradientList, norm_type: float
+) -> None:
+    assert_same_outcome(
+        clip_of(reference, case, device, 1.0, norm_type),
+        clip_of(subject, case, device, 1.0, norm_type),
+        norm_tolerance(case),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.error_if_nonfinite")
+@given(
+    case=gradient_lists(last=st.one_of(NONFINITE, st.none())), norm_type=st.sampled_from([2.0, 1.0, math.inf])
+)
+def test_error_if_nonfinite(
+    subject: Library, reference: Library, device: str, case: GradientList, norm_type: float
+) -> None:
+    assert_same_outcome(
+        clip_of(reference, case, device, 1.0, norm_type, error_if_nonfinite=True),
+        clip_of(subject, case, device, 1.0, norm_type, error_if_nonfinite=True),
+        norm_tolerance(case),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.foreach")
+@pytest.mark.parametrize("foreach", [True, False, None])
+@given(case=gradient_lists(dtypes=(torch.float32, torch.float64)), max_norm=max_norms)
+def test_foreach(
+    subject: Library,
+    reference: Library,
+    device: str,
+    foreach: bool | None,
+    case: GradientList,
+    max_norm: float,
+) -> None:
+    assert_same_outcome(
+        clip_of(reference, case, device, max_norm, foreach=foreach),
+        clip_of(subject, case, device, max_norm, foreach=foreach),
+        norm_of(case.numel, len(case.gradients), coarsest=torch.float32),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.foreach")
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_foreach_where_the_device_has_none(
+    subject: Library, reference: Library, foreach: bool | None
+) -> None:
+    assert_same_outcome(
+        shape_on_meta(reference, "clip_grad_norm_", foreach),
+        shape_on_meta(subject, "clip_grad_norm_", foreach),
+    )
+
+
+EXTREMES = {
+    "overflow in float32": Gradient((64,), torch.float32, scale=1e20),
+    "overflow in float16": Gradient((64,), torch.float16, scale=2e4),
+    "underflow in float32": Gradient((64,), torch.float32, scale=1e-25),
+}
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.extreme_gradients_survive")
+@pytest.mark.deviation("clip_grad.true_norm_of_extreme_gradients")
+@pytest.mark.parametrize("extreme", list(EXTREMES))
+@pytest.mark.parametrize("others", [0, 3])
+def test_extreme_gradients(deviation: DeviationJudge, device: str, extreme: str, others: int) -> None:
+    gradient = EXTREMES[extreme]
+    case = GradientList(
+        (*(Gradient((5,), gradient.dtype, seed=i, scale=gradient.scale) for i in range(others)), gradient)
+    )
+    true_norm = case.norm(2.0)
+    tolerance = norm_of(case.numel, len(case.gradients), coarsest=gradient.dtype or torch.float32)
+
+    def probe(library: Library) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        parameters = case.parameters(device)
+        norm = library.nn.utils.clip_grad_norm_(parameters, true_norm / 2 if true_norm > 1 else 1.0)
+        return norm.cpu(), [p.grad.cpu() for p in parameters]
+
+    def true_norm_and_scaled(seen: tuple[torch.Tensor, list[torch.Tensor]]) -> bool:
+        norm, grads = seen
+        factor = 0.5 if true_norm > 1 else 1.0
+        wanted = [g.values().to(g.dtype).double() * factor for g in case.gradients]
+        return (
+            norm.dtype == torch.float32
+            and tolerance.excess(torch.tensor(true_norm, dtype=torch.float32), norm) is None
+            and all(
+                tolerance.excess(one, grad.double()) is None for one, grad in zip(wanted, grads, strict=True)
+            )
+        )
+
+    def norm_lost(seen: tuple[torch.Tensor, list[torch.Tensor]]) -> bool:
+        norm, grads = seen
+        return bool(norm.isinf() and all((grad == 0).all() for grad in grads)) or float(norm) == 0.0
+
+    deviation.judge(probe, torch_does=norm_lost, we_do=true_norm_and_scaled)
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm.deprecated_spelling")
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"norm_type": 1.0},
+        {"norm_type": math.inf, "error_if_nonfinite": True},
+        {"error_if_nonfinite": True},
+        {"foreach": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("last", [None, math.nan])
+@pytest.mark.parametrize("max_norm", [0.5, 1.0])
+def test_deprecated_spelling(
+    subject: Library,
+    reference: Library,
+    device: str,
+    keywords: dict[str, Any],
+    last: float | None,
+    max_norm: float,
+) -> None:
+    case = GradientList((Gradient((3,)), Gradient((4, 2), seed=1, last=last)))
+    assert_same_outcome(
+        clip_of(reference, case, device, max_norm, function="clip_grad_norm", **keywords),
+        clip_of(subject, case, device, max_norm, function="clip_grad_norm", **keywords),
+        norm_tolerance(case),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm.deprecated_spelling")
+@pytest.mark.parametrize("foreach", [True, False])
+def test_deprecated_spelling_hands_foreach_on(subject: Library, reference: Library, foreach: bool) -> None:
+    assert_same_outcome(
+        shape_on_meta(reference, "clip_grad_norm", foreach), shape_on_meta(subject, "clip_grad_norm", foreach)
+    )

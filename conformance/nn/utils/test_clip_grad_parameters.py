@@ -1,0 +1,189 @@
+"""What clipping is handed: containers, and gradients that are missing, sparse, complex, shared, recorded, replaced."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.clipping import clip_of, clipped, norm_tolerance, sparse_parameter
+from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
+from conformance.tolerances import norm_of
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.parameter_containers")
+@pytest.mark.parametrize(
+    "container", [list, tuple, iter, dict.fromkeys, lambda p: (x for x in p), lambda p: p[0]]
+)
+@given(case=gradient_lists(min_size=2))
+def test_containers(
+    subject: Library,
+    reference: Library,
+    device: str,
+    container: Callable[[list[Any]], Any],
+    case: GradientList,
+) -> None:
+    assert_same_outcome(
+        clip_of(reference, case, device, 0.25, container=container),
+        clip_of(subject, case, device, 0.25, container=container),
+        norm_tolerance(case),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.parameter_containers")
+@pytest.mark.parametrize("empty", [lambda: (x for x in ()), lambda: iter(()), list, tuple])
+def test_empty_containers(subject: Library, reference: Library, empty: Callable[[], Iterator[Any]]) -> None:
+    assert_same_outcome(
+        observe(reference.nn.utils.clip_grad_norm_, empty(), 1.0),
+        observe(subject.nn.utils.clip_grad_norm_, empty(), 1.0),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.no_gradients")
+@pytest.mark.parametrize("size", [0, 1, 3])
+@pytest.mark.parametrize(
+    "keywords", [{}, {"error_if_nonfinite": True}, {"foreach": True}, {"norm_type": math.inf}], ids=str
+)
+def test_no_gradients(
+    subject: Library, reference: Library, device: str, size: int, keywords: dict[str, Any]
+) -> None:
+    case = GradientList((Gradient((2,), dtype=None),) * size)
+    assert_same_outcome(
+        clip_of(reference, case, device, 1.0, **keywords), clip_of(subject, case, device, 1.0, **keywords)
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.sparse_and_complex")
+@pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize("coalesced", [True, False])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_sparse_gradients(
+    subject: Library, reference: Library, device: str, foreach: bool | None, coalesced: bool, norm_type: float
+) -> None:
+    def outcome(library: Library) -> Outcome:
+        parameters = [Gradient((4,), seed=3).parameter(device), sparse_parameter(device, coalesced)]
+        return clipped(library, parameters, 1.0, norm_type, foreach=foreach)
+
+    assert_same_outcome(outcome(reference), outcome(subject), norm_of(10, 2))
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.sparse_and_complex")
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("with_real", [True, False])
+def test_complex_gradients(
+    subject: Library, reference: Library, device: str, norm_type: float, with_real: bool
+) -> None:
+    def outcome(library: Library) -> Outcome:
+        parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64, device=device))
+        parameter.grad = torch.tensor([1 + 2j, -3j, 4.0], dtype=torch.complex64, device=device)
+        parameters = [parameter, *([Gradient((3,)).parameter(device)] if with_real else [])]
+        return clipped(library, parameters, 1.0, norm_type)
+
+    assert_same_outcome(outcome(reference), outcome(subject), norm_of(6, 2))
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.overlapping_memory")
+@pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize("kind", ["same parameter", "same gradient", "views of one buffer"])
+def test_shared_gradients(
+    subject: Library, reference: Library, device: str, foreach: bool | None, kind: str
+) -> None:
+    def outcome(library: Library) -> Outcome:
+        one, two = Gradient((6,), seed=1).parameter(device), Gradient((6,), seed=2).parameter(device)
+        if kind == "same parameter":
+            two = one
+        elif kind == "same gradient":
+            two.grad = one.grad
+        else:
+            buffer = torch.arange(9.0, device=device)
+            one.grad, two.grad = buffer[:6], buffer[3:]
+        return clipped(library, [one, two], 0.5, foreach=foreach)
+
+    assert_same_outcome(outcome(reference), outcome(subject), norm_of(12, 2))
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.overlapping_memory")
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_view_that_negates(
+    subject: Library, reference: Library, device: str, name: str, foreach: bool | None
+) -> None:
+    """The imaginary part of a conjugate holds the negative of what lies in memory."""
+
+    def outcome(library: Library) -> Outcome:
+        whole = torch.view_as_complex(torch.arange(1.0, 9.0, device=device).view(4, 2)).conj()
+        listed = [Gradient((3,)).parameter(device), SimpleNamespace(grad=whole.imag)]
+        grads = [each.grad for each in listed]
+        return observe(getattr(library.nn.utils, name), listed, 1.0, foreach=foreach, watch=grads)
+
+    assert_same_outcome(outcome(reference), outcome(subject), norm_of(7, 2))
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.overlapping_memory")
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+def test_expanded_gradient(subject: Library, reference: Library, device: str, name: str) -> None:
+    """All elements of one gradient are the same memory: torch refuses to write to it."""
+
+    def outcome(library: Library) -> Outcome:
+        parameter = torch.nn.Parameter(torch.zeros(4, 3, device=device))
+        parameter.grad = torch.full((1,), 2.0, device=device).expand(4, 3)
+        return clipped(library, [parameter], 1.0, function=name)
+
+    assert_same_outcome(outcome(reference), outcome(subject), norm_of(12, 1))
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.gradients_of_graphs")
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+def test_gradients_with_a_graph(subject: Library, reference: Library, device: str, name: str) -> None:
+    def outcome(library: Library) -> Outcome:
+        weight = torch.nn.Parameter(torch.arange(1.0, 4.0, device=device))
+        (weight**3).sum().backward(create_graph=True)
+        seen = observe(getattr(library.nn.utils, name), [weight], 1.0, watch=[weight.grad])
+        weight.grad = None  # breaks the cycle that create_graph=True makes
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*create_graph=True", category=UserWarning)
+        assert_same_outcome(outcome(reference), outcome(subject), norm_of(3, 1))
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.new_gradients_at_old_addresses")
+@given(cases=st.lists(gradient_lists(dtypes=(torch.float32, torch.bfloat16)), min_size=3, max_size=6))
+def test_gradients_replaced_between_calls(
+    subject: Library, reference: Library, device: str, cases: list[GradientList]
+) -> None:
+    """Whatever an implementation remembers about addresses must not outlive the tensors there."""
+    for case in cases:
+        tolerance = norm_of(case.numel, len(case.gradients), coarsest=torch.bfloat16)
+        wanted = clip_of(reference, case, device, 0.5)
+        gc.collect(0)
+        assert_same_outcome(wanted, clip_of(subject, case, device, 0.5), tolerance)
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.new_gradients_at_old_addresses")
+@given(
+    case=gradient_lists(missing=False, min_size=2),
+    steps=st.lists(st.sets(st.integers(0, 5)), min_size=3, max_size=5),
+)
+def test_gradients_set_to_none_between_calls(
+    subject: Library, reference: Library, device: str, case: GradientList, steps: list[set[int]]
+) -> None:
+    ours, theirs = case.parameters(device), case.parameters(device)
+    for step, missing in enumerate(steps):
+        for parameters in (ours, theirs):
+            for index, (gradient, parameter) in enumerate(zip(case.gradients, parameters, strict=True)):
+                parameter.grad = None if index in missing else gradient.parameter(device).grad * (step + 1)
+        assert_same_outcome(
+            clipped(reference, theirs, 0.5), clipped(subject, ours, 0.5), norm_tolerance(case)
+        )

@@ -1,0 +1,132 @@
+"""The two halves of clip_grad_norm_: get_total_norm, and clip_grads_with_norm_ with the norm that it is given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.clipping import DTYPES, NONFINITE, max_norms
+from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
+from conformance.tolerances import norm_of
+
+
+def tensors_of(case: GradientList, device: str) -> list[torch.Tensor]:
+    return [p.grad for p in case.parameters(device) if p.grad is not None]
+
+
+@clause("nn.utils.clip_grad.get_total_norm.joint_norm")
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf], ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(data=st.data())
+def test_total_norm(
+    subject: Library,
+    reference: Library,
+    device: str,
+    dtype: torch.dtype,
+    norm_type: float,
+    data: st.DataObject,
+) -> None:
+    case = data.draw(
+        gradient_lists(dtypes=(dtype,)).filter(
+            lambda case: all(gradient.numel for gradient in case.gradients)
+        )
+    )
+
+    def norm(library: Library) -> Outcome:
+        tensors = tensors_of(case, device)
+        return observe(library.nn.utils.get_total_norm, tensors, norm_type, watch=tensors)
+
+    assert_same_outcome(
+        norm(reference), norm(subject), norm_of(case.numel, len(case.gradients), order=norm_type)
+    )
+
+
+@clause("nn.utils.clip_grad.get_total_norm.joint_norm")
+@pytest.mark.parametrize("tensors", [[], (), torch.tensor([3.0, 4.0]), torch.tensor(-2.0)], ids=repr)
+def test_total_norm_of_odd_containers(subject: Library, reference: Library, tensors: Any) -> None:
+    for give in (
+        lambda: tensors,
+        lambda: iter(tensors) if not isinstance(tensors, torch.Tensor) else tensors,
+    ):
+        assert_same_outcome(
+            observe(reference.nn.utils.get_total_norm, give()),
+            observe(subject.nn.utils.get_total_norm, give()),
+            norm_of(2, 1),
+        )
+
+
+@clause("nn.utils.clip_grad.get_total_norm.error_if_nonfinite")
+@pytest.mark.parametrize("error_if_nonfinite", [True, False])
+@given(case=gradient_lists(last=NONFINITE, missing=False))
+def test_total_norm_of_nonfinite(
+    subject: Library, reference: Library, device: str, error_if_nonfinite: bool, case: GradientList
+) -> None:
+    def norm(library: Library) -> Outcome:
+        return observe(
+            library.nn.utils.get_total_norm, tensors_of(case, device), error_if_nonfinite=error_if_nonfinite
+        )
+
+    assert_same_outcome(norm(reference), norm(subject))
+
+
+@clause("nn.utils.clip_grad.get_total_norm.foreach")
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_total_norm_foreach(subject: Library, reference: Library, foreach: bool | None) -> None:
+    def norm(library: Library) -> Outcome:
+        return observe(
+            lambda: library.nn.utils.get_total_norm([torch.zeros(2, device="meta")], foreach=foreach).shape
+        )
+
+    assert_same_outcome(norm(reference), norm(subject))
+
+
+@clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(data=st.data())
+def test_scales_by_the_given_norm(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    case = data.draw(gradient_lists(dtypes=(dtype,), last=st.one_of(NONFINITE, st.none())))
+    max_norm = data.draw(max_norms)
+    norm = data.draw(st.sampled_from([0.0, 1e-7, 0.5, 3.0, 1e30, math.inf, math.nan]))
+
+    def outcome(library: Library) -> Outcome:
+        parameters, total_norm = case.parameters(device), torch.tensor(norm, dtype=dtype, device=device)
+        watch = [*parameters, total_norm]
+        return observe(library.nn.utils.clip_grads_with_norm_, parameters, max_norm, total_norm, watch=watch)
+
+    # One quotient and one product on both sides: the same operations, or one rounding apart.
+    assert_same_outcome(outcome(reference), outcome(subject), norm_of(1, 1))
+
+
+@clause("nn.utils.clip_grad.clip_grads_with_norm_.foreach")
+@pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_scaling_foreach(subject: Library, reference: Library, where: str, foreach: bool | None) -> None:
+    def outcome(library: Library) -> Outcome:
+        parameter = Gradient((5,), scale=3.0).parameter(where)
+        watch = [parameter] if where != "meta" else None
+        norm = torch.tensor(4.0, device=where)
+        return observe(
+            library.nn.utils.clip_grads_with_norm_, [parameter], 0.5, norm, foreach=foreach, watch=watch
+        )
+
+    assert_same_outcome(outcome(reference), outcome(subject), norm_of(1, 1))
+
+
+@clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
+@pytest.mark.parametrize("parameters", [[], (), None, 3], ids=repr)
+def test_scaling_odd_containers(subject: Library, reference: Library, parameters: Any) -> None:
+    norm = torch.tensor(2.0)
+    assert_same_outcome(
+        observe(reference.nn.utils.clip_grads_with_norm_, parameters, 1.0, norm),
+        observe(subject.nn.utils.clip_grads_with_norm_, parameters, 1.0, norm),
+    )

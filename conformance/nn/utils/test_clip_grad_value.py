@@ -1,0 +1,63 @@
+"""clip_grad_value_: every element clamped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.clipping import DTYPES, NONFINITE, clip_of
+from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
+from conformance.tolerances import EXACT
+
+
+@clause("nn.utils.clip_grad.clip_grad_value_.clamps")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@given(data=st.data())
+def test_clamps_values(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    case = data.draw(gradient_lists(dtypes=(dtype,), last=st.one_of(NONFINITE, st.none())))
+    value = data.draw(st.sampled_from([0.5, 1, 0.0, 1e-3, 100.0, math.inf, True]))
+    assert_same_outcome(
+        clip_of(reference, case, device, value, function="clip_grad_value_"),
+        clip_of(subject, case, device, value, function="clip_grad_value_"),
+        EXACT,
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_value_.clamps")
+@pytest.mark.parametrize("container", [list, tuple, lambda p: (x for x in p), lambda p: p[-1]])
+@given(case=gradient_lists(dtypes=(torch.float32, torch.float16), min_size=2))
+def test_clamps_any_container(
+    subject: Library,
+    reference: Library,
+    device: str,
+    container: Callable[[list[Any]], Any],
+    case: GradientList,
+) -> None:
+    assert_same_outcome(
+        clip_of(reference, case, device, 0.25, function="clip_grad_value_", container=container),
+        clip_of(subject, case, device, 0.25, function="clip_grad_value_", container=container),
+        EXACT,
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_value_.foreach")
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_clamping_foreach(subject: Library, reference: Library, where: str, foreach: bool | None) -> None:
+    def outcome(library: Library) -> Outcome:
+        parameter = Gradient((5,), scale=3.0).parameter(where)
+        watch = [parameter] if where != "meta" else None
+        return observe(library.nn.utils.clip_grad_value_, [parameter], 0.5, foreach=foreach, watch=watch)
+
+    assert_same_outcome(outcome(reference), outcome(subject))

@@ -1,0 +1,55 @@
+"""What clipping is asked with: numbers to clip by, sparse gradients, and a call whose whole outcome is kept."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from conformance.library import Library
+from conformance.outcome import Outcome, observe
+from conformance.strategies.gradients import Gradient, GradientList
+from conformance.tolerances import Tolerance, norm_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
+max_norms = st.sampled_from([1e-3, 0.5, 1.0, 10.0, 1e6, 0.0, -1.0, math.inf, 3])
+
+
+def clipped(
+    library: Library,
+    parameters: list[Any],
+    *args: Any,
+    function: str = "clip_grad_norm_",
+    container: Any = list,
+    **kwargs: Any,
+) -> Outcome:
+    """All that clipping `parameters` did, to them and otherwise; `container` makes what is handed over of the list."""
+    called = getattr(library.nn.utils, function)
+    return observe(called, container(parameters), *args, watch=parameters, **kwargs)
+
+
+def clip_of(library: Library, case: GradientList, device: str, *args: Any, **kwargs: Any) -> Outcome:
+    """The same for the fresh parameters of a case."""
+    return clipped(library, case.parameters(device), *args, **kwargs)
+
+
+def shape_on_meta(library: Library, function: str, foreach: bool | None) -> Outcome:
+    """The norm's shape, on a device that has no foreach operators."""
+    parameter = Gradient((2,)).parameter("meta")
+    return observe(lambda: getattr(library.nn.utils, function)([parameter], 1.0, foreach=foreach).shape)
+
+
+def norm_tolerance(case: GradientList) -> Tolerance:
+    return norm_of(case.numel, len(case.gradients))
+
+
+def sparse_parameter(device: str, coalesced: bool) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros(5, 2, device=device))
+    rows = torch.tensor([[1, 3, 1]], device=device)
+    values = torch.arange(1.0, 7.0, device=device).view(3, 2)
+    grad = torch.sparse_coo_tensor(rows, values, (5, 2), check_invariants=True)
+    parameter.grad = grad.coalesce() if coalesced else grad
+    return parameter
