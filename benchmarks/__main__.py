@@ -6,12 +6,9 @@ python -m benchmarks --only RatioAmpStep --only gpt2 --json ratios.json
 """
 
 import argparse
-import dataclasses
-import importlib
 import json
 import math
 import os
-import pkgutil
 import platform
 import statistics
 import sys
@@ -22,14 +19,13 @@ from typing import Any
 
 import torch
 
-import benchmarks
-from benchmarks import comparison
+from benchmarks import catalogue, comparison
 from benchmarks.timing import FULL, QUICK, Effort
 
 
 def main() -> int:
     options = _options()
-    cases = sorted(_cases(options), key=_inputs)
+    cases = sorted(_cases(options), key=catalogue.by_inputs)
     if not cases:
         print(f"no case matches {' and '.join(options.only)}", file=sys.stderr)
         return 2
@@ -37,8 +33,8 @@ def main() -> int:
     print(_header(options.subject, effort))
     rows: list[dict[str, Any]] = []
     for position, (kind, case) in enumerate(cases, 1):
-        _show_progress(f"  {position}/{len(cases)} {_name(kind, case)}")
-        rows.append(_measured(kind, case, effort, options.subject))
+        _show_progress(f"  {position}/{len(cases)} {catalogue.name_of(kind, case)}")
+        rows.append(catalogue.measured(kind, case, effort, options.subject))
         _show_progress("")
         print(_line(rows[-1]), flush=True)
     _print_summary(rows)
@@ -75,40 +71,12 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[type[comparison.Ratio]
     devices = (
         [options.device] if options.device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     )
-    for module in pkgutil.iter_modules(benchmarks.__path__, "benchmarks."):
-        if module.name.startswith("benchmarks.bench_"):
-            importlib.import_module(module.name)
+    catalogue.load_all()
     for kind in comparison.Ratio.__subclasses__():
         for case in kind.cases(options.quick):
-            if all(part in _name(kind, case) for part in options.only) and set(devices).intersection(case):
+            name = catalogue.name_of(kind, case)
+            if all(part in name for part in options.only) and set(devices).intersection(case):
                 yield kind, case
-
-
-def _inputs(kind_and_case: tuple[type[comparison.Ratio], tuple[Any, ...]]) -> tuple[str, str]:
-    """Cases that agree in this work on the same tensors, which are made once if the cases follow one another."""
-    kind, case = kind_and_case
-    given = dict(zip(kind.param_names, case, strict=True))
-    return given.get("shapes", ""), given.get("dtype", "")
-
-
-def _name(kind: type[comparison.Ratio], case: tuple[Any, ...]) -> str:
-    return f"{kind.__name__}[{', '.join(map(str, case))}]"
-
-
-def _measured(
-    kind: type[comparison.Ratio], case: tuple[Any, ...], effort: Effort, subject: str
-) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "benchmark": kind.__name__,
-        "case": dict(zip(kind.param_names, case, strict=True)),
-        "name": _name(kind, case),
-    }
-    try:
-        return row | {"outcome": "measured", **dataclasses.asdict(kind.measure(case, effort, subject))}
-    except NotImplementedError as missing:
-        return row | {"outcome": "not available", "why": str(missing)}
-    except Exception as error:  # the others are still worth measuring
-        return row | {"outcome": "failed", "why": f"{type(error).__name__}: {error}"}
 
 
 def _show_progress(text: str) -> None:

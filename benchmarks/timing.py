@@ -100,15 +100,15 @@ def summary(subject_s: list[float], reference_s: list[float]) -> Paired:
     )
 
 
-def median_interval(ordered: list[float]) -> tuple[float, float]:
-    """The order statistics that enclose the median of the distribution with at least 95% confidence.
+def median_interval(ordered: list[float], confidence: float = 0.95) -> tuple[float, float]:
+    """The order statistics that enclose the median of the distribution with at least that confidence.
 
-    How many of n draws fall below it is binomial(n, 1/2), whatever the distribution. Fewer than six draws enclose
-    it with less; they give their whole range.
+    How many of n draws fall below it is binomial(n, 1/2), whatever the distribution. Too few draws (under six
+    for 95%) enclose it with less; they give their whole range.
     """
     n = len(ordered)
     tail, below = 0.0, 0  # chance that at most `below` - 1 draws fall below the median
-    while tail + (step := math.comb(n, below) / 2**n) <= 0.025:
+    while tail + (step := math.comb(n, below) / 2**n) <= (1 - confidence) / 2:
         tail, below = tail + step, below + 1
     rank = max(below - 1, 0)
     return ordered[rank], ordered[n - 1 - rank]

@@ -1,21 +1,16 @@
 """The clock's own arithmetic, and that asv will find every benchmark. Nothing is timed here."""
 
-import importlib
 import math
-import pkgutil
 import random
 
 import pytest
 import torch
 
-import benchmarks
-from benchmarks import comparison
+from benchmarks import catalogue, comparison
 from benchmarks.common import SHAPES, training
 from benchmarks.timing import QUICK, Workload, median_interval, paired, summary
 
-for module in pkgutil.iter_modules(benchmarks.__path__, "benchmarks."):
-    if module.name.startswith("benchmarks.bench_"):
-        importlib.import_module(module.name)
+catalogue.load_all()
 RATIOS = comparison.Ratio.__subclasses__()
 
 

@@ -1,0 +1,119 @@
+"""asv's files, written without asv: on a machine that has none, what was measured can still join its dashboard.
+
+A benchmark here is a method `time_*` or `track_*` of a class in a `bench_*` module, as for asv. Two files: what the
+benchmarks are (`benchmarks.json`) and what they gave at one commit on one machine.
+"""
+
+import inspect
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks.timing import median_interval
+
+VERSION_OF_BENCHMARKS = 2
+VERSION_OF_RESULTS = 2
+VERSION_OF_MACHINE = 1
+NOT_MEASURED = math.nan  # asv's n/a; None would be its "failed"
+_COLUMNS = (
+    "result", "params", "version", "started_at", "duration", "stats_ci_99_a", "stats_ci_99_b", "stats_q_25",
+    "stats_q_75", "stats_number", "stats_repeat", "samples", "profile",
+)  # fmt: skip
+_STATS = [column for column in _COLUMNS if column.startswith("stats_")]
+_METHOD = re.compile(r"(time|track)_")
+
+
+def methods_of(kind: type) -> list[str]:
+    return [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if _METHOD.match(name)]
+
+
+def name_of(kind: type, method: str) -> str:
+    return f"{kind.__module__.removeprefix('benchmarks.')}.{kind.__name__}.{method}"
+
+
+def described(kinds: Iterable[Any]) -> dict[str, Any]:
+    """The content of benchmarks.json."""
+    described: dict[str, Any] = {"version": VERSION_OF_BENCHMARKS}
+    for kind in kinds:
+        for method in methods_of(kind):
+            described[name_of(kind, method)] = _description(kind, method)
+    return described
+
+
+def _description(kind: Any, method: str) -> dict[str, Any]:
+    function = getattr(kind, method)
+    is_timed = method.startswith("time_")
+    return {
+        "code": inspect.getsource(function),
+        "name": name_of(kind, method),
+        "param_names": list(kind.param_names),
+        "params": _params(kind),
+        "type": "time" if is_timed else getattr(function, "type", "track"),
+        "unit": "seconds" if is_timed else getattr(function, "unit", "unit"),
+        "version": kind.version,
+    }
+
+
+def _params(kind: Any) -> list[list[str]]:
+    return [[repr(value) for value in values] for values in kind.params]
+
+
+def timing_stats(samples: list[float], number: int) -> dict[str, float]:
+    """What asv keeps of the samples of a timing, each the mean of `number` calls."""
+    ordered = sorted(samples)
+    low, high = median_interval(ordered, 0.99)
+    first, _, third = (
+        statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    )
+    found = {"ci_99_a": low, "ci_99_b": high, "q_25": first, "q_75": third}
+    return {"result": statistics.median(ordered), **found, "number": number, "repeat": len(ordered)}
+
+
+def results(
+    kinds: Iterable[Any],
+    measured: Mapping[str, Mapping[tuple[Any, ...], Mapping[str, float] | None]],
+    machine: Mapping[str, str],
+    versions: Mapping[str, str],
+    started_at_ms: int,
+) -> dict[str, Any]:
+    """The content of a results file but for its commit, which whoever adds it to the results must know.
+
+    Args:
+        measured: by a benchmark's name and case, its `result` and, for a timing, the rest of `timing_stats`; None is
+            asv's "failed". A benchmark of which no case is here is left out; a case that is missing reads n/a.
+        versions: of `python` and `torch`.
+    """
+    rows: dict[str, list[Any]] = {}
+    for kind in kinds:
+        for method in methods_of(kind):
+            if cases := measured.get(name_of(kind, method)):
+                rows[name_of(kind, method)] = _row(kind, cases, started_at_ms)
+    python = versions["python"]
+    return {
+        "env_name": f"existing-py{python}-torch{versions['torch']}",
+        "params": {**machine, "python": python, "torch": versions["torch"]},
+        "python": python,
+        "requirements": {"torch": versions["torch"]},
+        "env_vars": {},
+        "result_columns": list(_COLUMNS),
+        "results": rows,
+        "durations": {},
+        "version": VERSION_OF_RESULTS,
+    }
+
+
+def _row(
+    kind: Any, cases: Mapping[tuple[Any, ...], Mapping[str, float] | None], started_at_ms: int
+) -> list[Any]:
+    found = [cases.get(case, {"result": NOT_MEASURED}) for case in itertools.product(*kind.params)]
+    row: list[Any] = [[case and case["result"] for case in found], _params(kind), kind.version, started_at_ms]
+    row.append(None)  # how long it took as a whole, which asv only shows while it runs
+    for column in _STATS:
+        values = [case and case.get(column.removeprefix("stats_")) for case in found]
+        row.append(None if all(value is None for value in values) else values)
+    while row[-1] is None:
+        row.pop()
+    return row

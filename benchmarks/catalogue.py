@@ -1,0 +1,50 @@
+"""Every benchmark there is, and the measurement of one case, for the programs that run them without asv."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+import benchmarks
+from benchmarks import asv_format, comparison
+from benchmarks.timing import Effort
+
+
+def load_all() -> list[Any]:
+    """The classes that asv would run: ratios, absolute times, and those that measure in their own way."""
+    found: list[Any] = []
+    for file in pkgutil.iter_modules(benchmarks.__path__, "benchmarks."):
+        if file.name.startswith("benchmarks.bench_"):
+            module = importlib.import_module(file.name)
+            own = [value for value in vars(module).values() if getattr(value, "__module__", "") == file.name]
+            found += [value for value in own if inspect.isclass(value) and asv_format.methods_of(value)]
+    return found
+
+
+def name_of(kind: Any, case: tuple[Any, ...]) -> str:
+    return f"{kind.__name__}[{', '.join(map(str, case))}]"
+
+
+def by_inputs(kind_and_case: tuple[Any, tuple[Any, ...]]) -> tuple[str, str]:
+    """Cases that agree in this work on the same tensors, which are made once if the cases follow one another."""
+    kind, case = kind_and_case
+    given = dict(zip(kind.param_names, case, strict=True))
+    return given.get("shapes", ""), given.get("dtype", "")
+
+
+def measured(
+    kind: type[comparison.Ratio], case: tuple[Any, ...], effort: Effort, subject: str
+) -> dict[str, Any]:
+    """A row of a report: the ratio with its interval, or why there is none."""
+    row: dict[str, Any] = {
+        "benchmark": kind.__name__,
+        "case": dict(zip(kind.param_names, case, strict=True)),
+        "name": name_of(kind, case),
+    }
+    try:
+        return row | {"outcome": "measured", **dataclasses.asdict(kind.measure(case, effort, subject))}
+    except NotImplementedError as missing:
+        return row | {"outcome": "not available", "why": str(missing)}
+    except Exception as error:  # the others are still worth measuring
+        return row | {"outcome": "failed", "why": f"{type(error).__name__}: {error}"}
