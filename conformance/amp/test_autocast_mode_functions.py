@@ -13,9 +13,8 @@ from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.regions import state
+from conformance.strategies.regions import LOW, state
 
-LOW = [torch.bfloat16, torch.float16]
 CASTS = [None, torch.float32, torch.bfloat16, torch.float64]
 Pair = namedtuple("Pair", "one two")
 

@@ -14,9 +14,7 @@ from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.regions import state
-
-LOW = [torch.bfloat16, torch.float16]
+from conformance.strategies.regions import LOW, state
 
 
 class Graphs:

@@ -1,4 +1,4 @@
-"""Programs of nested autocast regions: plain descriptions that either library runs, noting the state at every point."""
+"""Autocast regions: programs of nested ones that either library runs, the state they change, what they multiply."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from conformance.library import Library
 
 DEVICE_TYPES = ("cpu", "cuda")
+LOW = [torch.bfloat16, torch.float16]
 
 
 class Planned(Exception):
@@ -60,6 +61,13 @@ def state() -> dict[str, Any]:
         "cache": torch.is_autocast_cache_enabled(),
         "depth": depth,
     }
+
+
+def operands(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two matrices in float32, the same at each call."""
+    generator = torch.Generator().manual_seed(5)
+    one, two = (torch.randn(4, 4, generator=generator).to(device) for _ in range(2))
+    return one, two
 
 
 _leaves = st.builds(

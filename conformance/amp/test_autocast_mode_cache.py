@@ -1,0 +1,110 @@
+"""The casts that an autocast region keeps: how often it casts, and when kept casts are out of date."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.strategies.regions import Planned
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts the casts of float32 tensors to a lower precision that really run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.casts += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def casts_in(
+    library: Library, device: str, cache_enabled: bool | None, leaf: bool, uses: int, regions: int
+) -> int:
+    weight = torch.ones(4, 4, device=device, requires_grad=True)
+    used = weight if leaf else weight * 2
+    x = torch.ones(4, 4, device=device, dtype=torch.bfloat16)
+    with CastCounter() as counter:
+        for _ in range(regions):
+            with library.amp.autocast(device, dtype=torch.bfloat16, cache_enabled=cache_enabled):
+                for _ in range(uses):
+                    _ = x @ used
+                with library.amp.autocast(device, dtype=torch.bfloat16, cache_enabled=cache_enabled):
+                    _ = x @ used
+                _ = x @ used
+    return counter.casts
+
+
+@clause("amp.autocast_mode.autocast.cache")
+@pytest.mark.parametrize("cache_enabled", [None, True, False])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_casts_are_kept(
+    subject: Library, reference: Library, device: str, cache_enabled: bool | None, leaf: bool
+) -> None:
+    got = casts_in(subject, device, cache_enabled, leaf, uses=3, regions=2)
+    assert got == casts_in(reference, device, cache_enabled, leaf, uses=3, regions=2)
+    assert got == (2 if leaf and cache_enabled is not False else 10)
+
+
+def product_after_update(
+    library: Library, device: str, update: Callable[[torch.nn.Parameter], None]
+) -> float:
+    """What a region computes with a weight of 1 that becomes 3 between two regions."""
+    weight = torch.nn.Parameter(torch.ones(2, 2, device=device))
+    x = torch.ones(2, 2, device=device)
+    with contextlib.suppress(Planned), library.amp.autocast(device, dtype=torch.bfloat16):
+        _ = x @ weight
+        raise Planned
+    with torch.no_grad():
+        update(weight)
+    with library.amp.autocast(device, dtype=torch.bfloat16):
+        return (x @ weight)[0, 0].item()
+
+
+@clause("amp.autocast_mode.autocast.cache_after_exception")
+@pytest.mark.parametrize("update", [lambda w: w.fill_(3), lambda w: w.data.copy_(torch.full((2, 2), 3.0))])
+def test_a_new_region_sees_new_weights(subject: Library, device: str, update: Callable[[Any], None]) -> None:
+    assert product_after_update(subject, device, update) == 6.0
+
+
+@clause("amp.autocast_mode.autocast.cache_sees_optimizer_steps")
+@pytest.mark.deviation("autocast.cache_sees_optimizer_steps")
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_inside_a_region(deviation: DeviationJudge, device: str, optimizer: str, depth: int) -> None:
+    def probe(library: Library) -> bool:
+        """Whether the product after the step is that of the new weight."""
+        weight = torch.nn.Parameter(torch.ones(2, 2, device=device))
+        x = torch.ones(2, 2, device=device)
+        stepper = getattr(torch.optim, optimizer)([weight], lr=0.5)
+        with contextlib.ExitStack() as stack:
+            for _ in range(depth):
+                stack.enter_context(library.amp.autocast(device, dtype=torch.bfloat16))
+            (x @ weight).sum().backward()
+            stepper.step()
+            used = x @ weight
+        wanted = x.bfloat16() @ weight.detach().bfloat16()
+        return torch.equal(used, wanted)
+
+    deviation.judge(probe, torch_does=lambda fresh: not fresh, we_do=lambda fresh: fresh)
+
+
+@clause("amp.autocast_mode.autocast.cache_sees_optimizer_steps")
+def test_clearing_the_cache_by_hand(subject: Library, device: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2, device=device))
+    x = torch.ones(2, 2, device=device)
+    with subject.amp.autocast(device, dtype=torch.bfloat16):
+        _ = x @ weight
+        weight.data.fill_(3)
+        torch.clear_autocast_cache()
+        assert (x @ weight)[0, 0].item() == 6.0

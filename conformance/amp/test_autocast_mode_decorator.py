@@ -1,0 +1,87 @@
+"""Autocast as a decorator, by calling an instance or by autocast_decorator."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.regions import LOW, Planned, operands, state
+
+
+@clause("amp.autocast_mode.autocast.decorator")
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_decorator(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
+    def decorated(library: Library) -> Outcome:
+        @library.amp.autocast(device, dtype=dtype)
+        def product(a: torch.Tensor, *, b: torch.Tensor) -> Any:
+            """Multiply."""
+            return a @ b, state()
+
+        a, b = operands(device)
+        seen = (product.__name__, product.__doc__, str(inspect.signature(product)), state())
+        return observe(lambda: (product(a, b=b), product(a, b=b), seen, state()))
+
+    assert_same_outcome(decorated(reference), decorated(subject))
+
+
+@clause("amp.autocast_mode.autocast.decorator")
+def test_decorated_method_that_raises_and_recurses(subject: Library, device: str) -> None:
+    region = subject.amp.autocast(device)
+
+    class Model:
+        @region
+        def forward(self, depth: int) -> list[bool]:
+            if depth == 0:
+                raise Planned
+            with contextlib.suppress(Planned), subject.amp.autocast(device, enabled=False):
+                self.forward(depth - 1)
+            return [torch.is_autocast_enabled(device)]
+
+    before = state()
+    assert Model().forward(1) == [True]
+    with pytest.raises(Planned):
+        Model().forward(0)
+    # An instance of torch's class keeps one saved state, which recursion overwrites.
+    torch.set_autocast_enabled(device, before["enabled"][device])
+
+
+@clause("amp.autocast_mode.autocast.decorator")
+@pytest.mark.parametrize("value", [None, 3, "f", torch.ones(2)], ids=repr)
+def test_decorating_what_cannot_be_called(subject: Library, reference: Library, value: Any) -> None:
+    wanted, got = (
+        observe(lambda lib=lib: lib.amp.autocast("cpu")(value) and None) for lib in (reference, subject)
+    )
+    if wanted.raised is None and got.raised is not None:
+        # torch 2.11 hands back a function that fails when it is called; later ones refuse at once, and so may we.
+        assert got.raised.kind is TypeError
+        assert got.raised.text.startswith("autocast()(func) requires a callable, but got")
+    else:
+        assert_same_outcome(wanted, got)
+
+
+@clause("amp.autocast_mode.autocast_decorator.wraps")
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_autocast_decorator(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
+    def decorated(library: Library) -> Outcome:
+        a, b = operands(device)
+
+        def run() -> Any:
+            mm = library.amp.autocast_mode.autocast_decorator(
+                library.amp.autocast(device, dtype=dtype), torch.mm
+            )
+            add = library.amp.autocast_mode.autocast_decorator(
+                library.amp.autocast(device, enabled=False), torch.add
+            )
+            with library.amp.autocast(device, dtype=torch.bfloat16):
+                return mm(a, b), add(a, b), mm.__name__, add.__name__
+
+        return observe(run)
+
+    assert_same_outcome(decorated(reference), decorated(subject))

@@ -1,0 +1,193 @@
+"""Autocast regions within regions, in threads and left by exceptions: each restores what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.regions import LOW, Planned, Region, operands, programs, state
+
+
+@clause("amp.autocast_mode.autocast.enabled")
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_disabled_region_inside(subject: Library, device: str, dtype: torch.dtype) -> None:
+    a, b = operands(device)
+    with subject.amp.autocast(device, dtype=dtype):
+        low = a @ b
+        with subject.amp.autocast(device, enabled=False):
+            assert (a @ b).dtype == torch.float32
+            with pytest.raises(RuntimeError):
+                _ = low @ b
+            with subject.amp.autocast(device, dtype=dtype, enabled=True):
+                assert (low @ b).dtype == dtype
+        assert (low @ b).dtype == dtype
+
+
+def trace_of(library: Library, program: Region) -> Outcome:
+    """The state at each point of the program, and before and after it."""
+    points: list[dict[str, Any]] = [state()]
+
+    def run() -> None:
+        with contextlib.suppress(Planned):
+            program.run(library, lambda: points.append(state()))
+        points.append(state())
+
+    outcome = observe(run)
+    return Outcome(points, outcome.watched, outcome.raised, outcome.warned)
+
+
+@clause("amp.autocast_mode.autocast.nesting_restores")
+@given(program=programs)
+def test_any_program_of_regions(subject: Library, reference: Library, program: Region) -> None:
+    wanted = trace_of(reference, program)
+    assert wanted.value[0] == wanted.value[-1], "the reference itself does not restore its state"
+    assert_same_outcome(wanted, trace_of(subject, program))
+
+
+@clause("amp.autocast_mode.autocast.nesting_restores")
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit, StopIteration])
+def test_exceptions_pass(subject: Library, device: str, error: type[BaseException]) -> None:
+    before = state()
+    region = subject.amp.autocast(device, cache_enabled=False)
+    with pytest.raises(error), region:
+        raise error
+    assert state() == before
+    region.__enter__()
+    assert region.__exit__(ValueError, ValueError(), None) is False
+    assert state() == before
+
+
+@clause("amp.autocast_mode.autocast.one_instance_many_regions")
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_one_instance_again_and_again(subject: Library, device: str, dtype: torch.dtype) -> None:
+    a, b = operands(device)
+    before = state()
+    region = subject.amp.autocast(device, dtype=dtype)
+    for _ in range(3):
+        with region:
+            assert (a @ b).dtype == dtype
+        assert state() == before
+    with subject.amp.autocast(device, enabled=False):
+        inner = state()
+        with region:
+            assert (a @ b).dtype == dtype
+        assert state() == inner
+
+
+@clause("amp.autocast_mode.autocast.one_instance_in_itself")
+@pytest.mark.deviation("autocast.one_instance_in_itself")
+def test_one_instance_in_itself(deviation: DeviationJudge) -> None:
+    def probe(library: Library) -> tuple[bool, bool]:
+        """Whether the state after both exits is that of before, and whether it is still on between them."""
+        before = state()
+        region = library.amp.autocast("cpu")
+        try:
+            with region:
+                with region:
+                    pass
+                between = torch.is_autocast_enabled("cpu")
+            return state() == before, between
+        finally:
+            torch.set_autocast_enabled("cpu", before["enabled"]["cpu"])
+
+    deviation.judge(
+        probe, torch_does=lambda seen: seen == (False, True), we_do=lambda seen: seen == (True, True)
+    )
+
+
+@clause("amp.autocast_mode.autocast.exit_without_enter")
+@pytest.mark.deviation("autocast.exit_without_enter")
+@pytest.mark.parametrize("where", ["here", "another thread"])
+def test_leaving_what_is_not_open(deviation: DeviationJudge, where: str) -> None:
+    def probe(library: Library) -> tuple[str, bool]:
+        """What leaving a region once too often says, and whether the thread that does so keeps its state."""
+        region = library.amp.autocast("cpu", cache_enabled=False)
+        seen: list[tuple[str, bool]] = []
+
+        def leave() -> None:
+            before = state()
+            outcome = observe(region.__exit__, None, None, None)
+            seen.append((str(outcome.raised), state() == before))
+            while state()["depth"] < before["depth"]:
+                torch.autocast_increment_nesting()
+            torch.set_autocast_cache_enabled(before["cache"])
+
+        with region:
+            if where == "another thread":
+                thread = threading.Thread(target=leave)
+                thread.start()
+                thread.join(10)
+        if where == "here":
+            leave()
+        return seen[0]
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == ("None", False),
+        we_do=lambda seen: seen[0].startswith("AttributeError: ") and seen[1],
+    )
+
+
+@clause("amp.autocast_mode.autocast.bad_arguments")
+@pytest.mark.deviation("autocast.failed_enter_changes_nothing")
+@pytest.mark.parametrize("attribute", ["_cache_enabled", "fast_dtype"])
+def test_entering_fails_half_way(deviation: DeviationJudge, attribute: str) -> None:
+    def probe(library: Library) -> tuple[bool, bool]:
+        """Whether entering raised, and whether the state is as before."""
+        before = state()
+        region = library.amp.autocast("cpu")
+        setattr(region, attribute, "no")
+        outcome = observe(region.__enter__)
+        kept = state() == before
+        torch.set_autocast_enabled("cpu", before["enabled"]["cpu"])
+        while state()["depth"] > before["depth"]:
+            torch.autocast_decrement_nesting()
+        return outcome.raised is not None and outcome.raised.kind is TypeError, kept
+
+    deviation.judge(
+        probe, torch_does=lambda seen: seen == (True, False), we_do=lambda seen: seen == (True, True)
+    )
+
+
+@clause("amp.autocast_mode.autocast.threads")
+def test_a_region_belongs_to_its_thread(subject: Library, device: str) -> None:
+    seen: dict[str, Any] = {}
+
+    def elsewhere() -> None:
+        seen["outside"] = torch.is_autocast_enabled(device)
+        with subject.amp.autocast(device, enabled=False):
+            seen["inside"] = torch.is_autocast_enabled(device)
+            inside.wait(10)
+
+    inside = threading.Event()
+    with subject.amp.autocast(device):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        assert torch.is_autocast_enabled(device)
+        inside.set()
+        thread.join(10)
+        assert torch.is_autocast_enabled(device)
+    assert seen == {"outside": False, "inside": False}
+
+
+@clause("amp.autocast_mode.autocast.threads")
+def test_one_instance_in_two_threads(subject: Library, device: str) -> None:
+    """A decorated function is one instance, called from many threads."""
+    a, b = operands(device)
+    decorated = subject.amp.autocast(device, dtype=torch.bfloat16)(torch.mm)
+    dtypes: list[torch.dtype] = []
+    threads = [threading.Thread(target=lambda: dtypes.append(decorated(a, b).dtype)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert dtypes == [torch.bfloat16] * 4
