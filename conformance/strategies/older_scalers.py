@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from conformance.library import Library
-from conformance.outcome import Outcome, observe
-from conformance.strategies.scaling import Rig
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.scaling import Rig, assert_same_story, pickled
 
 # Each parameter by itself, all by position and by name, and what is refused.
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -25,19 +26,59 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-def older_story(library: Library, made: type, arguments: str, device: str) -> Iterator[Outcome]:
-    """Construction with its warnings, then a few iterations."""
-    args, kwargs = ARGUMENTS[arguments]
-    rig = Rig(library, device)
-    scalers: list[Any] = []
+class OlderScaler:
+    """The scaler class of `torch.<kind>.amp`, for both libraries."""
 
-    def make() -> Any:
-        scalers.append(made(*args, **kwargs))
-        return scalers[0].is_enabled(), scalers[0].state_dict()
+    def __init__(self, kind: str, subject: Library, reference: Library) -> None:
+        self._kind, self._subject, self._reference = kind, subject, reference
 
-    yield observe(make)
-    if scalers:
-        rig.scaler = scalers[0]
-        for last in (None, None, math.inf, None):
-            yield from rig.iteration(last)
-        yield observe(rig.scaler.get_scale)
+    def assert_scales_as_the_newer_one(self, arguments: str, device: str) -> None:
+        assert_same_story(
+            self._reference, self._subject, lambda library: self._story(library, arguments, device)
+        )
+
+    def assert_takes_no_device(self) -> None:
+        # Whether the warning comes before the refusal is nobody's business.
+        wanted, got = (observe(self._of(library), device=self._kind).raised for library in self._both())
+        assert wanted == got
+
+    def assert_warns(self) -> None:
+        wanted, got = (observe(self._scale_of_a_new_one, library) for library in self._both())
+        assert_same_outcome(wanted, got)
+
+    def assert_is_a_subclass(self, device: str) -> None:
+        """Code that asks isinstance for the newer class takes it, and its copies stay what they are."""
+        scaler = self._of(self._subject)(init_scale=4.0)
+        assert isinstance(scaler, self._subject.amp.GradScaler)
+        rig = Rig(self._subject, device)
+        rig.scaler = scaler
+        rig.used()
+        for copied in (pickled(scaler), copy.deepcopy(scaler)):
+            assert type(copied) is type(scaler)
+            assert copied.get_scale() == 4.0
+
+    def _both(self) -> tuple[Library, Library]:
+        return self._reference, self._subject
+
+    def _of(self, library: Library) -> Any:
+        return library.find(f"{self._kind}.amp.GradScaler")
+
+    def _scale_of_a_new_one(self, library: Library) -> float:
+        return self._of(library)(2.0).get_scale()
+
+    def _story(self, library: Library, arguments: str, device: str) -> Iterator[Outcome]:
+        """Construction with its warnings, then a few iterations."""
+        args, kwargs = ARGUMENTS[arguments]
+        rig = Rig(library, device)
+        scalers: list[Any] = []
+
+        def make() -> Any:
+            scalers.append(self._of(library)(*args, **kwargs))
+            return scalers[0].is_enabled(), scalers[0].state_dict()
+
+        yield observe(make)
+        if scalers:
+            rig.scaler = scalers[0]
+            for last in (None, None, math.inf, None):
+                yield from rig.iteration(last)
+            yield observe(rig.scaler.get_scale)
