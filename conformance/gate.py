@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -28,10 +29,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from conformance import clauses, environment
 from conformance.plugin import PROFILES
 from conformance.report import write_page
-from conformance.results import RED
+from conformance.results import RED, broken_clauses
 
 _DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
 _POLL_S = 0.2
+_MOST_TOLD = 20  # broken clauses in the terminal; the report has all
 
 
 def main(words: Sequence[str]) -> int:
@@ -77,7 +79,7 @@ def reasons(report: dict[str, Any]) -> list[str]:
         found.append(f"{report['subject']} provides none of the names that are judged")
     speed, training = report["speed"], report["training"]
     found += [
-        f"benchmark {row['name']} failed: {row['why']}"
+        f"benchmark {row['name']} failed: {row['why'].splitlines()[0]}"
         for row in speed.get("rows", [])
         if row["outcome"] == "failed"
     ]
@@ -269,24 +271,20 @@ def _progress(console: Console) -> Progress:
 
 
 def _say(console: Console, report: dict[str, Any], out: Path) -> None:
-    for test in [test for test in report["tests"] if test["outcome"] in RED][:20]:
-        console.print(f"[red]{test['outcome']:>7}[/red] ", end="")
-        console.print(
-            f"{test['clause'] or 'own part'}  {test['nodeid']}", markup=False, highlight=False, soft_wrap=True
-        )
-        console.print(f"         {test['replay']}", markup=False, highlight=False, soft_wrap=True)
+    tell = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    broken = broken_clauses(report["tests"])
+    for clause in broken[:_MOST_TOLD]:
+        console.print("[red]broken[/red] ", end="")
+        tell(f"{clause.name}: {clause.count}\n       {clause.says}\n       {clause.replay}")
+    if len(broken) > _MOST_TOLD:
+        tell(f"       and {len(broken) - _MOST_TOLD} more, in the report")
     for reason in report["reasons"]:
-        console.print(f"- {reason}", markup=False, highlight=False, soft_wrap=True)
+        tell(f"- {reason}")
     colour = "green" if report["verdict"] == "green" else "red"
     counts = Counter(test["outcome"] for test in report["tests"] if test["clause"])
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     console.print(f"[bold {colour}]{report['verdict'].upper()}[/bold {colour}] ", end="")
-    console.print(
-        f"{report['subject']}: {said}; the report is {out / 'index.html'}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    tell(f"{report['subject']}: {said}; the report is {out / 'index.html'}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from conformance.library import NotProvided
 from conformance.tolerances import EXACT, Tolerance
 
 
@@ -57,13 +58,19 @@ class Outcome:
 
 
 def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: Any) -> Outcome:
-    """Run `call` and keep all it did. `watch` is any nesting of tensors whose later state is part of it."""
+    """Run `call` and keep all it did. `watch` is any nesting of tensors whose later state is part of it.
+
+    Raises:
+        NotProvided: the subject lacks what `call` asked it for, which is no outcome that could be compared.
+    """
     names = _names_of(watch)
     value, raised = None, None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             value = call(*args, **kwargs)
+        except NotProvided:
+            raise
         except Exception as error:
             raised = Raised(type(error), plain_text(error))
     return Outcome(

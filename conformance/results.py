@@ -12,7 +12,8 @@ import datetime
 import json
 import shlex
 import time
-from collections.abc import Generator, Iterable
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -224,10 +225,10 @@ class Recorder:
         write(f"subject {self._config.option.subject}: {len(asked)} clauses asked by {len(judged)} tests")
         for outcome in sorted({judgement.outcome for judgement in judgements}):
             write(f"  {outcome}: {sum(judgement.outcome == outcome for judgement in judgements)}")
-        for judgement in judgements:
-            if judgement.is_red:
-                write(f"RED {judgement.clause or judgement.nodeid}: {judgement.outcome}")
-                write(f"    {judgement.replay}")
+        for broken in broken_clauses([asdict(judgement) for judgement in judgements]):
+            write(f"RED {broken.name}: {broken.count}")
+            write(f"    {broken.says}")
+            write(f"    {broken.replay}")
         found = verdict(judgements, self._config.option.subject)
         write(f"verdict: {found}", green=found == "green", red=found == "red", bold=True)
 
@@ -236,3 +237,31 @@ def verdict(judgements: Iterable[Judgement], spec: str) -> str:
     """`green`, or `red` on any red outcome, and on a subject that provides nothing to judge."""
     judgements = list(judgements)
     return "red" if any(judgement.is_red for judgement in judgements) or not claims(spec) else "green"
+
+
+@dataclass
+class Broken:
+    """A clause that a subject breaks, told once for all the tests that saw it."""
+
+    name: str  # the clause's id, or the test's where it belongs to none
+    says: str
+    count: str
+    replay: str  # of the first of them
+
+
+def broken_clauses(tests: Sequence[Mapping[str, Any]]) -> list[Broken]:
+    """What is red in the `tests` of a report, those broken in most of their tests first."""
+    asked = Counter(test["clause"] or test["nodeid"] for test in tests)
+    red: dict[str, list[Mapping[str, Any]]] = {}
+    for test in tests:
+        if test["outcome"] in RED:
+            red.setdefault(test["clause"] or test["nodeid"], []).append(test)
+    says = {clause["id"]: clause["says"] for clause in clauses.for_report()}
+    broken: list[Broken] = []
+    for name, found in sorted(red.items(), key=lambda entry: (-len(entry[1]) / asked[entry[0]], entry[0])):
+        outcomes = ", ".join(sorted({test["outcome"] for test in found}))
+        count = f"{outcomes} in {len(found)} of {asked[name]} {'test' if asked[name] == 1 else 'tests'}"
+        broken.append(
+            Broken(name, says.get(name, "a test of the suite's own parts"), count, found[0]["replay"])
+        )
+    return broken
