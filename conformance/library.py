@@ -12,6 +12,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from conformance import plants
+
 
 class NotProvided(AttributeError):
     """The subject has no such public name."""
@@ -22,10 +24,10 @@ class NotProvided(AttributeError):
 
 
 class Library:
-    """One implementation. `spec` is a package name, or `package+plant` for one with a planted bug.
+    """One implementation. `spec` is a package name, or `package+plant` for one with a planted fault.
 
-    `plant` names a row of the mutant catalogue or a generated fault (`conformance.plants`), so that a spec is
-    a plain string that every process, rank or test worker can resolve for itself.
+    `plant` is a fault's name in `conformance.plants`; `load_library` puts it in place. So a spec is a plain string
+    that every process, rank or test worker can resolve for itself.
     """
 
     def __init__(self, spec: str) -> None:
@@ -102,6 +104,6 @@ def load_library(spec: str) -> Library:
     """The library a spec names, with its plant in place; one object a process."""
     library = Library(spec)
     if library.plant_id:
-        plants = importlib.import_module("conformance.plants")
-        plants.plant(library, library.plant_id)
+        fault = plants.find(library.plant_id)
+        library.replace(fault.breaks, fault.make)
     return library

@@ -2,20 +2,11 @@
 
 Two kinds, both named after a `+` in a subject's spec (`impl+ignore:amp.GradScaler(init_scale)`):
     generated  one for each parameter, method and getter of the public surface (`conformance.plants.generated`)
-    catalogue  one for each bug that a real implementation once had (`amp_grad_scaler`, `amp_autocast_mode`, ...)
+    catalogue  one for each bug that a real implementation once had (`amp_grad_scaler_step`, `amp_autocast_mode`, ...)
 A plant counts as killed only by the unmodified suite, which is told nothing about it.
 """
 
-from __future__ import annotations
-
-from conformance.library import Library
 from conformance.plants import generated
-from conformance.plants.catalogue import CATALOGUE
+from conformance.plants.catalogue import CATALOGUE, find
 
-
-def plant(library: Library, plant_id: str) -> None:
-    """Put the fault named `plant_id` into `library`."""
-    if plant_id in CATALOGUE:
-        CATALOGUE[plant_id].put_into(library)
-    else:
-        generated.plant(library, plant_id)
+__all__ = ["CATALOGUE", "find", "generated"]

@@ -1,48 +1,25 @@
-"""The catalogue of bugs that real implementations had, each planted in a few lines.
-
-A plant is a function from the original class or function to the broken one; it must work on any subject that
-mirrors torch, so it uses public names and the hooks that torch documents or that other libraries override.
-"""
+"""Every fault by its name: the catalogue of bugs that real implementations had, and the generated ones."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-from conformance.library import Library
+from conformance.plants import (  # noqa: F401 to import an area is to enter its plants
+    amp_autocast_mode,
+    amp_autocast_mode_functions,
+    amp_grad_scaler_state,
+    amp_grad_scaler_step,
+    amp_grad_scaler_unscale,
+    amp_grad_scaler_update,
+    generated,
+    nn_utils_clip_grad_norm,
+    nn_utils_clip_grad_scaling,
+)
+from conformance.plants.plant import ENTERED, Plant
 
-
-@dataclass(frozen=True)
-class Plant:
-    id: str
-    breaks: str  # the public name whose implementation is replaced
-    says: str  # what is wrong with it
-    thread: str  # where the public can read about it, or "own" for one of ours
-    make: Callable[[Any], Any]
-
-    def put_into(self, library: Library) -> None:
-        library.replace(self.breaks, self.make)
+CATALOGUE: Mapping[str, Plant] = ENTERED
 
 
-CATALOGUE: dict[str, Plant] = {}
-_AREAS = ("amp_grad_scaler", "amp_autocast_mode", "nn_utils_clip_grad")
-
-
-def planted(
-    plant_id: str, *, breaks: str, says: str, thread: str
-) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Enter a maker of a broken class or function into the catalogue."""
-
-    def enter(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        if plant_id in CATALOGUE:
-            raise ValueError(f"two plants are called {plant_id}")
-        CATALOGUE[plant_id] = Plant(plant_id, breaks, says, thread, make)
-        return make
-
-    return enter
-
-
-for _area in _AREAS:
-    importlib.import_module(f"conformance.plants.{_area}")
+def find(plant_id: str) -> Plant:
+    """The fault of that name, from the catalogue or generated."""
+    return CATALOGUE[plant_id] if plant_id in CATALOGUE else generated.find(plant_id)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from conformance import surface
-from conformance.library import Library
+from conformance.plants.plant import Plant, subclass
 
 _MISSING = object()
 # Nothing an implementation does may depend on these: Python passes them, and torch only hands them on.
@@ -48,7 +48,7 @@ def plant_ids() -> dict[str, surface.Item]:
     return found
 
 
-def plant(library: Library, plant_id: str) -> None:
+def find(plant_id: str) -> Plant:
     try:
         item = plant_ids()[plant_id]
     except KeyError:
@@ -56,7 +56,7 @@ def plant(library: Library, plant_id: str) -> None:
             f"no planted fault is called {plant_id!r}; see `python -m conformance.strength --list`"
         ) from None
     kind = plant_id.partition(":")[0]
-    library.replace(item.path, functools.partial(_MAKERS[kind], item=item))
+    return Plant(plant_id, item.path, functools.partial(_MAKERS[kind], item=item))
 
 
 def _is_getter(function: Any) -> bool:
@@ -66,7 +66,7 @@ def _is_getter(function: Any) -> bool:
 def _ignoring(original: Any, item: surface.Item) -> Any:
     if inspect.isclass(original):
         method = item.method or "__init__"
-        return _subclass(original, {method: _without(getattr(original, method), item.parameter)})
+        return subclass(original, {method: _without(getattr(original, method), item.parameter)})
     return _without(original, item.parameter)
 
 
@@ -129,7 +129,7 @@ def _skipping(original: Any, item: surface.Item) -> Any:
         return None
 
     if inspect.isclass(original):
-        return _subclass(original, {item.method: skipped})
+        return subclass(original, {item.method: skipped})
     return skipped
 
 
@@ -145,20 +145,12 @@ def _freezing(original: Any, item: surface.Item) -> Any:
             self._frozen_getter if hasattr(self, "_frozen_getter") else getattr(original, item.method)(self)
         )
 
-    return _subclass(original, {"__init__": constructed, item.method: frozen})
+    return subclass(original, {"__init__": constructed, item.method: frozen})
 
 
 def _lacking(original: Any, item: surface.Item) -> Any:
     members = list(original)[:-1]
     return enum.Enum(original.__name__, {member.name: member.value for member in members})
-
-
-def _subclass(original: type, members: dict[str, Any]) -> type:
-    return type(
-        original.__name__,
-        (original,),
-        {"__module__": original.__module__, "__qualname__": original.__qualname__, **members},
-    )
 
 
 _MAKERS: dict[str, Callable[..., Any]] = {

@@ -1,0 +1,36 @@
+"""The planted faults themselves: each stands where it belongs, and none gives itself away by how it was put there."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.library import Library, load_library
+from conformance.outcome import observe
+from conformance.plants import CATALOGUE
+
+
+@pytest.mark.parametrize("plant_id", list(CATALOGUE))
+def test_wrong_arguments_are_refused_in_the_originals_words(subject: Library, plant_id: str) -> None:
+    """Without arguments no fault can show; what differs would be told from the original by any test of bad calls."""
+    breaks = CATALOGUE[plant_id].breaks
+    sound = load_library(subject.package).find(breaks)
+    broken = load_library(f"{subject.package}+{plant_id}").find(breaks)
+    assert broken is not sound
+    names = [name for name, value in vars(broken).items() if inspect.isfunction(value)]
+    pairs: list[tuple[Callable[..., Any], Callable[..., Any]]] = [(sound, broken)]
+    if inspect.isclass(broken):
+        assert names, f"{plant_id} replaces no method"
+        pairs = [(getattr(sound, name), getattr(broken, name)) for name in names]
+    for original, fault in pairs:
+        refused = observe(original).raised
+        assert refused is not None
+        assert observe(fault).raised == refused
+
+
+def test_an_unknown_fault_is_refused() -> None:
+    with pytest.raises(LookupError, match="no planted fault is called 'forget:everything'"):
+        load_library("torch+forget:everything")

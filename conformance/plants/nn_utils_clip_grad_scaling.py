@@ -1,0 +1,117 @@
+"""Faults planted in torch.nn.utils.clip_grad: which gradients are scaled or clamped, and by how much."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from conformance.plants.nn_utils_clip_grad import (
+    NORM,
+    VALUE,
+    as_list,
+    broken,
+    coefficient,
+    gradients,
+    is_number,
+    left_out,
+    scaled_by,
+)
+
+
+@broken("sparse_refused", NORM, "sparse gradients are refused", "pytorch/pytorch#7257")
+def sparse_refused(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    parameters = as_list(parameters)
+    listed = parameters if isinstance(parameters, list) else []
+    if any(p.grad is not None and p.grad.is_sparse for p in listed if isinstance(p, torch.Tensor)):
+        raise RuntimeError("sparse gradients cannot be multiplied by a tensor")
+    return original(parameters, *args, **kwargs)
+
+
+@broken("negative_max_norm_clamped", NORM, "a negative max_norm counts as zero", "pytorch/pytorch#31367")
+def negative_max_norm_clamped(
+    original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    at_least_zero = max(0.0, max_norm) if is_number(max_norm) else max_norm
+    return original(parameters, at_least_zero, *args, **kwargs)
+
+
+broken("scales_up", NORM, "gradients below max_norm are scaled up to it", "pytorch/pytorch#151554")(
+    scaled_by(lambda norm, max_norm: max_norm / (norm + 1e-6))
+)
+broken("epsilon_forgotten", NORM, "max_norm is divided by the bare norm")(
+    scaled_by(lambda norm, max_norm: torch.clamp(max_norm / norm, max=1.0))
+)
+broken("nonfinite_norm_skips", NORM, "gradients of a non-finite norm are left alone")(
+    scaled_by(lambda norm, max_norm: coefficient(norm, max_norm) if norm.isfinite() else torch.ones(()))
+)
+broken("last_gradient_left_out", NORM, "the last gradient is not scaled")(
+    left_out(lambda grads: [grad for grad in grads[1:][-1:] if not grad.is_sparse])
+)
+broken("last_element_left_out", NORM, "the last element of a long gradient is not scaled")(
+    left_out(lambda grads: [g.view(-1)[-1:] for g in grads if g.numel() > 1024 and g.is_contiguous()])
+)
+broken("second_dtype_left_out", NORM, "only gradients of the first one's dtype are scaled")(
+    left_out(lambda grads: [grad for grad in grads if grad.dtype != grads[0].dtype])
+)
+
+
+@broken("not_in_place", NORM, "gradients are replaced by scaled copies")
+def not_in_place(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    parameters = as_list(parameters)
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        if parameter.grad is not None and not parameter.grad.requires_grad:
+            parameter.grad = parameter.grad.clone()
+    return original(parameters, *args, **kwargs)
+
+
+@broken("scales_before_raising", NORM, "error_if_nonfinite raises after the gradients are scaled")
+def scales_before_raising(
+    original: Any,
+    parameters: Any,
+    max_norm: Any,
+    norm_type: Any = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: Any = None,
+) -> torch.Tensor:
+    parameters = as_list(parameters)
+    try:
+        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    except RuntimeError:
+        for grad in gradients(parameters) if error_if_nonfinite else []:
+            grad.detach().mul_(0)
+        raise
+
+
+@broken("nan_clamped_to_bound", VALUE, "nan is clamped to the bound")
+def nan_clamped_to_bound(original: Any, parameters: Any, clip_value: Any, foreach: Any = None) -> None:
+    parameters = as_list(parameters)
+    for grad in gradients(parameters) if is_number(clip_value) else []:
+        if not grad.is_sparse and grad.is_floating_point():
+            grad.detach().nan_to_num_(nan=float(clip_value), posinf=math.inf, neginf=-math.inf)
+    original(parameters, clip_value, foreach)
+
+
+@broken("only_upper_bound", VALUE, "values are clamped from above only")
+def only_upper_bound(original: Any, parameters: Any, clip_value: Any, foreach: Any = None) -> None:
+    parameters = as_list(parameters)
+    low = [
+        (grad, grad.detach() < -float(clip_value), grad.detach().clone())
+        for grad in (gradients(parameters) if is_number(clip_value) else [])
+        if grad.is_floating_point() and not grad.is_sparse
+    ]
+    original(parameters, clip_value, foreach)
+    for grad, below, kept in low:
+        grad.detach()[below] = kept[below]
+
+
+@broken("given_norm_ignored", "nn.utils.clip_grads_with_norm_", "the gradients' own norm is used")
+def given_norm_ignored(
+    original: Any, parameters: Any, max_norm: Any, total_norm: torch.Tensor, foreach: Any = None
+) -> None:
+    parameters = as_list(parameters)
+    grads = gradients(parameters)
+    norms = [grad.detach().norm() for grad in grads]
+    own = torch.linalg.vector_norm(torch.stack(norms)) if grads else total_norm
+    original(parameters, max_norm, own.to(total_norm), foreach)

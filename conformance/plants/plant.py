@@ -1,0 +1,77 @@
+"""What a planted fault is, how one enters the catalogue, and the frame that puts it in place.
+
+A fault must work on any subject that mirrors torch, so it uses public names and the hooks that torch documents or
+that other libraries override.
+
+Frames are transparent: a call whose arguments the original would not take goes to the original, in whose words it is
+refused. Otherwise each fault would be found by the name of its Python function in a TypeError.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Makes the broken class or function out of the original one.
+Make = Callable[[Any], Any]
+# Is called in the original's place: `fault(original, *args, **kwargs)`.
+Fault = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Plant:
+    id: str
+    breaks: str  # the public name whose implementation is replaced
+    make: Make
+    says: str = ""  # what is wrong with it
+    thread: str = ""  # where the public can read about it, or "own" for one of ours
+
+
+ENTERED: dict[str, Plant] = {}
+
+
+def planted(plant_id: str, breaks: str, *, says: str, thread: str = "own") -> Callable[[Make], Make]:
+    """Enter a maker of a broken class or function into the catalogue."""
+
+    def enter(make: Make) -> Make:
+        if plant_id in ENTERED:
+            raise ValueError(
+                f"two plants are called {plant_id}; an id names one, in whichever file it stands"
+            )
+        ENTERED[plant_id] = Plant(plant_id, breaks, make, says, thread)
+        return make
+
+    return enter
+
+
+def in_function(fault: Fault) -> Make:
+    """The function with `fault` in its place."""
+    return lambda original: _framed(original, fault)
+
+
+def in_method(method: str, fault: Fault) -> Make:
+    """The class with `fault` in the place of one of its methods."""
+    return lambda original: subclass(original, {method: _framed(getattr(original, method), fault)})
+
+
+def subclass(original: type, members: Mapping[str, Any]) -> type:
+    """A subclass under the original's own name, by which a pickle finds it."""
+    place = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (original,), {**place, **members})
+
+
+def _framed(original: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def framed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return original(*args, **kwargs)
+        return fault(original, *args, **kwargs)
+
+    return framed
