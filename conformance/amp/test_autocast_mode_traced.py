@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -256,8 +257,6 @@ def test_jit_script(deviation: DeviationJudge) -> None:
             "def run(x: torch.Tensor) -> torch.Tensor:\n    with autocast('cpu'):\n        return x @ x\n"
         )
         # TorchScript reads the function's source from its file, which a string has not.
-        import linecache  # noqa: PLC0415
-
         linecache.cache["<scripted>"] = (len(source), None, source.splitlines(keepends=True), "<scripted>")
         exec(compile(source, "<scripted>", "exec"), namespace)
         with warnings.catch_warnings():

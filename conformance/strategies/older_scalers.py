@@ -40,7 +40,7 @@ class OlderScaler:
     def assert_takes_no_device(self) -> None:
         # Whether the warning comes before the refusal is nobody's business.
         wanted, got = (observe(self._of(library), device=self._kind).raised for library in self._both())
-        assert wanted == got
+        assert wanted == got, f"raised {got}, wanted {wanted}"
 
     def assert_warns(self) -> None:
         wanted, got = (observe(self._scale_of_a_new_one, library) for library in self._both())
@@ -49,13 +49,15 @@ class OlderScaler:
     def assert_is_a_subclass(self, device: str) -> None:
         """Code that asks isinstance for the newer class takes it, and its copies stay what they are."""
         scaler = self._of(self._subject)(init_scale=4.0)
-        assert isinstance(scaler, self._subject.amp.GradScaler)
+        assert isinstance(scaler, self._subject.amp.GradScaler), (
+            f"{type(scaler).__mro__} lacks the newer class"
+        )
         rig = Rig(self._subject, device)
         rig.scaler = scaler
         rig.used()
         for copied in (pickled(scaler), copy.deepcopy(scaler)):
-            assert type(copied) is type(scaler)
-            assert copied.get_scale() == 4.0
+            assert type(copied) is type(scaler), f"a copy of a {type(scaler)} is a {type(copied)}"
+            assert copied.get_scale() == 4.0, f"a copy's scale is {copied.get_scale()}, wanted 4.0"
 
     def _both(self) -> tuple[Library, Library]:
         return self._reference, self._subject
