@@ -32,14 +32,46 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 @triton.jit
-def row_of(rows_ptr: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Address, elements, dtype code and wholeness of this program's chunk."""
+def visit_chunk(
+    rows_ptr: tl.tensor,  # [chunks, 4] i64
+    VISIT: tl.constexpr,
+    inputs: tl.tuple,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Call VISIT(pointer, count, inputs, WHOLE, CHUNK, BLOCK) on this program's chunk, for its dtype and wholeness."""
     row_ptr = rows_ptr + tl.program_id(0).to(tl.int64) * 4
-    return tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2), tl.load(row_ptr + 3)
+    address, count = tl.load(row_ptr), tl.load(row_ptr + 1)
+    code, whole = tl.load(row_ptr + 2), tl.load(row_ptr + 3)
+    if whole == 1:
+        _visit_as(address, count, code, VISIT, inputs, True, CHUNK, BLOCK)
+    else:
+        _visit_as(address, count, code, VISIT, inputs, False, CHUNK, BLOCK)
 
 
 @triton.jit
-def pointer_to(address: tl.tensor, DTYPE: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
+def _visit_as(
+    address: tl.tensor,
+    count: tl.tensor,
+    code: tl.tensor,
+    VISIT: tl.constexpr,
+    inputs: tl.tuple,
+    WHOLE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    if code == F16:
+        VISIT(_pointer_to(address, tl.float16, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
+    elif code == BF16:
+        VISIT(_pointer_to(address, tl.bfloat16, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
+    elif code == F32:
+        VISIT(_pointer_to(address, tl.float32, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
+    else:
+        VISIT(_pointer_to(address, tl.float64, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
+
+
+@triton.jit
+def _pointer_to(address: tl.tensor, DTYPE: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
     """The chunk's first element. The hint after the cast is what lets whole chunks load 128 bits at a time."""
     pointer = address.to(tl.pointer_type(DTYPE))
     if WHOLE:

@@ -9,32 +9,19 @@ import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._table import chunk_table
-from impl.kernels._triton.chunk import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    LAUNCH,
-    load,
-    on_device,
-    pointer_to,
-    row_of,
-    store,
-)
+from impl.kernels._triton.chunk import F64, LAUNCH, load, on_device, store, visit_chunk
 
 
 @triton.jit
 def _clamp_chunk(
-    address: tl.tensor,  # of `count` elements of DTYPE, read and overwritten
+    pointer: tl.tensor,  # to `count` elements, read and overwritten
     count: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    DTYPE: tl.constexpr,
+    bounds: tl.tuple,  # f64
     WHOLE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    pointer = pointer_to(address, DTYPE, WHOLE)
+    low, high = bounds
     for start in range(0, CHUNK, BLOCK):
         if WHOLE or start < count:
             offsets = start + tl.arange(0, BLOCK)
@@ -46,27 +33,6 @@ def _clamp_chunk(
 
 
 @triton.jit
-def _clamp_as(
-    address: tl.tensor,
-    count: tl.tensor,
-    code: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    if code == F16:
-        _clamp_chunk(address, count, low, high, tl.float16, WHOLE, CHUNK, BLOCK)
-    elif code == BF16:
-        _clamp_chunk(address, count, low, high, tl.bfloat16, WHOLE, CHUNK, BLOCK)
-    elif code == F32:
-        _clamp_chunk(address, count, low, high, tl.float32, WHOLE, CHUNK, BLOCK)
-    else:
-        _clamp_chunk(address, count, low, high, tl.float64, WHOLE, CHUNK, BLOCK)
-
-
-@triton.jit
 def clamp_kernel(
     rows_ptr: tl.tensor,  # [chunks, 4] i64
     low: F64,
@@ -75,13 +41,8 @@ def clamp_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Clamp in place. f32: 8 B an element (4 read, 4 written); one launch a list."""
-    address, count, code, whole = row_of(rows_ptr)
-    low_f64 = tl.full([], low, tl.float64)
-    high_f64 = tl.full([], high, tl.float64)
-    if whole == 1:
-        _clamp_as(address, count, code, low_f64, high_f64, True, CHUNK, BLOCK)
-    else:
-        _clamp_as(address, count, code, low_f64, high_f64, False, CHUNK, BLOCK)
+    bounds = tl.full([], low, tl.float64), tl.full([], high, tl.float64)
+    visit_chunk(rows_ptr, _clamp_chunk, bounds, CHUNK, BLOCK)
 
 
 def launch_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:

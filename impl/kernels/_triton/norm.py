@@ -9,18 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._table import chunk_table
-from impl.kernels._triton.chunk import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    LAUNCH,
-    OPTIONS,
-    load,
-    on_device,
-    pointer_to,
-    row_of,
-)
+from impl.kernels._triton.chunk import F64, LAUNCH, OPTIONS, load, on_device, visit_chunk
 
 _FINISH_BLOCK = 1024
 
@@ -55,17 +44,15 @@ def _reduce(sums: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _norm_chunk(
-    address: tl.tensor,  # of `count` elements of DTYPE, read
+    pointer: tl.tensor,  # to `count` elements, read
     count: tl.tensor,
-    partial_ptr: tl.tensor,
-    p: tl.tensor,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
+    inputs: tl.tuple,
     WHOLE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    pointer = pointer_to(address, DTYPE, WHOLE)
+    partial_ptr, p = inputs[0], inputs[1]
+    KIND: tl.constexpr = inputs[2]
     sums = tl.full([BLOCK], float("inf") if KIND == "smallest" else 0.0, tl.float64)
     for start in range(0, CHUNK, BLOCK):
         if WHOLE or start < count:
@@ -82,28 +69,6 @@ def _norm_chunk(
 
 
 @triton.jit
-def _norm_as(
-    address: tl.tensor,
-    count: tl.tensor,
-    code: tl.tensor,
-    partial_ptr: tl.tensor,
-    p: tl.tensor,
-    KIND: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    if code == F16:
-        _norm_chunk(address, count, partial_ptr, p, KIND, tl.float16, WHOLE, CHUNK, BLOCK)
-    elif code == BF16:
-        _norm_chunk(address, count, partial_ptr, p, KIND, tl.bfloat16, WHOLE, CHUNK, BLOCK)
-    elif code == F32:
-        _norm_chunk(address, count, partial_ptr, p, KIND, tl.float32, WHOLE, CHUNK, BLOCK)
-    else:
-        _norm_chunk(address, count, partial_ptr, p, KIND, tl.float64, WHOLE, CHUNK, BLOCK)
-
-
-@triton.jit
 def partial_norm_kernel(
     rows_ptr: tl.tensor,  # [chunks, 4] i64
     partial_ptr: tl.tensor,  # [chunks] f64, fully written
@@ -113,11 +78,7 @@ def partial_norm_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """One partial a chunk: sum of |x|**p, or an extreme. f32: 4 B an element, read."""
-    address, count, code, whole = row_of(rows_ptr)
-    if whole == 1:
-        _norm_as(address, count, code, partial_ptr, p, KIND, True, CHUNK, BLOCK)
-    else:
-        _norm_as(address, count, code, partial_ptr, p, KIND, False, CHUNK, BLOCK)
+    visit_chunk(rows_ptr, _norm_chunk, (partial_ptr, p, KIND), CHUNK, BLOCK)
 
 
 @triton.jit

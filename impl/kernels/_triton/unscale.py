@@ -8,31 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._table import chunk_table
-from impl.kernels._triton.chunk import (
-    BF16,
-    F16,
-    F32,
-    LAUNCH,
-    load,
-    on_device,
-    pointer_to,
-    row_of,
-    store,
-)
+from impl.kernels._triton.chunk import LAUNCH, load, on_device, store, visit_chunk
 
 
 @triton.jit
 def _unscale_chunk(
-    address: tl.tensor,  # of `count` elements of DTYPE, read and overwritten
+    pointer: tl.tensor,  # to `count` elements, read and overwritten
     count: tl.tensor,
-    inv_scale_ptr: tl.tensor,
-    found_inf_ptr: tl.tensor,
-    DTYPE: tl.constexpr,
+    inputs: tl.tuple,
     WHOLE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    pointer = pointer_to(address, DTYPE, WHOLE)
+    inv_scale_ptr, found_inf_ptr = inputs
     inv_scale = tl.load(inv_scale_ptr)
     bad = tl.zeros([BLOCK], tl.int32)
     for start in range(0, CHUNK, BLOCK):
@@ -46,27 +34,6 @@ def _unscale_chunk(
 
 
 @triton.jit
-def _unscale_as(
-    address: tl.tensor,
-    count: tl.tensor,
-    code: tl.tensor,
-    inv_scale_ptr: tl.tensor,
-    found_inf_ptr: tl.tensor,
-    WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    if code == F16:
-        _unscale_chunk(address, count, inv_scale_ptr, found_inf_ptr, tl.float16, WHOLE, CHUNK, BLOCK)
-    elif code == BF16:
-        _unscale_chunk(address, count, inv_scale_ptr, found_inf_ptr, tl.bfloat16, WHOLE, CHUNK, BLOCK)
-    elif code == F32:
-        _unscale_chunk(address, count, inv_scale_ptr, found_inf_ptr, tl.float32, WHOLE, CHUNK, BLOCK)
-    else:
-        _unscale_chunk(address, count, inv_scale_ptr, found_inf_ptr, tl.float64, WHOLE, CHUNK, BLOCK)
-
-
-@triton.jit
 def unscale_kernel(
     rows_ptr: tl.tensor,  # [chunks, 4] i64
     inv_scale_ptr: tl.tensor,  # [] f32
@@ -75,11 +42,7 @@ def unscale_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Times inv_scale in place. f32: 8 B an element (4 read, 4 written); one launch a list."""
-    address, count, code, whole = row_of(rows_ptr)
-    if whole == 1:
-        _unscale_as(address, count, code, inv_scale_ptr, found_inf_ptr, True, CHUNK, BLOCK)
-    else:
-        _unscale_as(address, count, code, inv_scale_ptr, found_inf_ptr, False, CHUNK, BLOCK)
+    visit_chunk(rows_ptr, _unscale_chunk, (inv_scale_ptr, found_inf_ptr), CHUNK, BLOCK)
 
 
 def launch_unscale(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> bool:
