@@ -59,7 +59,7 @@ CASES = (
 
 
 def compiled(case: Case, capability: int) -> dict[str, Any]:
-    """Registers, spilled bytes and the loads and stores of one kernel on one architecture."""
+    """Registers, spilled bytes, loads, stores and roundings to bfloat16 of one kernel on one architecture."""
     names = case.kernel.arg_names
     source = ASTSource(
         fn=case.kernel,
@@ -84,6 +84,7 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
         "spilled": int(counted[3]) + len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         "wide_loads": len(re.findall(r"\bLDG\.E[.\w]*\.128\b", sass)),
         "wide_stores": len(re.findall(r"\bSTG\.E[.\w]*\.128\b", sass)),
+        "roundings": sorted(set(re.findall(r"\bcvt\.(\w+)[.\w]*\.bf16(?:x2)?\.f32\b", binary.asm["ptx"]))),
     }
 
 

@@ -68,6 +68,12 @@ def norm_by(route: str, tensors: list[Tensor], p: float) -> Tensor:
         return kernels.total_norm(tensors, p)
 
 
+def scaled_by(route: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
+    with kernels.route(route):
+        kernels.scale_(tensors, torch.tensor(factor))
+    return tensors
+
+
 def unscaled_by(
     route: str, grads: list[Tensor], inv_scale: float, found_inf: float
 ) -> tuple[list[Tensor], float]:

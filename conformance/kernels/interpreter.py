@@ -83,4 +83,7 @@ def _serve(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
+    from conformance.kernels.interpreter_rounding import mend
+
+    mend()
     _serve(Connection(int(sys.argv[1])))

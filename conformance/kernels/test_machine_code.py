@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for GPUs of three generations, keeps its registers, and reads 128 bits at a time."""
+"""Every Triton kernel compiles for GPUs of three generations, keeps its registers, reads 128 bits at a time, rounds."""
 
 import json
 import os
@@ -34,3 +34,5 @@ def test_kernels_compile_without_spills_and_with_wide_loads(capability):
         assert kernels[name]["wide_loads"] >= _WIDE, (name, kernels[name])
     for name in _WRITTEN:
         assert kernels[name]["wide_stores"] >= _WIDE, (name, kernels[name])
+        # To nearest even, as torch does: what the interpreter is mended to do has to be what a GPU does.
+        assert kernels[name]["roundings"] == ["rn"], (name, kernels[name])
