@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +95,33 @@ def updated_by(route: str, scale: float, tracker: int, found_inf: float, *settin
     with kernels.route(route):
         kernels.update_scale_(*state, torch.full((1,), found_inf), *settings)
     return state[0].item(), int(state[1].item())
+
+
+# Ordinary by type, dtype, strides and address, and yet what lies at the address is not what they hold.
+VIEWS: dict[str, Callable[[], Tensor]] = {
+    "negated": lambda: torch._neg_view(torch.tensor([3.0, -0.5, 0.25])),
+    "imaginary part of a conjugate": lambda: torch.tensor([2.0 + 3.0j]).conj().imag,
+    "zero without memory": lambda: torch._efficientzerotensor((3,)),
+}
+_ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "unscale_": lambda: (torch.tensor(0.5), torch.zeros(1)),
+    "scale_": lambda: (torch.tensor(0.5),),
+    "clamp_": lambda: (-0.375, 1.0),
+    "total_norm": lambda: (2.0,),
+}
+
+
+def on_views(route: str, view: str, operation: str) -> list[Any]:
+    """What an operation makes of a view among ordinary tensors: all their numbers, the result, the error if any."""
+    tensors = [torch.tensor([2.0, -2.0]), VIEWS[view]()]
+    value, error = None, None
+    with kernels.route(route):
+        try:
+            value = getattr(kernels, operation)(tensors, *_ARGUMENTS[operation]())
+        except RuntimeError as caught:
+            error = str(caught)
+    # A sum has memory of its own, whatever its terms have.
+    return [*((tensor + 0.0).tolist() for tensor in tensors), None if value is None else value.item(), error]
 
 
 def address_reuse(route: str, sizes: list[tuple[int, torch.dtype]]) -> list[bool]:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.kernels.calls import (
+    VIEWS,
     Result,
     Spec,
     address_reuse,
@@ -21,6 +22,7 @@ from conformance.kernels.calls import (
     call,
     clamped_by,
     norm_by,
+    on_views,
     scaled_by,
     unscaled_by,
     updated_by,
@@ -321,6 +323,13 @@ def test_a_tensor_listed_twice_is_scaled_twice(route):
     tensor = torch.ones(5)
     pair, _ = by(route, unscaled_by, [tensor, tensor], 0.5, 0.0)
     assert pair[0].tolist() == [0.25] * 5
+
+
+@pytest.mark.parametrize("operation", ["unscale_", "scale_", "clamp_", "total_norm"])
+@pytest.mark.parametrize("view", list(VIEWS))
+def test_views_whose_memory_holds_other_numbers(view, operation):
+    """An address is not enough to read them by: they go to torch's operators, which take or refuse them."""
+    assert by("triton", on_views, view, operation) == on_views("plain", view, operation)
 
 
 class NoHostRead(torch.Tensor):

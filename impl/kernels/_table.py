@@ -38,11 +38,13 @@ def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
     """The table of these tensors, kept while addresses, sizes and dtypes stay the same.
 
     Returns:
-        None if a tensor has gaps or two share memory: order and number of writes then matter, and no kernel
-        can take them.
+        None if a tensor has gaps or two share memory, for order and number of writes then matter; or if memory is
+        not what a tensor holds, as that of a view that negates. No kernel can take them.
     Sync: none; on CUDA a new table is copied there from pinned memory.
     """
     if not all(t.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(t) for t in tensors):
+        return None
+    if any(map(Tensor.is_neg, tensors)):
         return None
     device = tensors[0].device
     return _table_of(
@@ -64,6 +66,8 @@ def _table_of(key: _Key) -> ChunkTable | None:
         if numel
     )
     if any(stop > start for (_, stop), (start, _) in pairwise(spans)):
+        return None
+    if spans and spans[0][0] == 0:  # a tensor of zeros for which torch keeps no memory
         return None
     rows = _rows(key)
     chunks = len(rows)
