@@ -100,7 +100,8 @@ def _judge(plant_id: str, spec: str, files: Sequence[Path], profile: str) -> Kil
     context.set_forkserver_preload(_PRELOAD)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="plant-") as directory:
-        process = context.Process(target=_run, args=(spec, files, profile, directory), daemon=True)
+        # Not a daemon: tests start ranks, and daemons may start nothing.
+        process = context.Process(target=_run, args=(spec, files, profile, directory))
         process.start()
         process.join(_DEADLINE_S)
         hung = process.is_alive()
