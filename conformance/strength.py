@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.clauses import HERE, all_clauses
-from conformance.plants import CATALOGUE, generated
+from conformance.plants import CATALOGUE, find, generated
 from conformance.results import RED
 
 _DEADLINE_S = 300.0
@@ -52,7 +52,7 @@ def plant_ids() -> list[str]:
 
 def broken_name(plant_id: str) -> str:
     """The public name in which a plant lies."""
-    return CATALOGUE[plant_id].breaks if plant_id in CATALOGUE else generated.plant_ids()[plant_id].path
+    return find(plant_id).breaks
 
 
 def test_files(plant_id: str) -> list[Path]:
