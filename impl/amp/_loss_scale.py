@@ -11,6 +11,7 @@ from torch import Tensor
 
 # The reciprocal of a smaller scale may overflow float32, and a GPU may take the scale itself for zero.
 SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
+_HALVES = frozenset((torch.float16, torch.bfloat16))
 
 
 class PerDevice(dict[torch.device, Tensor]):
@@ -42,7 +43,7 @@ def inverse(scale: Tensor) -> Tensor:
 
 def times(outputs: Tensor, scale: Tensor) -> Tensor:
     """`outputs` times the 0-dim f32 `scale`, in float32 where float16 or bfloat16 could not hold it."""
-    if outputs.dtype in (torch.float16, torch.bfloat16):
+    if outputs.dtype in _HALVES:
         outputs = outputs.float()
     return outputs * scale
 

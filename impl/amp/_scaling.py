@@ -233,10 +233,11 @@ def _recall_scale(scaler: GradScaler, optimizer: _Optimizer | None) -> None:
 def _scaled(value: Any, scales: PerDevice) -> Any:
     if isinstance(value, Tensor):
         return times(value, scales[value.device])
+    if isinstance(value, (list, tuple)):
+        return type(value)([_scaled(each, scales) for each in value])
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-    scaled = (_scaled(each, scales) for each in cast("Iterable[Any]", value))
-    return type(value)(scaled) if isinstance(value, list | tuple) else scaled
+    return (_scaled(each, scales) for each in cast("Iterable[Any]", value))
 
 
 def _stage_of(scaler: GradScaler, optimizer: _Optimizer) -> OptState:
@@ -311,10 +312,11 @@ def _takes_scaler(step: Callable[..., Any]) -> bool:
 
 
 def _move_scale(scaler: GradScaler, scale: Tensor, growth_tracker: Tensor) -> None:
+    device = scale.device
     found = [
-        flag
+        placed(flag, device)
         for state in scaler._per_optimizer_states.values()
-        for flag in _at(scale.device, state["found_inf_per_device"])
+        for flag in state["found_inf_per_device"].values()
     ]
     if not found:
         raise AssertionError("No inf checks were recorded prior to update.")
