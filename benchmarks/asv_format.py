@@ -23,6 +23,7 @@ _COLUMNS = (
     "stats_q_75", "stats_number", "stats_repeat", "samples", "profile",
 )  # fmt: skip
 _STATS = [column for column in _COLUMNS if column.startswith("stats_")]
+Measured = dict[str, dict[tuple[str, ...], dict[str, float] | None]]
 _METHOD = re.compile(r"(time|track)_")
 
 
@@ -74,7 +75,7 @@ def timing_stats(samples: list[float], number: int) -> dict[str, float]:
 
 def results(
     kinds: Iterable[Any],
-    measured: Mapping[str, Mapping[tuple[Any, ...], Mapping[str, float] | None]],
+    measured: Measured,
     machine: Mapping[str, str],
     versions: Mapping[str, str],
     started_at_ms: int,
@@ -82,8 +83,9 @@ def results(
     """The content of a results file but for its commit, which whoever adds it to the results must know.
 
     Args:
-        measured: by a benchmark's name and case, its `result` and, for a timing, the rest of `timing_stats`; None is
-            asv's "failed". A benchmark of which no case is here is left out; a case that is missing reads n/a.
+        measured: by a benchmark's name and its case (the parameters' reprs) the `result` and, for a timing, the rest
+            of `timing_stats`; None is asv's "failed". A benchmark of which no case is here is left out; a case that
+            is missing reads n/a.
         versions: of `python` and `torch`.
     """
     rows: dict[str, list[Any]] = {}
@@ -106,9 +108,9 @@ def results(
 
 
 def _row(
-    kind: Any, cases: Mapping[tuple[Any, ...], Mapping[str, float] | None], started_at_ms: int
+    kind: Any, cases: Mapping[tuple[str, ...], Mapping[str, float] | None], started_at_ms: int
 ) -> list[Any]:
-    found = [cases.get(case, {"result": NOT_MEASURED}) for case in itertools.product(*kind.params)]
+    found = [cases.get(case, {"result": NOT_MEASURED}) for case in itertools.product(*_params(kind))]
     row: list[Any] = [[case and case["result"] for case in found], _params(kind), kind.version, started_at_ms]
     row.append(None)  # how long it took as a whole, which asv only shows while it runs
     for column in _STATS:

@@ -1,0 +1,167 @@
+"""Judge and time on a host with a GPU as it is: nothing installed, no network, within minutes, one small bundle.
+
+ci/gpu --out bundle                  the whole, within 9 minutes
+ci/gpu --device cpu                  all but the device
+ci/gpu --only launches --only bandwidth
+ci/gpu --merge bundle                where the repository is: its timings into benchmarks/results
+
+Exit code 0: judged green. 1: red, or not shown because time ran out. 2: the command or the bundle is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from conformance.gpu import judging, training
+from conformance.gpu.bundle import REPORT, SUMMARY, Bundle
+from conformance.gpu.merge import Unmergeable, merge, verdict_of
+from conformance.gpu.phases import LEFT_OUT, NO_CUDA, NO_HOST, STOPPED, Clock, Phase, Ran, module, run_all
+from conformance.gpu.rows import Task, say
+from conformance.plugin import PROFILES
+
+_BUDGET_S = 540.0
+_LEAST_BUDGET_S = 10.0
+
+
+def phases(gpus: int) -> list[Phase]:
+    """In their order: what others rest on, then the judgement, then the clock, of which what tells most comes first."""
+    interpreted = {"TRITON_INTERPRET": "1"}
+    return [
+        Phase("probe", 15, module("probe")),
+        Phase(
+            "kernels", 6, module("kernels"), lambda task: {} if task.device == "cuda" else interpreted, True
+        ),
+        Phase("judge", 45, lambda task: judging.command(task, gpus), judging.environ, True),
+        Phase("training", 8, module("training"), lambda task: training.ENVIRON, True),
+        Phase("launches", 4, module("launches")),
+        Phase("bandwidth", 4, module("bandwidth")),
+        Phase("speed", 18, module("speed")),
+    ]
+
+
+HOST = Phase("host", 8, module("host"), is_judging=True)
+NAMES = [phase.name for phase in phases(0)]
+
+
+def main(words: Sequence[str] | None = None, began: float | None = None) -> int:
+    """Run the command that `words` say. `began`, on the monotonic clock, is when the budget began to run."""
+    options = _options(words)
+    if options.merge:
+        return _merge(Path(options.merge))
+    signal.signal(signal.SIGTERM, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="tandem-gpu-") as folder:
+        return _run(options, Path(folder), began)
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ci/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", default="report/gpu", metavar="FOLDER", help="where the bundle goes (default: report/gpu)")
+    add("--merge", metavar="BUNDLE", help="run nothing; put this bundle's timings into benchmarks/results")
+    add("--device", default="auto", choices=["auto", "cuda", "cpu"], help="auto: cuda where there is one")
+    add(
+        "--budget",
+        type=_budget,
+        default=_BUDGET_S,
+        metavar="S",
+        help=f"seconds in all (default: {_BUDGET_S:g})",
+    )
+    add("--only", action="append", choices=NAMES, help="this phase (may be repeated)")
+    add("--subject", default="impl", help="impl, torch, or any package that mirrors torch's paths")
+    add("--profile", default="quick", choices=PROFILES, help="how much to try")
+    add("--tests", default="conformance", help="what the judge is asked for, as pytest takes it")
+    add("--seed", type=int, help="another draw of examples; without it every run tries the same")
+    return parser.parse_args(words)
+
+
+def _budget(text: str) -> float:
+    seconds = float(text)
+    if seconds < _LEAST_BUDGET_S:
+        raise argparse.ArgumentTypeError(
+            f"{text} seconds are too few to find anything; {_LEAST_BUDGET_S:g} at least"
+        )
+    return seconds
+
+
+def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
+    task = Task("", 0.0, options.device, options.subject, options.profile, options.seed, options.tests)
+    words = shlex.join(["ci/gpu", *sys.argv[1:]])
+    bundle = Bundle(task, folder, Path(options.out).resolve(), options.budget, words)
+    wanted = options.only or NAMES
+    chosen = [phase for phase in phases(0) if phase.name in wanted]
+    clock = Clock([HOST, *chosen], options.budget, began)
+    run_all([HOST], task, clock, folder, bundle.add)
+    host = bundle.host
+    bundle.task = task = replace(
+        task,
+        device=_device(options.device, host),
+        probes=str(folder / "probe.jsonl") if "probe" in wanted else "",
+    )
+    all_phases = phases(len(host.get("gpus", [])))
+    bundle.ran += [
+        Ran(phase, LEFT_OUT, not_run=[phase.name]) for phase in all_phases if phase.name not in wanted
+    ]
+    chosen = [phase for phase in all_phases if phase.name in wanted]
+    if obstacle := _obstacle(task.device, bundle.ran[0]):
+        for phase in chosen:
+            bundle.add(Ran(phase, obstacle, not_run=[phase.name]))
+    else:
+        run_all(chosen, task, clock, folder, bundle.add)
+    return _tell(bundle.write(), bundle.out)
+
+
+def _obstacle(device: str, host: Ran) -> str:
+    """Why no phase can run; empty if they can."""
+    if not host.found.rows:
+        return host.why if host.why == STOPPED else NO_HOST
+    return NO_CUDA if device == "cuda" and not host.found.rows[0]["cuda"] else ""
+
+
+def _device(asked: str, host: dict[str, Any]) -> str:
+    return asked if asked != "auto" else "cuda" if host.get("cuda") else "cpu"
+
+
+def _tell(report: dict[str, Any], out: Path) -> int:
+    for reason in [*report["reasons"], *(f"not shown: {why}" for why in report["not_shown"])]:
+        say(f"- {reason}")
+    unrun = {name: phase["not_run"] for name, phase in report["phases"].items() if phase["not_run"]}
+    for name, names in unrun.items():
+        say(
+            f"- {name}: {len(names)} not run ({report['phases'][name]['why'].splitlines()[0]}), named in {REPORT}"
+        )
+    say(
+        f"{report['verdict'].upper()} {report['subject']} on {report['device']} "
+        f"after {report['seconds']:.0f} s; {out / SUMMARY}"
+    )
+    return 0 if report["verdict"] == "green" else 1
+
+
+def _merge(bundle: Path) -> int:
+    try:
+        written = merge(bundle)
+    except Unmergeable as error:
+        print(f"ci/gpu: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    for file in written:
+        say(str(file))
+    if (verdict := verdict_of(bundle)) != "green":
+        say(f"its verdict is {verdict}: make no claim of speed by these numbers before it is green")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""How fast each kernel moves memory, beside a plain copy of as many bytes, which is as fast as it gets here."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import training
+from benchmarks.timing import CudaStopwatch, HostStopwatch, Workload
+from conformance.gpu.rows import Rows, Task, in_words, serve
+from impl import kernels
+from impl.kernels._route import Route
+
+# Where latency is what counts, and where bandwidth is.
+_SHAPES = {"cuda": ("1000x1k", "gpt2"), "cpu": ("100x1k",)}
+_DTYPES = ("float32", "bfloat16")
+_WARM_UPS, _CHUNKS, _CALLS = 3, 7, 10
+# "plain" is torch's own operators, those that torch's modules call.
+_ROUTES: dict[str, Route] = {"impl": "auto", "torch": "plain"}
+
+
+def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Each kernel: how often it touches every element, and one call.
+
+    The factor is -1: it keeps the sizes of the values, where 1 may be seen to change nothing.
+    """
+    device = tensors[0].device
+    factor, found = torch.tensor(-1.0, device=device), torch.zeros(1, device=device)
+    return {
+        "unscale_": (2, lambda: kernels.unscale_(tensors, factor, found)),
+        "scale_": (2, lambda: kernels.scale_(tensors, factor)),
+        "clamp_": (2, lambda: kernels.clamp_(tensors, -1e3, 1e3)),
+        "total_norm 2": (1, lambda: kernels.total_norm(tensors, 2.0)),
+        "total_norm inf": (1, lambda: kernels.total_norm(tensors, math.inf)),
+    }
+
+
+def work(task: Task, rows: Rows) -> None:
+    lists = [(shapes, dtype) for shapes in _SHAPES[task.device] for dtype in _DTYPES]
+    names = list(calls_on([torch.zeros(1)]))
+    planned = [["copy", *(f"{name} {whose}" for name in names for whose in _ROUTES)] for _ in lists]
+    rows.plan(f"{name} {' '.join(of)}" for of, group in zip(lists, planned, strict=True) for name in group)
+    for shapes, dtype in lists:
+        if rows.left_s <= 0:
+            return
+        _measure_list(shapes, dtype, task.device, rows)
+
+
+def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
+    parameters = training(shapes, dtype, device).parameters
+    tensors = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    once = sum(tensor.nbytes for tensor in tensors)
+    source = torch.zeros(once, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = seconds(lambda: target.copy_(source), device)
+    of = {"shapes": shapes, "dtype": dtype, "bytes": 2 * once}
+    rows.add(
+        f"copy {shapes} {dtype}", "measured", _in_words(2 * once, copy_s), seconds=copy_s, call="copy", **of
+    )
+    for name, (times, call) in calls_on(tensors).items():
+        for whose, route in _ROUTES.items():
+            if rows.left_s <= 0:
+                return
+            about = of | {"call": name, "whose": whose, "bytes": times * once}
+            try:
+                with kernels.route(route):
+                    took_s = seconds(call, device)
+            except Exception as error:  # the others are still worth measuring
+                rows.add(f"{name} {whose} {shapes} {dtype}", "failed", in_words(error), **about)
+                continue
+            share = (times * once / took_s) / (2 * once / copy_s)
+            says = f"{_in_words(times * once, took_s)}, {share:.0%} of a copy's"
+            rows.add(
+                f"{name} {whose} {shapes} {dtype}", "measured", says, seconds=took_s, share=share, **about
+            )
+
+
+def seconds(call: Callable[[], object], device: str) -> float:
+    """Of one call: the median of some chunks."""
+    work, stopwatch = Workload(call), CudaStopwatch() if device == "cuda" else HostStopwatch()
+    stopwatch.per_call(work, _WARM_UPS)
+    return statistics.median(stopwatch.per_call(work, _CALLS) for _ in range(_CHUNKS))
+
+
+def _in_words(moved_bytes: int, took_s: float) -> str:
+    return f"{took_s * 1e6:.1f} µs, {moved_bytes / took_s / 1e9:.1f} GB/s"
+
+
+if __name__ == "__main__":
+    serve(work)

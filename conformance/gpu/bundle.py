@@ -1,0 +1,212 @@
+"""The bundle: a flat folder of few small files, rewritten after every phase, so that it is whole whenever all ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks import asv_format, catalogue
+from conformance.gpu import source
+from conformance.gpu.phases import Ran
+from conformance.gpu.rows import Task
+from conformance.gpu.summary import summary
+from conformance.results import RED
+
+REPORT, SUMMARY, JUNIT, LOG = "report.json", "summary.md", "junit.xml", "log.txt"
+# Apart from its commit, which `merge` adds, each is as asv would write it.
+RESULTS, MACHINE, BENCHMARKS = "asv-results.json", "asv-machine.json", "asv-benchmarks.json"
+
+_LARGEST_BYTES = 2_000_000  # of a file
+_SHORT_TEXT = 300
+_LOG_BYTES = 60_000  # of a phase
+
+
+@dataclass
+class Bundle:
+    """What is known so far. `ran` holds every phase, in order; `folder` their files."""
+
+    task: Task
+    folder: Path
+    out: Path
+    budget_s: float
+    options: str
+    began: float = field(default_factory=time.time)
+    ran: list[Ran] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._files = source.files()
+        self._commit = source.commit_here()
+        self._changed = source.differing(source.files_of(self._commit), self._files) if self._commit else []
+
+    def add(self, ran: Ran) -> None:
+        self.ran.append(ran)
+        self.write()
+
+    def phase(self, name: str) -> Ran | None:
+        return next((ran for ran in self.ran if ran.phase.name == name), None)
+
+    @property
+    def host(self) -> dict[str, Any]:
+        """What the first phase found; empty before."""
+        rows = (ran.found.rows for ran in self.ran if ran.phase.name == "host")
+        return next((found[0] for found in rows if found), {})
+
+    def write(self) -> dict[str, Any]:
+        """Write all files; return the report."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        report = self.report()
+        self._put(REPORT, json.dumps(_finite(_fitting(report)), indent=1, allow_nan=False))
+        self._put(SUMMARY, summary(report))
+        self._put(LOG, self._log())
+        junit = self.folder / "judge" / JUNIT
+        if junit.is_file():
+            self._put(JUNIT, _fitting_junit(junit))
+        if self.host:
+            self._write_asv(report)
+        return report
+
+    def _put(self, name: str, text: str) -> None:
+        """So that nobody ever reads half a file."""
+        half = self.out / f".{name}"
+        half.write_text(text)
+        os.replace(half, self.out / name)
+
+    def report(self) -> dict[str, Any]:
+        phases = {
+            ran.phase.name: {
+                "why": ran.why,
+                "seconds": ran.seconds,
+                "not_run": ran.not_run,
+                "rows": ran.found.rows,
+            }
+            for ran in self.ran
+        }
+        found = reasons(self.ran, self._judges_own_verdict())
+        missing = not_shown(self.ran)
+        return {
+            "verdict": "red" if found else "not shown" if missing else "green",
+            "reasons": found,
+            "not_shown": missing,
+            "subject": self.task.subject,
+            "device": self.task.device,
+            "profile": self.task.profile,
+            "seed": self.task.seed,
+            "tests_asked_for": self.task.tests,
+            "options": self.options,
+            "began": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(self.began)),
+            "seconds": round(time.time() - self.began, 1),
+            "budget_s": self.budget_s,
+            "commit": self._commit,
+            "changed_since_commit": self._changed,
+            "files": self._files,
+            "host": self.host,
+            "phases": phases,
+        }
+
+    def _judges_own_verdict(self) -> str:
+        """pytest's, which also knows of a subject that provides nothing; empty if it was cut."""
+        written = self.folder / "judge" / REPORT
+        return json.loads(written.read_text())["verdict"] if written.is_file() else ""
+
+    def _log(self) -> str:
+        parts: list[str] = []
+        for ran in self.ran:
+            log = self.folder / f"{ran.phase.name}.log"
+            if log.is_file():
+                with log.open("rb") as file:
+                    file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+                    parts.append(f"== {ran.phase.name}\n{file.read().decode(errors='replace')}")
+        return "\n".join(parts)
+
+    def _write_asv(self, report: dict[str, Any]) -> None:
+        machine = self.host["machine"]
+        self._put(MACHINE, json.dumps(machine | {"version": asv_format.VERSION_OF_MACHINE}, indent=1))
+        kinds = catalogue.load_all()
+        self._put(BENCHMARKS, json.dumps(asv_format.described(kinds), indent=1))
+        speed = self.phase("speed")
+        rows = speed.found.rows if speed else []
+        if self.task.subject == "impl" and rows:
+            environment = self.host["environment"]
+            versions = {
+                "python": environment["python"].rpartition(".")[0],
+                "torch": environment["packages"]["torch"],
+            }
+            measured = measured_by_name(rows)
+            results = asv_format.results(kinds, measured, machine, versions, int(self.began * 1000))
+            self._put(RESULTS, json.dumps(results))
+
+
+def measured_by_name(rows: Sequence[dict[str, Any]]) -> asv_format.Measured:
+    """The rows of `speed` as asv_format takes them."""
+    found: asv_format.Measured = {}
+    for row in rows:
+        for name, value in row.get("values", {}).items():
+            found.setdefault(name, {})[tuple(row["case"].values())] = value
+    return found
+
+
+def reasons(ran: Sequence[Ran], judges_own_verdict: str) -> list[str]:
+    """Why the verdict is red; empty when it is not."""
+    found: list[str] = []
+    for each in ran:
+        if each.why and not each.was_cut and not each.is_left_out:
+            found.append(f"{each.phase.name} {each.why}")
+        red = Counter(row["outcome"] for row in each.found.rows if row["outcome"] in RED)
+        found += [f"{each.phase.name}: {count} {outcome}" for outcome, count in red.items()]
+    if judges_own_verdict == "red" and not found:
+        found.append("judge: the subject provides none of the names that are judged")
+    return found
+
+
+def not_shown(ran: Sequence[Ran]) -> list[str]:
+    """What of the judgement is not there, though it was asked for."""
+    return [f"{each.phase.name}: {each.why}" for each in ran if each.phase.is_judging and each.was_cut]
+
+
+def _fitting(report: dict[str, Any]) -> dict[str, Any]:
+    """The report, with the texts of its rows cut short if it would be too large."""
+    if len(json.dumps(report)) <= _LARGEST_BYTES:
+        return report
+    phases = {
+        name: phase | {"rows": [_shortened(row) for row in phase["rows"]]}
+        for name, phase in report["phases"].items()
+    }
+    return report | {"phases": phases}
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for what is no number in JSON."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _shortened(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value[:_SHORT_TEXT] if key in ("says", "reason", "replay") else value
+        for key, value in row.items()
+    }
+
+
+def _fitting_junit(file: Path) -> str:
+    text = file.read_text(errors="replace")
+    if len(text) <= _LARGEST_BYTES:
+        return text
+    tree = ElementTree.fromstring(text)
+    for case in tree.iter("testcase"):
+        for child in list(case):
+            if child.tag in ("system-out", "system-err", "properties"):
+                case.remove(child)
+            child.text = (child.text or "")[:_SHORT_TEXT]
+            child.attrib = {name: value[:_SHORT_TEXT] for name, value in child.attrib.items()}
+    return ElementTree.tostring(tree, encoding="unicode")

@@ -1,0 +1,51 @@
+"""The machine and its versions, asked in a process of its own because a broken driver may hang whoever asks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe_machine
+from conformance import environment
+from conformance.gpu.rows import Rows, Task, in_words, serve
+
+
+def work(task: Task, rows: Rows) -> None:
+    rows.plan(["host"])
+    cuda = torch.cuda.is_available()
+    gpus = [_gpu(index) for index in range(torch.cuda.device_count())] if cuda else []
+    about: dict[str, Any] = {
+        "machine": describe_machine(),
+        "environment": environment.describe(),
+        "cuda": cuda,
+        "cores_here": len(os.sched_getaffinity(0)),
+        "gpus": gpus,
+        "cudnn": _version(torch.backends.cudnn.version),
+        "nccl": _version(torch.cuda.nccl.version),  # pyright: ignore[reportAttributeAccessIssue]
+    }
+    rows.add("host", "seen", gpus[0]["name"] if gpus else "no GPU", **about)
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(index)
+    return {
+        "name": found.name,
+        "capability": f"sm_{found.major}{found.minor}",
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "multiprocessors": found.multi_processor_count,
+    }
+
+
+def _version(ask: Callable[[], Any]) -> str:
+    try:
+        found = ask()
+    except Exception as error:  # a build without the library; the rest is still worth knowing
+        return f"unknown ({in_words(error)[:80]})"
+    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+
+
+if __name__ == "__main__":
+    serve(work)

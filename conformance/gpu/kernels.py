@@ -1,0 +1,127 @@
+"""The Triton kernels run, on the GPU or in its interpreter, beside float64 arithmetic; and what they compiled to."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.gpu.rows import Rows, Task, in_words, serve
+from impl import kernels
+
+_SIZES = (1, 3, 1000, 4097)
+_LARGE = 1_000_003  # for a GPU alone: the interpreter takes a second a million elements
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FACTOR = 0.37
+_LIMITS = -0.5, 0.25
+_NORMS = (1.0, 2.0, 3.0, math.inf)
+
+
+def unscale_(tensors: list[Tensor]) -> None:
+    device = tensors[0].device
+    factor, found = torch.tensor(_FACTOR, device=device), torch.zeros(1, device=device)
+    _scaled(tensors, factor, lambda: kernels.unscale_(tensors, factor, found))
+    assert found.item() == 0.0, "found inf where there is none"
+    tensors[-1].view(-1)[-1] = math.inf
+    kernels.unscale_(tensors, factor, found)
+    assert found.item() == 1.0, "overlooked an inf in the last element"
+
+
+def scale_(tensors: list[Tensor]) -> None:
+    factor = torch.tensor(_FACTOR, device=tensors[0].device)
+    _scaled(tensors, factor, lambda: kernels.scale_(tensors, factor))
+
+
+def _scaled(tensors: list[Tensor], factor: Tensor, call: Callable[[], None]) -> None:
+    wanted = [(tensor.double() * factor.double()).to(tensor.dtype) for tensor in tensors]
+    call()
+    torch.testing.assert_close(tensors, wanted)
+
+
+def clamp_(tensors: list[Tensor]) -> None:
+    wanted = [tensor.clamp(*_LIMITS) for tensor in tensors]
+    kernels.clamp_(tensors, *_LIMITS)
+    torch.testing.assert_close(tensors, wanted)
+
+
+def total_norm(tensors: list[Tensor]) -> None:
+    whole = torch.cat([tensor.double().view(-1) for tensor in tensors])
+    for p in _NORMS:
+        got = kernels.total_norm(tensors, p)
+        torch.testing.assert_close(got, torch.linalg.vector_norm(whole, p).to(got.dtype))
+
+
+def update_scale_(device: str) -> None:
+    for found in (0.0, 1.0):
+        state = [
+            (torch.full((1,), 8.0, device=device), torch.full((1,), 1, dtype=torch.int32, device=device))
+            for _ in "ab"
+        ]
+        flag = torch.full((1,), found, device=device)
+        kernels.update_scale_(*state[0], flag, 2.0, 0.5, 2, 0.0)
+        torch._amp_update_scale_(*state[1], flag, 2.0, 0.5, 2)
+        torch.testing.assert_close(*state)
+
+
+OPERATIONS = (unscale_, scale_, clamp_, total_norm)
+
+
+def work(task: Task, rows: Rows) -> None:
+    todo: dict[str, Callable[[], None]] = {}
+    for operation in OPERATIONS:
+        for dtypes in (*((dtype,) for dtype in _DTYPES), _DTYPES):
+            word = str(dtypes[0]).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
+            todo[f"{operation.__name__} {word}"] = lambda do=operation, of=dtypes: do(_drawn(of, task.device))
+    todo["update_scale_"] = lambda: update_scale_(task.device)
+    compiled = _kernels() if task.device == "cuda" and find_spec("triton") else {}
+    rows.plan([*todo, *compiled])
+    for name, call in todo.items():
+        if rows.left_s <= 0:
+            return
+        rows.add(name, *_outcome(call))
+    for name, kernel in compiled.items():
+        binaries = [binary for cache in kernel.device_caches.values() for binary in cache[0].values()]
+        about = {
+            "registers": [getattr(binary, "n_regs", None) for binary in binaries],
+            "spilled": [getattr(binary, "n_spills", None) for binary in binaries],
+        }
+        if binaries:
+            says = f"as {len(binaries)} binaries, registers {about['registers']}, spilled {about['spilled']}"
+            rows.add(name, "ran", says, **about)
+        else:
+            rows.add(name, "failed", "never launched: torch's operators took its place", **about)
+
+
+def _outcome(call: Callable[[], None]) -> tuple[str, str]:
+    if find_spec("triton") is None:
+        return "unavailable", "Triton is not installed"
+    try:
+        with kernels.route("triton"):
+            call()
+    except Exception as error:  # the others are still worth running
+        return "failed", in_words(error)
+    return "agrees", "in the interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+
+
+def _drawn(dtypes: tuple[torch.dtype, ...], device: str) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    sizes = [*_SIZES, *([_LARGE] if device == "cuda" else [])]
+    return [
+        torch.randn(size, generator=draw, dtype=torch.float64).to(device, dtypes[i % len(dtypes)])
+        for i, size in enumerate(sizes)
+    ]
+
+
+def _kernels() -> dict[str, Any]:
+    from conformance.kernels.ahead_of_time import CASES  # noqa: PLC0415  needs Triton
+
+    return {f"compiled {case.kernel.__name__}": case.kernel for case in CASES}
+
+
+if __name__ == "__main__":
+    serve(work)

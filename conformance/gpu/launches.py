@@ -1,0 +1,110 @@
+"""What one call launches and where it waits for the device, counted by torch.profiler; torch's beside the subject's.
+
+The call is one of a steady state, with caches filled. Counted on CUDA are the kernels and the copies that ran on the
+device, and the calls by which the host waited for it; everywhere torch's operators that were called from Python, and
+the values that were read back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks import bench_amp_step, bench_clip_grad, bench_grad_scaler
+from benchmarks.timing import Workload
+from conformance.gpu.rows import Rows, Task, in_words, serve
+
+_MARK = "tandem measured"
+_SHAPES = {"cuda": ("1000x1k", "gpt2"), "cpu": ("100x1k",)}
+_WARM_UPS = 3
+_COPIED = re.compile(r"^(Memcpy|Memset)")
+_WAITS = re.compile(r"^cu\w*Synchronize")
+_READS = "aten::_local_scalar_dense"
+# Each is made of a subject and a name of shapes, then these words, then a device.
+WORKLOADS: dict[str, tuple[Callable[..., Workload], tuple[str, ...]]] = {
+    "unscale_": (bench_grad_scaler.unscale, ("float32", "kept")),
+    "clip_grad_norm_": (bench_clip_grad.clip_grad_norm, ("float32", "clipped", "kept")),
+    "whole AMP step": (bench_amp_step.amp_step, ("float32", "kept")),
+}
+
+
+def work(task: Task, rows: Rows) -> None:
+    todo = [
+        (name, shapes, subject)
+        for shapes in _SHAPES[task.device]
+        for name in WORKLOADS
+        for subject in (task.subject, "torch")
+    ]
+    rows.plan(f"{name} {shapes} {subject}" for name, shapes, subject in todo)
+    for name, shapes, subject in todo:
+        if rows.left_s <= 0:
+            return
+        about = {"call": name, "shapes": shapes, "subject": subject}
+        try:
+            make, words = WORKLOADS[name]
+            counts = counted(make(subject, shapes, *words, task.device), task.device)
+        except NotImplementedError as missing:
+            rows.add(f"{name} {shapes} {subject}", "not available", str(missing), **about)
+        except Exception as error:  # the others are still worth counting
+            rows.add(f"{name} {shapes} {subject}", "failed", in_words(error), **about)
+        else:
+            says = ", ".join(f"{count} {what}" for what, count in counts.items() if count is not None)
+            rows.add(f"{name} {shapes} {subject}", "counted", says, counts=counts, **about)
+
+
+def counted(work: Workload, device: str) -> dict[str, int | None]:
+    """What one call launched. On the CPU nothing is launched, which is None and not 0."""
+    cuda = device == "cuda"
+    for _ in range(_WARM_UPS):
+        _prepared(work)()
+    call = _prepared(work)
+    if cuda:
+        torch.cuda.synchronize()
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
+    with profile(activities=activities) as profiled:
+        with record_function(_MARK):
+            call()
+        if cuda:  # so that the profile holds all that the call launched; outside the mark, so not counted
+            torch.cuda.synchronize()
+    events: list[Any] = list(profiled.events() or [])
+    mark = next(event for event in events if event.name == _MARK and event.device_type == DeviceType.CPU)
+    on_host = [event for event in events if event.device_type == DeviceType.CPU and _is_within(event, mark)]
+    on_device = [
+        event.name for event in events if event.device_type == DeviceType.CUDA and event.name != _MARK
+    ]
+    copies = sum(bool(_COPIED.match(name)) for name in on_device)
+    return {
+        "kernels": len(on_device) - copies if cuda else None,
+        "copies": copies if cuda else None,
+        "synchronisations": sum(bool(_WAITS.match(event.name)) for event in on_host) if cuda else None,
+        "reads": sum(event.name == _READS for event in on_host),
+        "operators": sum(_is_outermost(event) for event in on_host),
+    }
+
+
+def _prepared(work: Workload) -> Callable[[], object]:
+    if work.prepare is not None:
+        work.prepare()
+    return work.call
+
+
+def _is_within(event: Any, mark: Any) -> bool:
+    return mark.time_range.start <= event.time_range.start and event.time_range.end <= mark.time_range.end
+
+
+def _is_outermost(event: Any) -> bool:
+    if not event.name.startswith("aten::"):
+        return False
+    parent = event.cpu_parent
+    while parent is not None and not parent.name.startswith("aten::"):
+        parent = parent.cpu_parent
+    return parent is None
+
+
+if __name__ == "__main__":
+    serve(work)

@@ -1,0 +1,74 @@
+"""Put the timings of a bundle into the repository's results, where asv's dashboard finds them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from conformance.gpu import source
+from conformance.gpu.bundle import BENCHMARKS, MACHINE, REPORT, RESULTS
+from conformance.gpu.phases import ROOT
+
+_HASH_LENGTH = 8  # of asv's file names
+
+
+class Unmergeable(ValueError):
+    """What is wrong with the bundle, in words for its user."""
+
+
+def merge(bundle: Path, root: Path = ROOT) -> list[Path]:
+    """Add the bundle's results; the files that hold them. To do it again changes nothing.
+
+    Benchmarks that an earlier run of the same commit on the same machine measured, and this one did not, are kept.
+
+    Raises:
+        Unmergeable: it is no bundle, has no timings, or comes from code that is no commit of this repository.
+    """
+    report = _read(bundle, REPORT)
+    if not (bundle / RESULTS).is_file():
+        raise Unmergeable(
+            f"{bundle} has no timings of impl: its subject is {report['subject']}, its phase speed was "
+            f"{_why_no_speed(report)}; run ci/gpu with that phase, on impl"
+        )
+    results, machine = _read(bundle, RESULTS), _read(bundle, MACHINE)
+    try:
+        commit = source.commit_of(report["files"], report["commit"], root)
+    except source.UnknownSource as error:
+        raise Unmergeable(f"{bundle} cannot be merged: {error}") from None
+    name = machine["machine"]
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise Unmergeable(f"{bundle} names its machine {name!r}, which is no name for a folder")
+    folder = root / "benchmarks" / "results" / name
+    file = folder / f"{commit[:_HASH_LENGTH]}-{results['env_name']}.json"
+    earlier = json.loads(file.read_text()) if file.is_file() else {"results": {}}
+    whole = {"commit_hash": commit, "date": source.author_date_ms(commit, root)} | results
+    whole["results"] = dict(sorted((earlier["results"] | results["results"]).items()))
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(whole) + "\n")
+    (folder / "machine.json").write_text(json.dumps(machine, indent=4, sort_keys=True) + "\n")
+    written = [file, folder / "machine.json"]
+    # asv publishes nothing without it, and git does not have it: whoever times by asv makes it anew.
+    catalogue = root / "benchmarks" / "results" / BENCHMARKS.removeprefix("asv-")
+    if not catalogue.is_file():
+        catalogue.write_text((bundle / BENCHMARKS).read_text())
+        written.append(catalogue)
+    return written
+
+
+def verdict_of(bundle: Path) -> str:
+    return _read(bundle, REPORT)["verdict"]
+
+
+def _read(bundle: Path, name: str) -> Any:
+    try:
+        return json.loads((bundle / name).read_text())
+    except OSError as error:
+        raise Unmergeable(f"{bundle} is no bundle of ci/gpu: it has no {name} ({error.strerror})") from None
+    except ValueError as error:
+        raise Unmergeable(f"{bundle / name} is not whole: {error}") from None
+
+
+def _why_no_speed(report: dict[str, Any]) -> str:
+    return report["phases"].get("speed", {}).get("why") or "whole"

@@ -1,0 +1,440 @@
+"""What `ci/gpu` does but for the device: the clock over its phases, the bundle, and its way into asv's results."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import asv_format, catalogue
+from conformance.gpu import __main__ as command
+from conformance.gpu import bundle as bundles
+from conformance.gpu import phases, source
+from conformance.gpu.bundle import Bundle
+from conformance.gpu.merge import Unmergeable, merge
+from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, Clock, Phase, Ran
+from conformance.gpu.rows import Found, Task, read_rows
+
+ROOT = Path(__file__).parents[2]
+HOST_ROW = {
+    "name": "host",
+    "outcome": "seen",
+    "says": "a GPU",
+    "cuda": True,
+    "gpus": [{"name": "H|200", "capability": "sm_90", "memory_gib": 139.8, "multiprocessors": 132}],
+    "cudnn": "91900",
+    "nccl": "2.28.9",
+    "machine": {"machine": "a-gpu", "os": "Linux", "arch": "x86_64", "cpu": "C", "num_cpu": "16"}
+    | {"ram": "128 GiB", "gpu": "H200", "driver": "580"},
+    "environment": {"python": "3.12.3", "system": "Linux", "processor": "C", "cores": 16, "cuda": "13.0"}
+    | {"packages": {"torch": "2.11.0+cu130", "triton": "3.6.0"}},
+}
+PASSED = {"name": "t.py::test_a[cpu]", "outcome": "passed", "clause": "a.b", "replay": "", "reason": ""}
+RED = PASSED | {"name": "t.py::test_b", "outcome": "failed", "replay": "pytest t.py", "reason": "a | b <b>"}
+RATIO = {
+    "name": "RatioUpdate[cpu]",
+    "outcome": "measured",
+    "benchmark": "RatioUpdate",
+    "case": {"device": "'cpu'"},
+    "values": {
+        "bench_grad_scaler.RatioUpdate.track_ratio_vs_torch": {"result": 0.5},
+        "bench_grad_scaler.RatioUpdate.track_noise": {"result": 0.01},
+    },
+    "ratio": 0.5,
+    "low": 0.4,
+    "high": 0.6,
+    "pairs": 30,
+}
+TIMED = {
+    "name": "Update[impl, cpu]",
+    "outcome": "measured",
+    "benchmark": "Update",
+    "case": {"subject": "'impl'", "device": "'cpu'"},
+    "values": {"bench_grad_scaler.Update.time_call": asv_format.timing_stats([3e-6, 1e-6, 2e-6], 1)},
+}
+
+
+def stub(
+    name: str, *entries: dict[str, Any], then: str = "", is_judging: bool = False, weight: float = 1.0
+) -> Phase:
+    """A phase that has found these things and then does something, in a Python that imports nothing slow."""
+
+    def command(task: Task) -> list[str]:
+        Path(task.rows).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        return [sys.executable, "-c", f"import json, signal, sys, time{then}", task.as_word()]
+
+    return Phase(name, weight, command, is_judging=is_judging)
+
+
+@pytest.fixture
+def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "_GRACE_S", 2.0)
+
+
+def run_stubs(tmp_path: Path, *stubs: Phase, budget_s: float = 60.0) -> Bundle:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    task = Task("", 0.0, "cpu")
+    made = Bundle(task, folder, tmp_path / "bundle", budget_s, "ci/gpu --device cpu")
+    phases.run_all(stubs, task, Clock(stubs, budget_s), folder, made.add)
+    return made
+
+
+def a_whole_run(tmp_path: Path, *tests: dict[str, Any]) -> Bundle:
+    junit = (
+        "\nfrom pathlib import Path\nfolder = Path(json.loads(sys.argv[1])['rows']).with_suffix('')\n"
+        "folder.mkdir()\n(folder / 'junit.xml').write_text('<testsuites/>')\n"
+        "(folder / 'report.json').write_text('{\"verdict\": \"green\"}')"
+    )
+    names = [test["name"] for test in tests]
+    return run_stubs(
+        tmp_path,
+        stub("host", HOST_ROW, is_judging=True),
+        stub("judge", {"planned": names}, *tests, then=junit, is_judging=True),
+        stub("speed", {"planned": [RATIO["name"], TIMED["name"]]}, RATIO, TIMED),
+    )
+
+
+def strictly_read(file: Path) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{file.name} holds {constant}, which is not JSON")
+
+    return json.loads(file.read_text(), parse_constant=refuse)
+
+
+def test_the_bundle_is_complete_flat_and_small(tmp_path: Path) -> None:
+    out = a_whole_run(tmp_path, PASSED).out
+    files = list(out.iterdir())
+    wanted = {"report.json", "summary.md", "junit.xml", "log.txt"}
+    assert {file.name for file in files} == wanted | {
+        "asv-results.json",
+        "asv-machine.json",
+        "asv-benchmarks.json",
+    }
+    assert all(file.is_file() and re.fullmatch(r"[A-Za-z0-9._-]+", file.name) for file in files)
+    assert len(files) <= 8
+    assert sum(file.stat().st_size for file in files) < 1_000_000
+    report = strictly_read(out / "report.json")
+    assert (report["verdict"], report["reasons"], report["not_shown"]) == ("green", [], [])
+    assert report["phases"]["judge"]["rows"] == [PASSED]
+    assert report["files"]["ci/gpu"] == source.files()["ci/gpu"]
+    ElementTree.parse(out / "junit.xml")
+    text = (out / "summary.md").read_text()
+    for words in ("GREEN", "H|200, sm_90", "driver 580", "1 tests: 1 passed", "RatioUpdate[cpu] | 0.500"):
+        assert words in text
+
+
+def test_a_red_judgement_gives_exit_code_one(tmp_path: Path) -> None:
+    made = a_whole_run(tmp_path, PASSED, RED)
+    assert command._tell(made.write(), made.out) == 1
+    report = strictly_read(made.out / "report.json")
+    assert (report["verdict"], report["reasons"]) == ("red", ["judge: 1 failed"])
+    text = (made.out / "summary.md").read_text()
+    assert "`pytest t.py`: failed, a \\| b &lt;b>" in text
+
+
+def test_a_green_one_gives_zero(tmp_path: Path) -> None:
+    made = a_whole_run(tmp_path, PASSED)
+    assert command._tell(made.write(), made.out) == 0
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+@pytest.mark.usefixtures("quick_end")
+def test_what_would_overrun_is_cut_and_named(tmp_path: Path, stubborn: bool) -> None:
+    ignore = "\nsignal.signal(signal.SIGINT, signal.SIG_IGN)" if stubborn else ""
+    begun = time.monotonic()
+    made = run_stubs(
+        tmp_path,
+        stub(
+            "judge",
+            {"planned": ["a", "b", "c"]},
+            PASSED | {"name": "b"},
+            then=ignore + "\ntime.sleep(60)",
+            is_judging=True,
+        ),
+        budget_s=6.0,
+    )
+    assert time.monotonic() - begun < 6.0
+    report = strictly_read(made.out / "report.json")
+    judge = report["phases"]["judge"]
+    assert re.fullmatch(r"cut after \d s", judge["why"])
+    assert judge["not_run"] == ["a", "c"]
+    assert [row["name"] for row in judge["rows"]] == ["b"]
+    assert (report["verdict"], report["not_shown"]) == ("not shown", [f"judge: {judge['why']}"])
+    assert command._tell(report, made.out) == 1
+    assert "| a, c |" in (made.out / "summary.md").read_text()
+
+
+@pytest.mark.usefixtures("quick_end")
+def test_what_has_no_time_left_is_named_too(tmp_path: Path) -> None:
+    stubs = [stub("a", then="\ntime.sleep(60)", weight=100.0), stub("b"), stub("c")]
+    made = run_stubs(tmp_path, *stubs, budget_s=5.0)
+    assert [ran.why for ran in made.ran] == ["cut after 3 s", OUT_OF_TIME, OUT_OF_TIME]
+    assert [ran.not_run for ran in made.ran] == [["a"], ["b"], ["c"]]
+
+
+def test_a_phase_that_ends_before_its_plan_says_so(tmp_path: Path) -> None:
+    made = run_stubs(
+        tmp_path, stub("speed", {"planned": ["x", "y"]}, {"name": "x", "outcome": "measured", "says": ""})
+    )
+    assert made.ran[0].why == "cut: 1 of 2 not run: out of time"
+    assert made.ran[0].not_run == ["y"]
+
+
+def test_a_phase_that_breaks_makes_it_red(tmp_path: Path) -> None:
+    made = run_stubs(tmp_path, stub("speed", then="\nraise SystemExit('no driver')"))
+    assert made.report()["reasons"] == ["speed ended with code 1: no driver"]
+
+
+def test_a_phase_that_was_left_out_is_no_reason() -> None:
+    left_out = Ran(stub("judge", is_judging=True), LEFT_OUT, not_run=["judge"])
+    assert (bundles.reasons([left_out], ""), bundles.not_shown([left_out])) == ([], [])
+
+
+def test_a_subject_that_provides_nothing_is_red() -> None:
+    judge = Ran(stub("judge", is_judging=True))
+    assert bundles.reasons([judge], "red") == [
+        "judge: the subject provides none of the names that are judged"
+    ]
+
+
+def test_time_that_is_left_over_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    stubs = [stub("a"), stub("b"), stub("c")]
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    clock = Clock(stubs, 540.0, began=90.0)
+    ends = [clock.left_s(each) + 10.0 for each in stubs]
+    assert ends == pytest.approx([ends[-1] / 3, ends[-1] * 2 / 3, ends[-1]])
+    # One that ignores its interrupt ends so much later, and the bundle has to be written.
+    assert ends[-1] + phases._GRACE_S < 540.0
+
+
+def test_a_half_written_row_costs_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"planned": ["a", "b"]}\n{"name": "a", "outcome": "works"}\n{"name": "b", "outc')
+    assert read_rows(file).missing == ["b"]
+    assert read_rows(tmp_path / "none") == Found([], [])
+
+
+def test_a_bundle_with_long_texts_stays_small(tmp_path: Path) -> None:
+    long = [RED | {"name": f"t.py::test_{i}", "reason": "x" * 3_000} for i in range(2_000)]
+    out = a_whole_run(tmp_path, *long).out
+    report = strictly_read(out / "report.json")
+    assert len(report["phases"]["judge"]["rows"]) == len(long)
+    assert sum(file.stat().st_size for file in out.iterdir()) < 4_000_000
+
+
+def test_a_long_junit_file_stays_one(tmp_path: Path) -> None:
+    file = tmp_path / "junit.xml"
+    case = f"<testcase><failure message='m'>{'x' * 5_000}</failure><system-out>{'y' * 999}</system-out></testcase>"
+    file.write_text(f"<testsuites>{case * 500}</testsuites>")
+    tree = ElementTree.fromstring(bundles._fitting_junit(file))
+    texts = [failure.text or "" for failure in tree.iter("failure")]
+    assert (len(texts), {len(text) for text in texts}, list(tree.iter("system-out"))) == (500, {300}, [])
+
+
+# Which commit it was
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with the files that count, at its first commit, on branch main."""
+    root = tmp_path / "repository"
+    for name in ("impl/a.py", "benchmarks/b.py", "conformance/c.toml", "ci/gpu", "pyproject.toml"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    git(root, "init", "-q", "-b", "main")
+    commit(root, "first")
+    return root
+
+
+def git(root: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", "-C", root, *who, *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+def commit(root: Path, message: str) -> str:
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "--allow-empty", "-m", message)
+    return git(root, "rev-parse", "HEAD")
+
+
+def test_files_have_gits_own_ids(repository: Path) -> None:
+    (repository / "impl/__pycache__").mkdir()
+    (repository / "impl/__pycache__/a.pyc").write_text("made")
+    assert source.files(repository) == source.files_of("HEAD", repository)
+    assert len(source.files(repository)) == 5
+
+
+def test_a_commit_is_found_by_what_it_holds(repository: Path) -> None:
+    first = source.commit_here(repository)
+    ran = source.files(repository)
+    (repository / "README.md").write_text("which nothing depends on")
+    commit(repository, "second")
+    (repository / "impl/a.py").write_text("other")
+    third = commit(repository, "third")
+    assert source.commit_of(ran, None, repository) == first
+    assert source.commit_of(source.files(repository), None, repository) == third
+    assert source.commit_of(source.files(repository), third, repository) == third
+
+
+@pytest.fixture
+def mergeable(tmp_path: Path, repository: Path) -> Path:
+    """A bundle of the repository's commit."""
+    out = a_whole_run(tmp_path, PASSED).out
+    change(out, files=source.files(repository), commit=source.commit_here(repository))
+    return out
+
+
+def change(out: Path, **about: Any) -> None:
+    report = json.loads((out / "report.json").read_text())
+    (out / "report.json").write_text(json.dumps(report | about))
+
+
+def test_merging_twice_gives_the_same_files(mergeable: Path, repository: Path) -> None:
+    written = merge(mergeable, repository)
+    head = source.commit_here(repository)
+    assert head is not None
+    folder = repository / "benchmarks/results"
+    assert [file.relative_to(folder).as_posix() for file in written] == [
+        f"a-gpu/{head[:8]}-existing-py3.12-torch2.11.0+cu130.json",
+        "a-gpu/machine.json",
+        "benchmarks.json",
+    ]
+    before = {file: file.read_bytes() for file in written}
+    assert merge(mergeable, repository) == written[:2]
+    assert {file: file.read_bytes() for file in written} == before
+    results = json.loads(written[0].read_text())
+    assert results["commit_hash"] == head
+    assert results["date"] == int(git(repository, "show", "-s", "--format=%at", "HEAD")) * 1000
+
+
+def test_merging_keeps_what_only_an_earlier_run_measured(mergeable: Path, repository: Path) -> None:
+    file = merge(mergeable, repository)[0]
+    whole = json.loads(file.read_text())
+    again = json.loads((mergeable / "asv-results.json").read_text())
+    again["results"] = {"bench_x.X.track_x": [[1.0], []]}
+    (mergeable / "asv-results.json").write_text(json.dumps(again))
+    merge(mergeable, repository)
+    assert json.loads(file.read_text())["results"].keys() == whole["results"].keys() | again["results"].keys()
+
+
+@pytest.mark.parametrize("claims", [True, False], ids=["with git there", "without"])
+def test_a_dirty_tree_is_refused(mergeable: Path, repository: Path, claims: bool) -> None:
+    ran = source.files(repository) | {"impl/a.py": "0" * 40}
+    change(mergeable, files=ran, **({} if claims else {"commit": None}))
+    with pytest.raises(
+        Unmergeable, match=r"(dirty tree|no commit of this repository).*impl/a\.py.*run ci/gpu again"
+    ):
+        merge(mergeable, repository)
+    assert not (repository / "benchmarks/results").exists()
+
+
+def test_an_unknown_commit_is_refused(mergeable: Path, repository: Path) -> None:
+    change(mergeable, commit="1" * 40)
+    with pytest.raises(Unmergeable, match=r"does not have; fetch it first"):
+        merge(mergeable, repository)
+
+
+def test_what_is_no_bundle_is_refused(tmp_path: Path, mergeable: Path, repository: Path) -> None:
+    with pytest.raises(Unmergeable, match=r"is no bundle of ci/gpu: it has no report\.json"):
+        merge(tmp_path, repository)
+    machine = json.loads((mergeable / "asv-machine.json").read_text())
+    (mergeable / "asv-machine.json").write_text(json.dumps(machine | {"machine": "../../up"}))
+    with pytest.raises(Unmergeable, match="no name for a folder"):
+        merge(mergeable, repository)
+    (mergeable / "asv-results.json").unlink()
+    with pytest.raises(Unmergeable, match="has no timings of impl"):
+        merge(mergeable, repository)
+    assert command.main(["--merge", str(mergeable)]) == 2
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(300)
+def test_asv_publishes_what_was_merged(mergeable: Path, repository: Path, tmp_path: Path) -> None:
+    pytest.importorskip("asv", reason="the extra `benchmarks` of pyproject.toml brings asv")
+    merge(mergeable, repository)
+    settings = json.loads((ROOT / "asv.conf.json").read_text()) | {"html_dir": str(tmp_path / "html")}
+    (repository / "asv.conf.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        [sys.executable, "-m", "asv", "publish", "--no-pull"],
+        cwd=repository, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    drawn = json.loads((tmp_path / "html/index.json").read_text())
+    assert drawn["params"]["gpu"] == ["H200"]
+    assert drawn["params"]["torch"] == ["2.11.0+cu130"]
+    assert drawn["machines"].keys() == {"a-gpu"}
+    points = list((tmp_path / "html/graphs").rglob("bench_grad_scaler.RatioUpdate.track_ratio_vs_torch.json"))
+    assert [json.loads(file.read_text())[0][1] for file in points if "summary" not in str(file)] == [
+        [0.5, None]
+    ]
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(120)
+def test_benchmarks_are_described_as_asv_describes_them(tmp_path: Path) -> None:
+    pytest.importorskip("asv_runner", reason="the extra `benchmarks` of pyproject.toml brings asv")
+    program = "import sys; from asv_runner.discovery import _discover; _discover(sys.argv[1:])"
+    file = tmp_path / "found.json"
+    subprocess.run(
+        [sys.executable, "-c", program, str(ROOT / "benchmarks"), str(file)],
+        cwd=tmp_path, timeout=100, check=True,
+    )  # fmt: skip
+    theirs = {found["name"]: found for found in json.loads(file.read_text())}
+    ours = asv_format.described(catalogue.load_all())
+    assert ours.pop("version") == 2
+    assert ours.keys() == theirs.keys()
+    for name, described in ours.items():
+        told = {key: value for key, value in described.items() if key != "code"}
+        assert told == {key: theirs[name][key] for key in told}
+
+
+# The command itself
+
+
+def ci_gpu(tmp_path: Path, *words: str, **environ: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, ROOT / "ci/gpu", "--device", "cpu", "--out", tmp_path / "out", *words],
+        cwd=tmp_path, env={**os.environ, **environ}, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert (tmp_path / "out/report.json").is_file(), done.stdout + done.stderr
+    return done.returncode, strictly_read(tmp_path / "out/report.json")
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(200)
+def test_the_command_judges_a_wrong_subject_red(tmp_path: Path) -> None:
+    package = tmp_path / "wrongly" / "nn" / "utils"
+    package.mkdir(parents=True)
+    for folder in (package.parents[1], package.parents[0]):
+        (folder / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("def clip_grad_norm_(parameters): ...\n")
+    code, report = ci_gpu(
+        tmp_path, *("--only", "judge", "--subject", "wrongly"), *("--tests", "conformance/test_surface.py"),
+        *("--budget", "120"), PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    )  # fmt: skip
+    assert (code, report["verdict"]) == (1, "red"), report["phases"]["judge"]["why"]
+    failed = [row["name"] for row in report["phases"]["judge"]["rows"] if row["outcome"] == "failed"]
+    assert any("clip_grad_norm_" in name for name in failed)
+    assert report["phases"]["speed"]["why"] == LEFT_OUT
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(200)
+def test_the_command_keeps_its_budget(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    code, report = ci_gpu(tmp_path, "--only", "speed", "--only", "judge", "--budget", "15")
+    assert time.monotonic() - begun < 30.0  # a busy machine may take its time to write and to leave
+    assert (code, report["verdict"]) == (1, "not shown")
+    assert all(report["phases"][name]["not_run"] for name in ("judge", "speed"))

@@ -1,0 +1,193 @@
+"""What the phases of `ci/gpu` count and decide, but for what only a device can show."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import asv_format, catalogue, comparison
+from benchmarks.timing import Workload
+from conformance.gpu import judging, launches, probe, probe_cases, speed
+from conformance.gpu.rows import Task
+from conformance.ranks import RankDied, RankHung
+from conformance.ranks.errors import Scene
+
+
+def test_results_say_what_failed_and_what_was_not_measured() -> None:
+    kind = next(kind for kind in catalogue.load_all() if kind.__name__ == "Update")
+    name = "bench_grad_scaler.Update.time_call"
+    cases: dict[tuple[str, ...], Any] = {
+        ("'impl'", "'cpu'"): {"result": 2.0, "q_25": 1.0},
+        ("'torch'", "'cpu'"): None,
+    }
+    made = asv_format.results([kind], {name: cases}, {"machine": "m"}, {"python": "3.12", "torch": "2.11"}, 7)
+    row = dict(zip(made["result_columns"], made["results"][name], strict=False))
+    impl_cpu, impl_cuda, torch_cpu, torch_cuda = row["result"]
+    assert (impl_cpu, torch_cpu) == (2.0, None)
+    assert math.isnan(impl_cuda)
+    assert math.isnan(torch_cuda)
+    assert row["stats_q_25"] == [1.0, None, None, None]
+    assert row["params"] == [["'impl'", "'torch'"], ["'cpu'", "'cuda'"]]
+
+
+def test_timing_stats_are_of_the_samples() -> None:
+    stats = asv_format.timing_stats([float(n) for n in range(1, 102)], 3)
+    assert (stats["result"], stats["q_25"], stats["q_75"]) == (51.0, 26.0, 76.0)
+    assert stats["ci_99_a"] < 51.0 < stats["ci_99_b"]
+    assert (stats["number"], stats["repeat"]) == (3, 101)
+    assert asv_format.timing_stats([2.0], 1)["q_75"] == 2.0
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_every_benchmark_of_the_host_is_planned_what_tells_most_first(where: str) -> None:
+    planned = speed.cases(where)
+    everything = {
+        catalogue.name_of(kind, case)
+        for kind in catalogue.load_all()
+        for case in itertools.product(*kind.params)
+    }
+    left_out = {case.name for case in speed.cases("cuda")} - {case.name for case in planned}
+    assert len({case.name for case in planned}) == len(planned)
+    assert everything == {case.name for case in planned} | left_out
+    assert all("cuda" in name for name in left_out)
+    assert planned[0].device == where
+    assert planned[0].is_ratio
+    assert planned[-1].kind.__module__ == "benchmarks.bench_import"
+
+
+def test_samples_are_of_the_call_alone_and_end_in_time() -> None:
+    class Slow(comparison.Absolute):
+        number, repeat, warmup_time = 2, (5, 50, 2.0), 0.0
+        params, param_names = [], []
+
+        @staticmethod
+        def workload(subject: str, *case: Any) -> Workload:
+            raise NotImplementedError
+
+        def setup(self) -> None:
+            time.sleep(0.02)
+
+        def time_call(self) -> None:
+            pass
+
+    begun = time.perf_counter()
+    samples = speed.samples_of(Slow, (), most_s=0.3)
+    assert time.perf_counter() - begun < 10.0
+    assert 1 <= len(samples) <= 8
+    assert sorted(samples)[0] < 0.02
+
+
+def test_operators_and_reads_are_counted() -> None:
+    tensor = torch.ones(3)
+
+    def call() -> None:
+        tensor.mul_(2.0)
+        torch.addmm(torch.ones(1, 1), torch.ones(1, 2), torch.ones(2, 1)).item()
+
+    counts = launches.counted(Workload(call), "cpu")
+    # Three ones, each one operator however many it calls in turn; mul_, addmm, item.
+    assert counts == {"kernels": None, "copies": None, "synchronisations": None, "reads": 1, "operators": 6}
+
+
+@pytest.mark.parametrize(
+    ("where", "cores", "gpus", "wanted"),
+    [("cpu", 2, 0, 2), ("cuda", 16, 1, 8), ("cuda", 64, 1, 8), ("cuda", 64, 4, 32), ("cuda", 1, 1, 1)],
+)
+def test_workers_of_a_host(where: str, cores: int, gpus: int, wanted: int) -> None:
+    assert judging.workers(where, cores, gpus) == wanted
+
+
+def probed(tmp_path: Path, outcomes: dict[str, str]) -> str:
+    """The rows of a probe phase that came to these on two CPU ranks; what it did not come to is left out."""
+    probes = {each.what: each.name for each in probe.probes("cpu", 0)}
+    rows = [{"planned": list(probes.values())}]
+    rows += [{"name": probes[what], "outcome": found, "says": "why"} for what, found in outcomes.items()]
+    file = tmp_path / "probe.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+WORKING = dict.fromkeys(probe_cases.COLLECTIVES, "works")
+
+
+@pytest.mark.parametrize(
+    ("changes", "nn", "fsdp"),
+    [
+        ({"fsdp": "works"}, "", ""),
+        ({"fsdp": "dies"}, "", "fsdp of 2 cpu gloo: dies why"),
+        (
+            {"all_reduce": "hangs"},
+            "all_reduce of 2 cpu gloo: hangs why",
+            "all_reduce of 2 cpu gloo: hangs why",
+        ),
+        ({}, "", "fsdp of 2 cpu gloo: its probe did not run"),
+    ],
+)
+def test_what_the_probes_found_decides_what_is_available(
+    tmp_path: Path, changes: dict[str, str], nn: str, fsdp: str
+) -> None:
+    found = judging.findings(probed(tmp_path, WORKING | changes))
+    assert judging.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 2, found) == nn
+    assert judging.obstacle("conformance/distributed/fsdp/test_x.py::test", "cpu", 2, found) == fsdp
+    # Nobody probes a single CPU rank.
+    assert judging.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 1, found) == ""
+
+
+def test_what_cannot_run_here_is_unavailable(tmp_path: Path) -> None:
+    task = Task(str(tmp_path / "rows"), 0.0, probes=probed(tmp_path, WORKING | {"broadcast": "dies"}))
+    plugin = judging.Plugin(task, reporter=None)
+
+    def set_up(**params: Any) -> None:
+        plugin.pytest_runtest_setup(
+            SimpleNamespace(nodeid="conformance/nn/t.py::t", callspec=SimpleNamespace(params=params))
+        )  # pyright: ignore[reportArgumentType]
+
+    set_up(device="cpu")
+    set_up(device="cpu", world_size=1)
+    with pytest.raises(pytest.skip.Exception, match=r"^unavailable: broadcast of 2 cpu gloo: dies why$"):
+        set_up(device="cpu", world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome"),
+    [
+        (RankDied("rank 1 died: killed by SIGSEGV", Scene("case", 2)), "dies"),
+        (RankHung("ranks [0, 1] were still inside", Scene("case", 2)), "hangs"),
+        (OSError("no file descriptors"), "fails"),
+        (None, "wrong"),
+    ],
+)
+def test_each_end_of_a_probe_has_its_word(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception | None, outcome: str
+) -> None:
+    class Pool:
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *about: object) -> None: ...
+        def run(self, case: str, **options: Any) -> list[list[torch.Tensor]]:
+            if fault is not None:
+                raise fault
+            return [[torch.zeros(6)]] * 2
+
+    monkeypatch.setattr(probe, "RankPool", Pool)
+    found, says = probe.outcome_of(probe.Probe("all_reduce", "cpu", "gloo", 2))
+    assert found == outcome
+    assert (str(fault) if fault else "wanted") in says
+
+
+def test_several_gpus_are_probed_over_nccl_at_all_sizes() -> None:
+    def groups(gpus: int) -> set[tuple[str, int]]:
+        return {(each.backend, each.world_size) for each in probe.probes("cuda", gpus)}
+
+    assert groups(1) == {("gloo", 2), ("nccl", 1)}
+    assert groups(8) == {("gloo", 2), ("nccl", 1), ("nccl", 2), ("nccl", 8)}
