@@ -90,11 +90,14 @@ def clamped_by(route: str, tensors: list[Tensor], low: float, high: float) -> li
     return tensors
 
 
-def updated_by(route: str, scale: float, tracker: int, found_inf: float, *settings: Any) -> tuple[float, int]:
-    state = torch.full((1,), scale), torch.full((1,), tracker, dtype=torch.int32)
+def updated_by(
+    route: str, scale: float, tracker: int, found_inf: float, *settings: Any
+) -> tuple[float, int, float]:
+    """All three tensors afterwards; others may read the last one, too."""
+    state = torch.full((1,), scale), torch.full((1,), tracker, dtype=torch.int32), torch.full((1,), found_inf)
     with kernels.route(route):
-        kernels.update_scale_(*state, torch.full((1,), found_inf), *settings)
-    return state[0].item(), int(state[1].item())
+        kernels.update_scale_(*state, *settings)
+    return state[0].item(), int(state[1].item()), state[2].item()
 
 
 # Ordinary by type, dtype, strides and address, and yet what lies at the address is not what they hold.

@@ -260,17 +260,15 @@ scales = st.floats(width=32, min_value=0.0, allow_subnormal=False) | st.sampled_
 )  # fmt: skip
 def test_scale_update_follows_the_rule(route, scale, tracker, found_inf, growth, backoff, interval, floor):
     rest = tracker, found_inf, growth, backoff, interval, floor
-    assert by(route, updated_by, scale, *rest) == next_scale(scale, *rest)
+    assert by(route, updated_by, scale, *rest) == (*next_scale(scale, *rest), found_inf)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_scale_neither_overflows_nor_falls_through_the_floor(route):
-    assert by(route, updated_by, torch.tensor(3e38).item(), 0, 0.0, 2.0, 0.5, 1, 1.0) == (
-        torch.tensor(3e38).item(),
-        0,
-    )
-    assert by(route, updated_by, 2.0**-126, 0, 1.0, 2.0, 0.5, 1, 2.0**-126) == (2.0**-126, 0)
-    assert by(route, updated_by, 0.25, 0, 0.0, 2.0, 0.5, 2, 1.5) == (1.5, 1)
+    large = torch.tensor(3e38).item()
+    assert by(route, updated_by, large, 0, 0.0, 2.0, 0.5, 1, 1.0) == (large, 0, 0.0)
+    assert by(route, updated_by, 2.0**-126, 0, 1.0, 2.0, 0.5, 1, 2.0**-126) == (2.0**-126, 0, 1.0)
+    assert by(route, updated_by, 0.25, 0, 0.0, 2.0, 0.5, 2, 1.5) == (1.5, 1, 0.0)
 
 
 @pytest.mark.parametrize("route", ROUTES)
