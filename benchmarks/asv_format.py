@@ -1,4 +1,4 @@
-"""asv's files, written without asv: on a machine that has none, what was measured can still join its dashboard.
+"""asv's files, written by Python alone: on a machine that has no asv, what was measured can still join its dashboard.
 
 A benchmark here is a method `time_*` or `track_*` of a class in a `bench_*` module, as for asv. Two files: what the
 benchmarks are (`benchmarks.json`) and what they gave at one commit on one machine.
@@ -8,11 +8,8 @@ import inspect
 import itertools
 import math
 import re
-import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-from benchmarks.timing import median_interval
 
 VERSION_OF_BENCHMARKS = 2
 VERSION_OF_RESULTS = 2
@@ -51,30 +48,15 @@ def _description(kind: Any, method: str) -> dict[str, Any]:
         "code": inspect.getsource(function),
         "name": name_of(kind, method),
         "param_names": list(kind.param_names),
-        "params": _params(kind),
+        "params": [[repr(value) for value in values] for values in kind.params],
         "type": "time" if is_timed else getattr(function, "type", "track"),
         "unit": "seconds" if is_timed else getattr(function, "unit", "unit"),
         "version": kind.version,
     }
 
 
-def _params(kind: Any) -> list[list[str]]:
-    return [[repr(value) for value in values] for values in kind.params]
-
-
-def timing_stats(samples: list[float], number: int) -> dict[str, float]:
-    """What asv keeps of the samples of a timing, each the mean of `number` calls."""
-    ordered = sorted(samples)
-    low, high = median_interval(ordered, 0.99)
-    first, _, third = (
-        statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
-    )
-    found = {"ci_99_a": low, "ci_99_b": high, "q_25": first, "q_75": third}
-    return {"result": statistics.median(ordered), **found, "number": number, "repeat": len(ordered)}
-
-
 def results(
-    kinds: Iterable[Any],
+    described: Mapping[str, Any],
     measured: Measured,
     machine: Mapping[str, str],
     versions: Mapping[str, str],
@@ -83,16 +65,14 @@ def results(
     """The content of a results file but for its commit, which whoever adds it to the results must know.
 
     Args:
-        measured: by a benchmark's name and its case (the parameters' reprs) the `result` and, for a timing, the rest
-            of `timing_stats`; None is asv's "failed". A benchmark of which no case is here is left out; a case that
-            is missing reads n/a.
+        described: the content of benchmarks.json.
+        measured: by a benchmark's name and its case (the parameters' reprs) the `result` and, for a timing,
+            `ci_99_a`, `ci_99_b`, `q_25`, `q_75`, `number`, `repeat`; None is asv's "failed", a missing case its n/a.
         versions: of `python` and `torch`.
     """
     rows: dict[str, list[Any]] = {}
-    for kind in kinds:
-        for method in methods_of(kind):
-            if cases := measured.get(name_of(kind, method)):
-                rows[name_of(kind, method)] = _row(kind, cases, started_at_ms)
+    for name, cases in measured.items():
+        rows[name] = _row(described[name], cases, started_at_ms)
     python = versions["python"]
     return {
         "env_name": f"existing-py{python}-torch{versions['torch']}",
@@ -108,10 +88,13 @@ def results(
 
 
 def _row(
-    kind: Any, cases: Mapping[tuple[str, ...], Mapping[str, float] | None], started_at_ms: int
+    described: Mapping[str, Any],
+    cases: Mapping[tuple[str, ...], Mapping[str, float] | None],
+    started_at_ms: int,
 ) -> list[Any]:
-    found = [cases.get(case, {"result": NOT_MEASURED}) for case in itertools.product(*_params(kind))]
-    row: list[Any] = [[case and case["result"] for case in found], _params(kind), kind.version, started_at_ms]
+    found = [cases.get(case, {"result": NOT_MEASURED}) for case in itertools.product(*described["params"])]
+    row: list[Any] = [[case and case["result"] for case in found], described["params"], described["version"]]
+    row.append(started_at_ms)
     row.append(None)  # how long it took as a whole, which asv only shows while it runs
     for column in _STATS:
         values = [case and case.get(column.removeprefix("stats_")) for case in found]

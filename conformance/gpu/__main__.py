@@ -5,7 +5,8 @@ ci/gpu --device cpu                  all but the device
 ci/gpu --only launches --only bandwidth
 ci/gpu --merge bundle                where the repository is: its timings into benchmarks/results
 
-Exit code 0: judged green. 1: red, or not shown because time ran out. 2: the command or the bundle is wrong.
+Exit code 0: judged green (or not judged, if only what measures was asked for). 1: red, or not shown because time ran
+out. 2: the command or the bundle is wrong.
 """
 
 from __future__ import annotations
@@ -17,37 +18,45 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from conformance.gpu import judging, training
-from conformance.gpu.bundle import REPORT, SUMMARY, Bundle
+from conformance.gpu import judging
+from conformance.gpu.bundle import Bundle
+from conformance.gpu.files import REPORT, SUMMARY
 from conformance.gpu.merge import Unmergeable, merge, verdict_of
 from conformance.gpu.phases import LEFT_OUT, NO_CUDA, NO_HOST, STOPPED, Clock, Phase, Ran, module, run_all
 from conformance.gpu.rows import Task, say
-from conformance.plugin import PROFILES
 
+_NEEDED = ("torch", "pytest", "hypothesis", "numpy")
+_PROFILES = ("quick", "full", "deep")
 _BUDGET_S = 540.0
 _LEAST_BUDGET_S = 10.0
 
 
+# cuBLAS repeats its sums in the same order only with this, read when CUDA starts.
+_REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def _interpreted_on_cpu(task: Task) -> dict[str, str]:
+    return {} if task.device == "cuda" else {"TRITON_INTERPRET": "1"}
+
+
 def phases(gpus: int) -> list[Phase]:
     """In their order: what others rest on, then the judgement, then the clock, of which what tells most comes first."""
-    interpreted = {"TRITON_INTERPRET": "1"}
     return [
         Phase("probe", 15, module("probe")),
-        Phase(
-            "kernels", 6, module("kernels"), lambda task: {} if task.device == "cuda" else interpreted, True
-        ),
+        Phase("kernels", 6, module("kernels"), _interpreted_on_cpu, True),
         Phase("judge", 45, lambda task: judging.command(task, gpus), judging.environ, True),
-        Phase("training", 8, module("training"), lambda task: training.ENVIRON, True),
+        Phase("training", 8, module("training"), lambda task: _REPEATABLE, True),
         Phase("launches", 4, module("launches")),
         Phase("bandwidth", 4, module("bandwidth")),
         Phase("speed", 18, module("speed")),
     ]
 
 
-HOST = Phase("host", 8, module("host"), is_judging=True)
+HOST = Phase("host", 8, module("host"), is_judging=True, least_s=20.0)
 NAMES = [phase.name for phase in phases(0)]
 
 
@@ -56,9 +65,19 @@ def main(words: Sequence[str] | None = None, began: float | None = None) -> int:
     options = _options(words)
     if options.merge:
         return _merge(Path(options.merge))
+    if lacking := [name for name in _NEEDED if find_spec(name) is None]:
+        return _refuse(
+            f"nothing is installed by it, and this Python ({sys.executable}) has no {', '.join(lacking)}; "
+            "start it with the one that has"
+        )
     signal.signal(signal.SIGTERM, _interrupt)
     with tempfile.TemporaryDirectory(prefix="tandem-gpu-") as folder:
         return _run(options, Path(folder), began)
+
+
+def _refuse(why: str) -> int:
+    print(f"ci/gpu: {why}", file=sys.stderr)  # noqa: T201
+    return 2
 
 
 def _interrupt(signum: int, frame: object) -> None:
@@ -82,7 +101,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--only", action="append", choices=NAMES, help="this phase (may be repeated)")
     add("--subject", default="impl", help="impl, torch, or any package that mirrors torch's paths")
-    add("--profile", default="quick", choices=PROFILES, help="how much to try")
+    add("--profile", default="quick", choices=_PROFILES, help="how much to try")
     add("--tests", default="conformance", help="what the judge is asked for, as pytest takes it")
     add("--seed", type=int, help="another draw of examples; without it every run tries the same")
     return parser.parse_args(words)
@@ -147,15 +166,14 @@ def _tell(report: dict[str, Any], out: Path) -> int:
         f"{report['verdict'].upper()} {report['subject']} on {report['device']} "
         f"after {report['seconds']:.0f} s; {out / SUMMARY}"
     )
-    return 0 if report["verdict"] == "green" else 1
+    return 0 if report["verdict"] in ("green", "not judged") else 1
 
 
 def _merge(bundle: Path) -> int:
     try:
         written = merge(bundle)
     except Unmergeable as error:
-        print(f"ci/gpu: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return _refuse(str(error))
     for file in written:
         say(str(file))
     if (verdict := verdict_of(bundle)) != "green":

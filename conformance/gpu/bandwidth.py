@@ -40,6 +40,8 @@ def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]
 
 
 def work(task: Task, rows: Rows) -> None:
+    if task.device == "cpu":
+        torch.set_num_threads(1)  # threads that wait for a core are slower than one, here a thousand times
     lists = [(shapes, dtype) for shapes in _SHAPES[task.device] for dtype in _DTYPES]
     names = list(calls_on([torch.zeros(1)]))
     planned = [["copy", *(f"{name} {whose}" for name in names for whose in _ROUTES)] for _ in lists]

@@ -13,16 +13,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks import asv_format, catalogue
+from benchmarks import asv_format
 from conformance.gpu import source
-from conformance.gpu.phases import Ran
+from conformance.gpu.files import BENCHMARKS, JUNIT, LOG, MACHINE, REPORT, RESULTS, SUMMARY
+from conformance.gpu.phases import STOPPED, Ran
 from conformance.gpu.rows import Task
 from conformance.gpu.summary import summary
-from conformance.results import RED
-
-REPORT, SUMMARY, JUNIT, LOG = "report.json", "summary.md", "junit.xml", "log.txt"
-# Apart from its commit, which `merge` adds, each is as asv would write it.
-RESULTS, MACHINE, BENCHMARKS = "asv-results.json", "asv-machine.json", "asv-benchmarks.json"
 
 _LARGEST_BYTES = 2_000_000  # of a file
 _SHORT_TEXT = 300
@@ -70,7 +66,7 @@ class Bundle:
         if junit.is_file():
             self._put(JUNIT, _fitting_junit(junit))
         if self.host:
-            self._write_asv(report)
+            self._write_asv()
         return report
 
     def _put(self, name: str, text: str) -> None:
@@ -92,7 +88,7 @@ class Bundle:
         found = reasons(self.ran, self._judges_own_verdict())
         missing = not_shown(self.ran)
         return {
-            "verdict": "red" if found else "not shown" if missing else "green",
+            "verdict": verdict(found, missing, self.ran),
             "reasons": found,
             "not_shown": missing,
             "subject": self.task.subject,
@@ -126,21 +122,22 @@ class Bundle:
                     parts.append(f"== {ran.phase.name}\n{file.read().decode(errors='replace')}")
         return "\n".join(parts)
 
-    def _write_asv(self, report: dict[str, Any]) -> None:
-        machine = self.host["machine"]
+    def _write_asv(self) -> None:
+        machine, environment = self.host["machine"], self.host["environment"]
         self._put(MACHINE, json.dumps(machine | {"version": asv_format.VERSION_OF_MACHINE}, indent=1))
-        kinds = catalogue.load_all()
-        self._put(BENCHMARKS, json.dumps(asv_format.described(kinds), indent=1))
-        speed = self.phase("speed")
-        rows = speed.found.rows if speed else []
-        if self.task.subject == "impl" and rows:
-            environment = self.host["environment"]
+        speed, described = self.phase("speed"), self.folder / BENCHMARKS
+        if speed is None or not described.is_file():
+            return
+        self._put(BENCHMARKS, described.read_text())
+        if self.task.subject == "impl" and (measured := measured_by_name(speed.found.rows)):
             versions = {
                 "python": environment["python"].rpartition(".")[0],
                 "torch": environment["packages"]["torch"],
             }
-            measured = measured_by_name(rows)
-            results = asv_format.results(kinds, measured, machine, versions, int(self.began * 1000))
+            began_ms = int(self.began * 1000)
+            results = asv_format.results(
+                json.loads(described.read_text()), measured, machine, versions, began_ms
+            )
             self._put(RESULTS, json.dumps(results))
 
 
@@ -159,7 +156,9 @@ def reasons(ran: Sequence[Ran], judges_own_verdict: str) -> list[str]:
     for each in ran:
         if each.why and not each.was_cut and not each.is_left_out:
             found.append(f"{each.phase.name} {each.why}")
-        red = Counter(row["outcome"] for row in each.found.rows if row["outcome"] in RED)
+        # The judge says which of its outcomes are red; of the other phases' it is one.
+        is_red = (row.get("red", row["outcome"] == "failed") for row in each.found.rows)
+        red = Counter(row["outcome"] for row, red in zip(each.found.rows, is_red, strict=True) if red)
         found += [f"{each.phase.name}: {count} {outcome}" for outcome, count in red.items()]
     if judges_own_verdict == "red" and not found:
         found.append("judge: the subject provides none of the names that are judged")
@@ -167,8 +166,17 @@ def reasons(ran: Sequence[Ran], judges_own_verdict: str) -> list[str]:
 
 
 def not_shown(ran: Sequence[Ran]) -> list[str]:
-    """What of the judgement is not there, though it was asked for."""
-    return [f"{each.phase.name}: {each.why}" for each in ran if each.phase.is_judging and each.was_cut]
+    """What is not there, though it was asked for: a part of the judgement, or all that came after a stop by hand."""
+    cut = [each for each in ran if each.was_cut and (each.phase.is_judging or each.why == STOPPED)]
+    return [f"{each.phase.name}: {each.why}" for each in cut]
+
+
+def verdict(reasons: Sequence[str], missing: Sequence[str], ran: Sequence[Ran]) -> str:
+    """`red`, `not shown`, `green`, or `not judged` where only what measures was asked for."""
+    if reasons or missing:
+        return "red" if reasons else "not shown"
+    judged = any(each.phase.is_judging and each.phase.name != "host" and not each.is_left_out for each in ran)
+    return "green" if judged else "not judged"
 
 
 def _fitting(report: dict[str, Any]) -> dict[str, Any]:

@@ -1,29 +1,17 @@
-"""The suite as a phase: pytest with this plugin, which tells what is planned, judged and unavailable on this host."""
+"""The suite as a phase: how pytest is started."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import pytest
+from conformance.gpu.rows import Task
 
-from conformance.gpu.probe import Probe
-from conformance.gpu.probe_cases import COLLECTIVES
-from conformance.gpu.rows import PROGRESS, Rows, Task, read_rows
-from conformance.ranks import backend_for
-from conformance.results import RED, unavailable
-
-VARIABLE = "TANDEM_GPU_TASK"
-_TELL_EVERY_S = 10.0
-# What tests with several ranks rest on, by the folder they lie in: the first that fits.
-_NEEDS = (
-    ("conformance/distributed/", (*COLLECTIVES, "fsdp")),
-    ("", ("all_reduce", "broadcast", "all_gather_into_tensor")),
-)
+VARIABLE = "TANDEM_GPU_TASK"  # by which the plugin learns of its task
+_PLUGIN = "conformance.gpu.judge_plugin"
 _WORKERS_PER_GPU = 8
 
 
@@ -38,7 +26,7 @@ def workers(device: str, cores: int, gpus: int) -> int:
 
 
 def command(task: Task, gpus: int) -> list[str]:
-    words = [sys.executable, "-m", "pytest", *task.tests.split(), "-q", "--tb=short", "-p", __name__]
+    words = [sys.executable, "-m", "pytest", *shlex.split(task.tests), "-q", "--tb=short", "-p", _PLUGIN]
     if find_spec("xdist") is not None:
         words += ["-n", str(workers(task.device, len(os.sched_getaffinity(0)), gpus))]
     words += [f"--subject={task.subject}", f"--profile={task.profile}", "--world-sizes=1,2"]
@@ -50,92 +38,3 @@ def command(task: Task, gpus: int) -> list[str]:
 
 def environ(task: Task) -> dict[str, str]:
     return {VARIABLE: task.as_word()}
-
-
-def findings(probes: str) -> dict[str, str]:
-    """Why each probe that did not work did not, by its name; empty for those that did."""
-    found = read_rows(Path(probes))
-    ended = {row["name"]: "" if row["outcome"] == "works" else _reason(row) for row in found.rows}
-    return ended | dict.fromkeys(found.missing, "its probe did not run")
-
-
-def _reason(row: dict[str, Any]) -> str:
-    return " ".join([row["outcome"], *row["says"].splitlines()[:1]])
-
-
-def obstacle(nodeid: str, device: str, world_size: int, found: dict[str, str]) -> str:
-    """Why this test cannot run here, by what the probes found; what nobody thought of probing is tried."""
-    needs = next(needs for folder, needs in _NEEDS if nodeid.startswith(folder))
-    for what in needs:
-        probe = Probe(what, device, backend_for(device, world_size), world_size)
-        if why := found.get(probe.name):
-            return f"{probe.name}: {why}"
-    return ""
-
-
-class Plugin:
-    """In each worker: what cannot run here is unavailable. In the process that controls them: rows, and progress."""
-
-    def __init__(self, task: Task, reporter: Any) -> None:
-        """`reporter` is pytest's terminal; None in a worker."""
-        self._found = findings(task.probes) if task.probes else {}
-        self._reporter = reporter
-        self._rows = None if reporter is None else Rows(task)
-        self._planned: set[str] = set()
-        self._done: dict[str, str] = {}
-        self._tell_at = 0.0
-
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if "device" not in params or "world_size" not in params:
-            return
-        if why := obstacle(item.nodeid, params["device"], params["world_size"], self._found):
-            unavailable(why)
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._plan(ids)
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._plan([item.nodeid for item in session.items])
-
-    def _plan(self, ids: list[str]) -> None:
-        """Each worker collects the same tests."""
-        if self._rows is not None and (new := [name for name in ids if name not in self._planned]):
-            self._planned.update(new)
-            self._rows.plan(new)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        judgement: Any = dict(report.user_properties).get("conformance")
-        if self._rows is None or not (judgement or report.failed):
-            return
-        found: dict[str, Any] = {**(judgement or {"reason": str(report.longrepr)})}
-        outcome = found.pop("outcome", "crash")
-        if self._done.get(report.nodeid) in RED:  # as the judge's own report: the first that is red stays
-            return
-        self._done[report.nodeid] = outcome
-        self._rows.write(report.nodeid, outcome, **found)
-        if time.monotonic() >= self._tell_at:
-            self._tell()
-
-    def pytest_sessionfinish(self) -> None:
-        self._tell()
-
-    def _tell(self) -> None:
-        """On the terminal, past pytest's capture, and on a line of its own among pytest's dots."""
-        if self._reporter is not None:
-            self._tell_at = time.monotonic() + _TELL_EVERY_S
-            red = sum(outcome in RED for outcome in self._done.values())
-            self._reporter.write_line(
-                f"\n{PROGRESS}{len(self._done)} of {len(self._planned)} tests, {red} red"
-            )
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_configure(config: pytest.Config) -> None:
-    reporter = None
-    if not hasattr(config, "workerinput"):
-        reporter = config.pluginmanager.get_plugin("terminalreporter")
-    task = Task.of_word(os.environ[VARIABLE])
-    config.pluginmanager.register(Plugin(task, reporter), "tandem-gpu")

@@ -40,6 +40,7 @@ def work(task: Task, rows: Rows) -> None:
         for name in WORKLOADS
         for subject in (task.subject, "torch")
     ]
+    todo = list(dict.fromkeys(todo))  # the subject may be torch
     rows.plan(f"{name} {shapes} {subject}" for name, shapes, subject in todo)
     for name, shapes, subject in todo:
         if rows.left_s <= 0:

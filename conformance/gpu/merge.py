@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.gpu import source
-from conformance.gpu.bundle import BENCHMARKS, MACHINE, REPORT, RESULTS
+from conformance.gpu.files import BENCHMARKS, MACHINE, REPORT, RESULTS
 from conformance.gpu.phases import ROOT
 
 _HASH_LENGTH = 8  # of asv's file names

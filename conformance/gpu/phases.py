@@ -38,6 +38,7 @@ class Phase:
     command: Callable[[Task], list[str]]
     environ: Callable[[Task], Mapping[str, str]] = lambda task: {}
     is_judging: bool = False  # without its whole result nothing is shown
+    least_s: float = 0.0  # whatever its share
 
 
 @dataclass
@@ -73,10 +74,11 @@ class Clock:
         whole = sum(phase.weight for phase in phases) or 1.0
         usable_s = budget_s * (1 - _RESERVE) - _GRACE_S
         self._until_s: dict[str, float] = {}
-        passed = 0.0
+        passed = until_s = 0.0
         for phase in phases:
             passed += phase.weight
-            self._until_s[phase.name] = usable_s * passed / whole
+            until_s = min(max(usable_s * passed / whole, until_s + phase.least_s), usable_s)
+            self._until_s[phase.name] = until_s
 
     def left_s(self, phase: Phase) -> float:
         return self._until_s[phase.name] - self.elapsed_s

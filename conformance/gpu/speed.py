@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks import asv_format, catalogue, comparison
 from benchmarks.common import LEFT_OUT_OF_QUICK
-from benchmarks.timing import FULL, Paired
+from benchmarks.timing import FULL, Paired, median_interval
+from conformance.gpu.files import BENCHMARKS
 from conformance.gpu.rows import Rows, Task, in_words, serve
 
 _LEAST_CASE_S = 0.3
@@ -66,6 +70,8 @@ def cases(device: str) -> list[Case]:
 
 
 def work(task: Task, rows: Rows) -> None:
+    described = asv_format.described(catalogue.load_all())
+    Path(task.rows).with_name(BENCHMARKS).write_text(json.dumps(described, indent=1))
     todo = cases(task.device)
     rows.plan(case.name for case in todo)
     for position, case in enumerate(todo):
@@ -106,7 +112,7 @@ def _measured(case: Case, most_s: float, subject: str) -> tuple[dict[str, dict[s
         return dict(_tracked(case, {values: paired})), vars(paired)
     if issubclass(kind, comparison.Absolute):
         samples = samples_of(kind, values, most_s)
-        return {_names(case)[0]: asv_format.timing_stats(samples, kind.number)}, {}
+        return {_names(case)[0]: timing_stats(samples, kind.number)}, {}
     return dict(_tracked(case, kind().setup_cache())), {}
 
 
@@ -147,6 +153,17 @@ def samples_of(kind: type[comparison.Absolute], case: tuple[Any, ...], most_s: f
     finally:
         if collecting:
             gc.enable()
+
+
+def timing_stats(samples: list[float], number: int) -> dict[str, float]:
+    """What asv keeps of the samples of a timing, each the mean of `number` calls."""
+    ordered = sorted(samples)
+    low, high = median_interval(ordered, 0.99)
+    first, _, third = (
+        statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    )
+    found = {"ci_99_a": low, "ci_99_b": high, "q_25": first, "q_75": third}
+    return {"result": statistics.median(ordered), **found, "number": number, "repeat": len(ordered)}
 
 
 if __name__ == "__main__":

@@ -6,9 +6,6 @@ from conformance.gpu.rows import Rows, Task, serve
 from conformance.training.judge import as_json, judge
 from conformance.training.plan import DTYPES, small_plan
 
-# cuBLAS repeats its sums in the same order only with this, read when CUDA starts.
-ENVIRON = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-
 
 def work(task: Task, rows: Rows) -> None:
     rows.plan(DTYPES)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,9 +20,12 @@ from conformance.gpu import __main__ as command
 from conformance.gpu import bundle as bundles
 from conformance.gpu import phases, source
 from conformance.gpu.bundle import Bundle
+from conformance.gpu.files import BENCHMARKS
 from conformance.gpu.merge import Unmergeable, merge
-from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, Clock, Phase, Ran
+from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, STOPPED, Clock, Phase, Ran
 from conformance.gpu.rows import Found, Task, read_rows
+from conformance.gpu.speed import timing_stats
+from conformance.ranks.soak import marked_processes
 
 ROOT = Path(__file__).parents[2]
 HOST_ROW = {
@@ -38,7 +42,13 @@ HOST_ROW = {
     | {"packages": {"torch": "2.11.0+cu130", "triton": "3.6.0"}},
 }
 PASSED = {"name": "t.py::test_a[cpu]", "outcome": "passed", "clause": "a.b", "replay": "", "reason": ""}
-RED = PASSED | {"name": "t.py::test_b", "outcome": "failed", "replay": "pytest t.py", "reason": "a | b <b>"}
+RED = PASSED | {
+    "name": "t.py::test_b",
+    "outcome": "hang",
+    "red": True,
+    "replay": "pytest t.py",
+    "reason": "a | b <b>",
+}
 RATIO = {
     "name": "RatioUpdate[cpu]",
     "outcome": "measured",
@@ -58,7 +68,7 @@ TIMED = {
     "outcome": "measured",
     "benchmark": "Update",
     "case": {"subject": "'impl'", "device": "'cpu'"},
-    "values": {"bench_grad_scaler.Update.time_call": asv_format.timing_stats([3e-6, 1e-6, 2e-6], 1)},
+    "values": {"bench_grad_scaler.Update.time_call": timing_stats([3e-6, 1e-6, 2e-6], 1)},
 }
 
 
@@ -82,6 +92,7 @@ def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_stubs(tmp_path: Path, *stubs: Phase, budget_s: float = 60.0) -> Bundle:
     folder = tmp_path / "work"
     folder.mkdir()
+    (folder / BENCHMARKS).write_text(json.dumps(asv_format.described(catalogue.load_all())))
     task = Task("", 0.0, "cpu")
     made = Bundle(task, folder, tmp_path / "bundle", budget_s, "ci/gpu --device cpu")
     phases.run_all(stubs, task, Clock(stubs, budget_s), folder, made.add)
@@ -136,9 +147,9 @@ def test_a_red_judgement_gives_exit_code_one(tmp_path: Path) -> None:
     made = a_whole_run(tmp_path, PASSED, RED)
     assert command._tell(made.write(), made.out) == 1
     report = strictly_read(made.out / "report.json")
-    assert (report["verdict"], report["reasons"]) == ("red", ["judge: 1 failed"])
+    assert (report["verdict"], report["reasons"]) == ("red", ["judge: 1 hang"])
     text = (made.out / "summary.md").read_text()
-    assert "`pytest t.py`: failed, a \\| b &lt;b>" in text
+    assert "`pytest t.py`: hang, a \\| b &lt;b>" in text
 
 
 def test_a_green_one_gives_zero(tmp_path: Path) -> None:
@@ -187,6 +198,7 @@ def test_a_phase_that_ends_before_its_plan_says_so(tmp_path: Path) -> None:
     )
     assert made.ran[0].why == "cut: 1 of 2 not run: out of time"
     assert made.ran[0].not_run == ["y"]
+    assert made.report()["verdict"] == "not judged"
 
 
 def test_a_phase_that_breaks_makes_it_red(tmp_path: Path) -> None:
@@ -359,7 +371,6 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path, mergeable: Path, repositor
     assert command.main(["--merge", str(mergeable)]) == 2
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(300)
 def test_asv_publishes_what_was_merged(mergeable: Path, repository: Path, tmp_path: Path) -> None:
     pytest.importorskip("asv", reason="the extra `benchmarks` of pyproject.toml brings asv")
@@ -401,6 +412,32 @@ def test_benchmarks_are_described_as_asv_describes_them(tmp_path: Path) -> None:
 
 
 # The command itself
+
+
+@pytest.mark.deadline(120)
+def test_a_command_that_is_stopped_leaves_its_bundle_and_nothing_else(tmp_path: Path) -> None:
+    mark = f"TANDEM_GPU_TEST={tmp_path}"
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "ci/gpu", "--device", "cpu", "--out", tmp_path / "out", "--only", "probe"],
+        env={**os.environ, "TANDEM_GPU_TEST": str(tmp_path)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            if line.startswith("   all_reduce"):  # ranks are up
+                process.terminate()
+        assert process.wait(30) == 1
+    probe = strictly_read(tmp_path / "out/report.json")["phases"]["probe"]
+    assert probe["why"] == STOPPED
+    assert "fsdp of 2 cpu gloo" in probe["not_run"]
+    wait_until(lambda: not marked_processes(mark), 20)
+
+
+def wait_until(holds: Callable[[], bool], most_s: float) -> None:
+    end = time.monotonic() + most_s
+    while not holds():
+        assert time.monotonic() < end, f"not so after {most_s:g} s"
+        time.sleep(0.05)
 
 
 def ci_gpu(tmp_path: Path, *words: str, **environ: str) -> tuple[int, dict[str, Any]]:

@@ -15,8 +15,9 @@ import torch
 
 from benchmarks import asv_format, catalogue, comparison
 from benchmarks.timing import Workload
-from conformance.gpu import judging, launches, probe, probe_cases, speed
+from conformance.gpu import judge_plugin, judging, launches, probe, probe_cases, speed
 from conformance.gpu.rows import Task
+from conformance.gpu.speed import timing_stats
 from conformance.ranks import RankDied, RankHung
 from conformance.ranks.errors import Scene
 
@@ -28,7 +29,9 @@ def test_results_say_what_failed_and_what_was_not_measured() -> None:
         ("'impl'", "'cpu'"): {"result": 2.0, "q_25": 1.0},
         ("'torch'", "'cpu'"): None,
     }
-    made = asv_format.results([kind], {name: cases}, {"machine": "m"}, {"python": "3.12", "torch": "2.11"}, 7)
+    made = asv_format.results(
+        asv_format.described([kind]), {name: cases}, {"machine": "m"}, {"python": "3.12", "torch": "2.11"}, 7
+    )
     row = dict(zip(made["result_columns"], made["results"][name], strict=False))
     impl_cpu, impl_cuda, torch_cpu, torch_cuda = row["result"]
     assert (impl_cpu, torch_cpu) == (2.0, None)
@@ -39,11 +42,11 @@ def test_results_say_what_failed_and_what_was_not_measured() -> None:
 
 
 def test_timing_stats_are_of_the_samples() -> None:
-    stats = asv_format.timing_stats([float(n) for n in range(1, 102)], 3)
+    stats = timing_stats([float(n) for n in range(1, 102)], 3)
     assert (stats["result"], stats["q_25"], stats["q_75"]) == (51.0, 26.0, 76.0)
     assert stats["ci_99_a"] < 51.0 < stats["ci_99_b"]
     assert (stats["number"], stats["repeat"]) == (3, 101)
-    assert asv_format.timing_stats([2.0], 1)["q_75"] == 2.0
+    assert timing_stats([2.0], 1)["q_75"] == 2.0
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
@@ -134,16 +137,16 @@ WORKING = dict.fromkeys(probe_cases.COLLECTIVES, "works")
 def test_what_the_probes_found_decides_what_is_available(
     tmp_path: Path, changes: dict[str, str], nn: str, fsdp: str
 ) -> None:
-    found = judging.findings(probed(tmp_path, WORKING | changes))
-    assert judging.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 2, found) == nn
-    assert judging.obstacle("conformance/distributed/fsdp/test_x.py::test", "cpu", 2, found) == fsdp
+    found = judge_plugin.findings(probed(tmp_path, WORKING | changes))
+    assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 2, found) == nn
+    assert judge_plugin.obstacle("conformance/distributed/fsdp/test_x.py::test", "cpu", 2, found) == fsdp
     # Nobody probes a single CPU rank.
-    assert judging.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 1, found) == ""
+    assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 1, found) == ""
 
 
 def test_what_cannot_run_here_is_unavailable(tmp_path: Path) -> None:
     task = Task(str(tmp_path / "rows"), 0.0, probes=probed(tmp_path, WORKING | {"broadcast": "dies"}))
-    plugin = judging.Plugin(task, reporter=None)
+    plugin = judge_plugin.Plugin(task, reporter=None)
 
     def set_up(**params: Any) -> None:
         plugin.pytest_runtest_setup(

@@ -1,0 +1,113 @@
+"""What the judge's pytest loads: it tells what is planned and judged, and makes unavailable what cannot run here."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.gpu.judging import VARIABLE
+from conformance.gpu.probe import Probe
+from conformance.gpu.probe_cases import COLLECTIVES
+from conformance.gpu.rows import PROGRESS, Rows, Task, read_rows
+from conformance.ranks import backend_for
+from conformance.results import RED, unavailable
+
+_TELL_EVERY_S = 10.0
+# What tests with several ranks rest on, by the folder they lie in: the first that fits.
+_NEEDS = (
+    ("conformance/distributed/", (*COLLECTIVES, "fsdp")),
+    ("", ("all_reduce", "broadcast", "all_gather_into_tensor")),
+)
+
+
+def findings(probes: str) -> dict[str, str]:
+    """Why each probe that did not work did not, by its name; empty for those that did."""
+    found = read_rows(Path(probes))
+    ended = {row["name"]: "" if row["outcome"] == "works" else _reason(row) for row in found.rows}
+    return ended | dict.fromkeys(found.missing, "its probe did not run")
+
+
+def _reason(row: dict[str, Any]) -> str:
+    return " ".join([row["outcome"], *row["says"].splitlines()[:1]])
+
+
+def obstacle(nodeid: str, device: str, world_size: int, found: dict[str, str]) -> str:
+    """Why this test cannot run here, by what the probes found; what nobody thought of probing is tried."""
+    needs = next(needs for folder, needs in _NEEDS if nodeid.startswith(folder))
+    for what in needs:
+        probe = Probe(what, device, backend_for(device, world_size), world_size)
+        if why := found.get(probe.name):
+            return f"{probe.name}: {why}"
+    return ""
+
+
+class Plugin:
+    """In each worker: what cannot run here is unavailable. In the process that controls them: rows, and progress."""
+
+    def __init__(self, task: Task, reporter: Any) -> None:
+        """`reporter` is pytest's terminal; None in a worker."""
+        self._found = findings(task.probes) if task.probes else {}
+        self._reporter = reporter
+        self._rows = None if reporter is None else Rows(task)
+        self._planned: set[str] = set()
+        self._done: dict[str, str] = {}
+        self._tell_at = 0.0
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if "device" not in params or "world_size" not in params:
+            return
+        if why := obstacle(item.nodeid, params["device"], params["world_size"], self._found):
+            unavailable(why)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._plan(ids)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._plan([item.nodeid for item in session.items])
+
+    def _plan(self, ids: list[str]) -> None:
+        """Each worker collects the same tests."""
+        if self._rows is not None and (new := [name for name in ids if name not in self._planned]):
+            self._planned.update(new)
+            self._rows.plan(new)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        judgement: Any = dict(report.user_properties).get("conformance")
+        if self._rows is None or not (judgement or report.failed):
+            return
+        found: dict[str, Any] = {**(judgement or {"reason": str(report.longrepr)})}
+        outcome = found.pop("outcome", "crash")
+        if self._done.get(report.nodeid) in RED:  # as the judge's own report: the first that is red stays
+            return
+        self._done[report.nodeid] = outcome
+        self._rows.write(report.nodeid, outcome, red=outcome in RED, **found)
+        if time.monotonic() >= self._tell_at:
+            self._tell()
+
+    def pytest_sessionfinish(self) -> None:
+        self._tell()
+
+    def _tell(self) -> None:
+        """On the terminal, past pytest's capture, and on a line of its own among pytest's dots."""
+        if self._reporter is not None:
+            self._tell_at = time.monotonic() + _TELL_EVERY_S
+            red = sum(outcome in RED for outcome in self._done.values())
+            self._reporter.write_line(
+                f"\n{PROGRESS}{len(self._done)} of {len(self._planned)} tests, {red} red"
+            )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    reporter = None
+    if not hasattr(config, "workerinput"):
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+    task = Task.of_word(os.environ[VARIABLE])
+    config.pluginmanager.register(Plugin(task, reporter), "tandem-gpu")
