@@ -6,18 +6,16 @@ All or nothing
     gradients behind it are then as they were.
 """
 
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from impl import kernels
+from impl.kernels import are_on, dtypes_of, layouts_of
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-# Whole lists are asked by these: a loop in Python would cost more than some of the kernels.
-_dtype, _layout, _device, _is_cpu = map(attrgetter, ("dtype", "layout", "device", "is_cpu"))
 
 # Gradients of one device, to be changed together.
 Batch = tuple[torch.device, list[Tensor]]
@@ -42,7 +40,7 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
     grads = [grad for param in params if (grad := param.grad) is not None]
     if not grads:
         return []
-    dtypes = set(map(_dtype, grads))
+    dtypes = dtypes_of(grads)
     if torch.float16 in dtypes and not allow_fp16:
         raise ValueError("Attempting to unscale FP16 gradients.")
     if len(set(map(id, grads))) < len(grads):
@@ -51,7 +49,7 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
         if not all(map(Tensor.is_contiguous, grads)):
             _refuse_overlap(grads)
         device = grads[0].device
-        return [(device, grads)] if _all_on(device, grads) else _by_device(grads)
+        return [(device, grads)] if are_on(device, grads) else _by_device(grads)
     _refuse_overlap([grad for grad in grads if type(grad) in _PLAIN_TYPES and grad.layout is torch.strided])
     return _ordinary_last([param for param in params if param.grad is not None])
 
@@ -100,7 +98,7 @@ def _are_ordinary(grads: list[Tensor], dtypes: set[torch.dtype]) -> bool:
     return (
         _PLAIN_TYPES.issuperset(map(type, grads))
         and dtypes <= _KERNEL_DTYPES
-        and set(map(_layout, grads)) == {torch.strided}
+        and layouts_of(grads) == {torch.strided}
     )
 
 
@@ -133,10 +131,6 @@ def _refuse_overlap(grads: list[Tensor]) -> None:
                 "unsupported operation: more than one element of the written-to tensor refers to a single memory "
                 "location. Please clone() the tensor before performing the operation."
             )
-
-
-def _all_on(device: torch.device, grads: list[Tensor]) -> bool:
-    return all(map(_is_cpu, grads)) if device.type == "cpu" else set(map(_device, grads)) == {device}
 
 
 def _by_device(grads: list[Tensor]) -> list[Batch]:

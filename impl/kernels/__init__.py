@@ -19,6 +19,7 @@ Cost for N f32 elements, launches counted on CUDA:
 | `nonfinite_mask` | about 6, on demand | 3 a tensor |
 """
 
+from impl.kernels._lists import are_on, dtypes_of, layouts_of
 from impl.kernels._route import route
 from impl.kernels._untracked import untracked
 from impl.kernels.clamp import clamp_
@@ -28,7 +29,10 @@ from impl.kernels.scale_update import update_scale_
 from impl.kernels.unscale import nonfinite_mask, unscale_
 
 __all__ = [
+    "are_on",
     "clamp_",
+    "dtypes_of",
+    "layouts_of",
     "nonfinite_mask",
     "route",
     "scale_",

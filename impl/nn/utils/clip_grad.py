@@ -32,7 +32,7 @@ from torch.utils._foreach_utils import (
 )
 
 from impl import kernels
-from impl.kernels import untracked
+from impl.kernels import are_on, dtypes_of, layouts_of, untracked
 
 __all__ = ["clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"]
 
@@ -260,12 +260,11 @@ def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
 
 def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
     """The device of all `tensors`, if every one is ordinary and contiguous; by whole-list calls, for speed."""
-    if not tensors or {tensor.layout for tensor in tensors} != {torch.strided}:
+    if not tensors or layouts_of(tensors) != {torch.strided} or not dtypes_of(tensors) <= _KERNEL_DTYPES:
         return None
-    kinds = list(torch._C._group_tensors_by_device_and_dtype([[*tensors]], False))
-    device = kinds[0][0]
+    device = tensors[0].device
     if (
-        all(kind[0] == device and kind[1] in _KERNEL_DTYPES for kind in kinds)
+        are_on(device, tensors)
         and (device.type in ("cpu", "cuda") or _device_has_foreach_support(device))
         and all(map(Tensor.is_contiguous, tensors))
         and not any(map(Tensor.is_inference, tensors))

@@ -1,0 +1,24 @@
+"""Questions to all tensors of a list, without a loop in Python: it would take longer than some of the kernels.
+
+Not for code that is compiled: Dynamo knows no `attrgetter`.
+"""
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+_device, _dtype, _is_cpu, _layout = map(attrgetter, ("device", "dtype", "is_cpu", "layout"))
+
+
+def dtypes_of(tensors: Sequence[Tensor]) -> set[torch.dtype]:
+    return set(map(_dtype, tensors))
+
+
+def layouts_of(tensors: Sequence[Tensor]) -> set[torch.layout]:
+    return set(map(_layout, tensors))
+
+
+def are_on(device: torch.device, tensors: Sequence[Tensor]) -> bool:
+    return all(map(_is_cpu, tensors)) if device.type == "cpu" else set(map(_device, tensors)) == {device}
