@@ -1,9 +1,15 @@
-"""Every benchmark there is, and the measurement of one case, for the programs that run them without asv."""
+"""Every benchmark there is, and the measurement of one case, for the programs that run them without asv.
+
+`python -m benchmarks.catalogue FILE` writes asv's description of them.
+"""
 
 import dataclasses
 import importlib
 import inspect
+import json
 import pkgutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import benchmarks
@@ -20,6 +26,11 @@ def load_all() -> list[Any]:
             own = [value for value in vars(module).values() if getattr(value, "__module__", "") == file.name]
             found += [value for value in own if inspect.isclass(value) and asv_format.methods_of(value)]
     return found
+
+
+def describe_in(file: Path) -> None:
+    """Write what asv has in its benchmarks.json."""
+    file.write_text(json.dumps(asv_format.described(load_all()), indent=1))
 
 
 def name_of(kind: Any, case: tuple[Any, ...]) -> str:
@@ -48,3 +59,7 @@ def measured(
         return row | {"outcome": "not available", "why": str(missing)}
     except Exception as error:  # the others are still worth measuring
         return row | {"outcome": "failed", "why": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    describe_in(Path(sys.argv[1]))

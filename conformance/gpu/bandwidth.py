@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,13 @@ from benchmarks.common import training
 from benchmarks.timing import CudaStopwatch, HostStopwatch, Workload
 from conformance.gpu.rows import Rows, Task, in_words, serve
 from impl import kernels
-from impl.kernels._route import Route
 
 # Where latency is what counts, and where bandwidth is.
 _SHAPES = {"cuda": ("1000x1k", "gpt2"), "cpu": ("100x1k",)}
 _DTYPES = ("float32", "bfloat16")
 _WARM_UPS, _CHUNKS, _CALLS = 3, 7, 10
 # "plain" is torch's own operators, those that torch's modules call.
-_ROUTES: dict[str, Route] = {"impl": "auto", "torch": "plain"}
+_ROUTES: dict[str, Any] = {"impl": "auto", "torch": "plain"}
 
 
 def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -70,8 +69,7 @@ def cases(device: str) -> list[Case]:
 
 
 def work(task: Task, rows: Rows) -> None:
-    described = asv_format.described(catalogue.load_all())
-    Path(task.rows).with_name(BENCHMARKS).write_text(json.dumps(described, indent=1))
+    catalogue.describe_in(Path(task.rows).with_name(BENCHMARKS))
     todo = cases(task.device)
     rows.plan(case.name for case in todo)
     for position, case in enumerate(todo):

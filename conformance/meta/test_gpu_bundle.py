@@ -92,7 +92,7 @@ def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_stubs(tmp_path: Path, *stubs: Phase, budget_s: float = 60.0) -> Bundle:
     folder = tmp_path / "work"
     folder.mkdir()
-    (folder / BENCHMARKS).write_text(json.dumps(asv_format.described(catalogue.load_all())))
+    catalogue.describe_in(folder / BENCHMARKS)
     task = Task("", 0.0, "cpu")
     made = Bundle(task, folder, tmp_path / "bundle", budget_s, "ci/gpu --device cpu")
     phases.run_all(stubs, task, Clock(stubs, budget_s), folder, made.add)
