@@ -5,8 +5,8 @@ ci/gpu --device cpu                  all but the device
 ci/gpu --only launches --only bandwidth
 ci/gpu --merge bundle                where the repository is: its timings into benchmarks/results
 
-Exit code 0: judged green (or not judged, if only what measures was asked for). 1: red, or not shown because time ran
-out. 2: the command or the bundle is wrong.
+Exit code 0: judged green (or not judged, if that was not asked for). 1: red, or not shown because time ran out. 2: the
+command or the bundle is wrong.
 """
 
 from __future__ import annotations
@@ -157,11 +157,10 @@ def _device(asked: str, host: dict[str, Any]) -> str:
 def _tell(report: dict[str, Any], out: Path) -> int:
     for reason in [*report["reasons"], *(f"not shown: {why}" for why in report["not_shown"])]:
         say(f"- {reason}")
-    unrun = {name: phase["not_run"] for name, phase in report["phases"].items() if phase["not_run"]}
-    for name, names in unrun.items():
-        say(
-            f"- {name}: {len(names)} not run ({report['phases'][name]['why'].splitlines()[0]}), named in {REPORT}"
-        )
+    for name, phase in report["phases"].items():
+        if phase["not_run"] and phase["why"] != LEFT_OUT:
+            why = phase["why"].splitlines()[0]
+            say(f"- {name}: {len(phase['not_run'])} not run ({why}), named in {REPORT}")
     say(
         f"{report['verdict'].upper()} {report['subject']} on {report['device']} "
         f"after {report['seconds']:.0f} s; {out / SUMMARY}"

@@ -172,10 +172,10 @@ def not_shown(ran: Sequence[Ran]) -> list[str]:
 
 
 def verdict(reasons: Sequence[str], missing: Sequence[str], ran: Sequence[Ran]) -> str:
-    """`red`, `not shown`, `green`, or `not judged` where only what measures was asked for."""
+    """`red`, `not shown`, `green`, or `not judged` where the suite was not asked for."""
     if reasons or missing:
         return "red" if reasons else "not shown"
-    judged = any(each.phase.is_judging and each.phase.name != "host" and not each.is_left_out for each in ran)
+    judged = any(each.phase.name == "judge" and not each.is_left_out for each in ran)
     return "green" if judged else "not judged"
 
 

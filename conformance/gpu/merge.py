@@ -46,8 +46,9 @@ def merge(bundle: Path, root: Path = ROOT) -> list[Path]:
     whole = {"commit_hash": commit, "date": source.author_date_ms(commit, root)} | results
     whole["results"] = dict(sorted((earlier["results"] | results["results"]).items()))
     folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(whole) + "\n")
-    (folder / "machine.json").write_text(json.dumps(machine, indent=4, sort_keys=True) + "\n")
+    file.write_text(json.dumps(whole))
+    # To the byte as asv writes it, which would else change it again.
+    (folder / "machine.json").write_text(json.dumps(machine, indent=4, sort_keys=True))
     written = [file, folder / "machine.json"]
     # asv publishes nothing without it, and git does not have it: whoever times by asv makes it anew.
     catalogue = root / "benchmarks" / "results" / BENCHMARKS.removeprefix("asv-")
