@@ -12,9 +12,13 @@ from pathlib import Path
 MACHINE_VARIABLE = "TANDEM_BENCH_MACHINE"  # another name for the machine
 
 
-def describe_machine() -> dict[str, str]:
-    """The keys by which asv tells machines apart; all machines must have the same ones."""
+def describe_machine(gpu_in_use: str = "none") -> dict[str, str]:
+    """The keys by which asv tells machines apart; all machines must have the same ones.
+
+    `gpu_in_use` is what a caller knows of, where nvidia-smi may be missing.
+    """
     gpu, driver = nvidia()
+    gpu = gpu_in_use if gpu == "none" else gpu
     cpu, cores = cpu_model(), os.cpu_count() or 1
     memory_gib = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
     words = f"{cpu} {cores} cores {gpu if gpu != 'none' else ''}"

@@ -18,7 +18,7 @@ def work(task: Task, rows: Rows) -> None:
     cuda = torch.cuda.is_available()
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())] if cuda else []
     about: dict[str, Any] = {
-        "machine": describe_machine(),
+        "machine": describe_machine(gpus[0]["name"] if gpus else "none"),
         "environment": environment.describe(),
         "cuda": cuda,
         "cores_here": len(os.sched_getaffinity(0)),

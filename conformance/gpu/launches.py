@@ -8,7 +8,7 @@ the values that were read back.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,19 +72,26 @@ def counted(work: Workload, device: str) -> dict[str, int | None]:
             call()
         if cuda:  # so that the profile holds all that the call launched; outside the mark, so not counted
             torch.cuda.synchronize()
-    events: list[Any] = list(profiled.events() or [])
-    mark = next(event for event in events if event.name == _MARK and event.device_type == DeviceType.CPU)
-    on_host = [event for event in events if event.device_type == DeviceType.CPU and _is_within(event, mark)]
+    return tally(list(profiled.events() or []), cuda)
+
+
+def tally(events: Sequence[Any], cuda: bool) -> dict[str, int | None]:
+    """Of a profile's events, those that lie under the mark and what the device did for them."""
+    host = [event for event in events if event.device_type == DeviceType.CPU]
+    mark = next(event for event in host if event.name == _MARK)
+    marked = [event for event in host if _is_within(event, mark)]
+    # A region that is marked on the host comes back as if the device had done something of that name.
+    regions = {event.name for event in host}
     on_device = [
-        event.name for event in events if event.device_type == DeviceType.CUDA and event.name != _MARK
+        event.name for event in events if event.device_type == DeviceType.CUDA and event.name not in regions
     ]
     copies = sum(bool(_COPIED.match(name)) for name in on_device)
     return {
         "kernels": len(on_device) - copies if cuda else None,
         "copies": copies if cuda else None,
-        "synchronisations": sum(bool(_WAITS.match(event.name)) for event in on_host) if cuda else None,
-        "reads": sum(event.name == _READS for event in on_host),
-        "operators": sum(_is_outermost(event) for event in on_host),
+        "synchronisations": sum(bool(_WAITS.match(event.name)) for event in marked) if cuda else None,
+        "reads": sum(event.name == _READS for event in marked),
+        "operators": sum(_is_outermost(event) for event in marked),
     }
 
 

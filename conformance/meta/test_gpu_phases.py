@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from benchmarks import asv_format, catalogue, comparison
 from benchmarks.timing import Workload
@@ -98,6 +99,36 @@ def test_operators_and_reads_are_counted() -> None:
     counts = launches.counted(Workload(call), "cpu")
     # Three ones, each one operator however many it calls in turn; mul_, addmm, item.
     assert counts == {"kernels": None, "copies": None, "synchronisations": None, "reads": 1, "operators": 6}
+
+
+def test_what_the_device_did_is_told_from_what_only_bears_a_name() -> None:
+    def event(name: str, start: float, end: float, on: DeviceType = DeviceType.CPU) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name, device_type=on, cpu_parent=None, time_range=SimpleNamespace(start=start, end=end)
+        )
+
+    events = [
+        event("tandem measured", 10, 50),
+        event("Optimizer.step#AdamW.step", 20, 30),
+        event("cuLaunchKernelEx", 21, 22),
+        event("cudaStreamSynchronize", 25, 26),
+        event("cudaStreamWaitEvent", 27, 28),
+        event("aten::mul", 31, 32),
+        event("cudaDeviceSynchronize", 51, 60),  # the one that ends the measurement
+        *(
+            event(name, 55, 56, DeviceType.CUDA)
+            for name in (
+                "tandem measured",
+                "Optimizer.step#AdamW.step",
+                "unscale_kernel",
+                "void multi_tensor<4>",
+            )
+        ),
+        event("Memcpy DtoH (Device -> Pageable)", 57, 58, DeviceType.CUDA),
+        event("Memset (Device)", 58, 59, DeviceType.CUDA),
+    ]
+    wanted = {"kernels": 2, "copies": 2, "synchronisations": 1, "reads": 0, "operators": 1}
+    assert launches.tally(events, cuda=True) == wanted
 
 
 @pytest.mark.parametrize(
