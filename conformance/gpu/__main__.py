@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None, began: float | None = None) -> int:
             "start it with the one that has"
         )
     signal.signal(signal.SIGTERM, _interrupt)
-    with tempfile.TemporaryDirectory(prefix="tandem-gpu-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tandem-gpu-", ignore_cleanup_errors=True) as folder:
         return _run(options, Path(folder), began)
 
 

@@ -124,7 +124,8 @@ def _run(command: list[str], environ: Mapping[str, str], log: Path, most_s: floa
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs may hold it for good
+                process.wait(1)
             reader.join(1)  # somebody who left the process group may hold the pipe open
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from benchmarks import catalogue, comparison
+from benchmarks import catalogue, comparison, machine
 from benchmarks.common import SHAPES, training
 from benchmarks.timing import QUICK, Workload, median_interval, paired, summary
 
@@ -81,3 +81,12 @@ def test_renewed_gradients_have_the_same_values_elsewhere():
     after = [parameter.grad for parameter in data.parameters]
     assert all(map(torch.equal, before, after))
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("told", [("NVIDIA H200", "580"), ("none", "none")])
+def test_a_machine_is_known_by_its_gpu_also_without_nvidia_smi(monkeypatch, told):
+    monkeypatch.delenv(machine.MACHINE_VARIABLE, raising=False)
+    monkeypatch.setattr(machine, "nvidia", lambda: told)
+    found = machine.describe_machine("NVIDIA H200")
+    assert (found["gpu"], found["driver"]) == ("NVIDIA H200", told[1])
+    assert found["machine"].endswith("-cores-nvidia-h200")
