@@ -1,6 +1,7 @@
 """The gate: judge a subject, time it against torch, train a real model with it, write the report, say yes or no.
 
     python -m conformance.gate --subject impl --profile quick --out report
+    python -m conformance.gate --baseline earlier/report.json      what broke, was mended, got slower since
 
 Each part runs in a process of its own, with a deadline, so that a subject that hangs or kills its process ends in a
 red verdict and not in silence. Exit code 0 is green, 1 red.
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from conformance import clauses, environment
 from conformance.plugin import PROFILES
 from conformance.report import write_page
+from conformance.report.baseline import compare, read_report, sentences
+from conformance.report.verdict import reasons
 from conformance.results import RED, broken_clauses
+from conformance.strength import read_kills
 
 _DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
 _POLL_S = 0.2
@@ -37,7 +42,7 @@ _MOST_TOLD = 20  # broken clauses in the terminal; the report has all
 
 
 def main(words: Sequence[str]) -> int:
-    options = _options(words)
+    options, baseline, kills = _options(words)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -47,13 +52,19 @@ def main(words: Sequence[str]) -> int:
         report["training"] = _trained(options, out, progress)
     report["reasons"] = reasons(report)
     report["verdict"] = "red" if report["reasons"] else "green"
+    changes = compare(baseline, report) if baseline else None
+    report["baseline"] = asdict(changes) if changes else None
+    report["kills"] = kills
     (out / "report.json").write_text(json.dumps(report, indent=1))
     write_page(report, out / "index.html")
-    _say(console, report, out)
+    _say(console, report, out, sentences(changes) if changes else [])
     return 0 if report["verdict"] == "green" else 1
 
 
-def _options(words: Sequence[str]) -> argparse.Namespace:
+def _options(
+    words: Sequence[str],
+) -> tuple[argparse.Namespace, dict[str, Any] | None, dict[str, Any] | None]:
+    """The options, the baseline and the kill matrix: both are read before a run can overwrite them."""
     parser = argparse.ArgumentParser(prog="ci/gate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--subject", default="impl", help="impl, torch, or any package that mirrors torch's paths"
@@ -67,26 +78,23 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         "--seed", type=int, help="another draw of examples; without it every run tries the same"
     )
     parser.add_argument("--out", default="report", help="folder for index.html, report.json and junit.xml")
-    return parser.parse_args(words)
-
-
-def reasons(report: dict[str, Any]) -> list[str]:
-    """Why the verdict is red; empty when it is green."""
-    found = list(report["ended_early"])
-    red = Counter(test["outcome"] for test in report["tests"] if test["outcome"] in RED)
-    found += [f"{count} {'test' if count == 1 else 'tests'} {outcome}" for outcome, count in red.items()]
-    if report["verdict"] == "red" and not red and not found:
-        found.append(f"{report['subject']} provides none of the names that are judged")
-    speed, training = report["speed"], report["training"]
-    found += [
-        f"benchmark {row['name']} failed: {row['why'].splitlines()[0]}"
-        for row in speed.get("rows", [])
-        if row["outcome"] == "failed"
-    ]
-    found += [
-        f"training {run['name']}: {reason}" for run in training.get("runs", []) for reason in run["reasons"]
-    ]
-    return found + [part["error"] for part in (speed, training) if part.get("error")]
+    parser.add_argument("--baseline", type=Path, help="report.json of an earlier run to compare with")
+    parser.add_argument(
+        "--kills",
+        type=Path,
+        help="the suite's strength, to be shown (default: kills.json in --out, if there)",
+    )
+    options = parser.parse_args(words)
+    found = Path(options.out, "kills.json")
+    kills = options.kills or (found if found.is_file() else None)
+    try:
+        return (
+            options,
+            read_report(options.baseline) if options.baseline else None,
+            read_kills(kills) if kills else None,
+        )
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _judged(options: argparse.Namespace, out: Path, progress: Progress) -> dict[str, Any]:
@@ -270,7 +278,7 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _say(console: Console, report: dict[str, Any], out: Path) -> None:
+def _say(console: Console, report: dict[str, Any], out: Path, changes: Sequence[str] = ()) -> None:
     tell = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     broken = broken_clauses(report["tests"])
     for clause in broken[:_MOST_TOLD]:
@@ -280,6 +288,8 @@ def _say(console: Console, report: dict[str, Any], out: Path) -> None:
         tell(f"       and {len(broken) - _MOST_TOLD} more, in the report")
     for reason in report["reasons"]:
         tell(f"- {reason}")
+    for line in changes:
+        tell(line)
     colour = "green" if report["verdict"] == "green" else "red"
     counts = Counter(test["outcome"] for test in report["tests"] if test["clause"])
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())

@@ -4,6 +4,8 @@
     python -m conformance.strength --list          the faults by name
     python -m conformance.strength --only scale    those whose name holds a word
 
+The kill matrix goes to `report/kills.json`, where the next `ci/gate` finds it and draws it into its report.
+
 A fault is judged in a process of its own, forked from one that has torch imported already. It counts as killed by
 the first test that fails; nothing tells the suite what was planted.
 """
@@ -12,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -44,6 +48,7 @@ class Kill:
     seconds: float
     says: str = ""
     thread: str = ""
+    why: str = ""  # the reason in `survivors.toml` if nothing can catch it
 
 
 def plant_ids() -> list[str]:
@@ -122,7 +127,13 @@ def _judge(plant_id: str, spec: str, files: Sequence[Path], profile: str) -> Kil
         seconds=round(time.monotonic() - began, 2),
         says=found.says if found else "",
         thread=found.thread if found else "",
+        why=excuses().get(plant_id, ""),
     )
+
+
+def excuses() -> dict[str, str]:
+    """Why a fault may survive, by its id."""
+    return tomllib.loads((HERE / "survivors.toml").read_text())
 
 
 def _run(spec: str, files: Sequence[Path], profile: str, directory: str) -> None:
@@ -154,6 +165,34 @@ def judge_all(ids: Sequence[str], package: str, jobs: int) -> Iterator[Kill]:
         yield from threads.map(lambda plant_id: judge(plant_id, package), ids)
 
 
+def write_kills(file: Path, package: str, kills: Sequence[Kill], began: float) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    head = {
+        "subject": package,
+        "began": datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.time() - began, 1),
+    }
+    file.write_text(json.dumps(head | {"kills": [asdict(kill) for kill in kills]}, indent=1))
+
+
+def read_kills(file: Path) -> dict[str, Any]:
+    """A kill matrix as `write_kills` leaves it.
+
+    Raises:
+        ValueError: the file is not there, or is something else.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        rows = [Kill(**kill) for kill in found["kills"]]
+        return {"subject": found["subject"], "began": found["began"], "seconds": found["seconds"]} | {
+            "kills": [asdict(row) for row in rows]
+        }
+    except OSError as error:
+        raise ValueError(f"there is no kill matrix at {file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} is no kill matrix; python -m conformance.strength writes one") from None
+
+
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m conformance.strength", description=__doc__.splitlines()[0]
@@ -163,13 +202,14 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--only", default="", metavar="WORD", help="only faults whose name holds this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", default="report/strength.json")
+    parser.add_argument("--out", default="report/kills.json", help="where the kill matrix goes")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args(words)
     ids = [plant_id for plant_id in plant_ids() if options.only in plant_id]
     if options.list:
         print("\n".join(ids))  # noqa: T201 the command's output
         return 0
+    began = time.time()
     baseline = judge_unplanted(options.subject)
     if baseline.killed:
         print(f"{options.subject} is red without a fault: {baseline.clause} {baseline.nodeid}")  # noqa: T201
@@ -179,8 +219,7 @@ def main(words: Sequence[str]) -> int:
         kills.append(kill)
         fate = f"killed by {kill.clause or kill.nodeid} ({kill.how})" if kill.killed else "SURVIVED"
         print(f"[{len(kills)}/{len(ids)}] {kill.seconds:6.1f} s  {kill.plant}: {fate}", flush=True)  # noqa: T201
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text(json.dumps([asdict(kill) for kill in kills], indent=1))
+    write_kills(Path(options.out), options.subject, kills, began)
     survivors = [kill.plant for kill in kills if not kill.killed]
     print(f"{len(kills) - len(survivors)} of {len(kills)} killed")  # noqa: T201
     return 1 if survivors else 0

@@ -1,4 +1,4 @@
-"""The gate's own parts: what makes it red, what it salvages, and the page it draws."""
+"""The gate's own parts: what makes it red and what it salvages."""
 
 from __future__ import annotations
 
@@ -18,63 +18,10 @@ pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml bring
 from rich.console import Console
 from rich.progress import Progress
 
-from conformance import environment
-from conformance.gate import _JudgingBar, _Lines, _run, _salvaged, reasons
-from conformance.report import write_page
-from conformance.results import Judgement, verdict
-from conformance.training.compare import Check
-from conformance.training.judge import Comparison, as_entry
-from conformance.training.plan import small_plan
-from conformance.training.trainer import Run
-
-CLAUSE = {
-    "id": "amp.grad_scaler.x",
-    "says": "It does.",
-    "covers": ["amp.GradScaler"],
-    "area": "amp.grad_scaler",
-}
-
-
-def judged(outcome: str, **more: Any) -> dict[str, Any]:
-    words = {
-        "nodeid": f"test_{outcome}",
-        "outcome": outcome,
-        "seconds": 0.1,
-        "clause": CLAUSE["id"],
-        "device": "cpu",
-    }
-    return vars(Judgement(**words | more))
-
-
-def comparison(passed: bool) -> dict[str, Any]:
-    run = Run(
-        losses=[8.0, 7.0],
-        grad_norms=[1.0, 1.0],
-        scales=[4.0, 2.0],
-        skipped=[1],
-        held_out={2: 7.5},
-        weights="w",
-    )
-    check = Check("bits", passed, "said <b>so</b>")
-    return as_entry(Comparison("bf16", small_plan("bf16"), run, run, None, [check]))
-
-
-def a_report(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "verdict": "red" if any(Judgement(**test).is_red for test in tests) else "green",
-        "subject": "impl",
-        "profile": "quick",
-        "seed": None,
-        "began": "2026-01-01T00:00:00+00:00",
-        "seconds": 1.0,
-        "environment": environment.describe(),
-        "clauses": [CLAUSE],
-        "deviations": [],
-        "tests": list(tests),
-        "ended_early": [],
-        "speed": {},
-        "training": {},
-    } | more
+from conformance.gate import _JudgingBar, _Lines, _run, _salvaged
+from conformance.meta.report_cases import a_report, judged, trained
+from conformance.report.verdict import reasons
+from conformance.results import verdict
 
 
 @pytest.mark.parametrize("outcome", ["failed", "hang", "crash", "stale"])
@@ -92,9 +39,7 @@ def test_other_outcomes_are_none(outcome: str) -> None:
 def test_each_part_can_be_the_reason() -> None:
     failed = {"name": "clip", "outcome": "failed", "why": "it broke"}
     assert reasons(a_report(speed={"rows": [failed]})) == ["benchmark clip failed: it broke"]
-    assert reasons(a_report(training={"runs": [comparison(False)]})) == [
-        "training bf16: bits: said <b>so</b>"
-    ]
+    assert reasons(a_report(training={"runs": [trained(False)]})) == ["training bf16: bits: said <b>so</b>"]
     assert reasons(a_report(training={"error": "no end"})) == ["no end"]
     assert reasons(a_report(ended_early=["stopped by hand"])) == ["stopped by hand"]
 
@@ -102,44 +47,6 @@ def test_each_part_can_be_the_reason() -> None:
 def test_a_subject_that_provides_nothing_is_red() -> None:
     assert verdict([], "json") == "red"
     assert reasons(a_report(verdict="red")) == ["impl provides none of the names that are judged"]
-
-
-def test_the_page_shows_every_part_and_escapes_what_comes_from_outside(tmp_path: Path) -> None:
-    measured = {
-        "name": "clip",
-        "outcome": "measured",
-        "ratio": 0.5,
-        "low": 0.4,
-        "high": 0.6,
-        "subject_s": 1e-3,
-    }
-    report = a_report(
-        judged(
-            "failed", reason="<script>alert(1)</script>", replay="python -m pytest 'x[<b>]'", dtype="float32"
-        ),
-        judged("known", deviation="a.row"),
-        deviations=[
-            {
-                "id": "a.row",
-                "clause": CLAUSE["id"],
-                "torch_does": "t",
-                "we_do": "w",
-                "why": "y",
-                "thread": "o",
-            }
-        ],
-        speed={"rows": [measured | {"reference_s": 2e-3}], "command": "python -m benchmarks"},
-        training={"runs": [json.loads(json.dumps(comparison(True)))]},
-        reasons=["1 test failed"],
-    )
-    write_page(report, tmp_path / "index.html")
-    page = (tmp_path / "index.html").read_text()
-    assert "<script>alert" not in page
-    assert "<b>" not in page
-    assert "&lt;script&gt;alert(1)" in page
-    assert page.count("<svg") == 2
-    for text in ("1 test failed", "cpu · float32", CLAUSE["says"], "0.500", "held out"):
-        assert text in page
 
 
 def test_a_part_that_does_not_end_is_stopped_with_all_it_started(tmp_path: Path) -> None:

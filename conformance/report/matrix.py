@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from conformance.results import RED
 
 # From worst to best; a cell shows the worst of its tests.
 SEVERITY = (
@@ -43,9 +47,20 @@ class Axis:
     world_size: str
 
     @property
-    def label(self) -> str:
+    def parts(self) -> list[str]:
+        dtype = "default dtype" if self.dtype == "None" else self.dtype
         world = f"world {self.world_size}" if self.world_size else ""
-        return " · ".join(part for part in (self.device or "any device", self.dtype, world) if part)
+        return [part for part in (self.device or "any device", dtype, world) if part]
+
+    @property
+    def label(self) -> str:
+        return " · ".join(self.parts)
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"[^\w.]+", "-", "-".join((self.device or "any", self.dtype, self.world_size))).strip(
+            "-"
+        )
 
 
 @dataclass
@@ -74,6 +89,10 @@ class Row:
     def short_id(self) -> str:
         return self.clause["id"].removeprefix(self.clause["area"] + ".")
 
+    @property
+    def is_red(self) -> bool:
+        return self.outcome in RED
+
 
 @dataclass
 class Area:
@@ -84,6 +103,16 @@ class Area:
     @property
     def outcome(self) -> str:
         return min((row.outcome for row in self.rows), key=SEVERITY.index)
+
+    @property
+    def counts(self) -> list[tuple[str, int]]:
+        """How many of its clauses have each outcome, the worst first."""
+        return ranked(row.outcome for row in self.rows)
+
+
+def ranked(outcomes: Iterable[str]) -> list[tuple[str, int]]:
+    """Each outcome with its number, the worst first."""
+    return sorted(Counter(outcomes).items(), key=lambda entry: SEVERITY.index(entry[0]))
 
 
 def matrix(report: dict[str, Any]) -> list[Area]:

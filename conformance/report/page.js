@@ -1,30 +1,84 @@
 "use strict";
-// Filters over the clause matrix: a row stays when it holds every word and value that is asked for.
-const filters = document.querySelectorAll(".filters [data-filter]");
-const rows = document.querySelectorAll("tr[data-clause]");
+const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+
+// Filters: a cell stays when it has every value that is asked for, a row when one of its cells stays and it holds the
+// word, a column when one of its cells stays.
+const form = document.querySelector(".filters");
+const fields = all("[data-filter]", form);
+const rows = all("tr[data-clause]");
+const tests = Object.fromEntries(all("[data-tests]").map((each) => [each.dataset.tests, each]));
 
 function apply() {
-  const wanted = Object.fromEntries([...filters].map((field) => [field.dataset.filter, field.value.trim().toLowerCase()]));
+  const wanted = Object.fromEntries(fields.map((field) => [field.dataset.filter, field.value.trim().toLowerCase()]));
+  const has = (data, keys) => keys.every((key) => !wanted[key] || data[key].toLowerCase() === wanted[key]);
   let shown = 0;
-  for (const row of rows) {
-    const has = (key) => !wanted[key] || row.dataset[key].toLowerCase().split("|").includes(wanted[key]);
-    const hasWord = !wanted.word || row.textContent.toLowerCase().includes(wanted.word);
-    row.hidden = !(hasWord && ["area", "outcome", "device", "dtype", "world"].every(has));
-    shown += !row.hidden;
-  }
-  for (const area of document.querySelectorAll("[data-area-section]")) {
-    area.hidden = !area.querySelector("tr[data-clause]:not([hidden])");
+  for (const area of all("section[data-area]")) {
+    const inArea = has(area.dataset, ["area"]);
+    const columns = all("thead th", area);
+    const alive = columns.map((_, index) => index === 0);
+    for (const row of all("tr[data-clause]", area)) {
+      const text = `${row.dataset.clause} ${row.textContent}`.toLowerCase();
+      const kept = [...row.cells].map((cell, index) => {
+        const outcome = cell.querySelector("[data-outcome]");
+        if (index === 0 || !outcome) return false;
+        const fits = has(columns[index].dataset, ["device", "dtype", "world"]) && has(outcome.dataset, ["outcome"]);
+        outcome.classList.toggle("off", !fits);
+        return fits;
+      });
+      row.hidden = !(inArea && text.includes(wanted.word) && kept.includes(true));
+      tests[row.dataset.clause].hidden = row.hidden;
+      if (!row.hidden) kept.forEach((stays, index) => { alive[index] ||= stays; });
+      shown += !row.hidden;
+    }
+    for (const row of all("tr", area)) [...row.cells].forEach((cell, index) => { cell.hidden = !alive[index]; });
+    area.hidden = !all("tr[data-clause]", area).some((row) => !row.hidden);
   }
   document.getElementById("shown").textContent = `${shown} of ${rows.length} clauses`;
 }
 
-for (const field of filters) field.addEventListener("input", apply);
+form.hidden = false;
+form.addEventListener("input", apply);
+form.addEventListener("submit", (event) => event.preventDefault());
+form.addEventListener("reset", () => setTimeout(apply));
 
-// A cell leads to its clause's tests: open them on arrival.
-function openTarget() {
+// A link opens whatever its target is folded into, and takes the keyboard along.
+function show() {
   const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  if (target instanceof HTMLDetailsElement) target.open = true;
+  if (!target) return;
+  if (target.closest("[hidden]")) form.reset(), apply();
+  for (let each = target; each; each = each.parentElement) if (each.tagName === "DETAILS") each.open = true;
+  target.scrollIntoView();
+  (target.tagName === "DETAILS" ? target.firstElementChild : target).focus({ preventScroll: true });
 }
-window.addEventListener("hashchange", openTarget);
-openTarget();
+window.addEventListener("hashchange", show);
+
+for (const code of all(".command code")) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "copy";
+  button.textContent = "copy";
+  button.setAttribute("aria-label", `Copy: ${code.textContent.slice(0, 80)}`);
+  button.addEventListener("click", async () => {
+    getSelection().selectAllChildren(code);
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+      button.textContent = "copied";
+    } catch {
+      button.textContent = document.execCommand("copy") ? "copied" : "press Ctrl-C";
+    }
+    setTimeout(() => { button.textContent = "copy"; }, 2000);
+  });
+  code.after(" ", button);
+}
+
+for (const button of all("[data-fold]")) {
+  const folds = all(button.dataset.fold);
+  button.hidden = folds.length < 2;
+  button.addEventListener("click", () => {
+    const open = folds.some((each) => !each.open);
+    for (const each of folds) each.open = open;
+  });
+}
+
 apply();
+show();

@@ -4,87 +4,136 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter
+import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import matplotlib as mpl
-from markupsafe import Markup
-from matplotlib.figure import Figure
+from markupsafe import Markup, escape
 
-from conformance.report.matrix import SEVERITY, SIGNS, matrix
-from conformance.results import RED
+from conformance.report import speed
+from conformance.report.kills import kill_matrix
+from conformance.report.matrix import SEVERITY, SIGNS, matrix, ranked
+from conformance.report.verdict import parts
+from conformance.results import RED, Broken, broken_clauses
 from conformance.training.plot import draw
+
+_HERE = Path(__file__).parent
+_SIDES = {"known": "takes torch's side", "passed": "takes impl's side", "failed": "takes neither side"}
 
 
 def write_page(report: dict[str, Any], file: Path) -> None:
     """Write the page for a report as `conformance.gate` assembles it; every text in it is escaped."""
+    page = (
+        _environment()
+        .get_template("page.html")
+        .render(
+            report=report,
+            parts=parts(report),
+            areas=matrix(report),
+            counts=ranked(test["outcome"] for test in report["tests"] if test["clause"]),
+            own_counts=ranked(test["outcome"] for test in report["tests"] if not test["clause"]),
+            red=_red(report),
+            failures={
+                t["nodeid"]: f"failure-{n}" for n, t in enumerate(report["tests"]) if t["outcome"] in RED
+            },
+            clause_ids={clause["id"] for clause in report["clauses"]},
+            replay=_replay(report),
+            sides=_sides(report),
+            kills=kill_matrix(report),
+            speed=speed.groups(report.get("speed") or {}),
+            training_plots=[
+                _plot(run, report["subject"]) for run in (report.get("training") or {}).get("runs", [])
+            ],
+        )
+    )
+    # An exception's text may hold half a character, which no file can.
+    file.write_bytes(page.encode("utf-8", errors="replace"))
+
+
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    judged = [test for test in report["tests"] if test["clause"]]
-    own = [test for test in report["tests"] if not test["clause"]]
-    page = environment.get_template("page.html").render(
-        report=report,
-        areas=matrix(report),
-        counts=Counter(test["outcome"] for test in judged),
-        own_counts=Counter(test["outcome"] for test in own),
-        red=[test for test in report["tests"] if test["outcome"] in RED],
-        severity=SEVERITY,
-        signs=SIGNS,
-        deviation_outcomes=_deviation_outcomes(report),
-        speed_plot=_speed_plot(report.get("speed") or {}),
-        training_plots=[
-            _as_svg(draw(run, report["subject"])) for run in (report.get("training") or {}).get("runs", [])
-        ],
-        style=Markup(Path(__file__).with_name("page.css").read_text()),
-        script=Markup(Path(__file__).with_name("page.js").read_text()),
-        dumps=json.dumps,
-    )
-    file.write_text(page)
+    environment.filters |= {
+        "breakable": _breakable,
+        "threads": _threads,
+        "position": speed.position,
+        "ratio": speed.in_digits,
+        "time_of": speed.time_of,
+        "when": lambda moment: moment[:16].replace("T", " ") + " UTC",
+    }
+    environment.globals |= {
+        "severity": SEVERITY,
+        "signs": SIGNS | {"not run": "–"},
+        "ticks": speed.TICKS,
+        "dumps": json.dumps,
+        "style": Markup((_HERE / "page.css").read_text()),
+        "script": Markup((_HERE / "page.js").read_text()),
+    }
+    return environment
 
 
-def _deviation_outcomes(report: dict[str, Any]) -> dict[str, str]:
-    """For each row, the worst outcome of the tests that assert it."""
-    found: dict[str, str] = {}
+def _breakable(name: str) -> Markup:
+    """A long name that may be broken after its dots, underscores, slashes and brackets; copied, it is whole."""
+    return Markup(re.sub(r"([._/\[]|::)(?=\w)", r"\1<wbr>", str(escape(name))))
+
+
+def _threads(text: str) -> Markup:
+    """Public threads (`pytorch/pytorch#1`) as links."""
+    link = r'<a href="https://github.com/\1/issues/\2" rel="noreferrer">\1#\2</a>'
+    return Markup(re.sub(r"([\w.-]+/[\w.-]+)#(\d+)", link, "" if text == "own" else str(escape(text))))
+
+
+def _red(report: dict[str, Any]) -> list[tuple[Broken, list[dict[str, Any]]]]:
+    """What is broken, in the words of this report's own clauses, each with its red tests."""
+    says = {clause["id"]: clause["says"] for clause in report["clauses"]}
+    found: dict[str, list[dict[str, Any]]] = {}
     for test in report["tests"]:
-        if test["deviation"]:
-            both = (test["outcome"], found.get(test["deviation"], test["outcome"]))
-            found[test["deviation"]] = min(both, key=SEVERITY.index)
-    return found
+        if test["outcome"] in RED:
+            found.setdefault(test["clause"] or test["nodeid"], []).append(test)
+    return [
+        (replace(broken, says=says.get(broken.name, broken.says)), found[broken.name])
+        for broken in broken_clauses(report["tests"])
+    ]
 
 
-def _speed_plot(speed: dict[str, Any]) -> Markup | None:
-    """Subject ÷ torch for each case, with its 95% interval; left of 1 is faster than torch."""
-    rows = [row for row in speed.get("rows", []) if row["outcome"] == "measured"]
-    if not rows:
-        return None
-    figure = Figure(figsize=(9, 0.8 + 0.28 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    for height, row in enumerate(reversed(rows)):
-        low, high = row["low"], row["high"]
-        colour = "#1a7f37" if high < 1 else "#b35900" if low > 1 else "#57606a"
-        axes.plot([low, high], [height, height], color=colour, linewidth=2)
-        axes.plot([row["ratio"]], [height], "o", color=colour, markersize=5)
-    axes.axvline(1.0, color="#24292f", linewidth=1)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)], fontsize=8)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:.2g}")
-    axes.xaxis.set_minor_formatter("{x:.2g}")
-    axes.tick_params(axis="x", which="both", labelsize=8)
-    axes.set_xlabel("time of the subject ÷ time of torch (log scale; left of 1 is faster)", fontsize=9)
-    axes.grid(axis="x", which="both", alpha=0.25)
-    return _as_svg(figure)
+def _replay(report: dict[str, Any]) -> str:
+    seed = [] if report["seed"] is None else ["--seed", str(report["seed"])]
+    words = ["--subject", report["subject"], "--profile", report["profile"], *seed]
+    return shlex.join(["python", "-m", "pytest", "TEST", *words])
 
 
-def _as_svg(figure: Any) -> Markup:
+def _sides(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """For each deviation the worst outcome of the tests that assert it, and what that says of the subject."""
+    seen: dict[str, list[str]] = {}
+    for test in report["tests"]:
+        seen.setdefault(test["deviation"], []).append(test["outcome"])
+    worst = {row: ranked(outcomes)[0][0] for row, outcomes in seen.items()}
+    return {
+        row["id"]: (worst[row["id"]], _SIDES.get(worst[row["id"]], worst[row["id"]]))
+        if row["id"] in worst
+        else ("not run", "not asked")
+        for row in report["deviations"]
+    }
+
+
+def _plot(run: dict[str, Any], subject: str) -> Markup:
     drawn = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "tandem", "svg.fonttype": "none"}):
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        figure = draw(run | {"name": _label(run["name"])}, _label(subject))
+        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     # Matplotlib escapes the texts it draws; the XML prologue has no place inside HTML.
     return Markup(drawn.getvalue()[drawn.getvalue().index("<svg") :])
+
+
+def _label(text: str) -> str:
+    """As matplotlib takes it: without half characters, and with a "$" that starts no formula."""
+    return text.encode("utf-8", errors="replace").decode().replace("$", r"\$")

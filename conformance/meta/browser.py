@@ -1,0 +1,177 @@
+"""Chromium without a window, driven through its DevTools pipe: real keys, real layout, no driver, no network.
+
+The pipe is two file descriptors (3 and 4) and JSON with a zero byte behind each message, so this needs no library.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_FLAGS = [
+    "--headless=new",
+    "--remote-debugging-pipe",
+    "--no-sandbox",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-quic",
+]
+# The shell in front of Chromium may use low descriptors itself, so they are put in place last of all.
+_LAUNCH = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4);"
+    " os.execvp(sys.argv[3], sys.argv[3:])"
+)
+
+
+def find_chromium() -> str | None:
+    return next((found for name in _NAMES if (found := shutil.which(name))), None)
+
+
+class Browser:
+    """One page. Every call ends before `deadline_s` has passed since the start, or raises TimeoutError."""
+
+    def __init__(self, program: str, profile: Path, deadline_s: float = 50.0) -> None:
+        self._end = time.monotonic() + deadline_s
+        self._ids = itertools.count(1)
+        self._unread = b""
+        self.complaints: list[str] = []  # of the page's console, and errors that no one caught
+        self.requests: list[str] = []  # addresses that the page asked for
+        there, self._send_fd = os.pipe()
+        self._read_fd, back = os.pipe()
+        low = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (there, back)]
+        for fd in (there, back):
+            os.close(fd)
+        own = f"--user-data-dir={profile}"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-c", _LAUNCH, *map(str, low), program, *_FLAGS, own],
+                pass_fds=low,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            for fd in low:
+                os.close(fd)
+        self._session = ""
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._call(f"{domain}.enable")
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._send_fd)
+        os.close(self._read_fd)
+
+    def open(self, file: Path, width: int, height: int = 900) -> None:
+        """Load a file at a width; a phone's is shown as a phone does."""
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        self._call("Page.navigate", url="about:blank")  # else a page that is open already is not loaded again
+        self._call("Page.navigate", url=file.absolute().as_uri())
+        while self.run("document.readyState !== 'complete' || location.protocol !== 'file:'"):
+            time.sleep(0.02)
+
+    def run(self, script: str) -> Any:
+        """The value of a JavaScript expression; a promise is waited for."""
+        answer = self._call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True
+        )
+        if "exceptionDetails" in answer:
+            raise AssertionError(f"{script[:200]}: {answer['exceptionDetails']}")
+        return answer["result"].get("value")
+
+    def press(self, key: str, code: int, text: str = "") -> None:
+        """Press one key, as a hand would: focus moves and buttons react."""
+        about = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        self._call("Input.dispatchKeyEvent", type="keyDown", text=text, **about)
+        self._call("Input.dispatchKeyEvent", type="keyUp", **about)
+        self.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+    def emulate_print(self, on: bool = True) -> None:
+        """Lay the page out as for paper, or for the screen again."""
+        self._call("Emulation.setEmulatedMedia", media="print" if on else "")
+
+    def screenshot(self, file: Path, whole: bool = False) -> None:
+        found = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
+        file.write_bytes(base64.b64decode(found["data"]))
+
+    def _call(self, method: str, **params: Any) -> dict[str, Any]:
+        number = next(self._ids)
+        message = {"id": number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._send_fd, json.dumps(message).encode() + b"\0")
+        while True:
+            found = self._next()
+            if found.get("id") == number:
+                if "error" in found:
+                    raise RuntimeError(f"{method}: {found['error']['message']}")
+                return found["result"]
+            self._note(found)
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._unread:
+            left = self._end - time.monotonic()
+            if left <= 0 or not select.select([self._read_fd], [], [], left)[0]:
+                raise TimeoutError("the browser did not answer in time")
+            more = os.read(self._read_fd, 1 << 16)
+            if not more:
+                raise RuntimeError(f"the browser ended with code {self._process.wait()}")
+            self._unread += more
+        message, _, self._unread = self._unread.partition(b"\0")
+        return json.loads(message)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        method, params = event.get("method"), event.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(params["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.complaints.append(json.dumps(params["args"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.complaints.append(params["entry"]["text"])
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])

@@ -1,0 +1,81 @@
+"""Reports to draw and to compare, put together from a few tests, benchmarks and training runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from conformance import environment
+from conformance.results import Judgement
+from conformance.training.compare import Check
+from conformance.training.judge import Comparison, as_entry
+from conformance.training.plan import small_plan
+from conformance.training.trainer import Run
+
+CLAUSE = {
+    "id": "amp.grad_scaler.x",
+    "says": "It does.",
+    "covers": ["amp.GradScaler"],
+    "area": "amp.grad_scaler",
+}
+
+
+def judged(outcome: str, **more: Any) -> dict[str, Any]:
+    words = {
+        "nodeid": f"test_{outcome}",
+        "outcome": outcome,
+        "seconds": 0.1,
+        "clause": CLAUSE["id"],
+        "device": "cpu",
+    }
+    return vars(Judgement(**words | more))
+
+
+def trained(passed: bool) -> dict[str, Any]:
+    run = Run(
+        losses=[8.0, 7.0],
+        grad_norms=[1.0, 1.0],
+        scales=[4.0, 2.0],
+        skipped=[1],
+        held_out={2: 7.5},
+        weights="w",
+    )
+    check = Check("bits", passed, "said <b>so</b>")
+    entry = as_entry(Comparison("bf16", small_plan("bf16"), run, run, None, [check]))
+    return json.loads(json.dumps(entry))  # as it comes out of a report
+
+
+def timed(name: str, low: float, high: float) -> dict[str, Any]:
+    ratio = (low + high) / 2
+    return {"benchmark": name, "case": {"device": "cpu"}, "name": f"{name}[cpu]", "outcome": "measured"} | {
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "subject_s": 1e-3 * ratio,
+        "reference_s": 1e-3,
+    }
+
+
+def not_timed(name: str, why: str) -> dict[str, Any]:
+    return {"benchmark": name, "case": {"device": "cpu"}, "name": f"{name}[cpu]"} | {
+        "outcome": "failed",
+        "why": why,
+    }
+
+
+def a_report(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "verdict": "red" if any(Judgement(**test).is_red for test in tests) else "green",
+        "subject": "impl",
+        "profile": "quick",
+        "seed": None,
+        "began": "2026-01-01T00:00:00+00:00",
+        "seconds": 1.0,
+        "environment": environment.describe(),
+        "clauses": [CLAUSE],
+        "deviations": [],
+        "tests": list(tests),
+        "ended_early": [],
+        "speed": {},
+        "training": {},
+    } | more

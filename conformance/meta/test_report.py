@@ -1,0 +1,269 @@
+"""The page of a report: complete, alone, and proof against what a subject says."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what the report needs")
+pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
+
+from conformance.meta.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
+from conformance.plants import CATALOGUE
+from conformance.report import speed, write_page
+from conformance.report.baseline import compare
+from conformance.report.matrix import matrix
+from conformance.strength import Kill, excuses, plant_ids, read_kills, write_kills
+
+# What could end a tag, an attribute, the style or the script; half a character; and a formula for matplotlib.
+HOSTILE = "</style></script><script>alert(1)</script>\"'><b onclick=x> &amp; \ud800 $\\frac{ _x"
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text of its styles and scripts."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.code: dict[str, str] = {}
+        self.text = ""
+        self._inside = ""
+        self.source = file.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside in ("style", "script"):
+            self.code[self._inside] = self.code.get(self._inside, "") + data
+        else:
+            self.text += data
+
+
+def kills_of(*kills: Kill) -> dict[str, Any]:
+    return {"subject": "impl", "began": "2026-01-01T00:00:00+00:00", "seconds": 9.0} | {
+        "kills": [asdict(kill) for kill in kills]
+    }
+
+
+def draw(report: dict[str, Any], folder: Path) -> Page:
+    write_page(report, folder / "index.html")
+    return Page(folder / "index.html")
+
+
+def a_full_report(text: str) -> dict[str, Any]:
+    """Every part of a report, with `text` wherever a subject could have had a word."""
+    run = trained(False)
+    run |= {"name": text, "checks": [{"name": text, "passed": False, "says": text}], "reasons": [text]}
+    report = a_report(
+        judged("failed", nodeid=f"x[{text}]", reason=text, replay=text, dtype="float32"),
+        judged("failed", nodeid=f"y[{text}]", reason=text, replay=text, world_size="2"),
+        judged("crash", nodeid=f"z[{text}]", clause="", reason=text, replay=text),
+        judged("known", deviation="a.row", reason=text),
+        judged("unavailable", nodeid="u", reason=text),
+        subject=text,
+        clauses=[CLAUSE, CLAUSE | {"id": "amp.grad_scaler.y", "says": text, "covers": [text]}],
+        deviations=[{"id": "a.row", "clause": CLAUSE["id"], "torch_does": text, "we_do": text, "why": text}],
+        ended_early=[f"{text}\n{text}"],
+        speed={
+            "rows": [timed(text, 0.4, 0.6), not_timed(f"{text}b", f"{text}\n{text}")],
+            "command": text,
+            "error": text,
+        },
+        training={"runs": [run], "lacking": [text], "error": text},
+        kills=kills_of(
+            Kill("a.plant", True, CLAUSE["id"], text, "failed", 1.0, says=text, thread=text),
+            Kill(text, False, "", "", "", 1.0, says=text, thread="own", why=text),
+        ),
+    )
+    report["deviations"][0]["thread"] = "pytorch/pytorch#1, " + text
+    report["environment"] = report["environment"] | {"processor": text}
+    earlier = a_report(judged("failed", nodeid=text, clause=text), subject=text, began=text)
+    earlier["speed"] = {"rows": [timed(text, 0.1, 0.2)]}
+    return report | {"baseline": asdict(compare(earlier, report))}
+
+
+def test_whatever_a_subject_says_is_text(tmp_path: Path) -> None:
+    plain, page = draw(a_full_report("word"), tmp_path), draw(a_full_report(HOSTILE), tmp_path)
+    # A text over two lines is folded, and a longer subject is cut elsewhere: for the rest both have the same elements.
+    kinds, wanted = Counter(tag for tag, _ in page.elements), Counter(tag for tag, _ in plain.elements)
+    for tag in ("script", "style", "b", "a", "table", "tr", "svg", "details", "li", "pre", "code"):
+        assert kinds[tag] == wanted[tag], tag
+    assert page.code == plain.code
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert page.text.count("alert(1)") > 40
+
+
+def test_nothing_is_fetched(tmp_path: Path) -> None:
+    page = draw(a_full_report("word"), tmp_path)
+    assert not {"iframe", "img", "object", "embed", "base", "video", "audio"} & {
+        tag for tag, _ in page.elements
+    }
+    for tag, attributes in page.elements:
+        assert not attributes.keys() & {"src", "srcset", "action", "data", "poster", "formaction"}, tag
+        addresses = [value for name, value in attributes.items() if name in ("href", "xlink:href")]
+        local = [value for value in addresses if value.startswith(("#", "data:,"))]
+        assert local == addresses or tag == "a", (tag, attributes)
+        assert "url(" not in attributes.get("style", "").replace("url(#", "")
+    assert not [word for word in ("url(", "@import", "http:", "https:") if word in page.code["style"]]
+    assert not [
+        word for word in ("fetch(", "XMLHttp", "import(", "http", "//cdn") if word in page.code["script"]
+    ]
+
+
+def test_every_link_has_its_target(tmp_path: Path) -> None:
+    page = draw(a_full_report("word"), tmp_path)
+    ids = [attributes["id"] for tag, attributes in page.elements if "id" in attributes]
+    own = [name for name in ids if not name.startswith(("figure_", "patch_", "axes_", "line2d_", "text_"))]
+    links = {attributes["href"] for tag, attributes in page.elements if tag == "a"}
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    assert "https://github.com/pytorch/pytorch/issues/1" in links
+    named = [
+        name for name in own if name.startswith(("tests-", "failure-", "amp.")) or name in ("red", "speed")
+    ]
+    assert len(named) == len(set(named)) >= 8
+
+
+def test_a_page_stays_small(tmp_path: Path) -> None:
+    clauses = [CLAUSE | {"id": f"amp.grad_scaler.c{n}"} for n in range(150)]
+    dtypes = ("float16", "bfloat16", "float32", "float64")
+    tests = [
+        judged("passed", nodeid=f"conformance/amp/test_grad_scaler.py::test_{n}[cpu-{dtype}]", dtype=dtype)
+        | {"clause": clauses[n % 150]["id"]}
+        for n, dtype in itertools.product(range(400), dtypes)
+    ]
+    training = {"runs": [trained(True) for _ in range(4)]}
+    report = a_report(*tests, clauses=clauses, training=training)
+    draw(report, tmp_path)
+    assert (tmp_path / "index.html").stat().st_size < 1_000_000
+
+
+def test_many_broken_clauses_are_folded(tmp_path: Path) -> None:
+    clauses = [CLAUSE | {"id": f"amp.grad_scaler.c{n}", "says": f"Says {n}."} for n in range(100)]
+    tests = [
+        judged("failed", nodeid=f"test_{n}", clause=each["id"], replay=f"replay {n}", reason=f"Because {n}.")
+        for n, each in enumerate(clauses)
+    ]
+    page = draw(a_report(*tests, clauses=clauses), tmp_path)
+    broken = [attributes for tag, attributes in page.elements if attributes.get("class") == "broken"]
+    assert len(broken) == 100
+    assert sum("open" in attributes for attributes in broken) == 3
+    for text in ("100 of 100 clauses broken", "Says 99.", "Because 99.", "replay 99"):
+        assert text in page.text
+
+
+def test_a_cell_has_its_worst_outcome_and_an_area_only_the_columns_it_needs() -> None:
+    report = a_report(
+        judged("passed", nodeid="a", dtype="float16"),
+        judged("failed", nodeid="b", dtype="float16"),
+        judged("known", nodeid="c", world_size="2"),
+        judged("passed", nodeid="d", clause="nn.x", dtype="int8"),
+        clauses=[CLAUSE, {"id": "nn.x", "says": "", "covers": [], "area": "nn"}],
+    )
+    amp, nn = matrix(report)
+    assert [axis.label for axis in amp.axes] == ["cpu · float16", "cpu · world 2"]
+    assert [cell.outcome for cell in amp.rows[0].cells.values()] == ["failed", "known"]
+    assert [len(cell.tests) for cell in amp.rows[0].cells.values()] == [2, 1]
+    assert [axis.label for axis in nn.axes] == ["cpu · int8"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        ("known", "takes torch's side"),
+        ("passed", "takes impl's side"),
+        ("failed", "takes neither side"),
+        ("stale", "stale"),
+    ],
+)
+def test_a_deviation_tells_which_side_the_subject_takes(outcome: str, said: str, tmp_path: Path) -> None:
+    row = {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
+    test = judged(outcome, deviation="a.row")
+    assert said in draw(a_report(test, deviations=[row]), tmp_path).text
+    assert "not asked" in draw(a_report(judged(outcome), deviations=[row]), tmp_path).text
+
+
+def test_strength_is_shown_or_how_to_measure_it(tmp_path: Path) -> None:
+    assert "python -m conformance.strength" in draw(a_report(judged("passed")), tmp_path).text
+    silent = CLAUSE | {"id": "amp.grad_scaler.silent"}
+    report = a_report(judged("passed"), clauses=[CLAUSE, silent])
+    report["kills"] = kills_of(
+        Kill("one", True, CLAUSE["id"], "t", "failed", 1.0),
+        Kill("two", True, CLAUSE["id"], "t", "hang", 3.0),
+        Kill("three", False, "", "", "", 9.0, why="no one can see it"),
+    )
+    text = draw(report, tmp_path).text
+    for said in (
+        "2 of 3 faults",
+        "2.0 s each",
+        "no one can see it",
+        "1 clauses were the first to catch nothing",
+    ):
+        assert said in text
+
+
+def test_a_kill_matrix_is_read_as_it_was_written(tmp_path: Path) -> None:
+    kill = Kill(next(iter(CATALOGUE)), True, CLAUSE["id"], "t", "failed", 1.5)
+    file = tmp_path / "report" / "kills.json"
+    write_kills(file, "torch", [kill], began=0.0)
+    found = read_kills(file)
+    assert found["subject"] == "torch"
+    assert found["began"] == "1970-01-01T00:00:00+00:00"
+    assert [Kill(**each) for each in found["kills"]] == [kill]
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"kills": [{"plant": "x"}]}', '{"tests": []}', "\xff"])
+def test_another_file_is_no_kill_matrix(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "kills.json"
+    if text is not None:
+        file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"no kill matrix"):
+        read_kills(file)
+
+
+def test_only_faults_that_are_planted_are_excused() -> None:
+    assert excuses().keys() <= set(plant_ids())
+    assert all(excuses().values())
+
+
+ratios = st.floats(1e-6, 1e6)
+
+
+@given(one=ratios, other=ratios)
+def test_the_scale_of_ratios_is_fixed_and_rises(one: float, other: float) -> None:
+    assert 0 <= speed.position(one) <= 100
+    assert speed.position(1.0) == 50
+    if one < other:
+        assert speed.position(one) <= speed.position(other)
+
+
+@given(low=ratios, high=ratios)
+def test_a_ratio_is_sure_only_if_its_whole_interval_is(low: float, high: float) -> None:
+    low, high = sorted((low, high))
+    row = timed("x", low, high)
+    assert speed.is_slower(row) == (low > 1.03)
+    assert speed.is_faster(row) == (high < 1 / 1.03)
+    assert not (speed.is_slower(row) and speed.is_faster(row))
+
+
+def test_cases_are_grouped_by_benchmark() -> None:
+    rows = [timed("b", 2, 3), timed("a", 0.1, 0.2), not_timed("b", "it broke"), timed("a", 0.9, 1.1)]
+    groups = speed.groups({"rows": rows})
+    assert [(group.name, [case.mark for case in group.cases]) for group in groups] == [
+        ("b", ["slower", "failed"]),
+        ("a", ["faster", "even"]),
+    ]
+    assert [case.beyond for case in groups[1].cases] == ["left", ""]

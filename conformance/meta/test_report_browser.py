@@ -1,0 +1,248 @@
+"""The page in a real browser, at a desk's and a phone's width: filters, links, keys, contrast, and what is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what the report needs")
+pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
+
+from conformance.meta.browser import Browser, find_chromium
+from conformance.meta.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
+from conformance.report import write_page
+from conformance.report.baseline import compare
+from conformance.results import unavailable
+from conformance.strength import Kill
+
+pytestmark = pytest.mark.deadline(60)
+WIDTHS = {"desk": 1280, "phone": 390}
+OTHER = CLAUSE | {"id": "nn.utils.clip_grad.y", "area": "nn.utils.clip_grad", "says": "It clips."}
+LONG = "conformance/amp/test_" + "a_very_long_name_" * 8
+
+# The least contrast of the texts that are seen, and where: WCAG 2.2, 1.4.3. Backgrounds are those of the elements
+# around; a text in a drawing has its fill, on the page's white.
+CONTRAST = """
+(() => {
+  const rgba = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length === 3 ? [...n, 1] : n; };
+  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3]));
+  const light = (c) => c.slice(0, 3).map((v) => v / 255)
+    .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => {
+    if (!element) return [255, 255, 255];
+    const own = rgba(getComputedStyle(element).backgroundColor);
+    return own[3] === 1 ? own : over(own, ground(element.parentElement));
+  };
+  const found = [];
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement;
+    if (!texts.currentNode.data.trim() || !element.checkVisibility() || element.closest("script")) continue;
+    const style = getComputedStyle(element);
+    const size = parseFloat(style.fontSize);
+    const least = size >= 24 || (size >= 18.66 && style.fontWeight >= 700) ? 3 : 4.5;
+    const drawn = element.closest("svg");
+    const below = drawn ? [255, 255, 255] : ground(element);
+    const both = [light(over(rgba(drawn ? style.fill : style.color), below)), light(below)];
+    const contrast = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+    found.push({ contrast, least, text: texts.currentNode.data.trim(), tag: element.outerHTML.slice(0, 90) });
+  }
+  return found;
+})()
+"""
+SHOWN = "all('tr[data-clause]').filter((row) => row.checkVisibility()).map((row) => row.dataset.clause)"
+FOCUS = "document.activeElement.outerHTML.slice(0, 120)"
+OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
+
+
+def a_red_report() -> dict[str, Any]:
+    report = a_report(
+        judged("failed", nodeid=f"{LONG}[float16]", dtype="float16", reason="got 1\nwanted 2 " + "x" * 200)
+        | {"replay": f"python -m pytest '{LONG}[float16]'"},
+        judged("failed", nodeid="second", dtype="float16", reason="got 3", replay="python -m pytest second"),
+        judged("passed", nodeid="third", dtype="float32"),
+        judged("known", nodeid="fourth", device="", deviation="a.row"),
+        judged("passed", nodeid="fifth", clause=OTHER["id"], world_size="2"),
+        judged("unavailable", nodeid="sixth", clause=OTHER["id"], device="cuda", reason="no device"),
+        clauses=[CLAUSE, OTHER],
+        deviations=[
+            {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "This.", "we_do": "That.", "why": "So."}
+            | {"thread": "pytorch/pytorch#1"}
+        ],
+        speed={
+            "rows": [
+                timed("A", 0.5, 0.6),
+                timed("A", 0.9, 1.1),
+                timed("B", 2, 3),
+                not_timed("B", "it\nbroke"),
+            ],
+            "command": "python -m benchmarks",
+        },
+        training={"runs": [trained(False), trained(True)]},
+    )
+    kills = [
+        Kill("one", True, CLAUSE["id"], "t", "hang", 1.0, says="It is off."),
+        Kill("two", False, "", "", "", 9.0),
+    ]
+    report["kills"] = {"subject": "impl", "began": report["began"], "kills": [asdict(kill) for kill in kills]}
+    earlier = a_report(judged("passed", nodeid="second"), judged("failed", nodeid="third"), subject="torch")
+    earlier["speed"] = {"rows": [timed("B", 1, 1.5)]}
+    return report | {"baseline": asdict(compare(earlier, report))}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_chromium() or ""
+    if not program:
+        unavailable("no Chromium on PATH")
+    try:
+        found = Browser(program, tmp_path_factory.mktemp("profile"), deadline_s=55.0)
+    except (RuntimeError, OSError) as error:  # a package that only says where to get the real one
+        unavailable(f"{program} does not start: {error}")
+        raise
+    with found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    reports = {"red": a_red_report(), "green": a_report(judged("passed"))}
+    for name, report in reports.items():
+        write_page(report, folder / f"{name}.html")
+    return {name: folder / f"{name}.html" for name in reports}
+
+
+def choose(browser: Browser, field: str, value: str) -> None:
+    browser.run(
+        f"(field => {{ field.value = '{value}'; field.dispatchEvent(new Event('input', {{ bubbles: true }})); }})"
+        f"(document.querySelector('[data-filter={field}]'))"
+    )
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
+@pytest.mark.parametrize("name", ["red", "green"])
+def test_the_page_fits_reads_well_and_is_alone(
+    browser: Browser, pages: dict[str, Path], name: str, width: int
+) -> None:
+    browser.complaints.clear()
+    browser.requests.clear()
+    browser.open(pages[name], width)
+    browser.run("all('details').forEach((each) => { each.open = true; })")
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    texts = browser.run(CONTRAST)
+    assert len(texts) > 50
+    assert [text for text in texts if text["contrast"] < text["least"]] == []
+    assert {url.partition(":")[0] for url in browser.requests} <= {"file", "about", "data"}
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
+def test_filters_keep_what_they_name(browser: Browser, pages: dict[str, Path], width: int) -> None:
+    browser.open(pages["red"], width)
+    both, first, second = [CLAUSE["id"], OTHER["id"]], [CLAUSE["id"]], [OTHER["id"]]
+    assert browser.run(SHOWN) == both
+    cases = [
+        ("area", "amp.grad_scaler", first),
+        ("outcome", "unavailable", second),
+        ("device", "cuda", second),
+        ("device", "-", first),
+        ("dtype", "float32", first),
+        ("world", "2", second),
+        ("word", "clips", second),
+        ("word", "nothing has this", []),
+    ]
+    for field, value, wanted in cases:
+        choose(browser, field, value)
+        assert browser.run(SHOWN) == wanted, (field, value)
+        said = browser.run("document.getElementById('shown').textContent")
+        assert said == f"{len(wanted)} of 2 clauses"
+        choose(browser, field, "")
+    # Together they ask for one cell that has all: float32 passed, float16 failed.
+    choose(browser, "dtype", "float32")
+    choose(browser, "outcome", "failed")
+    assert browser.run(SHOWN) == []
+    choose(browser, "outcome", "passed")
+    assert browser.run(SHOWN) == first
+    columns = "all('thead th').filter((th) => th.closest('.matrix') && th.checkVisibility()).map((th) => th.innerText)"
+    assert browser.run(columns) == ["Clause", "cpu\nfloat32"]
+    browser.run("document.querySelector('.filters [type=reset]').click()")
+    browser.run("new Promise((done) => setTimeout(done, 20))")
+    assert browser.run(SHOWN) == both
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
+def test_a_cell_leads_to_its_failure(browser: Browser, pages: dict[str, Path], width: int) -> None:
+    browser.open(pages["red"], width)
+    pre = f"all('pre', document.getElementById('tests-{CLAUSE['id']}'))[0]"
+    assert not browser.run(
+        f"{pre}.checkVisibility({{ contentVisibilityAuto: true }}) && {pre}.offsetHeight > 0"
+    )
+    browser.run("document.querySelector('a[data-outcome=failed]').click()")
+    browser.run("new Promise((done) => setTimeout(done, 100))")
+    assert browser.run(f"{pre}.innerText").startswith("got 1\nwanted 2")
+    box = browser.run(f"{pre}.getBoundingClientRect().toJSON()")
+    assert 0 <= box["top"] < 900
+    assert browser.run("document.activeElement.textContent") == "cpu · float16"
+    replay = "document.activeElement.nextElementSibling.querySelector('.command code').textContent"
+    assert browser.run(replay) == f"python -m pytest '{LONG}[float16]'"
+
+
+def test_a_link_to_what_is_filtered_out_shows_it_again(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["red"], 1280)
+    choose(browser, "area", OTHER["area"])
+    browser.run(f"location.hash = 'tests-{CLAUSE['id']}'")
+    browser.run("new Promise((done) => setTimeout(done, 100))")
+    assert browser.run(f"document.getElementById('tests-{CLAUSE['id']}').open")
+    assert browser.run(SHOWN) == [CLAUSE["id"], OTHER["id"]]
+
+
+def test_all_can_be_done_by_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["red"], 1280)
+    seen: list[str] = []
+    for _ in range(80):
+        browser.press("Tab", 9)
+        seen.append(browser.run(FOCUS))
+        assert browser.run(OUTLINE) != "none", seen[-1]
+        if 'class="scroll"' in seen[-1]:
+            break
+    order = ["<summary", 'class="copy"', 'data-filter="word"', 'data-filter="outcome"', 'data-filter="world"']
+    places = [next(i for i, each in enumerate(seen) if part in each) for part in [*order, 'class="scroll"']]
+    assert places == sorted(places), seen
+
+    for key, code, text in (("Enter", 13, "\r"), (" ", 32, " ")):
+        browser.run("document.querySelector('#red summary').focus()")
+        before = browser.run("document.querySelector('#red details').open")
+        browser.press(key, code, text)
+        assert browser.run("document.querySelector('#red details').open") is not before
+    browser.run("document.querySelector('a[data-outcome=failed]').focus()")
+    browser.press("Enter", 13, "\r")
+    browser.run("new Promise((done) => setTimeout(done, 100))")
+    assert browser.run("document.activeElement.textContent") == "cpu · float16"
+
+
+def test_a_command_is_copied(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["red"], 1280)
+    browser.run("document.querySelector('#red .copy').focus()")
+    browser.press("Enter", 13, "\r")
+    browser.run("new Promise((done) => setTimeout(done, 100))")
+    assert browser.run("document.querySelector('#red .copy').textContent") in ("copied", "press Ctrl-C")
+    assert browser.run("getSelection().toString()") == f"python -m pytest '{LONG}[float16]'"
+
+
+def test_printed_it_is_unfolded_and_without_controls(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["red"], 1280)
+    visible = "all('{}').filter((each) => each.checkVisibility()).length"
+    filters, folded = visible.format(".filters, nav, button"), visible.format("#baseline li, #red li")
+    on_screen = browser.run(filters), browser.run(folded)
+    browser.emulate_print()
+    printed = browser.run(filters), browser.run(folded)
+    assert on_screen[0] > 0
+    assert printed[0] == 0
+    assert printed[1] > on_screen[1]
+    browser.emulate_print(False)

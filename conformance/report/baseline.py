@@ -1,0 +1,202 @@
+"""Two runs side by side: what broke, what was mended, what is new or gone, what got slower or faster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.results import RED
+
+_WANTED = ("verdict", "subject", "profile", "began", "environment", "clauses", "tests")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one clause's tests, or of one part of the run, since the baseline."""
+
+    name: str  # a clause, a test that belongs to none, a benchmark or a training run
+    tests: list[str]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A benchmark whose two intervals do not overlap."""
+
+    name: str
+    was: tuple[float, float, float]  # low, ratio, high
+    now: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    subject: str
+    began: str
+    verdict: str
+    differs: list[str]  # what makes the two runs no like for like
+    broke: list[Change]
+    mended: list[Change]
+    changed: list[Change]  # neither red then nor now, but not the same outcome
+    new: list[Change]
+    gone: list[Change]
+    slower: list[Pace]
+    faster: list[Pace]
+
+
+def read_report(file: Path) -> dict[str, Any]:
+    """A `report.json` of an earlier run.
+
+    Raises:
+        ValueError: the file is not there, or is something else.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"there is no report at {file}: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"{file} is not JSON; wanted the report.json of an earlier run") from None
+    missing = [key for key in _WANTED if not isinstance(found, dict) or key not in found]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}; wanted the report.json of an earlier run")
+    try:
+        compare(found, found)
+    except (KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file} is no report of this gate ({why}); wanted an earlier report.json") from None
+    return found
+
+
+def compare(old: dict[str, Any], new: dict[str, Any]) -> Comparison:
+    """How `new` differs from `old`, test by test, told by clause."""
+    then = {test["nodeid"]: test for test in old["tests"]}
+    now = {test["nodeid"]: test for test in new["tests"]}
+    both = [(then[nodeid], test) for nodeid, test in now.items() if nodeid in then]
+    paces = list(_paces(old, new))
+    return Comparison(
+        subject=old["subject"],
+        began=old["began"],
+        verdict=old["verdict"],
+        differs=_differs(old, new),
+        broke=_by_clause(b for a, b in both if _is_red(b) and not _is_red(a)) + _parts(old, new, broke=True),
+        mended=_by_clause(b for a, b in both if _is_red(a) and not _is_red(b))
+        + _parts(old, new, broke=False),
+        changed=_by_clause(
+            (b for a, b in both if a["outcome"] != b["outcome"] and not _is_red(a) and not _is_red(b)),
+            lambda test: f"{then[test['nodeid']]['outcome']}, now {test['outcome']}",
+        ),
+        new=_by_clause(
+            (test for nodeid, test in now.items() if nodeid not in then),
+            lambda test: test["outcome"] if _is_red(test) else "",
+        )
+        + _only_in(new, old),
+        gone=_by_clause(test for nodeid, test in then.items() if nodeid not in now) + _only_in(old, new),
+        slower=[pace for pace in paces if pace.now[0] > pace.was[2]],
+        faster=[pace for pace in paces if pace.now[2] < pace.was[0]],
+    )
+
+
+def sentences(found: Comparison, most: int = 3) -> list[str]:
+    """The comparison in a few lines for a terminal."""
+    lines = [f"against the baseline ({found.subject}, {found.began}): "]
+    counts = [
+        (len(found.broke), "broke"),
+        (len(found.mended), "mended"),
+        (len(found.changed), "changed otherwise"),
+        (len(found.new), "with new tests"),
+        (len(found.gone), "with tests that are gone"),
+        (len(found.slower), "slower"),
+        (len(found.faster), "faster"),
+    ]
+    lines[0] += ", ".join(f"{count} {word}" for count, word in counts if count) or "no difference"
+    lines += [f"  not like for like: {'; '.join(found.differs)}"] if found.differs else []
+    named = [("broke", [change.name for change in found.broke])]
+    named += [("mended", [change.name for change in found.mended])]
+    named += [("slower", [f"{pace.name} {pace.was[1]:.2f}, now {pace.now[1]:.2f}" for pace in found.slower])]
+    for word, names in named:
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        lines += [f"  {word}: {'; '.join(names[:most])}{more}"] if names else []
+    return lines
+
+
+def _is_red(test: dict[str, Any]) -> bool:
+    return test["outcome"] in RED
+
+
+def _by_clause(
+    tests: Iterable[dict[str, Any]], note: Callable[[dict[str, Any]], str] = lambda test: ""
+) -> list[Change]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for test in tests:
+        found.setdefault(test["clause"] or test["nodeid"], []).append(test)
+    return [
+        Change(
+            name,
+            [test["nodeid"] for test in own],
+            "; ".join(sorted({said for t in own if (said := note(t))})),
+        )
+        for name, own in sorted(found.items())
+    ]
+
+
+def _parts(old: dict[str, Any], new: dict[str, Any], broke: bool) -> list[Change]:
+    """Benchmarks that failed in one run alone, and training that agreed in one alone."""
+    changes: list[Change] = []
+    for fates, word in ((_benchmark_fates, "benchmark"), (_training_fates, "training")):
+        then, now = fates(old), fates(new)
+        for name in then.keys() & now.keys():
+            if then[name] != now[name] and now[name] == (not broke):
+                changes.append(Change(f"{word} {name}", []))
+    return sorted(changes, key=lambda change: change.name)
+
+
+def _only_in(one: dict[str, Any], other: dict[str, Any]) -> list[Change]:
+    """Benchmarks; none where a run was not timed at all."""
+    return [
+        Change(f"benchmark {name}", []) for name in _rows(one) if name not in (_rows(other) or _rows(one))
+    ]
+
+
+def _rows(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in (report.get("speed") or {}).get("rows", [])}
+
+
+def _benchmark_fates(report: dict[str, Any]) -> dict[str, bool]:
+    rows = _rows(report)
+    return {
+        name: row["outcome"] == "measured"
+        for name, row in rows.items()
+        if row["outcome"] in ("measured", "failed")
+    }
+
+
+def _training_fates(report: dict[str, Any]) -> dict[str, bool]:
+    return {run["name"]: run["agrees"] for run in (report.get("training") or {}).get("runs", [])}
+
+
+def _paces(old: dict[str, Any], new: dict[str, Any]) -> Iterable[Pace]:
+    then = _rows(old)
+    for name, row in _rows(new).items():
+        was = then.get(name)
+        if was and was["outcome"] == row["outcome"] == "measured":
+            yield Pace(name, (was["low"], was["ratio"], was["high"]), (row["low"], row["ratio"], row["high"]))
+
+
+def _differs(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    traits: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "subject": lambda report: report["subject"],
+        "profile": lambda report: report["profile"],
+        "seed": lambda report: report.get("seed") or "the usual one",
+        "devices": lambda report: ", ".join(sorted({t["device"] for t in report["tests"]} - {""})) or "none",
+        "torch": lambda report: report["environment"].get("packages", {}).get("torch"),
+        "machine": lambda report: ", ".join(
+            str(report["environment"].get(key)) for key in ("processor", "cores", "gpus")
+        ),
+    }
+    return [
+        f"{name}: {trait(new)}, in the baseline {trait(old)}"
+        for name, trait in traits.items()
+        if trait(old) != trait(new)
+    ]

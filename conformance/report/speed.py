@@ -1,0 +1,85 @@
+"""Speed ratios as the page shows them: which are sure, and where their whiskers lie on one fixed scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+_SURE = 1.03  # as `python -m benchmarks` has it: the whole interval is beyond this
+_ENDS = (0.25, 4.0)  # of the scale, the same on every page so that two can be laid side by side
+TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a group, its positions in percent of the scale's width."""
+
+    row: dict[str, Any]
+    name: str
+
+    @property
+    def mark(self) -> str:
+        if self.row["outcome"] != "measured":
+            return self.row["outcome"]
+        return "faster" if is_faster(self.row) else "slower" if is_slower(self.row) else "even"
+
+    @property
+    def whisker(self) -> tuple[float, float]:
+        return position(self.row["low"]), position(self.row["high"])
+
+    @property
+    def dot(self) -> float:
+        return position(self.row["ratio"])
+
+    @property
+    def beyond(self) -> str:
+        """The side on which the ratio lies outside the scale; empty if it does not."""
+        low, high = _ENDS
+        return "left" if self.row["ratio"] < low else "right" if self.row["ratio"] > high else ""
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    parameters: list[str]
+    cases: list[Case]
+
+
+def is_faster(row: dict[str, Any]) -> bool:
+    return row["high"] < 1 / _SURE
+
+
+def is_slower(row: dict[str, Any]) -> bool:
+    return row["low"] > _SURE
+
+
+def position(ratio: float) -> float:
+    """Percent of the way from the scale's left end to its right one."""
+    low, high = map(math.log, _ENDS)
+    return round(100 * (math.log(min(max(ratio, _ENDS[0]), _ENDS[1])) - low) / (high - low), 2)
+
+
+def groups(speed: dict[str, Any]) -> list[Group]:
+    """The cases by benchmark, in the order in which the benchmarks first come."""
+    rows = speed.get("rows", [])
+    order = list(dict.fromkeys(row["benchmark"] for row in rows))
+    ordered = sorted(rows, key=lambda row: order.index(row["benchmark"]))
+    return [
+        Group(
+            name, list(own[0]["case"]), [Case(row, ", ".join(map(str, row["case"].values()))) for row in own]
+        )
+        for name, own in ((name, list(rows)) for name, rows in groupby(ordered, lambda row: row["benchmark"]))
+    ]
+
+
+def in_digits(ratio: float) -> str:
+    return f"{ratio:.3f}" if ratio >= 0.01 else f"{ratio:.1g}"
+
+
+def time_of(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"

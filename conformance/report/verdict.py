@@ -1,0 +1,93 @@
+"""Why a run is green or red: one line each for judging, speed and training, with the reasons that make it red."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from conformance.report.matrix import SEVERITY, ranked
+from conformance.report.speed import is_faster, is_slower
+from conformance.results import RED
+
+_WORDS = {"passed": "hold", "known": "hold in torch's way", "reference cannot run here": "beyond torch here"}
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str  # also the id of its section on the page
+    outcome: str  # passed, failed, or not run
+    says: str
+    reasons: list[str]  # why it makes the run red; none if it does not
+
+
+def parts(report: dict[str, Any]) -> list[Part]:
+    return [_judging(report), _speed(report.get("speed") or {}), _training(report.get("training") or {})]
+
+
+def reasons(report: dict[str, Any]) -> list[str]:
+    """Why the verdict is red; empty when it is green."""
+    return [reason for part in parts(report) for reason in part.reasons]
+
+
+def _judging(report: dict[str, Any]) -> Part:
+    red = ranked(test["outcome"] for test in report["tests"] if test["outcome"] in RED)
+    why = list(report.get("ended_early", []))
+    why += [f"{count} {_plural('test', count)} {outcome}" for outcome, count in red]
+    if report["verdict"] == "red" and not why:
+        why.append(f"{report['subject']} provides none of the names that are judged")
+    worst: dict[str, str] = {}
+    for test in report["tests"]:
+        if test["clause"]:
+            worst[test["clause"]] = min(
+                test["outcome"], worst.get(test["clause"], "passed"), key=SEVERITY.index
+            )
+    broken = sum(outcome in RED for outcome in worst.values())
+    others = [
+        f"{count} {_WORDS.get(outcome, outcome)}"
+        for outcome, count in reversed(ranked(worst.values()))
+        if outcome not in RED
+    ]
+    others += [f"{missing} not asked"] if (missing := len(report["clauses"]) - len(worst)) > 0 else []
+    total = f"{len(report['clauses'])} {_plural('clause', len(report['clauses']))}"
+    says = f"{broken} of {total} broken; " if broken else f"{total}: "
+    return Part("judging", "failed" if why else "passed", says + ", ".join(others), why)
+
+
+def _speed(speed: dict[str, Any]) -> Part:
+    rows = speed.get("rows", [])
+    failed = [row for row in rows if row["outcome"] == "failed"]
+    measured = [row for row in rows if row["outcome"] == "measured"]
+    why = [f"benchmark {row['name']} failed: {row['why'].splitlines()[0]}" for row in failed]
+    why += _error_of(speed)
+    if not rows:
+        return Part("speed", "failed" if why else "not run", "not measured", why)
+    says = [f"{len(failed)} of {len(rows)} cases failed"] if failed else []
+    if measured:
+        faster, slower = sum(map(is_faster, measured)), sum(map(is_slower, measured))
+        says.append(f"{faster} of {len(measured)} cases surely faster than torch, {slower} surely slower")
+        says.append(f"the median is {statistics.median(row['ratio'] for row in measured):.2f} × torch's time")
+    return Part("speed", "failed" if why else "passed", "; ".join(says), why)
+
+
+def _training(training: dict[str, Any]) -> Part:
+    runs = training.get("runs", [])
+    why = [f"training {run['name']}: {reason}" for run in runs for reason in run["reasons"]]
+    why += _error_of(training)
+    if not runs:
+        return Part("training", "failed" if why else "not run", "not trained", why)
+    differ = sum(not run["agrees"] for run in runs)
+    total = f"{len(runs)} {_plural('run', len(runs))}"
+    says = f"{differ} of {total} differ from torch" if differ else f"{total} agree with torch"
+    lacking = training.get("lacking", [])
+    says += f"; torch's own {', '.join(lacking)} in place of what is not provided" if lacking else ""
+    return Part("training", "failed" if why else "passed", says, why)
+
+
+def _error_of(part: dict[str, Any]) -> Iterable[str]:
+    return [part["error"]] if part.get("error") else []
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"
