@@ -64,6 +64,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters |= {
         "breakable": _breakable,
+        "whole_flags": _whole_flags,
         "threads": _threads,
         "position": speed.position,
         "ratio": speed.in_digits,
@@ -84,6 +85,11 @@ def _environment() -> jinja2.Environment:
 def _breakable(name: str) -> Markup:
     """A long name that may be broken after its dots, underscores, slashes and brackets; copied, it is whole."""
     return Markup(re.sub(r"([._/\[]|::)(?=\w)", r"\1<wbr>", str(escape(name))))
+
+
+def _whole_flags(command: str) -> Markup:
+    """A command whose options are not broken after their hyphens."""
+    return Markup(re.sub(r"(?<= )(--?[\w-]+)", r'<span class="flag">\1</span>', str(escape(command))))
 
 
 def _threads(text: str) -> Markup:
