@@ -15,6 +15,8 @@ from impl.kernels._untracked import untracked
 # torch takes the norm of a whole tensor on one thread, the norms of rows on all of them.
 _ROW = 1 << 12
 _WORTH_ALL_THREADS = 1 << 19
+# Elements from which on to join tensors and look for their extremes takes less time than a norm of each.
+_WORTH_A_SEARCH = 1 << 14
 # Elements widened at a time, so that the wide copy stays in the cache.
 _PART = 1 << 17
 # Below this a two-norm summed in f32 may have lost squares to underflow: with up to 2**42 elements the lost ones,
@@ -48,8 +50,8 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         norm = launch_norm(tensors, norm_type, _result_dtype(plan.dtypes))
         if norm is not None:
             return norm
-    elif plan.way == "cached" and norm_type == math.inf and all(t.numel() for t in tensors):
-        return _largest(tensors).to(_result_dtype(plan.dtypes))
+    elif plan.way == "cached" and norm_type == math.inf and _is_worth_a_search(tensors):
+        return _largest(by_dtype(tensors, plan.dtypes)).to(_result_dtype(plan.dtypes))
     groups = by_dtype(tensors, plan.dtypes)
     if norm_type != 2:
         return _norm_plain(groups, norm_type)
@@ -107,16 +109,22 @@ def _append_norms(norms: list[Tensor], flat: Tensor) -> None:
         norms.append(torch.linalg.vector_norm(flat, keepdim=True))
 
 
-def _largest(tensors: Sequence[Tensor]) -> Tensor:
+def _is_worth_a_search(tensors: Sequence[Tensor]) -> bool:
+    lengths = [t.numel() for t in tensors]
+    return sum(lengths) >= _WORTH_A_SEARCH and all(lengths)
+
+
+def _largest(groups: list[list[Tensor]]) -> Tensor:
     """Largest magnitude, 0-dim f64; nan where there is one."""
-    extremes = [e.double() for t in tensors for e in torch.aminmax(t)]
+    flats = [flat for same_dtype in groups for flat in flat_runs(same_dtype)]
+    extremes = [extreme.double() for flat in flats for extreme in torch.aminmax(flat)]
     return torch.stack(extremes).abs().amax()
 
 
 def _two_norm_by_largest(tensors: Sequence[Tensor]) -> Tensor:
     """Two-norm of any finite values, 0-dim f64: in units of the largest no square overflows."""
     real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors if t.numel()]
-    largest = _largest(real) if real else torch.zeros(())
+    largest = _largest(by_dtype(real, {t.dtype for t in real})) if real else torch.zeros(())
     if largest == 0 or not largest.isfinite():
         return largest
     norms = [
