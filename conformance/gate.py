@@ -56,8 +56,8 @@ def main(words: Sequence[str]) -> int:
     report["baseline"] = asdict(changes) if changes else None
     report["kills"] = kills
     (out / "report.json").write_text(json.dumps(report, indent=1))
-    write_page(report, out / "index.html")
     _say(console, report, out, sentences(changes) if changes else [])
+    write_page(report, out / "index.html")  # last, so that nothing in it can keep the verdict back
     return 0 if report["verdict"] == "green" else 1
 
 

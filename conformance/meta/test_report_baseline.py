@@ -76,6 +76,15 @@ def test_changes_are_told_by_clause_and_own_tests_by_name() -> None:
     }
 
 
+def test_new_tests_that_are_red_come_first_and_own_ones_by_file() -> None:
+    own = [judged("passed", nodeid=f"own.py::{n}", clause="") for n in "ab"]
+    new = a_report(*own, judged("failed", nodeid="x", clause="z"), judged("passed", nodeid="y", clause="c"))
+    found = compare(a_report(), new)
+    assert told(found) == {"new": [("z", ["x"]), ("c", ["y"]), ("own.py", ["own.py::a", "own.py::b"])]}
+    assert [change.note for change in found.new] == ["failed", "", ""]
+    assert sentences(found)[0].endswith("3 with new tests (1 red)")
+
+
 intervals = st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)).map(sorted)
 
 

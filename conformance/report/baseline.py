@@ -17,7 +17,7 @@ _WANTED = ("verdict", "subject", "profile", "began", "environment", "clauses", "
 class Change:
     """What became of one clause's tests, or of one part of the run, since the baseline."""
 
-    name: str  # a clause, a test that belongs to none, a benchmark or a training run
+    name: str  # a clause, a test or file that belongs to none, a benchmark or a training run
     tests: list[str]
     note: str = ""
 
@@ -80,8 +80,9 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> Comparison:
         began=old["began"],
         verdict=old["verdict"],
         differs=_differs(old, new),
-        broke=_by_clause(b for a, b in both if _is_red(b) and not _is_red(a)) + _parts(old, new, broke=True),
-        mended=_by_clause(b for a, b in both if _is_red(a) and not _is_red(b))
+        broke=_by_clause((b for a, b in both if _is_red(b) and not _is_red(a)), own=_own_test)
+        + _parts(old, new, broke=True),
+        mended=_by_clause((b for a, b in both if _is_red(a) and not _is_red(b)), own=_own_test)
         + _parts(old, new, broke=False),
         changed=_by_clause(
             (b for a, b in both if a["outcome"] != b["outcome"] and not _is_red(a) and not _is_red(b)),
@@ -100,13 +101,14 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> Comparison:
 
 def sentences(found: Comparison, most: int = 3) -> list[str]:
     """The comparison in a few lines for a terminal."""
+    red = sum(change.note != "" for change in found.new)
     lines = [f"against the baseline ({found.subject}, {found.began}): "]
     counts = [
         (len(found.broke), "broke"),
         (len(found.mended), "mended"),
         (len(found.changed), "changed otherwise"),
-        (len(found.new), "with new tests"),
-        (len(found.gone), "with tests that are gone"),
+        (len(found.new), "with new tests" + (f" ({red} red)" if red else "")),
+        (len(found.gone), "without some they had"),
         (len(found.slower), "slower"),
         (len(found.faster), "faster"),
     ]
@@ -114,7 +116,7 @@ def sentences(found: Comparison, most: int = 3) -> list[str]:
     lines += [f"  not like for like: {'; '.join(found.differs)}"] if found.differs else []
     named = [("broke", [change.name for change in found.broke])]
     named += [("mended", [change.name for change in found.mended])]
-    named += [("slower", [f"{pace.name} {pace.was[1]:.2f}, now {pace.now[1]:.2f}" for pace in found.slower])]
+    named += [("slower", [f"{pace.name} {pace.was[1]:.2g}, now {pace.now[1]:.2g}" for pace in found.slower])]
     for word, names in named:
         more = f" and {len(names) - most} more" if len(names) > most else ""
         lines += [f"  {word}: {'; '.join(names[:most])}{more}"] if names else []
@@ -125,20 +127,28 @@ def _is_red(test: dict[str, Any]) -> bool:
     return test["outcome"] in RED
 
 
+def _own_test(test: dict[str, Any]) -> str:
+    return test["nodeid"]
+
+
+def _own_file(test: dict[str, Any]) -> str:
+    return test["nodeid"].partition("::")[0]
+
+
 def _by_clause(
-    tests: Iterable[dict[str, Any]], note: Callable[[dict[str, Any]], str] = lambda test: ""
+    tests: Iterable[dict[str, Any]],
+    note: Callable[[dict[str, Any]], str] = lambda test: "",
+    own: Callable[[dict[str, Any]], str] = _own_file,
 ) -> list[Change]:
+    """Those with a note first; a test that belongs to no clause is told by what `own` says of it."""
     found: dict[str, list[dict[str, Any]]] = {}
     for test in tests:
-        found.setdefault(test["clause"] or test["nodeid"], []).append(test)
-    return [
-        Change(
-            name,
-            [test["nodeid"] for test in own],
-            "; ".join(sorted({said for t in own if (said := note(t))})),
-        )
-        for name, own in sorted(found.items())
+        found.setdefault(test["clause"] or own(test), []).append(test)
+    changes = [
+        Change(name, [test["nodeid"] for test in tests], "; ".join(sorted(set(map(note, tests)) - {""})))
+        for name, tests in found.items()
     ]
+    return sorted(changes, key=lambda change: (not change.note, change.name))
 
 
 def _parts(old: dict[str, Any], new: dict[str, Any], broke: bool) -> list[Change]:

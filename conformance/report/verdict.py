@@ -51,8 +51,10 @@ def _judging(report: dict[str, Any]) -> Part:
     ]
     others += [f"{missing} not asked"] if (missing := len(report["clauses"]) - len(worst)) > 0 else []
     total = f"{len(report['clauses'])} {_plural('clause', len(report['clauses']))}"
-    says = f"{broken} of {total} broken; " if broken else f"{total}: "
-    return Part("judging", "failed" if why else "passed", says + ", ".join(others), why)
+    says = (f"{broken} of {total} broken; " if broken else f"{total}: ") + ", ".join(others)
+    own = sum(test["outcome"] in RED for test in report["tests"] if not test["clause"])
+    says += f"; {own} {_plural('test', own)} of the suite's own parts red" if own else ""
+    return Part("judging", "failed" if why else "passed", says, why)
 
 
 def _speed(speed: dict[str, Any]) -> Part:
