@@ -20,6 +20,7 @@ from conformance.report import write_page
 from conformance.report.baseline import Comparison, compare, read_report, sentences
 from conformance.report.matrix import SEVERITY
 from conformance.results import RED
+from conformance.strength import Kill, write_kills
 
 CHANGES = ("broke", "mended", "changed", "new", "gone", "slower", "faster")
 
@@ -173,3 +174,27 @@ def test_a_report_that_was_written_is_a_baseline(tmp_path: Path) -> None:
     again = read_report(file_of(report, tmp_path))
     assert told(compare(again, report)) == {}
     assert compare(again, report).differs == []
+
+
+def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parts that run for minutes are replaced by what they would hand over; all else is the gate's own way."""
+    now = a_report(judged("failed", nodeid="x", replay="python -m pytest x"))
+    monkeypatch.setattr(gate, "_judged", lambda *rest: now)
+    monkeypatch.setattr(gate, "_timed", lambda *rest: {"rows": [timed("a", 1, 2)], "command": "c"})
+    monkeypatch.setattr(gate, "_trained", lambda *rest: {"runs": [trained(True)]})
+    earlier = file_of(a_report(judged("passed", nodeid="x")), tmp_path)
+    out = tmp_path / "out"
+    write_kills(
+        out / "kills.json", "impl", [Kill("a.fault", True, CLAUSE["id"], "x", "failed", 1.0)], began=0.0
+    )
+    assert gate.main(["--baseline", str(earlier), "--out", str(out)]) == 1
+    said = capsys.readouterr().out
+    assert "1 broke" in said
+    assert "RED impl: 1 failed" in said
+    page = (out / "index.html").read_text()
+    assert "Against the baseline" in page
+    assert "1 of 1 faults" in page
+    # What it wrote is a baseline in its turn, though it holds a comparison itself.
+    assert told(compare(read_report(out / "report.json"), now)) == {}
