@@ -17,7 +17,7 @@ from conformance.deviations import DeviationJudge
 from conformance.library import Library
 from conformance.outcome import Outcome
 from conformance.results import unavailable
-from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
+from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
 from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Rig, Story, assert_same_story
 
 NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
@@ -423,3 +423,24 @@ def test_strangers_among_the_parameters(
         yield rig.did(rig.scaler.unscale_, rig.optimizer)
 
     assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.unscale_.refuses_whole")
+@pytest.mark.deviation("grad_scaler.hidden_overlap")
+def test_windows_that_slide_over_one_memory(deviation: DeviationJudge, device: str) -> None:
+    """Rows [0, 1, 2], [1, 2, 3], [2, 3, 4] of one buffer."""
+
+    def probe(library: Library) -> tuple[str, list[float], float]:
+        rig = Rig(library, device, (Gradient((3,)), Gradient((3, 3))), init_scale=4.0).used()
+        first, second = rig.parameters
+        first.grad.fill_(8.0)
+        buffer = torch.full((5,), 64.0, device=device)
+        second.grad = buffer.as_strided((3, 3), (1, 1))
+        outcome = rig.did(rig.scaler.unscale_, rig.optimizer)
+        return str(outcome.raised), buffer.tolist(), float(first.grad[0])
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == ("None", [16.0, 4.0, 1.0, 4.0, 16.0], 2.0),
+        we_do=lambda seen: seen[0].startswith(REFUSED_OVERLAP) and seen[1:] == ([64.0] * 5, 8.0),
+    )

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset")
 
+# How torch begins where it sees that elements of a tensor to be written share memory.
+REFUSED_OVERLAP = "RuntimeError: unsupported operation: more than one element of the written-to tensor"
+
 
 @dataclass(frozen=True)
 class Gradient:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from impl import kernels
-from impl.kernels import are_on, dtypes_of, layouts_of
+from impl.kernels import OVERLAP, are_on, dtypes_of, layouts_of, overlaps_itself
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -126,11 +126,8 @@ def _coalesced(param: Tensor) -> Tensor:
 
 def _refuse_overlap(grads: list[Tensor]) -> None:
     for grad in grads:
-        if not grad.is_contiguous() and _overlaps_itself(grad):
-            raise RuntimeError(
-                "unsupported operation: more than one element of the written-to tensor refers to a single memory "
-                "location. Please clone() the tensor before performing the operation."
-            )
+        if not grad.is_contiguous() and overlaps_itself(grad):
+            raise RuntimeError(OVERLAP)
 
 
 def _by_device(grads: list[Tensor]) -> list[Batch]:
@@ -143,27 +140,6 @@ def _by_device(grads: list[Tensor]) -> list[Batch]:
 def _by_device_and_dtype(grads: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:
     groups: Any = torch._C._group_tensors_by_device_and_dtype([[*grads]], False)
     return [(device, dtype, group) for (device, dtype), ([group], _) in groups.items()]
-
-
-def _overlaps_itself(grad: Tensor) -> bool:
-    """Whether two elements of `grad` lie at one address, so that one of them would be unscaled twice."""
-    overlap = torch._debug_has_internal_overlap(grad)
-    if overlap < 2:  # 2: it would take a closer look
-        return overlap == 1
-    # Laid out by growing stride, a dimension that steps over all the ones before it can meet none of them.
-    reach = 0
-    for stride, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return _has_equal_offsets(grad)
-        reach += stride * (size - 1)
-    return False
-
-
-def _has_equal_offsets(grad: Tensor) -> bool:
-    offsets = torch.zeros(1, dtype=torch.int64)
-    for stride, size in zip(grad.stride(), grad.shape, strict=True):
-        offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
-    return offsets.unique().numel() < offsets.numel()
 
 
 def _shared(params: list[Tensor]) -> str:

@@ -60,9 +60,10 @@ def checked_floor(min_scale: float) -> float:
 
 def check_initial(init_scale: object, min_scale: float) -> None:
     # What is no number at all is refused by torch, at the first scale().
-    if isinstance(init_scale, int | float) and not min_scale <= init_scale < math.inf:
+    largest = torch.finfo(torch.float32).max
+    if isinstance(init_scale, int | float) and not min_scale <= init_scale <= largest:
         raise ValueError(
-            f"init_scale is {init_scale}; it must be finite and not below min_scale, {min_scale:g}"
+            f"init_scale is {init_scale}; it must lie between min_scale, {min_scale:g}, and float32's largest"
         )
 
 

@@ -71,7 +71,7 @@ class Scaling:
         verdicts = scaler._verdicts_on(optimizer)
         verdicts.taken = None
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            result = _step_if_finite(scaler, optimizer, stage, *args, **kwargs)
+            result = _step_if_finite(scaler, optimizer, stage, verdicts, *args, **kwargs)
         elif _takes_scaler(optimizer.step):
             # stacklevel: the caller of GradScaler.step.
             warnings.warn(
@@ -254,14 +254,16 @@ def _at(device: torch.device, found_inf: dict[torch.device, Tensor]) -> list[Ten
 
 
 def _step_if_finite(
-    scaler: GradScaler, optimizer: _Optimizer, stage: OptState, *args: Any, **kwargs: Any
+    scaler: GradScaler, optimizer: _Optimizer, stage: OptState, verdicts: Verdicts, *args: Any, **kwargs: Any
 ) -> float | None:
+    checked = verdicts.checked
     if stage is OptState.READY:
         scaler.unscale_(optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
     if not state["found_inf_per_device"]:
         if stage is OptState.READY:
             del scaler._per_optimizer_states[id(optimizer)]
+            verdicts.checked = checked
         raise AssertionError("No inf checks were recorded for this optimizer.")
     return scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
 

@@ -21,6 +21,7 @@ Cost for N f32 elements, launches counted on CUDA:
 
 from impl.kernels._lists import are_on, dtypes_of, layouts_of
 from impl.kernels._route import route
+from impl.kernels._storage_order import OVERLAP, overlaps_itself
 from impl.kernels._untracked import untracked
 from impl.kernels.clamp import clamp_
 from impl.kernels.norm import total_norm
@@ -29,11 +30,13 @@ from impl.kernels.scale_update import update_scale_
 from impl.kernels.unscale import nonfinite_mask, unscale_
 
 __all__ = [
+    "OVERLAP",
     "are_on",
     "clamp_",
     "dtypes_of",
     "layouts_of",
     "nonfinite_mask",
+    "overlaps_itself",
     "route",
     "scale_",
     "total_norm",

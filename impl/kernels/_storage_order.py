@@ -11,6 +11,12 @@ _LARGE = 1 << 14
 # Elements copied together at a time: what was copied is still in the cache when it is read again.
 _RUN = 1 << 17
 
+# What torch raises where it sees that elements of a tensor to be written share memory.
+OVERLAP = (
+    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+    "Please clone() the tensor before performing the operation."
+)
+
 
 def flat_view(tensor: Tensor) -> Tensor | None:
     """All elements in the order of memory as a 1-D view, or None if there are gaps or elements lie twice."""
@@ -47,3 +53,24 @@ def _joined(tensors: list[Tensor]) -> Tensor:
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     # Flattened one by one in C++, which takes half of the time of doing it from here.
     return _flatten_dense_tensors(tensors)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of `tensor` lie at one address, so that what is done to one is done to the other."""
+    overlap = torch._debug_has_internal_overlap(tensor)
+    if overlap < 2:  # 2: it would take a closer look
+        return overlap == 1
+    # Laid out by growing stride, a dimension that steps over all the ones before it can meet none of them.
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return _has_equal_offsets(tensor)
+        reach += stride * (size - 1)
+    return False
+
+
+def _has_equal_offsets(tensor: Tensor) -> bool:
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+        offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
+    return offsets.unique().numel() < offsets.numel()

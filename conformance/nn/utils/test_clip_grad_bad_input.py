@@ -155,3 +155,33 @@ def test_one_gradient_refuses(deviation: DeviationJudge, device: str, name: str,
         torch_does=lambda seen: seen[0].startswith(refusal) and not seen[1],
         we_do=lambda seen: seen[0].startswith(refusal) and seen[1],
     )
+
+
+def bounded_by_a_million(library: Library, device: str, half_first: bool) -> tuple[str, bool]:
+    """What was raised, and whether each gradient is as it was; float16 has no 1e6."""
+    half = torch.full((3,), 6e4, dtype=torch.float16, device=device)
+    # So long that an implementation may well change it by itself.
+    whole = torch.full((20_000,), 3e6, device=device)
+    grads = [half, whole] if half_first else [whole, half]
+    before = [grad.clone() for grad in grads]
+    listed = [SimpleNamespace(grad=grad) for grad in grads]
+    outcome = observe(library.nn.utils.clip_grad_value_, listed, 1e6)
+    return str(outcome.raised), all(map(torch.equal, grads, before))
+
+
+@clause("nn.utils.clip_grad.refusal_is_whole")
+@pytest.mark.deviation("clip_grad.refusal_is_whole")
+def test_a_bound_that_one_dtype_cannot_hold(deviation: DeviationJudge, device: str) -> None:
+    """In one of the two orders torch has clamped the other gradient when it notices."""
+
+    def probe(library: Library) -> tuple[set[str], list[bool]]:
+        seen = [bounded_by_a_million(library, device, half_first) for half_first in (True, False)]
+        return {raised for raised, _ in seen}, sorted(whole for _, whole in seen)
+
+    [raised] = probe(deviation.reference)[0]
+    assert raised.startswith("RuntimeError: value cannot be converted")
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == ({raised}, [False, True]),
+        we_do=lambda seen: seen == ({raised}, [True, True]),
+    )

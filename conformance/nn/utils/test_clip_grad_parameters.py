@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.clipping import clip_of, clipped, norm_tolerance, sparse_parameter
-from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
+from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
 from conformance.tolerances import norm_of
 
 
@@ -116,14 +117,16 @@ def test_shared_gradients(
 @clause("nn.utils.clip_grad.clip_grad_norm_.overlapping_memory")
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
 @pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize("is_contiguous", [True, False])
 def test_view_that_negates(
-    subject: Library, reference: Library, device: str, name: str, foreach: bool | None
+    subject: Library, reference: Library, device: str, name: str, foreach: bool | None, is_contiguous: bool
 ) -> None:
     """The imaginary part of a conjugate holds the negative of what lies in memory."""
 
     def outcome(library: Library) -> Outcome:
         whole = torch.view_as_complex(torch.arange(1.0, 9.0, device=device).view(4, 2)).conj()
-        listed = [Gradient((3,)).parameter(device), SimpleNamespace(grad=whole.imag)]
+        view = torch._neg_view(torch.arange(1.0, 5.0, device=device)) if is_contiguous else whole.imag
+        listed = [Gradient((3,)).parameter(device), SimpleNamespace(grad=view)]
         grads = [each.grad for each in listed]
         return observe(getattr(library.nn.utils, name), listed, 1.0, foreach=foreach, watch=grads)
 
@@ -141,6 +144,32 @@ def test_expanded_gradient(subject: Library, reference: Library, device: str, na
         return clipped(library, [parameter], 1.0, function=name)
 
     assert_same_outcome(outcome(reference), outcome(subject), norm_of(12, 1))
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.overlapping_memory")
+@pytest.mark.deviation("clip_grad.hidden_overlap")
+@pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"])
+def test_windows_that_slide_over_one_memory(
+    deviation: DeviationJudge, device: str, name: str, foreach: bool | None
+) -> None:
+    """Rows [0, 1, 2], [1, 2, 3], [2, 3, 4] of one buffer; and a transposed view, which shares nothing."""
+    extra = (torch.tensor(100.0, device=device),) if name == "clip_grads_with_norm_" else ()
+
+    def probe(library: Library) -> tuple[str, bool, bool]:
+        buffer = torch.arange(1.0, 6.0, device=device)
+        windows = buffer.as_strided((3, 3), (1, 1))
+        sound = torch.arange(6.0, device=device).view(2, 3).t()
+        listed = [SimpleNamespace(grad=sound), SimpleNamespace(grad=windows)]
+        before = buffer.clone(), sound.clone()
+        outcome = observe(getattr(library.nn.utils, name), listed, 0.5, *extra, foreach=foreach)
+        return str(outcome.raised), torch.equal(buffer, before[0]), torch.equal(sound, before[1])
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == ("None", False, False),
+        we_do=lambda seen: seen[0].startswith(REFUSED_OVERLAP) and seen[1:] == (True, True),
+    )
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.gradients_of_graphs")

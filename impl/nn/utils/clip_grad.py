@@ -9,9 +9,9 @@ Two ways through every call
     subclass in a list sends the whole list there.
 
 All or nothing
-    Ordinary gradients cannot refuse a change, so the others go first; when one of those refuses, all of them are put
-    back. Copies are made for this of plain tensors that are not ordinary, never of tensor subclasses: a list of
-    those is one sharded model, taken or refused as a whole.
+    Ordinary gradients cannot refuse a change once it is known that their dtypes hold its numbers. So the others go
+    first; when one of those refuses, all of them are put back. Copies are made for this of plain tensors that are
+    not ordinary, never of tensor subclasses: a list of those is one sharded model, taken or refused as a whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.utils._foreach_utils import (
 )
 
 from impl import kernels
-from impl.kernels import are_on, dtypes_of, layouts_of, untracked
+from impl.kernels import OVERLAP, are_on, dtypes_of, layouts_of, overlaps_itself, untracked
 
 __all__ = ["clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"]
 
@@ -89,6 +89,7 @@ def clip_grads_with_norm_(
 
     Raises:
         ValueError: `max_norm` is nan or -inf.
+        RuntimeError: elements of a gradient share memory.
     Sync: none where `total_norm` lies on the gradients' device. Collectives: none.
     Source: torch.nn.utils.clip_grads_with_norm_ 2.13; differences: the ValueError (torch overwrites every gradient
         with nan), and no plain gradient stays changed when one refuses.
@@ -125,7 +126,7 @@ def clip_grad_norm_(
         0-dim norm before clipping; device and dtype as in `get_total_norm`.
 
     Raises:
-        RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set.
+        RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set; or elements of a gradient share memory.
         ValueError: `max_norm` is nan or -inf, or `norm_type` is nan, and there are gradients.
     Sync: none, unless `error_if_nonfinite`. Collectives: those of DTensor, if the gradients are DTensors.
     Source: torch.nn.utils.clip_grad_norm_ 2.13; differences: those of `get_total_norm` (finite float32 gradients of
@@ -192,7 +193,8 @@ def clip_grad_value_(
         foreach: as in `get_total_norm`.
 
     Raises:
-        RuntimeError: there are no gradients at all, as in torch.
+        RuntimeError: there are no gradients at all, or a gradient's dtype cannot hold `clip_value`, as in torch; or
+            elements of a gradient share memory.
         ValueError: `clip_value` is nan or negative.
     Sync: none. Collectives: none.
     Source: torch.nn.utils.clip_grad_value_ 2.13; differences: the ValueError (torch overwrites every gradient, with
@@ -222,9 +224,18 @@ def clip_grad_value_(
             for tensor in tensors:
                 tensor.clamp_(min=-high, max=high)
 
+    _refuse_unless_held(high, gradients)
     _change_others_(gradients, clamp_)
     for tensors in gradients.ordinary.values():
         kernels.clamp_(tensors, -high, high)
+
+
+def _refuse_unless_held(bound: float, gradients: _Gradients) -> None:
+    """Raise torch's error where a gradient's dtype cannot hold `bound`; the kernels would find out halfway."""
+    if torch.finfo(torch.float16).max < bound < math.inf:
+        for tensors in gradients.ordinary.values():
+            for dtype in dtypes_of(tensors):
+                torch.zeros((), dtype=dtype).clamp_(-bound, bound)
 
 
 class _Gradients(NamedTuple):
@@ -246,7 +257,8 @@ def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
         # Whether a subclass mixes with plain tensors is for its own implementation to say.
         return _Gradients(tensors, {}, tensors, foreach)
     device = _common_device_if_ordinary(tensors)
-    if device is not None:
+    # Views that negate: lists of them are refused by torch, each by itself is not.
+    if device is not None and not (foreach is False and any(map(Tensor.is_neg, tensors))):
         return _Gradients(tensors, {device: tensors}, [], foreach)
     ordinary: dict[torch.device, list[Tensor]] = {}
     others: list[Tensor] = []
@@ -279,7 +291,7 @@ def _is_ordinary(tensor: Tensor) -> bool:
         and tensor.dtype in _KERNEL_DTYPES
         and _device_has_foreach_support(tensor.device)
         and torch._debug_has_internal_overlap(tensor) == 0
-        and not tensor.is_neg()  # lists of views that negate are refused, each by itself is not
+        and not tensor.is_neg()  # see `_sorted_out`
         and (torch.is_inference_mode_enabled() or not tensor.is_inference())
     )
 
@@ -380,6 +392,7 @@ def _change_others_(gradients: _Gradients, change_: Callable[[list[Tensor], bool
     if torch.compiler.is_compiling():
         kept: list[tuple[Tensor, Tensor]] = []
     else:
+        _refuse_hidden_overlap(gradients.others)
         kept = [(tensor, tensor.clone()) for tensor in gradients.others if type(tensor) in _PLAIN_TYPES]
     try:
         for tensors, whole in dealt:
@@ -392,3 +405,11 @@ def _change_others_(gradients: _Gradients, change_: Callable[[list[Tensor], bool
                 with contextlib.suppress(RuntimeError):
                     tensor.copy_(copy)
         raise
+
+
+def _refuse_hidden_overlap(tensors: list[Tensor]) -> None:
+    """Raise where elements share memory and torch does not see it: it would change them once for each."""
+    for tensor in tensors:
+        is_plain = type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided
+        if is_plain and torch._debug_has_internal_overlap(tensor) == 2 and overlaps_itself(tensor):
+            raise RuntimeError(OVERLAP)
