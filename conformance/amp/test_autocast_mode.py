@@ -208,7 +208,9 @@ def test_bad_arguments(subject: Library, reference: Library, call: str) -> None:
 
 @clause("amp.autocast_mode.is_autocast_available.answers")
 @pytest.mark.parametrize(
-    "name", ["cpu", "cuda", "mps", "xpu", "meta", "xla", "privateuseone", "tpu", "", 3, None], ids=repr
+    "name",
+    ["cpu", "cuda", "mps", "xpu", "meta", "xla", "privateuseone", "tpu", "cpu:0", "cuda:x", "", 3, None],
+    ids=repr,
 )
 def test_is_autocast_available(subject: Library, reference: Library, name: Any) -> None:
     assert_same_outcome(

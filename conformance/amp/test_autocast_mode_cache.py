@@ -77,6 +77,20 @@ def test_a_new_region_sees_new_weights(subject: Library, device: str, update: Ca
     assert product_after_update(subject, device, update) == 6.0
 
 
+@clause("amp.autocast_mode.autocast.cache")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_outermost_region_ends_the_casts(subject: Library, device: str, enabled: bool) -> None:
+    """It may itself be disabled: what counts is that no region is left around it."""
+    weight, x = torch.nn.Parameter(torch.ones(2, 2, device=device)), torch.ones(2, 2, device=device)
+    seen = []
+    for value in (1.0, 3.0):
+        with torch.no_grad():
+            weight.fill_(value)
+        with subject.amp.autocast(device, enabled=enabled), subject.amp.autocast(device):
+            seen.append((x @ weight)[0, 0].item())
+    assert seen == [2.0, 6.0]
+
+
 @clause("amp.autocast_mode.autocast.cache_sees_optimizer_steps")
 @pytest.mark.deviation("autocast.cache_sees_optimizer_steps")
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])

@@ -53,6 +53,64 @@ def test_decorated_method_that_raises_and_recurses(subject: Library, device: str
 
 
 @clause("amp.autocast_mode.autocast.decorator")
+def test_what_is_called_later_runs_outside(subject: Library, reference: Library, device: str) -> None:
+    """A region lasts as long as the call, which for generators and coroutines only makes them."""
+
+    def run(library: Library) -> Outcome:
+        region = library.amp.autocast(device)
+
+        @region
+        def generator() -> Any:
+            yield state()
+            yield state()
+
+        @region
+        async def coroutine() -> Any:
+            return state()
+
+        def use() -> Any:
+            made = coroutine()
+            try:
+                made.send(None)
+            except StopIteration as returned:
+                kinds = inspect.isgeneratorfunction(generator), inspect.iscoroutinefunction(coroutine)
+                return list(generator()), returned.value, kinds, state()
+
+        return observe(use)
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+@clause("amp.autocast_mode.autocast.decorator")
+def test_attributes_of_the_function_are_kept(subject: Library, reference: Library, device: str) -> None:
+    def run(library: Library) -> Outcome:
+        def function() -> None: ...
+
+        function.mark, function.__module__ = "kept", "of.its.own"
+        decorated = library.amp.autocast(device)(function)
+        return observe(
+            lambda: (decorated.mark, decorated.__module__, decorated.__wrapped__ is function, vars(function))
+        )
+
+    assert_same_outcome(run(reference), run(subject))
+
+
+@clause("amp.autocast_mode.autocast.decorator")
+def test_a_call_within_a_call_leaves_the_region_open(subject: Library, device: str) -> None:
+    @subject.amp.autocast(device)
+    def deeper(depth: int) -> list[bool]:
+        inner = deeper(depth - 1) if depth else []
+        return [*inner, torch.is_autocast_enabled(device)]
+
+    before = state()
+    try:
+        assert deeper(2) == [True, True, True]
+    finally:
+        # An instance of torch's class keeps one saved state, which recursion overwrites.
+        torch.set_autocast_enabled(device, before["enabled"][device])
+
+
+@clause("amp.autocast_mode.autocast.decorator")
 @pytest.mark.parametrize("value", [None, 3, "f", torch.ones(2)], ids=repr)
 def test_decorating_what_cannot_be_called(subject: Library, reference: Library, value: Any) -> None:
     wanted, got = (

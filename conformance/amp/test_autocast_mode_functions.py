@@ -66,7 +66,8 @@ def test_backward_runs_in_forwards_state(
                 other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
                 with library.amp.autocast(device, dtype=other, enabled=backward_inside == "enabled"):
                     out.sum().backward()
-            return out, seen
+                    seen["after"] = state()
+            return out, seen, state()
 
         return observe(both, watch=[a, b])
 

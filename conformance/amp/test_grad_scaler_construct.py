@@ -56,6 +56,23 @@ def test_arguments_by_position(subject: Library, reference: Library, device: str
     assert_same_outcome(made(reference), made(subject))
 
 
+@clause("amp.grad_scaler.constructor.arguments")
+@pytest.mark.parametrize("interval", [0, -1, 2.5, 1.0, True], ids=repr)
+def test_intervals_that_count_nothing(
+    subject: Library, reference: Library, device: str, interval: float
+) -> None:
+    """Whatever is no positive integer is kept as it is, too; what it does shows in the updates."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, init_scale=8.0, growth_interval=interval)
+        yield rig.did(rig.scaler.get_growth_interval)
+        yield from rig.iteration()
+        yield from rig.iteration()
+        yield from rig.iteration(math.inf)
+
+    assert_same_story(reference, subject, story)
+
+
 @clause("amp.grad_scaler.constructor.bad_arguments")
 @pytest.mark.parametrize(
     "arguments",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -73,6 +73,24 @@ def test_filling_the_scale_and_the_tracker(subject: Library, reference: Library,
         yield from rig.iteration()
 
     assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.hooks.numbers")
+def test_the_scale_is_one_tensor_for_ever(subject: Library, device: str) -> None:
+    """A captured graph reads it at its address, and what an optimizer was handed must move with it."""
+    rig = Rig(subject, device, init_scale=8.0, growth_interval=1).used()
+    scale, tracker = rig.scaler._scale, rig.scaler._growth_tracker
+    moves: list[Callable[[], Any]] = [
+        lambda: list(rig.iteration()),
+        lambda: list(rig.iteration(last=math.inf)),
+        lambda: rig.scaler.update(4.0),
+        lambda: rig.scaler.update(torch.tensor(2.0, device=device)),
+    ]
+    for move in moves:
+        move()
+        assert rig.scaler._scale is scale
+        assert rig.scaler._growth_tracker is tracker
+    assert scale.item() == rig.scaler.get_scale() == 2.0
 
 
 @clause("amp.grad_scaler.hooks.numbers")

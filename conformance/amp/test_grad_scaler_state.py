@@ -67,8 +67,10 @@ def test_state_dict_is_a_copy(subject: Library, device: str) -> None:
     before = rig.scaler.state_dict()
     rig.scaler.step(rig.optimizer)
     rig.scaler.update()
-    assert before["scale"] == 8.0
+    after = rig.scaler.state_dict()
+    assert (before["scale"], after["scale"]) == (8.0, 16.0)
     before["growth_factor"] = 100.0
+    assert after["growth_factor"] == 2.0
     assert rig.scaler.get_growth_factor() == 2.0
     assert set(rig.scaler.state_dict()) == {
         "scale",

@@ -179,3 +179,86 @@ def off_still_checks(original: Any, self: Any, optimizer: Any, *args: Any, **kwa
     if not self.is_enabled() and nonfinite(parameters(optimizer)):
         return None
     return original(self, optimizer, *args, **kwargs)
+
+
+def answering(change: Callable[[Any], Any]) -> Fault:
+    """step returns what `change` makes of its result."""
+
+    def fault(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(original(self, optimizer, *args, **kwargs))
+
+    return fault
+
+
+broken("skip_returns_false", "step", "a skipped step returns False", "huggingface/accelerate#2828")(
+    answering(lambda result: False if result is None else result)
+)
+broken("zero_returned_as_none", "step", "an optimizer's step that returns 0.0 seems to have been skipped")(
+    answering(lambda result: result or None)
+)
+
+
+@broken("closure_refused_late", "step", "a closure is refused after the gradients are unscaled")
+def closure_refused_late(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.is_enabled() and "closure" in kwargs and self._scale is not None:
+        self.unscale_(optimizer)
+    return original(self, optimizer, *args, **kwargs)
+
+
+@broken("aware_optimizer_skipped", "step", "an optimizer that skips for itself is not called at an overflow")
+def aware_optimizer_skipped(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.is_enabled() and unscales_by_itself(optimizer) and nonfinite(parameters(optimizer)):
+        real, optimizer.step = optimizer.step, lambda *args, **kwargs: None
+        try:
+            return original(self, optimizer, *args, **kwargs)
+        finally:
+            optimizer.step = real
+    return original(self, optimizer, *args, **kwargs)
+
+
+@broken("verdict_laid_as_number", "step", "found_inf is laid on the optimizer as a Python number")
+@laying
+def verdict_laid_as_number(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+    optimizer.found_inf = float(optimizer.found_inf)
+
+
+@broken("reciprocal_laid", "step", "an optimizer that unscales by itself gets the reciprocal of the scale")
+@laying
+def reciprocal_laid(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+    if isinstance(optimizer.grad_scale, torch.Tensor):
+        optimizer.grad_scale = 1.0 / optimizer.grad_scale
+
+
+@broken("step_updates", "step", "each step updates the scale by itself")
+def step_updates(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, optimizer, *args, **kwargs)
+    if self.is_enabled():
+        states = dict(self._per_optimizer_states)
+        self.update()
+        self._per_optimizer_states.update(states)
+    return result
+
+
+@broken(
+    "refused_step_counts",
+    "step",
+    "a step that is refused for want of gradients counts as taken",
+    "Lightning-AI/pytorch-lightning#4524",
+)
+def refused_step_counts(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(self, optimizer, *args, **kwargs)
+    except AssertionError:
+        if self.is_enabled() and self._scale is not None:
+            state = self._per_optimizer_states[id(optimizer)]
+            state["stage"] = type(state["stage"]).STEPPED
+        raise
+
+
+@broken("gradients_cleared", "step", "a step that is taken clears the gradients")
+def gradients_cleared(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, optimizer, *args, **kwargs)
+    if self.is_enabled() and not nonfinite(parameters(optimizer)):
+        for parameter in parameters(optimizer):
+            parameter.grad = None
+    return result

@@ -157,3 +157,110 @@ def stale_verdict(original: Any, self: Any, optimizer: Any) -> None:
         for verdict in found:
             verdict.fill_(max(now, bad))
     earlier[id(optimizer)] = (times + 1, now)
+
+
+def kept_scaled(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Fault:
+    """What `choose` picks of the dense gradients, or views of them, is afterwards as it was before."""
+
+    def fault(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
+        dense = [p.grad.detach() for p in parameters(optimizer) if not p.grad.is_sparse]
+        before = [(part, part.clone()) for part in choose(dense)]
+        found = original(self, optimizer, *args)
+        for part, kept in before:
+            part.copy_(kept)
+        return found
+
+    return fault
+
+
+broken("last_gradient_left_scaled", HOOK, "the last of several gradients stays scaled")(
+    kept_scaled(lambda grads: grads[1:][-1:])
+)
+broken("last_element_left_scaled", HOOK, "the last element of a long gradient stays scaled")(
+    kept_scaled(lambda grads: [g.view(-1)[-1:] for g in grads if g.numel() > 512 and g.is_contiguous()])
+)
+broken("second_dtype_left_scaled", HOOK, "only gradients of the first one's dtype are unscaled")(
+    kept_scaled(lambda grads: [grad for grad in grads if grad.dtype != grads[0].dtype])
+)
+broken("not_contiguous_left_scaled", HOOK, "gradients that are not contiguous stay scaled")(
+    kept_scaled(lambda grads: [grad for grad in grads if not grad.is_contiguous()])
+)
+broken("zero_dim_left_scaled", HOOK, "gradients without dimensions stay scaled")(
+    kept_scaled(lambda grads: [grad for grad in grads if grad.dim() == 0])
+)
+broken("largest_is_infinite", HOOK, "the largest finite number is taken for an overflow")(
+    finite_by(lambda grad: (grad.abs() < torch.finfo(grad.dtype).max).all())
+)
+
+
+@broken("third_group_missed", HOOK, "gradients of the third group are not looked at")
+def third_group_missed(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
+    rest = [group for index, group in enumerate(optimizer.param_groups) if index != 2]
+    looked_at = parameters(types.SimpleNamespace(param_groups=rest))
+    return judged(lambda everything: nonfinite(looked_at))(original, self, optimizer, *args)
+
+
+@broken("sparse_unscaled_twice", HOOK, "the values of sparse gradients are unscaled twice")
+def sparse_unscaled_twice(original: Any, self: Any, optimizer: Any, inv_scale: Any, *args: Any) -> Any:
+    found = original(self, optimizer, inv_scale, *args)
+    for parameter in parameters(optimizer):
+        if parameter.grad.is_sparse:
+            parameter.grad._values().mul_(float(inv_scale))
+    return found
+
+
+@broken("sparse_not_looked_at", HOOK, "sparse gradients are not looked at", "pytorch/pytorch#36786")
+@judged
+def sparse_not_looked_at(everything: list[Any]) -> bool:
+    return nonfinite(p for p in everything if not p.grad.is_sparse)
+
+
+@broken("frozen_left_scaled", HOOK, "gradients of parameters that are frozen by now stay scaled")
+def frozen_left_scaled(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
+    frozen = [p.grad for p in parameters(optimizer) if not p.requires_grad and not p.grad.is_sparse]
+    before = [grad.clone() for grad in frozen]
+    found = original(self, optimizer, *args)
+    for grad, kept in zip(frozen, before, strict=True):
+        grad.copy_(kept)
+    return found
+
+
+@broken("stale_reciprocal", HOOK, "the reciprocal of the first scale is used for all later ones")
+def stale_reciprocal(original: Any, self: Any, optimizer: Any, inv_scale: Any, *args: Any) -> Any:
+    first = vars(self).setdefault("_reciprocal", {}).setdefault(id(self._scale), inv_scale.clone())
+    used = inv_scale if float(inv_scale) == 1.0 else first
+    return original(self, optimizer, used, *args)
+
+
+@broken("float16_refused_late", HOOK, "float16 is refused after the gradients before it are unscaled")
+def float16_refused_late(original: Any, self: Any, optimizer: Any, inv_scale: Any, *args: Any) -> Any:
+    try:
+        return original(self, optimizer, inv_scale, *args)
+    except ValueError as error:
+        for parameter in parameters(optimizer) if "FP16" in str(error) else ():
+            if parameter.grad.dtype == torch.float16:
+                break
+            parameter.grad.mul_(float(inv_scale))
+        raise
+
+
+@broken("float16_refused_otherwise", HOOK, "float16 is refused with a RuntimeError")
+def float16_refused_otherwise(original: Any, self: Any, *args: Any) -> Any:
+    try:
+        return original(self, *args)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
+
+
+@broken(
+    "one_optimizer_of_a_kind", "unscale_", "optimizers of one class share a stage, so the second is refused"
+)
+def one_optimizer_of_a_kind(original: Any, self: Any, optimizer: Any) -> None:
+    original(self, optimizer)
+    if not self.is_enabled():
+        return
+    kinds = vars(self).setdefault("_kinds", {})
+    states = self._per_optimizer_states
+    if any(kind is type(optimizer) and key in states and key != id(optimizer) for key, kind in kinds.items()):
+        raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+    kinds[id(optimizer)] = type(optimizer)

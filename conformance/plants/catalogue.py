@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from conformance.plants import (  # noqa: F401 to import an area is to enter its plants
     amp_autocast_mode,
     amp_autocast_mode_functions,
+    amp_autocast_mode_state,
     amp_grad_scaler_state,
     amp_grad_scaler_step,
     amp_grad_scaler_unscale,
     amp_grad_scaler_update,
+    amp_older_spellings,
     generated,
+    nn_utils_clip_grad_dtensor,
     nn_utils_clip_grad_norm,
+    nn_utils_clip_grad_orders,
     nn_utils_clip_grad_scaling,
 )
 from conformance.plants.plant import ENTERED, Plant

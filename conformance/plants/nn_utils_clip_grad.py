@@ -11,6 +11,7 @@ from conformance.plants.plant import Fault, in_function, planted
 
 NORM = "nn.utils.clip_grad_norm_"
 VALUE = "nn.utils.clip_grad_value_"
+WITH_NORM = "nn.utils.clip_grads_with_norm_"
 
 
 def broken(plant_id: str, breaks: str, says: str, thread: str = "own") -> Callable[[Fault], Fault]:
@@ -29,16 +30,19 @@ def gradients(parameters: Any) -> list[torch.Tensor]:
 
 
 def as_list(parameters: Any) -> Any:
-    """Several passes over the parameters, without hiding a generator's emptiness from the original."""
+    """Several passes over the parameters; a generator that was empty stays one, about which the original may warn."""
     if isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor):
-        listed = list(parameters)
-        return listed or iter(())
+        return list(parameters) or parameters
     return parameters
 
 
 def is_number(value: Any) -> bool:
     """Whether a fault may compute with it; what is none goes to the original, which refuses it in its own words."""
     return isinstance(value, (int, float))
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor
 
 
 def coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -66,6 +70,24 @@ def scaled_by(factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Fault:
         for grad in gradients(parameters):
             grad.detach().mul_(factor(norm, float(max_norm)).to(grad.device))
         return norm
+
+    return fault
+
+
+def in_path(wanted: bool, factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Fault:
+    """As `scaled_by`, but only where `foreach` is given as `wanted`."""
+    scaled = scaled_by(factor)
+
+    def fault(
+        original: Any,
+        parameters: Any,
+        max_norm: Any,
+        norm_type: Any = 2.0,
+        error_if_nonfinite: Any = False,
+        foreach: Any = None,
+    ) -> Any:
+        arguments = (parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return scaled(original, *arguments) if foreach is wanted else original(*arguments)
 
     return fault
 

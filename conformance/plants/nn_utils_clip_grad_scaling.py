@@ -10,12 +10,15 @@ import torch
 from conformance.plants.nn_utils_clip_grad import (
     NORM,
     VALUE,
+    WITH_NORM,
     as_list,
     broken,
     coefficient,
     gradients,
+    in_path,
     is_number,
     left_out,
+    plain,
     scaled_by,
 )
 
@@ -106,7 +109,7 @@ def only_upper_bound(original: Any, parameters: Any, clip_value: Any, foreach: A
         grad.detach()[below] = kept[below]
 
 
-@broken("given_norm_ignored", "nn.utils.clip_grads_with_norm_", "the gradients' own norm is used")
+@broken("given_norm_ignored", WITH_NORM, "the gradients' own norm is used")
 def given_norm_ignored(
     original: Any, parameters: Any, max_norm: Any, total_norm: torch.Tensor, foreach: Any = None
 ) -> None:
@@ -115,3 +118,89 @@ def given_norm_ignored(
     norms = [grad.detach().norm() for grad in grads]
     own = torch.linalg.vector_norm(torch.stack(norms)) if grads else total_norm
     original(parameters, max_norm, own.to(total_norm), foreach)
+
+
+broken(
+    "one_by_one_unbounded", NORM, "foreach=False scales gradients below max_norm up", "pytorch/pytorch#151554"
+)(in_path(False, lambda norm, max_norm: max_norm / (norm + 1e-6)))
+broken("lists_rounded", NORM, "foreach=True scales by a factor rounded to bfloat16")(
+    in_path(True, lambda norm, max_norm: coefficient(norm, max_norm).bfloat16().float())
+)
+broken("zero_dim_left_out", NORM, "gradients without dimensions are not scaled")(
+    left_out(lambda grads: [grad for grad in grads if grad.dim() == 0])
+)
+broken("not_contiguous_left_out", NORM, "gradients that are not contiguous are not scaled")(
+    left_out(lambda grads: [g for g in grads if not g.is_sparse and plain(g) and not g.is_contiguous()])
+)
+broken("complex_left_out", NORM, "complex gradients are not scaled")(
+    left_out(lambda grads: [grad for grad in grads if grad.is_complex() and not grad.is_sparse])
+)
+
+
+@broken(
+    "sparse_scaled_twice", NORM, "the values of sparse gradients are scaled twice", "pytorch/pytorch#7257"
+)
+def sparse_scaled_twice(original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+    parameters = as_list(parameters)
+    norm = original(parameters, max_norm, *args, **kwargs)
+    for grad in gradients(parameters):
+        if grad.is_sparse:
+            grad._values().mul_(coefficient(norm, float(max_norm)))
+    return norm
+
+
+@broken("listed_twice_scaled_once", NORM, "a parameter that is listed twice is taken once")
+def listed_twice_scaled_once(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    parameters = as_list(parameters)
+    if isinstance(parameters, list):
+        parameters = list({id(p): p for p in parameters}.values())
+    return original(parameters, *args, **kwargs)
+
+
+@broken("max_norm_zero_is_none", NORM, "max_norm=0 clips nothing")
+def max_norm_zero_is_none(original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+    nothing = is_number(max_norm) and max_norm == 0
+    return original(parameters, math.inf if nothing else max_norm, *args, **kwargs)
+
+
+@broken("value_zero_is_none", VALUE, "clip_value=0 clamps nothing")
+def value_zero_is_none(original: Any, parameters: Any, clip_value: Any, foreach: Any = None) -> None:
+    nothing = is_number(clip_value) and clip_value == 0
+    original(parameters, math.inf if nothing else clip_value, foreach)
+
+
+broken("value_last_gradient_left_out", VALUE, "the last of several gradients is not clamped")(
+    left_out(lambda grads: [g for g in grads[1:][-1:] if not g.is_sparse])
+)
+broken("value_second_dtype_left_out", VALUE, "only gradients of the first one's dtype are clamped")(
+    left_out(lambda grads: [grad for grad in grads if grad.dtype != grads[0].dtype])
+)
+
+
+@broken("infinity_not_clamped", VALUE, "infinite elements are not clamped")
+def infinity_not_clamped(original: Any, parameters: Any, clip_value: Any, foreach: Any = None) -> None:
+    parameters = as_list(parameters)
+    dense = [g.detach() for g in gradients(parameters) if not g.is_sparse and plain(g)]
+    infinite = [(grad, grad.isinf(), grad.clone()) for grad in dense if grad.is_floating_point()]
+    original(parameters, clip_value, foreach)
+    for grad, where, before in infinite:
+        grad[where] = before[where]
+
+
+@broken("given_norm_changed", WITH_NORM, "the norm that is given is changed")
+def given_norm_changed(
+    original: Any, parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None
+) -> None:
+    original(parameters, max_norm, total_norm, foreach)
+    if isinstance(total_norm, torch.Tensor) and is_number(max_norm):
+        total_norm.detach().add_(1.0)
+
+
+@broken(
+    "given_norm_last_left_out", WITH_NORM, "the last of several gradients is not scaled by the given norm"
+)
+def given_norm_last_left_out(
+    original: Any, parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None
+) -> None:
+    last = left_out(lambda grads: [g for g in grads[1:][-1:] if not g.is_sparse])
+    last(original, parameters, max_norm, total_norm, foreach)

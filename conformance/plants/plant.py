@@ -57,6 +57,13 @@ def in_method(method: str, fault: Fault) -> Make:
     return lambda original: subclass(original, {method: _framed(getattr(original, method), fault)})
 
 
+def in_methods(faults: Mapping[str, Fault]) -> Make:
+    """The class with faults in the places of several of its methods."""
+    return lambda original: subclass(
+        original, {name: _framed(getattr(original, name), fault) for name, fault in faults.items()}
+    )
+
+
 def subclass(original: type, members: Mapping[str, Any]) -> type:
     """A subclass under the original's own name, by which a pickle finds it."""
     place = {"__module__": original.__module__, "__qualname__": original.__qualname__}

@@ -58,6 +58,24 @@ def test_leaves_small_gradients_alone_to_the_bit(
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.returns_norm_before_clipping")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_a_returned_norm_stays(subject: Library, device: str, dtype: torch.dtype, norm_type: float) -> None:
+    """Training loops gather norms and read them much later."""
+
+    def norm_of_fresh(size: int) -> torch.Tensor:
+        parameter = Gradient((size,), dtype, seed=size).parameter(device)
+        return subject.nn.utils.clip_grad_norm_([parameter], 1.0, norm_type)
+
+    norms = [norm_of_fresh(size) for size in (3, 3, 5)]
+    before = [norm.clone() for norm in norms]
+    norms.append(norm_of_fresh(7))
+    norms[-1].fill_(-1.0)
+    assert [norm.item() for norm in norms[:3]] == [norm.item() for norm in before]
+    assert norm_of_fresh(3).item() == before[0].item()
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.returns_norm_before_clipping")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data())
 def test_returns_the_norm_of_before(
     subject: Library, device: str, dtype: torch.dtype, data: st.DataObject

@@ -1,0 +1,52 @@
+"""GradScaler on optimizers with more parameter groups than two: none of them is passed over."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome
+from conformance.strategies.gradients import Gradient
+from conformance.strategies.scaling import OPTIMIZERS, Rig, assert_same_story
+
+
+def one_each(groups: list[dict[str, Any]]) -> Any:
+    """A group for each parameter."""
+    return OPTIMIZERS["recording"]([{"params": [p]} for group in groups for p in group["params"]])
+
+
+@clause("amp.grad_scaler.unscale_.finds_nonfinite")
+@pytest.mark.parametrize("where", range(4))
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=repr)
+def test_finds_it_in_every_group(subject: Library, device: str, where: int, value: float) -> None:
+    gradients = [Gradient((3,), seed=seed) for seed in range(4)]
+    gradients[where] = dataclasses.replace(gradients[where], last=value)
+    rig = Rig(subject, device, tuple(gradients), optimizer=one_each, init_scale=8.0).used()
+    assert len(rig.optimizer.param_groups) == 4
+    rig.scaler.step(rig.optimizer)
+    rig.scaler.update()
+    assert rig.optimizer.calls == []
+    assert rig.scaler.get_scale() == 4.0
+
+
+@clause("amp.grad_scaler.unscale_.divides")
+def test_divides_in_every_group(subject: Library, reference: Library, device: str) -> None:
+    """By the scale of now, also after it has moved."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        gradients = tuple(Gradient((3,), seed=seed) for seed in range(4))
+        rig = Rig(library, device, gradients, optimizer=one_each, init_scale=8.0, growth_interval=1)
+        for last in (None, math.inf, None, None):
+            rig.zero_grad()
+            yield rig.did(rig.backward, last)
+            yield rig.did(rig.scaler.unscale_, rig.optimizer)
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update)
+
+    assert_same_story(reference, subject, story)
