@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 
+from conformance import surface
 from conformance.clauses import AREAS, HERE, all_clauses
 from conformance.deviations import DeviationJudge, all_deviations, all_reference_limits
 from conformance.library import Library, load_library
@@ -61,13 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         config.addinivalue_line("markers", line)
     _set_hypothesis_up(config)
-    try:
-        load_library(config.option.subject)
-    except Exception as error:
-        raise pytest.UsageError(
-            f"the subject {config.option.subject!r} cannot be loaded ({type(error).__name__}: {error}); "
-            "--subject wants impl, torch, or an importable package that mirrors torch's paths"
-        ) from error
+    _load_subject(config.option.subject)
     config.pluginmanager.register(WorkerRecorder(), "conformance-worker-recorder")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(config), "conformance-recorder")
@@ -75,6 +70,24 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         # Triton's interpreter computes with NumPy, which warns about the inf and nan that kernels are asked about.
         numpy.seterr(all="ignore")
+
+
+def _load_subject(spec: str) -> None:
+    reference = load_library("torch")
+    before = {name: reference.find(name) for name in surface.names()}
+    try:
+        load_library(spec)
+    except (Exception, SystemExit) as error:
+        raise pytest.UsageError(
+            f"the subject {spec!r} cannot be loaded ({type(error).__name__}: {error}); "
+            "--subject wants impl, torch, or an importable package that mirrors torch's paths"
+        ) from error
+    replaced = [name for name, found in before.items() if reference.find(name) is not found]
+    if replaced:
+        raise pytest.UsageError(
+            f"importing the subject {spec!r} put other objects in torch's places ({', '.join(replaced)}); it would be "
+            "compared with itself. Let the package replace names when it is asked to, not when it is imported"
+        )
 
 
 def _set_hypothesis_up(config: pytest.Config) -> None:

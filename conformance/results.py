@@ -188,7 +188,9 @@ class Recorder:
             self._note(asdict(new))
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == 0 and self._judgements and self._verdict() == "red":
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED  # a subject that provides nothing fails no test
         for judgement in self._judgements.values():
             judgement.clause = judgement.clause or self._clauses.get(judgement.nodeid, "")
         if self._log is not None:
@@ -198,11 +200,14 @@ class Recorder:
                 json.dumps(self.as_dict(), indent=1)
             )
 
+    def _verdict(self) -> str:
+        return verdict(self._judgements.values(), self._config.option.subject)
+
     def as_dict(self) -> dict[str, Any]:
         option = self._config.option
         judgements = sorted(self._judgements.values(), key=lambda judgement: judgement.nodeid)
         return {
-            "verdict": verdict(judgements, option.subject),
+            "verdict": self._verdict(),
             "subject": option.subject,
             "profile": option.profile,
             "seed": option.seed,
@@ -229,7 +234,7 @@ class Recorder:
             write(f"RED {broken.name}: {broken.count}")
             write(f"    {broken.says}")
             write(f"    {broken.replay}")
-        found = verdict(judgements, self._config.option.subject)
+        found = self._verdict()
         write(f"verdict: {found}", green=found == "green", red=found == "red", bold=True)
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from conformance.gpu.judging import VARIABLE
 from conformance.gpu.probe import Probe
 from conformance.gpu.probe_cases import COLLECTIVES
-from conformance.gpu.rows import PROGRESS, Rows, Task, read_rows
+from conformance.gpu.rows import PROGRESS, VARIABLE, Rows, Task, read_rows
 from conformance.ranks import backend_for
 from conformance.results import RED, unavailable
 

@@ -8,9 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from conformance.gpu.rows import Task
+from conformance.gpu.rows import VARIABLE, Task
 
-VARIABLE = "TANDEM_GPU_TASK"  # by which the plugin learns of its task
 _PLUGIN = "conformance.gpu.judge_plugin"
 _WORKERS_PER_GPU = 8
 

@@ -13,6 +13,7 @@ from typing import Any
 
 PROGRESS = ">> "  # begins the lines of output that are shown while a phase runs
 LONGEST_TEXT = 2_000
+VARIABLE = "TANDEM_GPU_TASK"  # by which a plugin of pytest learns of its task
 
 
 @dataclass(frozen=True)

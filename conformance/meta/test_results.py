@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from conformance.library import NotProvided, load_library
 from conformance.outcome import observe
 from conformance.results import broken_clauses
 
+ROOT = Path(__file__).parents[2]
 FIRST, SECOND = (clause["id"] for clause in clauses.for_report()[:2])
 
 
@@ -52,3 +57,47 @@ def test_a_planted_lack_is_still_claimed() -> None:
     spec = "torch+lack:amp.grad_scaler.OptState"
     assert claims(spec) == claims("torch")
     assert is_claimed(load_library(spec), "amp.grad_scaler.OptState")
+
+
+REFUSED = 4  # pytest's code for a usage error
+SUBJECTS = {
+    "empty": ("", 1, "verdict: red"),
+    "quits": ("import sys; sys.exit(0)", REFUSED, "the subject 'quits' cannot be loaded (SystemExit: 0)"),
+    "patches": (
+        "import torch; torch.nn.utils.clip_grad_value_ = lambda *_: None",
+        REFUSED,
+        "put other objects in torch's places (nn.utils.clip_grad_value_)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(SUBJECTS))
+def test_a_subject_that_cannot_be_judged_ends_in_an_error(tmp_path: Path, name: str) -> None:
+    source, code, said = SUBJECTS[name]
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(source)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+        "--profile",
+        "quick",
+    ]
+    command += ["--subject", name, "conformance/nn/utils/test_clip_grad_value.py"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stdout
+    assert said in ended.stdout + ended.stderr
