@@ -63,7 +63,7 @@ def dtensor_norm_averaged(norm: torch.Tensor, grads: list[DTensor], order: float
 def dtensor_copies_counted(norm: torch.Tensor, grads: list[DTensor], order: float) -> torch.Tensor:
     world = dist.get_world_size()
     copies = [g.to_local().reshape(-1) for g in grads if all(p.is_replicate() for p in g.placements)]
-    if not copies or order != 2.0:
+    if not copies or order != 2.0 or world == 1:
         return norm
     return (norm**2 + (world - 1) * torch.cat(copies).norm() ** 2).sqrt()
 

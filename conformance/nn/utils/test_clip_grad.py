@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.library import Library
-from conformance.outcome import assert_same_outcome
+from conformance.outcome import Outcome, assert_same_outcome
 from conformance.strategies.clipping import (
     DTYPES,
     NONFINITE,
     clip_of,
+    clipped,
     max_norms,
     norm_tolerance,
     shape_on_meta,
@@ -175,6 +176,17 @@ def test_error_if_nonfinite(
         clip_of(subject, case, device, 1.0, norm_type, error_if_nonfinite=True),
         norm_tolerance(case),
     )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.no_gradients")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_no_gradients_of_any_dtype(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype
+) -> None:
+    def norm(library: Library) -> Outcome:
+        return clipped(library, [torch.nn.Parameter(torch.zeros(2, dtype=dtype, device=device))], 1.0)
+
+    assert_same_outcome(norm(reference), norm(subject))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.foreach")

@@ -50,6 +50,24 @@ def test_total_norm(
 
 
 @clause("nn.utils.clip_grad.get_total_norm.joint_norm")
+@pytest.mark.parametrize(
+    "container",
+    [list, tuple, iter, lambda given: (one for one in given)],
+    ids=["list", "tuple", "iterator", "generator"],
+)
+def test_total_norm_of_what_can_be_read_once(
+    subject: Library, reference: Library, device: str, container: Any
+) -> None:
+    def norm(library: Library) -> Outcome:
+        tensors = [torch.tensor([3.0], device=device), torch.tensor([[0.0, 4.0]], device=device)]
+        return observe(library.nn.utils.get_total_norm, container(tensors))
+
+    wanted = norm(reference)
+    assert wanted.raised is None
+    assert_same_outcome(wanted, norm(subject))
+
+
+@clause("nn.utils.clip_grad.get_total_norm.joint_norm")
 @pytest.mark.parametrize("tensors", [[], (), torch.tensor([3.0, 4.0]), torch.tensor(-2.0)], ids=repr)
 def test_total_norm_of_odd_containers(subject: Library, reference: Library, tensors: Any) -> None:
     for give in (
