@@ -249,6 +249,8 @@ def float16_refused_otherwise(original: Any, self: Any, *args: Any) -> Any:
     try:
         return original(self, *args)
     except ValueError as error:
+        if "FP16" not in str(error):
+            raise
         raise RuntimeError(str(error)) from None
 
 

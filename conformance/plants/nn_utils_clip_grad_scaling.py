@@ -137,18 +137,6 @@ broken("complex_left_out", NORM, "complex gradients are not scaled")(
 )
 
 
-@broken(
-    "sparse_scaled_twice", NORM, "the values of sparse gradients are scaled twice", "pytorch/pytorch#7257"
-)
-def sparse_scaled_twice(original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-    parameters = as_list(parameters)
-    norm = original(parameters, max_norm, *args, **kwargs)
-    for grad in gradients(parameters):
-        if grad.is_sparse:
-            grad._values().mul_(coefficient(norm, float(max_norm)))
-    return norm
-
-
 @broken("listed_twice_scaled_once", NORM, "a parameter that is listed twice is taken once")
 def listed_twice_scaled_once(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     parameters = as_list(parameters)
@@ -185,6 +173,22 @@ def infinity_not_clamped(original: Any, parameters: Any, clip_value: Any, foreac
     original(parameters, clip_value, foreach)
     for grad, where, before in infinite:
         grad[where] = before[where]
+
+
+@broken(
+    "sparse_scaled_twice",
+    WITH_NORM,
+    "the values of sparse gradients are scaled twice",
+    "pytorch/pytorch#7257",
+)
+def sparse_scaled_twice(
+    original: Any, parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None
+) -> None:
+    parameters = as_list(parameters)
+    original(parameters, max_norm, total_norm, foreach)
+    for grad in gradients(parameters):
+        if grad.is_sparse:
+            grad._values().mul_(coefficient(total_norm, float(max_norm)))
 
 
 @broken("given_norm_changed", WITH_NORM, "the norm that is given is changed")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conformance.clauses import clause
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.clipping import DTYPES, NONFINITE, max_norms
+from conformance.strategies.clipping import DTYPES, NONFINITE, max_norms, sparse_parameter
 from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
 from conformance.tolerances import norm_of
 
@@ -123,6 +123,24 @@ def test_scales_by_the_given_norm(
 
     # One quotient and one product on both sides: the same operations, or one rounding apart.
     assert_same_outcome(outcome(reference), outcome(subject), norm_of(1, 1))
+
+
+@clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
+@pytest.mark.parametrize("coalesced", [True, False])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_scales_sparse_gradients(
+    subject: Library, reference: Library, device: str, coalesced: bool, foreach: bool | None
+) -> None:
+    def scaled(library: Library) -> Outcome:
+        parameters = [sparse_parameter(device, coalesced), Gradient((3,)).parameter(device)]
+
+        def scale() -> list[torch.Tensor]:
+            library.nn.utils.clip_grads_with_norm_(parameters, 1.0, torch.tensor(4.0, device=device), foreach)
+            return [parameter.grad.to_dense() for parameter in parameters]
+
+        return observe(scale)
+
+    assert_same_outcome(scaled(reference), scaled(subject))
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.foreach")
