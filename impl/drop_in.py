@@ -24,15 +24,17 @@ What it does not reach
 
 from __future__ import annotations
 
-import argparse
+import builtins
 import contextlib
 import importlib
-import runpy
+import importlib.abc
+import importlib.util
 import sys
 import threading
+import types
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -158,28 +160,78 @@ def _swap(pairs: list[tuple[Any, Any]]) -> None:
                     setattr(module, name, new_by_id[id(value)])
 
 
+_USAGE = """usage: python -m impl.drop_in [-m] TARGET [ARGUMENT ...]
+
+Run a program as `python` would, over impl's parts.
+  TARGET     the script, or with -m the module or package, to run
+  ARGUMENT   its own arguments, handed on as they are
+"""
+
+
 def main(arguments: list[str]) -> None:
-    """Run a script or a module as `python` would, with our names in place."""
-    parser = argparse.ArgumentParser(
-        prog="python -m impl.drop_in", description="Run a program over impl's parts."
-    )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module, not a path")
-    parser.add_argument("target", metavar="TARGET", help="the script, or with -m the module, to run")
-    parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
-    given = parser.parse_args(arguments)
-    if not given.is_module and not Path(given.target).exists():
-        parser.error(f"there is no file {given.target}")
+    """Run a script or a module as `python` would, with our names in place.
+
+    It runs in the process's own module `__main__`, which outlives it: what it leaves behind (threads, functions for
+    the interpreter's exit) finds its names there, and pickles of its classes can be read.
+    """
+    if arguments[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(_USAGE)
+        return
+    is_module = arguments[:1] == ["-m"]
+    rest = arguments[is_module:]
+    if not rest or (rest[0].startswith("-") and not is_module):
+        _stop(f"TARGET is missing, or comes after an unknown option\n{_USAGE}")
+    target, *own = rest
+    code, names = _module_code(target) if is_module else _script_code(target)
     install()
-    sys.argv = [given.target, *given.rest]
-    if given.is_module:
-        # Python has put the current directory first, as it does for its own -m.
-        runpy.run_module(given.target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(given.target).resolve().parent)
-        runpy.run_path(given.target, run_name="__main__")
+    # Python has put the current directory first, as it does for its own -m.
+    if not is_module:
+        sys.path[0] = str(Path(target).resolve().parent)
+    sys.argv = [names["__file__"] if is_module else target, *own]
+    scope = vars(sys.modules["__main__"])
+    scope.clear()
+    scope.update({"__name__": "__main__", "__builtins__": builtins, "__doc__": None} | names)
+    exec(code, scope)
+
+
+def _stop(why: str) -> NoReturn:
+    sys.stderr.write(f"python -m impl.drop_in: {why.rstrip()}\n")
+    sys.exit(2)
+
+
+def _script_code(target: str) -> tuple[types.CodeType, dict[str, Any]]:
+    path = Path(target)
+    if path.is_dir():
+        path /= "__main__.py"
+    if not path.is_file():
+        _stop(f"there is no file {path}")
+    path = path.absolute()
+    names = {
+        "__file__": str(path),
+        "__cached__": None,
+        "__loader__": None,
+        "__package__": None,
+        "__spec__": None,
+    }
+    return compile(path.read_bytes(), path, "exec"), names
+
+
+def _module_code(target: str) -> tuple[types.CodeType, dict[str, Any]]:
+    try:
+        spec = importlib.util.find_spec(target)
+        if spec is not None and spec.submodule_search_locations is not None:  # a package
+            spec = importlib.util.find_spec(f"{target}.__main__")
+    except ModuleNotFoundError as error:
+        _stop(str(error))
+    loader = None if spec is None else spec.loader
+    code = loader.get_code(spec.name) if spec and isinstance(loader, importlib.abc.InspectLoader) else None
+    if spec is None or code is None:
+        _stop(f"there is no module {target} that can be run")
+    names = {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": loader}
+    return code, names | {"__package__": spec.parent, "__spec__": spec}
 
 
 if __name__ == "__main__":
-    # This copy of the module is called __main__; the one that the program may import must be the one that knows
-    # what is in place.
+    # This copy of the module is called __main__, and makes room for the program; the one that the program may import
+    # must be the one that knows what is in place.
     importlib.import_module("impl.drop_in").main(sys.argv[1:])

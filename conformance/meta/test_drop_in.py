@@ -274,6 +274,37 @@ def test_runs_a_program(program: Path, as_module: bool) -> None:
     assert done.returncode == 5
 
 
+OUTLIVING = """
+import atexit, os, pickle, sys, threading, time
+class Kept: pass
+def still_there(where): print(where, pickle.loads(pickle.dumps(Kept())).__class__ is Kept)
+def late():
+    time.sleep(0.2)
+    still_there("thread")
+threading.Thread(target=late).start()
+atexit.register(still_there, "exit")
+os.chdir("/")
+print(os.path.exists(__file__), sys.argv)
+"""
+
+
+def test_what_a_program_leaves_behind_finds_its_names(tmp_path: Path) -> None:
+    """Its file by an absolute path, its arguments untouched, its classes in `__main__` until the interpreter ends."""
+    (tmp_path / "outliving.py").write_text(OUTLIVING)
+    done = run(tmp_path, "outliving.py", "--", "-x")
+    assert done.stdout.splitlines() == ["True ['outliving.py', '--', '-x']", "thread True", "exit True"], (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize("words", [["-m", "no_such_module"], [], ["--unknown"]])
+def test_refuses_in_a_sentence(tmp_path: Path, words: list[str]) -> None:
+    refused = run(tmp_path, *words)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("python -m impl.drop_in: ")
+    assert "Traceback" not in refused.stderr
+
+
 def test_says_what_is_missing(tmp_path: Path) -> None:
     absent = run(tmp_path, "absent.py")
     assert (absent.returncode, absent.stdout) == (2, "")
