@@ -315,6 +315,32 @@ def test_getters_answer_with_the_present_value(subject: Library, device: str, us
 NO_NUMBERS = ["2", None, [2]]
 
 
+@clause("amp.grad_scaler.setters.take_effect")
+@pytest.mark.parametrize("interval", [2.5, 2.0, 0, -1, True], ids=repr)
+def test_an_interval_is_kept_as_it_was_given(
+    subject: Library, reference: Library, device: str, interval: float
+) -> None:
+    """Also where the next update refuses it."""
+
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, SMALL, init_scale=8.0)
+        yield rig.did(rig.scaler.set_growth_interval, interval)
+        yield rig.did(rig.scaler.get_growth_interval)
+        yield from rig.iteration()
+
+    assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.getters.answer")
+@pytest.mark.parametrize("getter", ["get_scale", "state_dict", "get_growth_interval", "is_enabled"])
+def test_asking_starts_nothing(subject: Library, device: str, getter: str) -> None:
+    """The first loss decides on which device the scale lies, not the first question."""
+    rig = Rig(subject, device, SMALL)
+    getattr(rig.scaler, getter)()
+    with pytest.raises(AssertionError, match="_scale is None"):
+        rig.scaler.unscale_(rig.optimizer)
+
+
 @clause("amp.grad_scaler.setters.bad_values")
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
 def test_an_interval_that_is_no_number(subject: Library, reference: Library, device: str, value: Any) -> None:
