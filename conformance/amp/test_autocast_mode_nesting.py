@@ -54,6 +54,30 @@ def test_any_program_of_regions(subject: Library, reference: Library, program: R
 
 
 @clause("amp.autocast_mode.autocast.nesting_restores")
+def test_left_in_the_order_of_entering(subject: Library, reference: Library) -> None:
+    """As two generators do that are run by turns; each leaving restores what that region found."""
+
+    def outcome(library: Library) -> Outcome:
+        before = state()
+        first = library.amp.autocast("cpu", dtype=torch.bfloat16)
+        second = library.amp.autocast("cpu", dtype=torch.float16, cache_enabled=False)
+        third = library.amp.autocast("cpu", enabled=False)
+        points = []
+        for step in (first.__enter__, second.__enter__, third.__enter__):
+            step()
+            points.append(state())
+        for region in (first, third, second):
+            region.__exit__(None, None, None)
+            points.append(state())
+        torch.set_autocast_enabled("cpu", before["enabled"]["cpu"])
+        torch.set_autocast_dtype("cpu", before["dtype"]["cpu"])
+        torch.set_autocast_cache_enabled(before["cache"])
+        return Outcome(points)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("amp.autocast_mode.autocast.nesting_restores")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit, StopIteration])
 def test_exceptions_pass(subject: Library, device: str, error: type[BaseException]) -> None:
     before = state()

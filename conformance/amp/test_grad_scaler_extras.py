@@ -83,6 +83,26 @@ def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) 
     deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == wanted)
 
 
+@clause("amp.grad_scaler.step.was_taken")
+@pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
+def test_a_refused_step_changes_no_answer(deviation: DeviationJudge, device: str) -> None:
+    """A step without any gradient is refused; what the last check found is told as before."""
+
+    def probe(library: Library) -> Any:
+        rig = Rig(library, device, FOUR)
+        if not hasattr(rig.scaler, "found_inf"):
+            return LACKING
+        rig.backward(math.inf)
+        rig.scaler.step(rig.optimizer)
+        rig.scaler.update()
+        rig.optimizer.zero_grad(set_to_none=True)
+        with pytest.raises(AssertionError, match="No inf checks"):
+            rig.scaler.step(rig.optimizer)
+        return float(rig.scaler.found_inf(rig.optimizer)), rig.scaler.step_was_taken(rig.optimizer)
+
+    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == (1.0, False))
+
+
 @clause("amp.grad_scaler.step.which_parameter")
 @pytest.mark.deviation("grad_scaler.names_nonfinite_parameters")
 @pytest.mark.parametrize("named", [True, False])

@@ -102,7 +102,7 @@ def read_state(state_dict: Mapping[str, Any]) -> SavedState:
     """The entries of `state_dict`, all of them looked at before any is used.
 
     Raises:
-        RuntimeError: it is empty. KeyError: an entry is missing.
+        RuntimeError: it is empty, or a number fits no tensor of the scaler's. KeyError: an entry is missing.
         TypeError, ValueError: an entry is no number, or none that a scaler can hold.
     """
     if len(state_dict) == 0:

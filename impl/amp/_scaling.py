@@ -113,7 +113,8 @@ class Scaling:
         verdicts = scaler._verdicts_on(optimizer)
         if verdicts.stepped is None:
             raise RuntimeError(
-                "this scaler has not stepped this optimizer; call step(optimizer) before step_was_taken(optimizer)"
+                "this scaler has not stepped this optimizer (or cannot know, if it takes no weak references); call "
+                "step(optimizer) before step_was_taken(optimizer)"
             )
         if verdicts.taken is None:
             verdicts.taken = not any(flag.item() for flag in verdicts.stepped.values())
@@ -346,7 +347,7 @@ def _stuck(skipped: int, min_scale: float) -> str:
         f"the loss scale is down at min_scale ({min_scale:g}) and the last {skipped} steps were skipped all the same: "
         "the gradients hold inf or nan that come from no scale, and training stands still. Ask "
         "nonfinite_parameters(optimizer) after step(optimizer) which ones; common causes are nan in the inputs or the "
-        "weights, and activations beyond 65504 in float16, for which bfloat16 has room"
+        "weights, and activations beyond 65504 in float16, for which bfloat16 has room; update(new_scale) starts anew"
     )
 
 

@@ -76,10 +76,10 @@ class autocast:
     entering found, also after an exception, which is never swallowed.
 
     The cast of a float32 leaf that requires grad is kept until the outermost region is left, so that a weight
-    used twice is cast once. An eager `step` of any `torch.optim.Optimizer` drops the kept casts. Other changes
-    in place (`weight.data.copy_`, `add_` under `no_grad`, a compiled `step`) are not seen until the outermost
-    region is left or `torch.clear_autocast_cache()` is called: the dispatcher finds a cast by its tensor, not by
-    the tensor's version.
+    used twice is cast once. An eager `step` of any `torch.optim.Optimizer`, on the same thread, drops the kept casts.
+    Other changes in place (`weight.data.copy_`, `add_` under `no_grad`, a compiled `step`) are not seen until the
+    outermost region is left or `torch.clear_autocast_cache()` is called: the dispatcher finds a cast by its tensor,
+    not by the tensor's version.
 
     `torch.compile`, `torch.export` and `make_fx` trace a region as they trace torch's. `torch.jit.trace` needs
     `cache_enabled=False`, as with torch's; `torch.jit.script` knows torch's class by name and refuses this one.

@@ -355,7 +355,7 @@ class GradScaler:
             state_dict: what `state_dict` returned, ours or torch's. A scale below `min_scale` is lifted to it.
 
         Raises:
-            RuntimeError: it is empty.
+            RuntimeError: it is empty, or a number fits no tensor of the scaler's.
             KeyError: an entry is missing.
             TypeError, ValueError: an entry is no number, or none that a scaler can hold.
         Source: torch.amp.GradScaler.load_state_dict 2.13; differences: the values are checked, and before any is

@@ -15,7 +15,7 @@ from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.clipping import DTYPES, NONFINITE, max_norms, sparse_parameter
 from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
-from conformance.tolerances import norm_of
+from conformance.tolerances import EXACT, norm_of
 
 
 def tensors_of(case: GradientList, device: str) -> list[torch.Tensor]:
@@ -104,6 +104,23 @@ def test_total_norm_foreach(subject: Library, reference: Library, foreach: bool 
         )
 
     assert_same_outcome(norm(reference), norm(subject))
+
+
+@clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_scales_long_gradients_among_short_ones(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype
+) -> None:
+    """Where an implementation goes another way from some length on, both ways scale."""
+
+    def outcome(library: Library) -> Outcome:
+        lengths = [3, 20_000, 7, 1 << 17, 5, (1 << 17) + 1]
+        parameters = [Gradient((length,), dtype, seed=length).parameter(device) for length in lengths]
+        watch = [parameter.grad for parameter in parameters]
+        norm = torch.tensor(3.0, device=device)
+        return observe(library.nn.utils.clip_grads_with_norm_, parameters, 1.0, norm, watch=watch)
+
+    assert_same_outcome(outcome(reference), outcome(subject), EXACT)
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")

@@ -35,6 +35,22 @@ def test_clamps_values(
 
 
 @clause("nn.utils.clip_grad.clip_grad_value_.clamps")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_long_gradients_among_short_ones(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype
+) -> None:
+    """Where an implementation goes another way from some length on, both ways clamp on both sides."""
+
+    def outcome(library: Library) -> Outcome:
+        lengths = [3, 20_000, 7, 1 << 16]
+        listed = [Gradient((length,), dtype, seed=length, scale=3.0).parameter(device) for length in lengths]
+        watch = [parameter.grad for parameter in listed]
+        return observe(library.nn.utils.clip_grad_value_, listed, 0.5, watch=watch)
+
+    assert_same_outcome(outcome(reference), outcome(subject), EXACT)
+
+
+@clause("nn.utils.clip_grad.clip_grad_value_.clamps")
 @pytest.mark.parametrize("container", [list, tuple, lambda p: (x for x in p), lambda p: p[-1]])
 @given(case=gradient_lists(dtypes=(torch.float32, torch.float16), min_size=2))
 def test_clamps_any_container(
