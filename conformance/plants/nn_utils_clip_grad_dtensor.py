@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from conformance.plants.nn_utils_clip_grad import NORM, as_list, broken, coefficient, gradients
+from conformance.plants.nn_utils_clip_grad import NORM, as_list, broken, coefficient, forgiving, gradients
 from conformance.plants.plant import Fault
 
 
@@ -95,28 +95,17 @@ def dtensor_one_collective_more(original: Any, parameters: Any, *args: Any, **kw
     return norm
 
 
-@broken(
+def is_finite_here(parameters: Any) -> bool:
+    grads = placed(parameters)
+    return bool(grads) and all(bool(grad.to_local().isfinite().all()) for grad in grads)
+
+
+broken(
     "dtensor_error_where_it_lies",
     NORM,
     "error_if_nonfinite raises only on ranks whose own part is not finite",
     "NVIDIA/Megatron-LM#5529",
-)
-def dtensor_error_where_it_lies(
-    original: Any,
-    parameters: Any,
-    max_norm: Any,
-    norm_type: Any = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: Any = None,
-) -> Any:
-    parameters = as_list(parameters)
-    try:
-        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    except RuntimeError:
-        grads = placed(parameters)
-        if grads and error_if_nonfinite and all(bool(g.to_local().isfinite().all()) for g in grads):
-            return original(parameters, max_norm, norm_type, False, foreach)
-        raise
+)(forgiving(is_finite_here))
 
 
 @broken(

@@ -17,6 +17,7 @@ from conformance.plants.nn_utils_clip_grad import (
     as_list,
     broken,
     coefficient,
+    forgiving,
     gradients,
     is_number,
 )
@@ -181,23 +182,12 @@ broken("error_with_a_full_stop", NORM, "the error about a norm that is not finit
 )
 
 
-@broken("infinity_is_no_error", NORM, "error_if_nonfinite minds nan alone")
-def infinity_is_no_error(
-    original: Any,
-    parameters: Any,
-    max_norm: Any,
-    norm_type: Any = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: Any = None,
-) -> torch.Tensor:
-    parameters = as_list(parameters)
-    try:
-        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    except RuntimeError:
-        grads = [grad.detach() for grad in gradients(parameters)] if error_if_nonfinite else []
-        if not grads or any(bool(grad.to_dense().isnan().any()) for grad in grads):
-            raise
-        return original(parameters, max_norm, norm_type, False, foreach)
+def holds_no_nan(parameters: Any) -> bool:
+    grads = [grad.detach() for grad in gradients(parameters)]
+    return bool(grads) and not any(bool(grad.to_dense().isnan().any()) for grad in grads)
+
+
+broken("infinity_is_no_error", NORM, "error_if_nonfinite minds nan alone")(forgiving(holds_no_nan))
 
 
 @broken("empty_generator_is_silent", NORM, "an empty generator gives no warning")

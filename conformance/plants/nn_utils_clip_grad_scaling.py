@@ -14,6 +14,7 @@ from conformance.plants.nn_utils_clip_grad import (
     as_list,
     broken,
     coefficient,
+    forgiving,
     gradients,
     in_path,
     is_number,
@@ -69,22 +70,15 @@ def not_in_place(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> t
     return original(parameters, *args, **kwargs)
 
 
-@broken("scales_before_raising", NORM, "error_if_nonfinite raises after the gradients are scaled")
-def scales_before_raising(
-    original: Any,
-    parameters: Any,
-    max_norm: Any,
-    norm_type: Any = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: Any = None,
-) -> torch.Tensor:
-    parameters = as_list(parameters)
-    try:
-        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    except RuntimeError:
-        for grad in gradients(parameters) if error_if_nonfinite else []:
-            grad.detach().mul_(0)
-        raise
+def zeroed(parameters: Any) -> bool:
+    for grad in gradients(parameters):
+        grad.detach().mul_(0)
+    return False
+
+
+broken("scales_before_raising", NORM, "error_if_nonfinite raises after the gradients are scaled")(
+    forgiving(zeroed)
+)
 
 
 @broken("nan_clamped_to_bound", VALUE, "nan is clamped to the bound")

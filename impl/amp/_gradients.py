@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from impl import kernels
-from impl.kernels import OVERLAP, are_on, dtypes_of, layouts_of, overlaps_itself
-
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
-_KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+from impl.kernels import KERNEL_DTYPES, OVERLAP, PLAIN_TYPES, are_on, dtypes_of, layouts_of, overlaps_itself
 
 # Gradients of one device, to be changed together.
 Batch = tuple[torch.device, list[Tensor]]
@@ -34,7 +31,7 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
     Sync: coalescing, as in torch.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for kind in set(map(type, params)) - _PLAIN_TYPES:
+    for kind in set(map(type, params)) - PLAIN_TYPES:
         if not issubclass(kind, Tensor):
             raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
     grads = [grad for param in params if (grad := param.grad) is not None]
@@ -50,7 +47,7 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
             _refuse_overlap(grads)
         device = grads[0].device
         return [(device, grads)] if are_on(device, grads) else _by_device(grads)
-    _refuse_overlap([grad for grad in grads if type(grad) in _PLAIN_TYPES and grad.layout is torch.strided])
+    _refuse_overlap([grad for grad in grads if type(grad) in PLAIN_TYPES and grad.layout is torch.strided])
     return _ordinary_last([param for param in params if param.grad is not None])
 
 
@@ -96,8 +93,8 @@ def _values(grad: Tensor) -> Tensor:
 
 def _are_ordinary(grads: list[Tensor], dtypes: set[torch.dtype]) -> bool:
     return (
-        _PLAIN_TYPES.issuperset(map(type, grads))
-        and dtypes <= _KERNEL_DTYPES
+        PLAIN_TYPES.issuperset(map(type, grads))
+        and dtypes <= KERNEL_DTYPES
         and layouts_of(grads) == {torch.strided}
     )
 

@@ -19,7 +19,7 @@ Cost for N f32 elements, launches counted on CUDA:
 | `nonfinite_mask` | about 6, on demand | 3 a tensor |
 """
 
-from impl.kernels._lists import are_on, dtypes_of, layouts_of
+from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
 from impl.kernels._route import route
 from impl.kernels._storage_order import OVERLAP, overlaps_itself
 from impl.kernels._untracked import untracked
@@ -30,7 +30,9 @@ from impl.kernels.scale_update import update_scale_
 from impl.kernels.unscale import nonfinite_mask, unscale_
 
 __all__ = [
+    "KERNEL_DTYPES",
     "OVERLAP",
+    "PLAIN_TYPES",
     "are_on",
     "clamp_",
     "dtypes_of",

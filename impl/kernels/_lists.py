@@ -1,6 +1,7 @@
-"""Questions to all tensors of a list, without a loop in Python: it would take longer than some of the kernels.
+"""What kernels take, and questions to all tensors of a list.
 
-Not for code that is compiled: Dynamo knows no `attrgetter`.
+They are asked without a loop in Python, which would take longer than some of the kernels. Not for code that is
+compiled: Dynamo knows no `attrgetter`.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,9 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
+
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 _device, _dtype, _is_cpu, _layout = map(attrgetter, ("device", "dtype", "is_cpu", "layout"))
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES
+
 Route = Literal["auto", "plain", "cached", "triton"]
 Carrier = Literal["plain", "cached", "triton"]
 
 _NAMES: tuple[str, ...] = get_args(Route)
-_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _checked(name: str) -> str:
@@ -74,7 +74,7 @@ def plan_for(tensors: Sequence[Tensor]) -> Plan:
     if not is_eager(tensors):
         return Plan("plain", dtypes, is_eager=False)
     asked = _asked.get()
-    if asked == "plain" or not dtypes <= _DTYPES:
+    if asked == "plain" or not dtypes <= KERNEL_DTYPES:
         return Plan("plain", dtypes, is_eager=True)
     return Plan(_fastest(asked, tensors[0]), dtypes, is_eager=True)
 
@@ -95,7 +95,7 @@ def is_eager(tensors: Sequence[Tensor]) -> bool:
     """Whether these are ordinary tensors that no compiler, tracer, transform or dispatch mode watches."""
     return (
         not torch.compiler.is_compiling()
-        and _TYPES.issuperset(map(type, tensors))
+        and PLAIN_TYPES.issuperset(map(type, tensors))
         and torch._C._len_torch_dispatch_stack() == 0
         and peek_interpreter_stack() is None  # pyright: ignore[reportUnnecessaryComparison]  its stub is wrong
         and not torch._C._is_tracing()

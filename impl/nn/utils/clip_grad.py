@@ -32,12 +32,18 @@ from torch.utils._foreach_utils import (
 )
 
 from impl import kernels
-from impl.kernels import OVERLAP, are_on, dtypes_of, layouts_of, overlaps_itself, untracked
+from impl.kernels import (
+    KERNEL_DTYPES,
+    OVERLAP,
+    PLAIN_TYPES,
+    are_on,
+    dtypes_of,
+    layouts_of,
+    overlaps_itself,
+    untracked,
+)
 
 __all__ = ["clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"]
-
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
-_KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 @untracked
@@ -253,7 +259,7 @@ def _gradients_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
-    if torch.compiler.is_compiling() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
+    if torch.compiler.is_compiling() or not PLAIN_TYPES.issuperset(map(type, tensors)):
         # Whether a subclass mixes with plain tensors is for its own implementation to say.
         return _Gradients(tensors, {}, tensors, foreach)
     device = _common_device_if_ordinary(tensors)
@@ -272,7 +278,7 @@ def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
 
 def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
     """The device of all `tensors`, if every one is ordinary and contiguous; by whole-list calls, for speed."""
-    if not tensors or layouts_of(tensors) != {torch.strided} or not dtypes_of(tensors) <= _KERNEL_DTYPES:
+    if not tensors or layouts_of(tensors) != {torch.strided} or not dtypes_of(tensors) <= KERNEL_DTYPES:
         return None
     device = tensors[0].device
     if (
@@ -288,7 +294,7 @@ def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
 def _is_ordinary(tensor: Tensor) -> bool:
     return (
         tensor.layout is torch.strided
-        and tensor.dtype in _KERNEL_DTYPES
+        and tensor.dtype in KERNEL_DTYPES
         and _device_has_foreach_support(tensor.device)
         and torch._debug_has_internal_overlap(tensor) == 0
         and not tensor.is_neg()  # see `_sorted_out`
@@ -393,7 +399,7 @@ def _change_others_(gradients: _Gradients, change_: Callable[[list[Tensor], bool
         kept: list[tuple[Tensor, Tensor]] = []
     else:
         _refuse_hidden_overlap(gradients.others)
-        kept = [(tensor, tensor.clone()) for tensor in gradients.others if type(tensor) in _PLAIN_TYPES]
+        kept = [(tensor, tensor.clone()) for tensor in gradients.others if type(tensor) in PLAIN_TYPES]
     try:
         for tensors, whole in dealt:
             change_(tensors, whole)
@@ -410,6 +416,6 @@ def _change_others_(gradients: _Gradients, change_: Callable[[list[Tensor], bool
 def _refuse_hidden_overlap(tensors: list[Tensor]) -> None:
     """Raise where elements share memory and torch does not see it: it would change them once for each."""
     for tensor in tensors:
-        is_plain = type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided
+        is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
         if is_plain and torch._debug_has_internal_overlap(tensor) == 2 and overlaps_itself(tensor):
             raise RuntimeError(OVERLAP)
