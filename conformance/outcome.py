@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from conformance import global_state
 from conformance.library import NotProvided
 from conformance.tolerances import EXACT, Tolerance
 
@@ -55,16 +56,21 @@ class Outcome:
     watched: Any = None
     raised: Raised | None = None
     warned: tuple[tuple[str, str], ...] = field(default=())
+    # What it left changed of the settings and random generators that are the user's, in words.
+    left_changed: Mapping[str, str] = field(default_factory=dict)
 
 
 def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: Any) -> Outcome:
     """Run `call` and keep all it did. `watch` is any nesting of tensors whose later state is part of it.
+
+    torch's settings are put back, so that what one call leaves changed is not taken for another's doing.
 
     Raises:
         NotProvided: the subject lacks what `call` asked it for, which is no outcome that could be compared.
     """
     names = _names_of(watch)
     value, raised = None, None
+    settings, generators = global_state.read(global_state.SETTINGS), global_state.RandomStates()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -73,11 +79,14 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
             raise
         except Exception as error:
             raised = Raised(type(error), plain_text(error))
+    moved = dict.fromkeys(generators.moved(), "moved")
+    changed = global_state.put_back(global_state.SETTINGS, settings)
     return Outcome(
         value=_snapshot(value, names),
         watched=_snapshot(watch, names),
         raised=raised,
         warned=tuple((warning.category.__name__, plain_text(warning.message)) for warning in caught),
+        left_changed=moved | {name: f"{was} before, {now} after" for name, (was, now) in changed.items()},
     )
 
 
@@ -98,6 +107,8 @@ def differences(reference: Outcome, subject: Outcome, tolerance: Tolerance = EXA
     yield from _raised_differences(reference.raised, subject.raised)
     if reference.warned != subject.warned:
         yield f"warned {list(subject.warned)}, wanted {list(reference.warned)}"
+    for name in subject.left_changed.keys() - reference.left_changed.keys():
+        yield f"left {name} changed ({subject.left_changed[name]})"
     yield from _differences("value", reference.value, subject.value, tolerance)
     yield from _differences("watched", reference.watched, subject.watched, tolerance)
 

@@ -1,0 +1,131 @@
+"""torch's global state, as far as a library could leave it changed: what there is, and how it is put back.
+
+Two groups. *Settings* are the user's: no function of the libraries judged here has any business with them. *Regions*
+are what context managers change between enter and exit, so a call may well leave them changed for the next one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import deterministic
+
+
+class Item(NamedTuple):
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+State = Mapping[str, Item]
+
+
+def read(state: State) -> dict[str, Any]:
+    return {name: item.read() for name, item in state.items()}
+
+
+def put_back(state: State, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Make everything what it was; returns what had changed, as (before, after)."""
+    changed = {name: (before[name], now) for name, now in read(state).items() if now != before[name]}
+    for name in changed:
+        state[name].write(before[name])
+    return changed
+
+
+def autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def set_autocast_depth(depth: int) -> None:
+    while autocast_depth() > depth:
+        torch.autocast_decrement_nesting()
+    while autocast_depth() < depth:
+        torch.autocast_increment_nesting()
+
+
+_entered: list[Any] = []  # for good: what is freed would put back what it found
+
+
+def _set_inference_mode(mode: bool) -> None:
+    _entered.append(torch.inference_mode(mode))
+    _entered[-1].__enter__()
+
+
+def _pop_function_modes(depth: int) -> None:
+    while torch._C._len_torch_function_stack() > depth:
+        torch._C._pop_torch_function_stack()
+
+
+def _pop_dispatch_modes(depth: int) -> None:
+    while torch._C._len_torch_dispatch_stack() > depth:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+def _attribute(owner: Any, name: str) -> Item:
+    return Item(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+
+
+SETTINGS: State = {
+    "default dtype": Item(torch.get_default_dtype, torch.set_default_dtype),
+    # Tests run without one, and naming even the CPU would intercept every call.
+    "default device": Item(torch.get_default_device, lambda _: torch.set_default_device(None)),
+    "deterministic algorithms": Item(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "filling of uninitialized memory": _attribute(deterministic, "fill_uninitialized_memory"),
+    "number of threads": Item(torch.get_num_threads, torch.set_num_threads),
+    "float32 matmul precision": Item(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "cuDNN benchmark": _attribute(torch.backends.cudnn, "benchmark"),
+    "cuDNN deterministic": _attribute(torch.backends.cudnn, "deterministic"),
+    "warn always": Item(torch.is_warn_always_enabled, torch.set_warn_always),
+    "anomaly mode": Item(
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    ),
+}
+
+REGIONS: State = {
+    "torch function modes": Item(torch._C._len_torch_function_stack, _pop_function_modes),
+    "torch dispatch modes": Item(torch._C._len_torch_dispatch_stack, _pop_dispatch_modes),
+    # Before the grad mode, which it sets along.
+    "inference mode": Item(torch.is_inference_mode_enabled, _set_inference_mode),
+    "grad mode": Item(torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast on cpu": Item(
+        lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)
+    ),
+    "autocast on cuda": Item(
+        lambda: torch.is_autocast_enabled("cuda"), lambda on: torch.set_autocast_enabled("cuda", on)
+    ),
+    "autocast dtype on cpu": Item(
+        lambda: torch.get_autocast_dtype("cpu"), lambda dtype: torch.set_autocast_dtype("cpu", dtype)
+    ),
+    "autocast dtype on cuda": Item(
+        lambda: torch.get_autocast_dtype("cuda"), lambda dtype: torch.set_autocast_dtype("cuda", dtype)
+    ),
+    "autocast cache": Item(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "autocast depth": Item(autocast_depth, set_autocast_depth),
+}
+
+# Settings first: a default device is a function mode too.
+EVERYTHING: State = {**SETTINGS, **REGIONS}
+
+
+class RandomStates:
+    """The states of the generators that a user's training draws from: what moves them changes the training."""
+
+    def __init__(self) -> None:
+        # One step first: who seeds a generator as it was seeded before would else go unseen.
+        torch.randint(2, (1,), device="cpu")
+        self._before = self._read()
+
+    def moved(self) -> list[str]:
+        now = self._read()
+        return [name for name, state in self._before.items() if state != now[name]]
+
+    @staticmethod
+    def _read() -> dict[str, Any]:
+        return {
+            "torch's random generator": torch.default_generator.get_state().numpy().tobytes(),
+            "Python's random generator": random.getstate(),
+        }
