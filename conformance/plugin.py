@@ -143,8 +143,15 @@ def _folder(item: pytest.Item) -> str:
 def _is_wanted(config: pytest.Config, item: pytest.Item) -> bool:
     smallest = item.get_closest_marker("profile")
     in_profile = smallest is None or PROFILES.index(smallest.args[0]) <= PROFILES.index(config.option.profile)
-    # The kernels are `impl`'s own; no other subject is asked about them.
-    return in_profile and (_folder(item) != "kernels" or config.option.subject.partition("+")[0] == "impl")
+    return in_profile and _concerns(item, config.option.subject.partition("+")[0])
+
+
+def _concerns(item: pytest.Item, package: str) -> bool:
+    """Whether a test is about the subject: the repository's own parts are not asked about with one from elsewhere."""
+    folder = _folder(item)
+    if folder == "kernels":
+        return package == "impl"
+    return package in ("impl", "torch") or folder in (*AREAS, "test_surface.py")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
