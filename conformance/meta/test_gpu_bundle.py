@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import asv_format, catalogue
+from benchmarks import asv_format, catalogue, single
 from conformance.gpu import __main__ as command
 from conformance.gpu import bundle as bundles
 from conformance.gpu import phases, source
@@ -24,7 +24,6 @@ from conformance.gpu.files import BENCHMARKS
 from conformance.gpu.merge import Unmergeable, merge
 from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, STOPPED, Clock, Phase, Ran
 from conformance.gpu.rows import Found, Task, read_rows
-from conformance.gpu.speed import timing_stats
 from conformance.ranks.soak import marked_processes
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +67,7 @@ TIMED = {
     "outcome": "measured",
     "benchmark": "Update",
     "case": {"subject": "'impl'", "device": "'cpu'"},
-    "values": {"bench_grad_scaler.Update.time_call": timing_stats([3e-6, 1e-6, 2e-6], 1)},
+    "values": {"bench_grad_scaler.Update.time_call": single.timing_stats([3e-6, 1e-6, 2e-6], 1)},
 }
 
 

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import asv_format, catalogue, comparison
+from benchmarks import asv_format, catalogue, comparison, single
 from benchmarks.timing import Workload
 from conformance.gpu import judge_plugin, judging, launches, probe, probe_cases, speed
 from conformance.gpu.rows import Task
-from conformance.gpu.speed import timing_stats
 from conformance.ranks import RankDied, RankHung
 from conformance.ranks.errors import Scene
 
@@ -43,11 +42,11 @@ def test_results_say_what_failed_and_what_was_not_measured() -> None:
 
 
 def test_timing_stats_are_of_the_samples() -> None:
-    stats = timing_stats([float(n) for n in range(1, 102)], 3)
+    stats = single.timing_stats([float(n) for n in range(1, 102)], 3)
     assert (stats["result"], stats["q_25"], stats["q_75"]) == (51.0, 26.0, 76.0)
     assert stats["ci_99_a"] < 51.0 < stats["ci_99_b"]
     assert (stats["number"], stats["repeat"]) == (3, 101)
-    assert timing_stats([2.0], 1)["q_75"] == 2.0
+    assert single.timing_stats([2.0], 1)["q_75"] == 2.0
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
@@ -83,7 +82,7 @@ def test_samples_are_of_the_call_alone_and_end_in_time() -> None:
             pass
 
     begun = time.perf_counter()
-    samples = speed.samples_of(Slow, (), most_s=0.3)
+    samples = single.samples_of(Slow, (), most_s=0.3)
     assert time.perf_counter() - begun < 10.0
     assert 1 <= len(samples) <= 8
     assert sorted(samples)[0] < 0.02

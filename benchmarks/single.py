@@ -1,0 +1,77 @@
+"""One case of any benchmark measured without asv: what asv keeps of each of its methods."""
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import asv_format, comparison
+from benchmarks.timing import Effort, Paired, median_interval
+
+Values = dict[str, dict[str, float]]  # by the method's name in asv
+
+
+def measured(
+    kind: Any, case: tuple[Any, ...], effort: Effort, subject: str, most_s: float = 3_600.0
+) -> tuple[Values, Paired | None]:
+    """What asv keeps, and of a ratio the pairs that it is made of. An absolute time ends after `most_s`."""
+    if issubclass(kind, comparison.Ratio):
+        paired = kind.measure(case, effort, subject)
+        return dict(_tracked(kind, case, {case: paired})), paired
+    if issubclass(kind, comparison.Absolute):
+        return {names_of(kind)[0]: timing_stats(samples_of(kind, case, most_s), kind.number)}, None
+    return dict(_tracked(kind, case, kind().setup_cache())), None
+
+
+def names_of(kind: Any) -> list[str]:
+    return [asv_format.name_of(kind, method) for method in asv_format.methods_of(kind)]
+
+
+def _tracked(kind: Any, case: tuple[Any, ...], cache: Any) -> Iterator[tuple[str, dict[str, float]]]:
+    for method in asv_format.methods_of(kind):
+        yield asv_format.name_of(kind, method), {"result": getattr(kind(), method)(cache, *case)}
+
+
+def samples_of(kind: type[comparison.Absolute], case: tuple[Any, ...], most_s: float) -> list[float]:
+    """Seconds of a call as asv takes them: put back before each call, which is not timed, and some calls a sample."""
+    benchmark = kind()
+    fewest, most, budget_s = kind.repeat
+    begun = time.perf_counter()
+
+    def sample() -> float:
+        spent_s = 0.0
+        for _ in range(kind.number):
+            benchmark.setup(*case)
+            start = time.perf_counter()
+            benchmark.time_call(*case)
+            spent_s += time.perf_counter() - start
+        return spent_s / kind.number
+
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        sample()
+        while time.perf_counter() - begun < min(kind.warmup_time, most_s / 4):
+            sample()
+        samples: list[float] = []
+        while len(samples) < most:
+            samples.append(sample())
+            spent_s = time.perf_counter() - begun
+            if (spent_s > budget_s and len(samples) >= fewest) or spent_s > most_s:
+                break
+        return samples
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def timing_stats(samples: list[float], number: int) -> dict[str, float]:
+    """What asv keeps of the samples of a timing, each the mean of `number` calls."""
+    ordered = sorted(samples)
+    low, high = median_interval(ordered, 0.99)
+    first, _, third = (
+        statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    )
+    found = {"ci_99_a": low, "ci_99_b": high, "q_25": first, "q_75": third}
+    return {"result": statistics.median(ordered), **found, "number": number, "repeat": len(ordered)}
