@@ -6,6 +6,7 @@
 import dataclasses
 import importlib
 import inspect
+import itertools
 import json
 import pkgutil
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks
-from benchmarks import asv_format, comparison
+from benchmarks import asv_format, comparison, single
 from benchmarks.timing import Effort
 
 
@@ -44,21 +45,42 @@ def by_inputs(kind_and_case: tuple[Any, tuple[Any, ...]]) -> tuple[str, str]:
     return given.get("shapes", ""), given.get("dtype", "")
 
 
+def cases(kind: Any, quick: bool) -> list[tuple[Any, ...]]:
+    """All of a kind's, or those that tell most."""
+    return list(kind.cases(quick) if issubclass(kind, comparison.Ratio) else itertools.product(*kind.params))
+
+
+def device_of(kind: Any, case: tuple[Any, ...]) -> str:
+    """Those that name none are the CPU's."""
+    return dict(zip(kind.param_names, case, strict=True)).get("device", "cpu")
+
+
 def measured(
-    kind: type[comparison.Ratio], case: tuple[Any, ...], effort: Effort, subject: str
-) -> dict[str, Any]:
-    """A row of a report: the ratio with its interval, or why there is none."""
+    kind: Any, case: tuple[Any, ...], effort: Effort, subject: str
+) -> tuple[dict[str, Any], single.Values | None]:
+    """A row of a report, with the ratio and its interval if it is one, and what asv keeps; or why there is nothing."""
     row: dict[str, Any] = {
         "benchmark": kind.__name__,
         "case": dict(zip(kind.param_names, case, strict=True)),
         "name": name_of(kind, case),
     }
     try:
-        return row | {"outcome": "measured", **dataclasses.asdict(kind.measure(case, effort, subject))}
+        values, paired = single.measured(kind, case, effort, subject)
     except NotImplementedError as missing:
-        return row | {"outcome": "not available", "why": str(missing)}
+        return row | {"outcome": "not available", "why": str(missing)}, None
     except Exception as error:  # the others are still worth measuring
-        return row | {"outcome": "failed", "why": f"{type(error).__name__}: {error}"}
+        return row | {"outcome": "failed", "why": f"{type(error).__name__}: {error}"}, None
+    return row | {"outcome": "measured", **(dataclasses.asdict(paired) if paired else {})}, values
+
+
+def keep(
+    kept: asv_format.Measured, kind: Any, case: tuple[Any, ...], outcome: str, values: single.Values | None
+) -> None:
+    """Add a case to what asv keeps; what is not available is left out."""
+    if outcome == "not available":
+        return
+    for name in single.names_of(kind):
+        kept.setdefault(name, {})[tuple(map(repr, case))] = values[name] if values else None
 
 
 if __name__ == "__main__":
