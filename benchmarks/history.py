@@ -41,7 +41,9 @@ def points(results: Path = RESULTS) -> list[Point]:
 def of_machine(machine: str, torch: str, results: Path = RESULTS) -> list[Point]:
     """Those that can be compared with what is measured here and now."""
     return [
-        point for point in points(results) if point.machine == machine and point.traits.get("torch") == torch
+        point
+        for point in points(results)
+        if point.machine == machine and point.traits.get("torch", "").split("+")[0] == torch
     ]
 
 

@@ -157,6 +157,7 @@ def _timed(options: argparse.Namespace, out: Path, progress: Progress) -> dict[s
         "benchmarks",
         "--quick",
         f"--subject={options.subject}",
+        *([f"--baseline={options.baseline}"] if options.baseline else []),
         f"--json={file}",
     ]
     return _part("timing", command + _one_device(options), file, out, progress) | {

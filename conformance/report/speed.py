@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from benchmarks.decision import REGRESSION
+
 _SURE = 1.03  # as `python -m benchmarks` has it: the whole interval is beyond this
 _ENDS = (0.25, 4.0)  # of the scale, the same on every page so that two can be laid side by side
 TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -24,6 +26,11 @@ class Case:
         if self.row["outcome"] != "measured":
             return self.row["outcome"]
         return "faster" if is_faster(self.row) else "slower" if is_slower(self.row) else "even"
+
+    @property
+    def was(self) -> float | None:
+        """The earlier ratio, of a case that has become slower."""
+        return self.row.get("was") if self.row.get("verdict") == REGRESSION else None
 
     @property
     def whisker(self) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.decision import MISSING, REGRESSION, sentence
 from conformance.report.matrix import SEVERITY, ranked
 from conformance.report.speed import is_faster, is_slower
 from conformance.results import RED
@@ -62,6 +63,8 @@ def _speed(speed: dict[str, Any]) -> Part:
     failed = [row for row in rows if row["outcome"] == "failed"]
     measured = [row for row in rows if row["outcome"] == "measured"]
     why = [f"benchmark {row['name']} failed: {row['why'].splitlines()[0]}" for row in failed]
+    slowed = [row for row in rows if row.get("verdict") in (REGRESSION, MISSING)]
+    why += [f"{row['verdict']} of speed: {sentence(row)}" for row in slowed]
     why += _error_of(speed)
     if not rows:
         return Part("speed", "failed" if why else "not run", "not measured", why)
@@ -70,6 +73,8 @@ def _speed(speed: dict[str, Any]) -> Part:
         faster, slower = sum(map(is_faster, measured)), sum(map(is_slower, measured))
         says.append(f"{faster} of {len(measured)} cases surely faster than torch, {slower} surely slower")
         says.append(f"the median is {statistics.median(row['ratio'] for row in measured):.2f} × torch's time")
+    says += [f"{len(slowed)} slower than before or gone"] if slowed else []
+    says += [f"judged by {speed['against']}"] if "against" in speed else []
     return Part("speed", "failed" if why else "passed", "; ".join(says), why)
 
 
