@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import shlex
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from conformance.tolerances import take_margins
 RED = ("failed", "hang", "crash", "stale")
 _PROPERTY = "conformance"
 _AXES = ("device", "dtype", "world_size")
+_OWN_PART = "a test of the suite's own parts"
 
 
 @dataclass
@@ -219,10 +221,15 @@ class Recorder:
             "tests": [asdict(judgement) for judgement in judgements],
         }
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None]:
+        """The last that is written, so that it is what is seen."""
+        yield
+        if self._judgements:
+            self._write_verdict(terminalreporter)
+
+    def _write_verdict(self, terminalreporter: Any) -> None:
         judgements = list(self._judgements.values())
-        if not judgements:
-            return
         write = terminalreporter.write_line
         terminalreporter.section("verdict")
         judged = [judgement for judgement in judgements if judgement.clause]
@@ -233,6 +240,7 @@ class Recorder:
         for broken in broken_clauses([asdict(judgement) for judgement in judgements]):
             write(f"RED {broken.name}: {broken.count}")
             write(f"    {broken.says}")
+            write(f"    {broken.why}")
             write(f"    {broken.replay}")
         found = self._verdict()
         write(f"verdict: {found}", green=found == "green", red=found == "red", bold=True)
@@ -251,22 +259,31 @@ class Broken:
     name: str  # the clause's id, or the test's where it belongs to none
     says: str
     count: str
-    replay: str  # of the first of them
+    why: str  # the first difference of the first of them, in a line
+    replay: str  # of the same
 
 
 def broken_clauses(tests: Sequence[Mapping[str, Any]]) -> list[Broken]:
-    """What is red in the `tests` of a report, those broken in most of their tests first."""
+    """What is red in the `tests` of a report: those broken in most of their tests first, else as the clauses stand."""
     asked = Counter(test["clause"] or test["nodeid"] for test in tests)
     red: dict[str, list[Mapping[str, Any]]] = {}
     for test in tests:
         if test["outcome"] in RED:
             red.setdefault(test["clause"] or test["nodeid"], []).append(test)
     says = {clause["id"]: clause["says"] for clause in clauses.for_report()}
+    place = {name: position for position, name in enumerate([*says, *sorted(red.keys() - says.keys())])}
     broken: list[Broken] = []
-    for name, found in sorted(red.items(), key=lambda entry: (-len(entry[1]) / asked[entry[0]], entry[0])):
+    for name, found in sorted(
+        red.items(), key=lambda entry: (-len(entry[1]) / asked[entry[0]], place[entry[0]])
+    ):
         outcomes = ", ".join(sorted({test["outcome"] for test in found}))
         count = f"{outcomes} in {len(found)} of {asked[name]} {'test' if asked[name] == 1 else 'tests'}"
-        broken.append(
-            Broken(name, says.get(name, "a test of the suite's own parts"), count, found[0]["replay"])
-        )
+        why = _first_difference(found[0]["reason"])
+        broken.append(Broken(name, says.get(name, _OWN_PART), count, why, found[0]["replay"]))
     return broken
+
+
+def _first_difference(reason: str) -> str:
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    differences = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    return textwrap.shorten((differences or lines or ["no reason is known"])[0], 200, placeholder=" …")

@@ -21,7 +21,11 @@ FIRST, SECOND = (clause["id"] for clause in clauses.for_report()[:2])
 
 
 def entry(nodeid: str, clause: str, outcome: str) -> dict[str, Any]:
-    return {"nodeid": nodeid, "clause": clause, "outcome": outcome, "replay": f"pytest {nodeid}"}
+    reason = f"AssertionError: the two differ:\n  - value: of {nodeid}\n  - raised nothing"
+    return {"nodeid": nodeid, "clause": clause, "outcome": outcome} | {
+        "reason": reason,
+        "replay": f"pytest {nodeid}",
+    }
 
 
 def test_a_broken_clause_is_told_once_and_the_most_broken_first() -> None:
@@ -34,13 +38,36 @@ def test_a_broken_clause_is_told_once_and_the_most_broken_first() -> None:
         entry("e", FIRST, "unavailable"),
     ]
     broken = broken_clauses(tests)
-    assert [each.name for each in broken] == [*sorted([SECOND, "own"]), FIRST]
+    assert [each.name for each in broken] == [SECOND, "own", FIRST]
     told = {each.name: each for each in broken}
     assert told[FIRST].count == "failed in 1 of 3 tests"
     assert told[FIRST].replay == "pytest a"
+    assert told[FIRST].why == "value: of a"
     assert told[SECOND].count == "failed, hang in 2 of 2 tests"
     assert told[SECOND].says == next(c["says"] for c in clauses.for_report() if c["id"] == SECOND)
     assert told["own"].count == "failed in 1 of 1 test"
+
+
+def test_clauses_that_are_broken_alike_are_told_as_they_stand() -> None:
+    last, first = clauses.for_report()[-1]["id"], FIRST
+    assert [
+        each.name for each in broken_clauses([entry(name, name, "failed") for name in (last, first)])
+    ] == [
+        first,
+        last,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "why"),
+    [
+        ("ValueError: no\nmore", "ValueError: no"),
+        ("", "no reason is known"),
+        ("E:\n - a " + "x " * 300, "a " + "x " * 98 + "…"),
+    ],
+)
+def test_a_failure_in_a_line(reason: str, why: str) -> None:
+    assert broken_clauses([entry("a", FIRST, "failed") | {"reason": reason}])[0].why == why
 
 
 def test_nothing_red_is_nothing_broken() -> None:
