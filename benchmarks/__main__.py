@@ -39,7 +39,7 @@ def main() -> int:
         slowed.slow_kernels(options.slow)
     cases = sorted(_cases(options), key=catalogue.by_inputs)
     if not cases:
-        print(f"no case matches {' and '.join(options.only)}", file=sys.stderr)
+        print(f"no case matches {' and '.join(options.only + options.case)}", file=sys.stderr)
         return 2
     effort = QUICK if options.quick else FULL
     print(_header(options.subject, effort))
@@ -60,8 +60,7 @@ def main() -> int:
     report["against"] = _judge(rows, options)
     if options.json:
         _write(options.json, report)
-    red = (decision.REGRESSION, decision.MISSING)
-    return 1 if any(row["outcome"] == "failed" or row.get("verdict") in red for row in rows) else 0
+    return 1 if any(row["outcome"] == "failed" or row.get("verdict") in decision.RED for row in rows) else 0
 
 
 def _options() -> argparse.Namespace:
@@ -75,6 +74,13 @@ def _options() -> argparse.Namespace:
         default=[],
         metavar="NAME",
         help="cases whose name has NAME in it; all of them if repeated",
+    )
+    add(
+        "--case",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="the case of exactly this name (repeatable)",
     )
     add("--subject", default="impl", help="a package with torch's paths (default: impl)")
     add("--device", choices=["cpu", "cuda"], help="default: every device there is")
@@ -111,7 +117,8 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[Any, ...]]]
     for kind in kinds:
         for case in catalogue.cases(kind, options.quick):
             name = catalogue.name_of(kind, case)
-            if all(part in name for part in options.only) and catalogue.device_of(kind, case) in devices:
+            wanted = all(part in name for part in options.only) and name in (options.case or [name])
+            if wanted and catalogue.device_of(kind, case) in devices:
                 yield kind, case
 
 
@@ -145,6 +152,8 @@ def _baseline(options: argparse.Namespace) -> tuple[str, dict[str, list[float]]]
     report = json.loads(options.baseline.read_text())
     speed = report.get("speed") or report
     rows, there, here = speed.get("rows", []), speed.get("machine", {}), _machine()
+    if not rows:
+        return "nothing: the baseline has no timings", {}
     differ = [key for key in _SAME_MACHINE if there.get(key) != here[key]]
     differ += ["subject"] if report.get("subject") != options.subject else []
     if differ:
@@ -152,29 +161,19 @@ def _baseline(options: argparse.Namespace) -> tuple[str, dict[str, list[float]]]
     return "the baseline", {row["name"]: [row["ratio"]] for row in rows if row["outcome"] == "measured"}
 
 
-def _measured_again(options: argparse.Namespace, name: str) -> float | None:
-    """The ratio of a case, measured in a process of its own; None if it was not measured."""
-    _show_progress(f"  once more: {name}")
-    words = ["--quick"] if options.quick else []
+def _measured_again(options: argparse.Namespace, names: list[str]) -> dict[str, float]:
+    """The ratios of these cases, measured in a process of its own; without those that could not be measured."""
+    _show_progress(f"  {len(names)} once more")
+    words = [f"--case={name}" for name in names] + [f"--subject={options.subject}", "--unjudged"]
+    words += ["--quick"] if options.quick else []
     words += [f"--slow={options.slow}"] if options.slow else []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "again.json")
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks",
-            "--unjudged",
-            "--only",
-            name,
-            "--json",
-            str(file),
-            *words,
-        ]
-        command += ["--subject", options.subject]
+        command = [sys.executable, "-m", "benchmarks", f"--json={file}", *words]
         subprocess.run(command, capture_output=True, timeout=_AGAIN_DEADLINE_S, check=False)
         rows = json.loads(file.read_text())["rows"] if file.is_file() else []
     _show_progress("")
-    return next((row["ratio"] for row in rows if row["name"] == name and row["outcome"] == "measured"), None)
+    return {row["name"]: row["ratio"] for row in rows if row["outcome"] == "measured"}
 
 
 def _for_asv(kept: asv_format.Measured, began_ms: int) -> dict[str, Any]:
@@ -225,7 +224,7 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
 def _print_verdicts(rows: list[dict[str, Any]], against: str) -> None:
     print(f"judged by {against}")
     for row in rows:
-        if row.get("verdict") in (decision.REGRESSION, decision.MISSING, decision.INCONCLUSIVE):
+        if row.get("verdict", decision.NEW) not in (decision.OK, decision.NEW):
             print(f"  {row['verdict']}: {decision.sentence(row)}")
     if not any(row.get("verdict") == decision.REGRESSION for row in rows):
         judged = sum(row.get("verdict", decision.NEW) != decision.NEW for row in rows)

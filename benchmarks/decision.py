@@ -8,14 +8,20 @@ What was is the median of the newest points, so that one lucky point does not ma
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 LIMIT = 1.2  # times the earlier ratio
 MEASUREMENTS = 3  # that must agree
 EARLIER_POINTS = 3
 
-REGRESSION, MISSING, INCONCLUSIVE, OK, NEW = "regression", "missing", "inconclusive", "ok", "nothing earlier"
+OK = "ok"
+REGRESSION = "regression"
+MISSING = "missing"  # was measured earlier, and cannot be now
+INCONCLUSIVE = "inconclusive"  # the measurements do not agree: noise
+SUSPECT = "not confirmed"  # slower so far, to be measured again
+NEW = "nothing earlier"
+RED = (REGRESSION, MISSING)
 
 
 def verdict(was: Sequence[float], now: Sequence[float]) -> str:
@@ -27,27 +33,31 @@ def verdict(was: Sequence[float], now: Sequence[float]) -> str:
     slower = [ratio > LIMIT * statistics.median(was) for ratio in now]
     if not slower[0]:
         return OK
-    return REGRESSION if all(slower) and len(now) >= MEASUREMENTS else INCONCLUSIVE
+    if not all(slower):
+        return INCONCLUSIVE
+    return REGRESSION if len(now) >= MEASUREMENTS else SUSPECT
 
 
 def judge(
     rows: list[dict[str, Any]],
-    earlier: dict[str, list[float]],
-    measure_again: Callable[[str], float | None],
+    earlier: Mapping[str, Sequence[float]],
+    measure_again: Callable[[list[str]], Mapping[str, float]],
 ) -> None:
     """Give each row of a report its `verdict`, what `was`, and the ratios that were measured `again`."""
+    rows = [row for row in rows if row["outcome"] != "failed"]  # which is red already
+    now = {row["name"]: [row["ratio"]] if row["outcome"] == "measured" else [] for row in rows}
+    verdicts = {name: verdict(earlier.get(name, []), ratios) for name, ratios in now.items()}
+    for _ in range(MEASUREMENTS - 1):
+        suspects = [name for name, found in verdicts.items() if found == SUSPECT]
+        if not suspects:
+            break
+        for name, ratio in measure_again(suspects).items():
+            now[name].append(ratio)
+            verdicts[name] = verdict(earlier[name], now[name])
     for row in rows:
-        if row["outcome"] == "failed":  # which is red already
-            continue
-        was = earlier.get(row["name"], [])
-        now = [row["ratio"]] if row["outcome"] == "measured" else []
-        while verdict(was, now) == INCONCLUSIVE and len(now) < MEASUREMENTS:
-            again = measure_again(row["name"])
-            if again is None or again <= LIMIT * statistics.median(was):
-                now += [] if again is None else [again]
-                break
-            now.append(again)
-        row.update(verdict=verdict(was, now), again=now[1:], was=statistics.median(was) if was else None)
+        name = row["name"]
+        was = statistics.median(earlier[name]) if earlier.get(name) else None
+        row.update(verdict=verdicts[name], again=now[name][1:], was=was)
 
 
 def sentence(row: dict[str, Any]) -> str:
