@@ -26,8 +26,9 @@ def import_seconds(subject: str, times: int) -> tuple[list[float], list[float]]:
     """Seconds for the subject after torch, and for torch, `times` over; a first run fills the caches."""
     if subject == "torch":
         raise NotImplementedError("nothing is left to import after torch")
-    if importlib.util.find_spec(subject) is None:
-        raise NotImplementedError(f"{subject} is not installed")
+    for module in (subject, f"{subject}.amp", f"{subject}.nn", f"{subject}.nn.utils"):
+        if importlib.util.find_spec(module) is None:
+            raise NotImplementedError(f"there is no module {module}")
     command = [sys.executable, "-c", PROGRAM.format(subject=subject)]
     pairs: list[tuple[float, float]] = []
     for _ in range(times + 1):

@@ -1,6 +1,7 @@
 """The gate: judge a subject, time it against torch, train a real model with it, write the report, say yes or no.
 
     python -m conformance.gate --subject impl --profile quick --out report
+    python -m conformance.gate --subject your.package --parts judging      the verdict alone, within a minute or two
     python -m conformance.gate --baseline earlier/report.json      what broke, was mended, got slower since
 
 Each part runs in a process of its own, with a deadline, so that a subject that hangs or kills its process ends in a
@@ -19,8 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,14 @@ from conformance import clauses, environment
 from conformance.plugin import PROFILES
 from conformance.report import write_page
 from conformance.report.baseline import compare, read_report, sentences
-from conformance.report.verdict import reasons
+from conformance.report.verdict import parts, reasons
 from conformance.results import RED, broken_clauses
 from conformance.strength import read_kills
 
 _DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
 _POLL_S = 0.2
-_MOST_TOLD = 20  # broken clauses in the terminal; the report has all
+PARTS = ("judging", "timing", "training")
+_MOST_BROKEN, _MOST_REASONS = 10, 3  # in the terminal; the report has all
 
 
 def main(words: Sequence[str]) -> int:
@@ -48,8 +49,9 @@ def main(words: Sequence[str]) -> int:
     console = Console()
     with _progress(console) as progress:
         report = _judged(options, out, progress)
-        report["speed"] = _timed(options, out, progress)
-        report["training"] = _trained(options, out, progress)
+        _say_broken(console, report)
+        report["speed"] = _timed(options, out, progress) if "timing" in options.parts else {}
+        report["training"] = _trained(options, out, progress) if "training" in options.parts else {}
     report["reasons"] = reasons(report)
     report["verdict"] = "red" if report["reasons"] else "green"
     changes = compare(baseline, report) if baseline else None
@@ -77,6 +79,13 @@ def _options(
     parser.add_argument(
         "--seed", type=int, help="another draw of examples; without it every run tries the same"
     )
+    parser.add_argument(
+        "--parts",
+        default=PARTS,
+        type=_parts,
+        metavar="NAME,NAME",
+        help="judging, and timing or training (default: all)",
+    )
     parser.add_argument("--out", default="report", help="folder for index.html, report.json and junit.xml")
     parser.add_argument("--baseline", type=Path, help="report.json of an earlier run to compare with")
     parser.add_argument(
@@ -97,6 +106,16 @@ def _options(
         parser.error(str(error))
 
 
+def _parts(text: str) -> list[str]:
+    """The parts that a list names; judging is always one."""
+    named = text.split(",")
+    if "judging" not in named or not set(named) <= set(PARTS):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of judging, timing and training with judging in it"
+        )
+    return named
+
+
 def _judged(options: argparse.Namespace, out: Path, progress: Progress) -> dict[str, Any]:
     command = [
         sys.executable,
@@ -106,6 +125,7 @@ def _judged(options: argparse.Namespace, out: Path, progress: Progress) -> dict[
         "-n",
         "auto",
         "-q",
+        "--tb=native",  # the others read the source again for each test, which takes longer than many tests do
         f"--subject={options.subject}",
     ]
     command += [
@@ -279,23 +299,34 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _say(console: Console, report: dict[str, Any], out: Path, changes: Sequence[str] = ()) -> None:
-    tell = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+def _say_broken(console: Console, report: dict[str, Any]) -> None:
+    """As soon as it is known: timing and training take longer than judging."""
+    tell = _teller(console)
     broken = broken_clauses(report["tests"])
-    for clause in broken[:_MOST_TOLD]:
+    for clause in broken[:_MOST_BROKEN]:
         console.print("[red]broken[/red] ", end="")
-        tell(f"{clause.name}: {clause.count}\n       {clause.says}\n       {clause.replay}")
-    if len(broken) > _MOST_TOLD:
-        tell(f"       and {len(broken) - _MOST_TOLD} more, in the report")
-    for reason in report["reasons"]:
-        tell(f"- {reason}")
+        tell(f"{clause.name}: {clause.count}", *(clause.says, clause.why, clause.replay), sep="\n       ")
+    if len(broken) > _MOST_BROKEN:
+        tell(f"       and {len(broken) - _MOST_BROKEN} more, in the report")
+
+
+def _say(console: Console, report: dict[str, Any], out: Path, changes: Sequence[str] = ()) -> None:
+    tell = _teller(console)
+    for part in parts(report):
+        tell(f"{part.name}: {part.says}")
+        for reason in part.reasons[:_MOST_REASONS]:
+            tell(f"  - {reason}")
+        if len(part.reasons) > _MOST_REASONS:
+            tell(f"  - and {len(part.reasons) - _MOST_REASONS} more, in the report")
     for line in changes:
         tell(line)
     colour = "green" if report["verdict"] == "green" else "red"
-    counts = Counter(test["outcome"] for test in report["tests"] if test["clause"])
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     console.print(f"[bold {colour}]{report['verdict'].upper()}[/bold {colour}] ", end="")
-    tell(f"{report['subject']}: {said}; the report is {out / 'index.html'}")
+    tell(f"{report['subject']}; the report is {(out / 'index.html').absolute()}")
+
+
+def _teller(console: Console) -> Callable[..., None]:
+    return functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -192,9 +192,38 @@ def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
     assert gate.main(["--baseline", str(earlier), "--out", str(out)]) == 1
     said = capsys.readouterr().out
     assert "1 broke" in said
-    assert "RED impl: 1 failed" in said
+    assert "broken amp.grad_scaler.x: failed in 1 of 1 test" in said
+    assert "judging: 1 of 1 clause broken" in said
+    assert said.splitlines()[-1] == f"RED impl; the report is {out / 'index.html'}"
     page = (out / "index.html").read_text()
     assert "Against the baseline" in page
     assert "1 of 1 faults" in page
     # What it wrote is a baseline in its turn, though it holds a comparison itself.
     assert told(compare(read_report(out / "report.json"), now)) == {}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ran"),
+    [
+        ([], ["_timed", "_trained"]),
+        (["--parts", "judging"], []),
+        (["--parts", "training,judging"], ["_trained"]),
+    ],
+)
+def test_the_gate_runs_the_parts_that_are_asked_for(
+    chosen: list[str], ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(gate, "_judged", lambda *rest: a_report(judged("passed")))
+    for part in ("_timed", "_trained"):
+        monkeypatch.setattr(gate, part, lambda *rest, part=part: seen.append(part) or {})
+    assert gate.main([*chosen, "--out", str(tmp_path)]) == 0
+    assert seen == ran
+
+
+@pytest.mark.parametrize("text", ["timing", "judging,speed", "", "judging,"])
+def test_a_list_of_parts_without_judging_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gate.main(["--parts", text])
+    assert ended.value.code == 2
+    assert "with judging in it" in capsys.readouterr().err

@@ -12,7 +12,11 @@ from conformance.report.matrix import SEVERITY, ranked
 from conformance.report.speed import is_faster, is_slower
 from conformance.results import RED
 
-_WORDS = {"passed": "hold", "known": "hold in torch's way", "reference cannot run here": "beyond torch here"}
+_WORDS = {
+    "passed": "hold",
+    "known": "hold in torch's way",
+    "reference cannot run here": "that torch cannot do here",
+}
 
 
 @dataclass(frozen=True)
