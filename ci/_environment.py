@@ -75,6 +75,8 @@ def enter(extras: Iterable[str]) -> dict[str, str]:
             _build(wanted, stamp, missing)
         _wait_for(lock, fcntl.LOCK_SH)
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "__PYVENV_LAUNCHER__")}
+    if searched := environ.get("PYTHONPATH"):  # the command runs in another folder than it was given in
+        environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, searched.split(os.pathsep)))
     return environ | {
         "VIRTUAL_ENV": str(VENV),
         "PATH": f"{VENV / 'bin'}{os.pathsep}{environ.get('PATH', '')}",
