@@ -284,6 +284,6 @@ def broken_clauses(tests: Sequence[Mapping[str, Any]]) -> list[Broken]:
 
 
 def _first_difference(reason: str) -> str:
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    differences = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    return textwrap.shorten((differences or lines or ["no reason is known"])[0], 200, placeholder=" …")
+    first, *others = [line.strip() for line in reason.splitlines() if line.strip()] or ["no reason is known"]
+    told = others[0].removeprefix("- ") if first.endswith(":") and others else first
+    return textwrap.shorten(told, 200, placeholder=" …")

@@ -63,6 +63,8 @@ def test_clauses_that_are_broken_alike_are_told_as_they_stand() -> None:
     [
         ("ValueError: no\nmore", "ValueError: no"),
         ("", "no reason is known"),
+        ("AssertionError: assert 1 == 2\n  - 2\n  + 1", "AssertionError: assert 1 == 2"),
+        ("AssertionError:", "AssertionError:"),
         ("E:\n - a " + "x " * 300, "a " + "x " * 98 + "…"),
     ],
 )
