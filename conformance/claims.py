@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 from conformance import surface
-from conformance.library import Library, load_library
+from conformance.library import Library, LookupFailed, load_library
 
 
 @functools.cache
@@ -21,23 +21,42 @@ def todo() -> dict[str, str]:
     return tomllib.loads(Path(__file__).with_name("impl_todo.toml").read_text())
 
 
-@functools.cache
 def claims(spec: str) -> frozenset[str]:
     """The public names that a subject claims; one with a planted fault claims what it would without."""
-    library = load_library(spec.partition("+")[0])
-    if library.package == "impl":
-        return frozenset(surface.names()) - todo().keys()
-    listed = _claims_file(library.package)
-    if listed is not None:
+    package = spec.partition("+")[0]
+    if (listed := _listed(package)) is not None:
         return listed
-    return frozenset(name for name in surface.names() if library.provides(name))
+    return frozenset(name for name in surface.names() if _is_claimed_name(package, name))
 
 
 def is_claimed(library: Library, path: str) -> bool:
-    """Whether a name, or the class or module it stands in, is claimed; `path` may point into either."""
-    return any(path == name or path.startswith(name + ".") for name in claims(library.spec))
+    """Whether a name, or the class or module it stands in, is claimed; `path` may point into either.
+
+    Only these are looked at: another one might be in a module whose import does not end.
+    """
+    parts = path.split(".")
+    return any(_is_claimed_name(library.package, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
 
 
-def _claims_file(package: str) -> frozenset[str] | None:
+@functools.cache
+def _is_claimed_name(package: str, name: str) -> bool:
+    if (listed := _listed(package)) is not None:
+        return name in listed
+    return name in surface.names() and _exposes(load_library(package), name)
+
+
+@functools.cache
+def _listed(package: str) -> frozenset[str] | None:
+    """What a package claims whatever it exposes; None if it has not said."""
+    if package == "impl":
+        return frozenset(surface.names()) - todo().keys()
     file = importlib.resources.files(package) / "conformance_claims.toml"
     return frozenset(tomllib.loads(file.read_text())["claims"]) if file.is_file() else None
+
+
+def _exposes(library: Library, name: str) -> bool:
+    """Also if its module is there and fails to import: a name that is broken is not a name that is left out."""
+    try:
+        return library.provides(name)
+    except LookupFailed:
+        return True

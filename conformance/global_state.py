@@ -29,9 +29,17 @@ def read(state: State) -> dict[str, Any]:
 def put_back(state: State, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Make everything what it was; returns what had changed, as (before, after)."""
     changed = {name: (before[name], now) for name, now in read(state).items() if now != before[name]}
-    for name in changed:
-        state[name].write(before[name])
-    return changed
+    for name, (was, _) in changed.items():
+        state[name].write(was)
+    return {name: _where_they_differ(*values) for name, values in changed.items()}
+
+
+def _where_they_differ(was: Any, now: Any) -> tuple[Any, Any]:
+    """Of two mappings only the entries that are not in both."""
+    if not isinstance(was, Mapping):
+        return was, now
+    keys = [key for key in {**was, **now} if key not in was or key not in now or was[key] != now[key]]
+    return tuple({key: values[key] for key in keys if key in values} for values in (was, now))
 
 
 def autocast_depth() -> int:

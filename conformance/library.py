@@ -12,7 +12,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from conformance import plants
+from conformance import plants, surface
+from conformance.errors import FROM_OUTSIDE, told
 
 
 class NotProvided(AttributeError):
@@ -21,6 +22,10 @@ class NotProvided(AttributeError):
     def __init__(self, library: str, path: str) -> None:
         super().__init__(f"{library} does not provide {path}")
         self.path = path
+
+
+class LookupFailed(Exception):
+    """The subject raised when a name was looked up or its module imported; whatever it raised, the run goes on."""
 
 
 class Library:
@@ -43,7 +48,7 @@ class Library:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.find(name)
+        return self.place_or_object(name)
 
     def find(self, path: str) -> Any:
         """The object at a dotted path; modules come back as places one can look further from."""
@@ -51,15 +56,19 @@ class Library:
         walked = self.package
         for name in path.split("."):
             walked = f"{walked}.{name}"
-            if isinstance(found, types.ModuleType) and not hasattr(found, name):
-                found = self._submodule(walked, path)
-            elif not hasattr(found, name):
-                raise NotProvided(self.spec, path)
-            else:
-                found = getattr(found, name)
+            found = self._attribute(found, name, walked, path)
         if isinstance(found, types.ModuleType):
             return Place(self, path)
         return self._replaced.get(id(found), (found, found))[1]
+
+    def place_or_object(self, path: str) -> Any:
+        """A module that is lacking is a place all the same: what counts is which name in it is asked for."""
+        try:
+            return self.find(path)
+        except NotProvided:
+            if any(name.startswith(f"{path}.") for name in surface.names()):
+                return Place(self, path)
+            raise
 
     def provides(self, path: str) -> bool:
         try:
@@ -75,13 +84,28 @@ class Library:
         kept = self._replaced.get(key, (original, None))[0]
         self._replaced[key] = (kept, make(original))
 
+    def _attribute(self, owner: Any, name: str, walked: str, path: str) -> Any:
+        try:
+            return getattr(owner, name)
+        except AttributeError:
+            if not isinstance(owner, types.ModuleType):
+                raise NotProvided(self.spec, path) from None
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as error:
+            raise LookupFailed(f"{walked} cannot be looked up ({told(error)})") from error
+        return self._submodule(walked, path)
+
     def _submodule(self, name: str, path: str) -> types.ModuleType:
         try:
             return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-                raise NotProvided(self.spec, path) from None
+        except FROM_OUTSIDE:
             raise
+        except BaseException as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is not None and (name == missing or name.startswith(missing + ".")):
+                raise NotProvided(self.spec, path) from None
+            raise LookupFailed(f"{name} cannot be imported ({told(error)})") from error
 
 
 class Place:
@@ -93,7 +117,7 @@ class Place:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._library.find(f"{self._path}.{name}")
+        return self._library.place_or_object(f"{self._path}.{name}")
 
     def __repr__(self) -> str:
         return f"{self._library.spec}:{self._path}"

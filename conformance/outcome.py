@@ -92,7 +92,11 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
 
 def plain_text(message: object) -> str:
     """A message without the memory addresses that differ from run to run."""
-    return re.sub(r"0x[0-9a-f]{6,}", "0x…", str(message))
+    try:
+        text = str(message)
+    except Exception as error:
+        text = f"none: asking for it raises {type(error).__name__}"
+    return re.sub(r"0x[0-9a-f]{6,}", "0x…", text)
 
 
 def assert_same_outcome(reference: Outcome, subject: Outcome, tolerance: Tolerance = EXACT) -> None:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import signal
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Generator
 
 import hypothesis
 import numpy
 import pytest
 import torch
 
-from conformance import surface
+from conformance import global_state, trial
+from conformance.claims import claims
 from conformance.clauses import AREAS, HERE, all_clauses
+from conformance.deadlines import MOST_RESTARTS, Deadlines
 from conformance.deviations import DeviationJudge, all_deviations, all_reference_limits
+from conformance.errors import Hang
 from conformance.library import Library, load_library
-from conformance.results import Hang, Recorder, WorkerRecorder, unavailable
+from conformance.notes import Notes
+from conformance.results import Recorder, WorkerRecorder, unavailable
 
 PROFILES = ("quick", "full", "deep")
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
 _PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink)
-_DEFAULT_DEADLINE_S = 300.0
-_REAL_STDERR = 2  # past pytest's capture
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,10 +48,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--no-shrink", action="store_true", help="tell a failing example as it was found, not the smallest"
     )
+    group.addoption(
+        "--deadline",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="limit for a test that names none (default: by the profile)",
+    )
     group.addoption("--report", default=None, metavar="DIR", help="write report.json there")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "maxworkerrestart", "") is None:  # before pytest-xdist reads it
+        config.option.maxworkerrestart = str(MOST_RESTARTS)
     for line in (
         "clause(id): the clause that a test asks about",
         "deviation(id): the row of deviations.toml that a test asserts on both sides",
@@ -62,32 +71,35 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         config.addinivalue_line("markers", line)
     _set_hypothesis_up(config)
-    _load_subject(config.option.subject)
-    config.pluginmanager.register(WorkerRecorder(), "conformance-worker-recorder")
+    notes = Notes.of(config)
+    deadlines = None if config.getoption("dist", "no") != "no" else Deadlines(config, notes)
+    claimed = _load_subject(config, deadlines)
+    if deadlines is not None:
+        config.pluginmanager.register(deadlines, "conformance-deadlines")
+        config.pluginmanager.register(WorkerRecorder(notes), "conformance-worker-recorder")
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(config), "conformance-recorder")
+        config.pluginmanager.register(Recorder(config, notes, claimed), "conformance-recorder")
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         # Triton's interpreter computes with NumPy, which warns about the inf and nan that kernels are asked about.
         numpy.seterr(all="ignore")
 
 
-def _load_subject(spec: str) -> None:
-    reference = load_library("torch")
-    before = {name: reference.find(name) for name in surface.names()}
+def _load_subject(config: pytest.Config, deadlines: Deadlines | None) -> frozenset[str] | None:
+    """Import the subject, and learn what it claims; None if that cannot be found out.
+
+    Where workers run the tests it is imported on trial only, so that nothing it does, at its exit for one, reaches
+    the process that says yes or no.
+    """
+    spec = config.option.subject
     try:
-        load_library(spec)
-    except (Exception, SystemExit) as error:
-        raise pytest.UsageError(
-            f"the subject {spec!r} cannot be loaded ({type(error).__name__}: {error}); "
-            "--subject wants impl, torch, or an importable package that mirrors torch's paths"
-        ) from error
-    replaced = [name for name, found in before.items() if reference.find(name) is not found]
-    if replaced:
-        raise pytest.UsageError(
-            f"importing the subject {spec!r} put other objects in torch's places ({', '.join(replaced)}); it would be "
-            "compared with itself. Let the package replace names when it is asked to, not when it is imported"
-        )
+        if deadlines is None:
+            return trial.claims_on_trial(spec)
+        with deadlines.of_import():
+            trial.load(spec)
+            return None if hasattr(config, "workerinput") else claims(spec)
+    except (trial.CannotBeJudged, Hang) as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def _set_hypothesis_up(config: pytest.Config) -> None:
@@ -101,7 +113,7 @@ def _set_hypothesis_up(config: pytest.Config) -> None:
             f"tandem-{name}",
             max_examples=examples,
             stateful_step_count=30,
-            deadline=None,  # the whole test has one: see `pytest_runtest_call`
+            deadline=None,  # the whole test has one: see `deadlines`
             database=None,
             derandomize=config.option.seed is None,
             # Not `explain`, which traces every line: a failing sequence would outlive its deadline.
@@ -198,76 +210,12 @@ def deviation(request: pytest.FixtureRequest, subject: Library, reference: Libra
     return request.node.deviation_judge
 
 
-def autocast_depth() -> int:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def set_autocast_depth(depth: int) -> None:
-    while autocast_depth() > depth:
-        torch.autocast_decrement_nesting()
-    while autocast_depth() < depth:
-        torch.autocast_increment_nesting()
-
-
-_GLOBAL_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "deterministic algorithms": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),
-    "autocast on cpu": (
-        lambda: torch.is_autocast_enabled("cpu"),
-        lambda on: torch.set_autocast_enabled("cpu", on),
-    ),
-    "autocast on cuda": (
-        lambda: torch.is_autocast_enabled("cuda"),
-        lambda on: torch.set_autocast_enabled("cuda", on),
-    ),
-    "autocast dtype on cpu": (
-        lambda: torch.get_autocast_dtype("cpu"),
-        lambda dtype: torch.set_autocast_dtype("cpu", dtype),
-    ),
-    "autocast dtype on cuda": (
-        lambda: torch.get_autocast_dtype("cuda"),
-        lambda dtype: torch.set_autocast_dtype("cuda", dtype),
-    ),
-    "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    "autocast depth": (autocast_depth, set_autocast_depth),
-}
-
-
 @pytest.fixture(autouse=True)
 def _torch_state_is_kept() -> Generator[None]:
     """Fails a test after which torch's global state is not what it was, and puts it back."""
-    before = {name: read() for name, (read, _) in _GLOBAL_STATE.items()}
+    before = global_state.read(global_state.EVERYTHING)
     torch.manual_seed(0)
     yield
-    changed = {
-        name: (before[name], read()) for name, (read, _) in _GLOBAL_STATE.items() if read() != before[name]
-    }
-    for name in changed:
-        _GLOBAL_STATE[name][1](before[name])
+    changed = global_state.put_back(global_state.EVERYTHING, before)
     torch.clear_autocast_cache()
     assert not changed, f"torch's global state was changed (before, after): {changed}"
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Give the test its deadline: an exception where Python can still run, the end of the process where not."""
-    marker = item.get_closest_marker("deadline")
-    seconds = marker.args[0] if marker else _DEFAULT_DEADLINE_S
-
-    def stop(signum: int, frame: object) -> None:
-        raise Hang(f"the test did not end within {seconds:g} s")
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(seconds + 30, exit=True, file=_REAL_STDERR)
-    try:
-        return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)

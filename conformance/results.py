@@ -22,13 +22,17 @@ from typing import Any, TextIO
 import pytest
 
 from conformance import clauses, environment
-from conformance.claims import claims, is_claimed
+from conformance.claims import is_claimed
 from conformance.deviations import StaleRow, all_deviations
+from conformance.errors import told
 from conformance.library import Library, NotProvided
+from conformance.notes import Fault, Notes
 from conformance.tolerances import take_margins
 
 RED = ("failed", "hang", "crash", "stale")
 _PROPERTY = "conformance"
+_MOST_TEXT = 4000
+_MOST_OUTPUT = 20_000  # of what a failing test has written
 _AXES = ("device", "dtype", "world_size")
 _OWN_PART = "a test of the suite's own parts"
 
@@ -59,13 +63,9 @@ def unavailable(reason: str) -> None:
     pytest.skip(f"unavailable: {reason}")
 
 
-class Hang(BaseException):
-    """A test's deadline has passed. Not an Exception, so that Hypothesis does not take it for an example to shrink."""
-
-
-def replay_command(item: pytest.Item) -> str:
-    option = item.config.option
-    words = ["python", "-m", "pytest", item.nodeid, "--subject", option.subject, "--profile", option.profile]
+def replay_command(config: pytest.Config, nodeid: str) -> str:
+    option = config.option
+    words = ["python", "-m", "pytest", nodeid, "--subject", option.subject, "--profile", option.profile]
     if option.seed is not None:
         words += ["--seed", str(option.seed)]
     return shlex.join(words)
@@ -88,7 +88,7 @@ def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.T
         clause=marker.args[0] if marker else "",
         deviation=deviation.row.id if deviation else "",
         reason=reason,
-        replay=replay_command(item) if outcome in RED else "",
+        replay=replay_command(item.config, item.nodeid) if outcome in RED else "",
         margins=take_margins(),
         **axes,
     )
@@ -98,7 +98,7 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
     if call.excinfo is None:
         return "passed", ""
     error = call.excinfo.value
-    text = f"{type(error).__name__}: {error}"[:4000]
+    text = told(error)[:_MOST_TEXT]
     if isinstance(error, NotProvided):
         subject = item.funcargs.get("subject") if hasattr(item, "funcargs") else None
         if isinstance(subject, Library) and not is_claimed(subject, error.path):
@@ -117,14 +117,8 @@ _KINDS = {"Hang": "hang", "RankHung": "hang", "RankDied": "crash", StaleRow.__na
 class WorkerRecorder:
     """In every process that runs tests: hangs each test's judgement on its report, which xdist carries home."""
 
-    def __init__(self) -> None:
-        self._clauses: dict[str, str] = {}
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for item in items:
-            marker = item.get_closest_marker("clause")
-            self._clauses[item.nodeid] = marker.args[0] if marker else ""
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -134,23 +128,26 @@ class WorkerRecorder:
         if call.when == "call" or call.excinfo is not None:
             judgement = judgement_of(item, call, report)
             report.user_properties.append((_PROPERTY, asdict(judgement)))
+            report.sections = [(name, _bounded(text)) for name, text in report.sections]
             if judgement.replay:
                 report.sections.append(("replay", judgement.replay))
+            if judgement.outcome in ("hang", "crash"):
+                self._notes.note(Fault(judgement.nodeid, judgement.outcome, judgement.reason))
         return report
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        output = getattr(session.config, "workeroutput", None)
-        if output is not None:
-            output["clauses"] = self._clauses
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= _MOST_OUTPUT else f"… {len(text)} characters, lastly:\n{text[-_MOST_OUTPUT:]}"
 
 
 class Recorder:
     """In the controlling process: gathers all judgements, prints the verdict, writes the report."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, notes: Notes, claimed: frozenset[str] | None) -> None:
         self._config = config
+        self._notes = notes
+        self._claimed = claimed
         self._judgements: dict[str, Judgement] = {}
-        self._clauses: dict[str, str] = {}
         self._began = time.time()
         self._log: TextIO | None = None
         if config.option.report:
@@ -173,17 +170,28 @@ class Recorder:
             self._log.write(json.dumps(entry) + "\n")
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        self._clauses |= getattr(node, "workeroutput", {}).get("clauses", {})
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        """A worker died under a test, by itself or, if that is noted, by what watches over it."""
+        noted = [fault for fault in self._notes.faults() if fault.nodeid == crashitem]
+        fault = noted[-1] if noted else Fault(crashitem, "crash", f"ended its process: {report.longrepr}")
+        if not noted:
+            self._notes.note(fault)
+        stack = self._notes.last_stack(report.node.gateway.id)  # pyright: ignore[reportAttributeAccessIssue]
+        judgement = Judgement(
+            crashitem,
+            fault.outcome,
+            0.0,
+            clause=self._notes.clauses().get(crashitem, ""),
+            reason=f"{fault.reason}\n{stack}".strip(),
+            replay=replay_command(self._config, crashitem),
+        )
+        report.user_properties.append((_PROPERTY, asdict(judgement)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found = dict(report.user_properties).get(_PROPERTY)
-        if found is not None:
-            new = Judgement(**found)
-        elif report.failed:  # a worker died under it, and took what it knew along
-            new = Judgement(report.nodeid, "crash", 0.0, reason=str(report.longrepr)[:4000])
-        else:
+        if found is None:
             return
+        new = Judgement(**found)
         old = self._judgements.get(new.nodeid)
         if old is None or not old.is_red:
             self._judgements[new.nodeid] = new
@@ -193,8 +201,6 @@ class Recorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if session.exitstatus == 0 and self._judgements and self._verdict() == "red":
             session.exitstatus = pytest.ExitCode.TESTS_FAILED  # a subject that provides nothing fails no test
-        for judgement in self._judgements.values():
-            judgement.clause = judgement.clause or self._clauses.get(judgement.nodeid, "")
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -203,7 +209,7 @@ class Recorder:
             )
 
     def _verdict(self) -> str:
-        return verdict(self._judgements.values(), self._config.option.subject)
+        return verdict(self._judgements.values(), self._claimed)
 
     def as_dict(self) -> dict[str, Any]:
         option = self._config.option
@@ -246,10 +252,10 @@ class Recorder:
         write(f"verdict: {found}", green=found == "green", red=found == "red", bold=True)
 
 
-def verdict(judgements: Iterable[Judgement], spec: str) -> str:
-    """`green`, or `red` on any red outcome, and on a subject that provides nothing to judge."""
-    judgements = list(judgements)
-    return "red" if any(judgement.is_red for judgement in judgements) or not claims(spec) else "green"
+def verdict(judgements: Iterable[Judgement], claimed: frozenset[str] | None) -> str:
+    """`green`, or `red` on any red outcome, and on a subject that claims nothing to judge; None is not known."""
+    is_red = any(judgement.is_red for judgement in judgements)
+    return "red" if is_red or claimed == frozenset() else "green"
 
 
 @dataclass

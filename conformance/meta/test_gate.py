@@ -45,7 +45,7 @@ def test_each_part_can_be_the_reason() -> None:
 
 
 def test_a_subject_that_provides_nothing_is_red() -> None:
-    assert verdict([], "json") == "red"
+    assert verdict([], frozenset()) == "red"
     assert reasons(a_report(verdict="red")) == ["impl provides none of the names that are judged"]
 
 

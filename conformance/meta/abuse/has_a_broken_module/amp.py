@@ -1,0 +1,5 @@
+"""Exits when it is imported."""
+
+import sys
+
+sys.exit("amp is not for this machine")

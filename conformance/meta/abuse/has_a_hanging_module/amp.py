@@ -1,0 +1,5 @@
+"""Never ends being imported."""
+
+import time
+
+time.sleep(3600)

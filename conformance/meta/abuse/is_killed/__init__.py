@@ -1,0 +1,15 @@
+"""Kills its process."""
+
+import os
+import signal
+
+from right import amp, clamping_after, cpu, cuda
+
+__all__ = ["act", "amp", "cpu", "cuda", "nn"]
+
+
+def act() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+nn = clamping_after(act)

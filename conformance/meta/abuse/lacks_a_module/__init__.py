@@ -1,0 +1,5 @@
+"""Lacks a module, and claims nothing of it."""
+
+from right import clipping
+
+nn = clipping()

@@ -1,0 +1,5 @@
+"""Lacks a module that it claims."""
+
+from right import clipping
+
+nn = clipping()
