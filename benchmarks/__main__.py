@@ -226,8 +226,8 @@ def _print_verdicts(rows: list[dict[str, Any]], against: str) -> None:
     for row in rows:
         if row.get("verdict", decision.NEW) not in (decision.OK, decision.NEW):
             print(f"  {row['verdict']}: {decision.sentence(row)}")
-    if not any(row.get("verdict") == decision.REGRESSION for row in rows):
-        judged = sum(row.get("verdict", decision.NEW) != decision.NEW for row in rows)
+    judged = sum(row.get("verdict", decision.NEW) != decision.NEW for row in rows)
+    if judged and not any(row.get("verdict") == decision.REGRESSION for row in rows):
         print(f"no regression in {judged} cases")
 
 

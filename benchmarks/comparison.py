@@ -3,15 +3,11 @@
 import abc
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.common import LEFT_OUT_OF_QUICK
-from benchmarks.timing import FULL, QUICK, Effort, Paired, Workload, paired
-
-# What `ci/bench --quick` sets: asv's own option of that name does not reach the benchmarks.
-EFFORT = QUICK if os.environ.get("TANDEM_BENCH_QUICK") else FULL
+from benchmarks.timing import FULL, Effort, Paired, Workload, paired
 
 
 class Ratio(abc.ABC):
@@ -59,7 +55,7 @@ class Ratio(abc.ABC):
 
     @classmethod
     def measure_all(cls) -> dict[tuple[Any, ...], Paired | Exception]:
-        return {case: _or_error(functools.partial(cls.measure, case, EFFORT)) for case in cls.cases()}
+        return {case: _or_error(functools.partial(cls.measure, case, FULL)) for case in cls.cases()}
 
 
 class Absolute(abc.ABC):

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
+_HASH_LENGTH = 8  # of asv's file names
+_RESULT, _PARAMS, _VERSION = 0, 1, 2  # positions in asv's rows
+_WHOLE = (_PARAMS, _VERSION, 3, 4)  # these and the two times are of the row, the others have a value a case
 _RATIO, _NOISE = "track_ratio_vs_torch", "track_noise"
 
 
@@ -57,6 +60,48 @@ def ratios_by_case(earlier: list[Point], most: int) -> dict[str, list[float]]:
     return found
 
 
+def add(
+    results: dict[str, Any], machine: dict[str, Any], commit: str, date_ms: int, folder: Path = RESULTS
+) -> list[Path]:
+    """Put what was measured at a commit where asv finds it; the files that were written.
+
+    What an earlier run at the same commit measured, and this one did not, is kept.
+    """
+    own = folder / machine["machine"]
+    own.mkdir(parents=True, exist_ok=True)
+    file = own / f"{commit[:_HASH_LENGTH]}-{results['env_name']}.json"
+    earlier = json.loads(file.read_text())["results"] if file.is_file() else {}
+    whole = {"commit_hash": commit, "date": date_ms} | results
+    rows = {name: _joined(earlier.get(name), row) for name, row in results["results"].items()}
+    whole["results"] = dict(sorted((earlier | rows).items()))
+    file.write_text(json.dumps(whole))
+    # To the byte as asv writes it, which would else change it again.
+    (own / "machine.json").write_text(json.dumps(machine, indent=4, sort_keys=True))
+    return [file, own / "machine.json"]
+
+
+def _joined(earlier: list[Any] | None, later: list[Any]) -> list[Any]:
+    """The later row of a benchmark, with the earlier one's cases where it has none of its own."""
+    if earlier is None or earlier[_PARAMS : _VERSION + 1] != later[_PARAMS : _VERSION + 1]:
+        return later
+    length = max(len(earlier), len(later))
+    columns = zip(*(row + [None] * (length - len(row)) for row in (earlier, later)), strict=True)
+    kept = [value is not None and math.isnan(value) for value in later[_RESULT] or []]
+    return [
+        [
+            a if keep else b
+            for a, b, keep in zip(_cells_of(old, kept), _cells_of(new, kept), kept, strict=True)
+        ]
+        if position not in _WHOLE and (old is not None or new is not None)
+        else new
+        for position, (old, new) in enumerate(columns)
+    ]
+
+
+def _cells_of(column: list[Any] | None, like: list[Any]) -> list[Any]:
+    return [None] * len(like) if column is None else column
+
+
 def _read(file: Path) -> Point:
     content = json.loads(file.read_text())
     values: dict[str, float] = {}
@@ -78,7 +123,7 @@ def _read(file: Path) -> Point:
 
 def _cells(row: list[Any]) -> list[tuple[str, float]]:
     """The cases that were measured, by their parameters; asv keeps these as Python writes them."""
-    results, params = row[0] or [], row[1]
+    results, params = row[_RESULT] or [], row[_PARAMS]
     cases = (", ".join(word.strip("'\"") for word in case) for case in itertools.product(*params))
     return [
         (case, value)

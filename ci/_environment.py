@@ -223,13 +223,6 @@ def _answers(index: str) -> bool:
     return True
 
 
-def torch_index(environ: dict[str, str]) -> dict[str, str]:
-    """Variables by which a pip that others run (asv's) finds the CPU build where there is no NVIDIA driver."""
-    if _has_nvidia_driver() or not _answers(CPU_INDEX):
-        return {}
-    return {"PIP_EXTRA_INDEX_URL": f"{environ.get('PIP_EXTRA_INDEX_URL', '')} {CPU_INDEX}".strip()}
-
-
 def _pip_install(*arguments: str, quiet: bool = False) -> int:
     """Run pip, telling its big downloads and its last step as they happen, and everything if it fails."""
     command = [*PIP, "install", "--progress-bar", "off", *arguments]

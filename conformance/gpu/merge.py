@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import history
 from conformance.gpu import source
 from conformance.gpu.files import BENCHMARKS, MACHINE, REPORT, RESULTS
 from conformance.gpu.phases import ROOT
-
-_HASH_LENGTH = 8  # of asv's file names
 
 
 class Unmergeable(ValueError):
@@ -40,18 +39,10 @@ def merge(bundle: Path, root: Path = ROOT) -> list[Path]:
     name = machine["machine"]
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise Unmergeable(f"{bundle} names its machine {name!r}, which is no name for a folder")
-    folder = root / "benchmarks" / "results" / name
-    file = folder / f"{commit[:_HASH_LENGTH]}-{results['env_name']}.json"
-    earlier = json.loads(file.read_text()) if file.is_file() else {"results": {}}
-    whole = {"commit_hash": commit, "date": source.author_date_ms(commit, root)} | results
-    whole["results"] = dict(sorted((earlier["results"] | results["results"]).items()))
-    folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(whole))
-    # To the byte as asv writes it, which would else change it again.
-    (folder / "machine.json").write_text(json.dumps(machine, indent=4, sort_keys=True))
-    written = [file, folder / "machine.json"]
+    folder = root / "benchmarks" / "results"
+    written = history.add(results, machine, commit, source.author_date_ms(commit, root), folder)
     # asv publishes nothing without it, and git does not have it: whoever times by asv makes it anew.
-    catalogue = root / "benchmarks" / "results" / BENCHMARKS.removeprefix("asv-")
+    catalogue = folder / BENCHMARKS.removeprefix("asv-")
     if not catalogue.is_file():
         catalogue.write_text((bundle / BENCHMARKS).read_text())
         written.append(catalogue)

@@ -1,0 +1,79 @@
+"""The clock at commits of this repository: which ones, and each in a worktree of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from _environment import ROOT
+
+
+def commits_of_impl(count: int, root: Path = ROOT) -> list[str]:
+    """The last commits of the current branch that touch impl, the newest first."""
+    return _git(root, "rev-list", "--first-parent", f"--max-count={count}", "HEAD", "--", "impl").split()
+
+
+def commit_named(name: str, root: Path = ROOT) -> str:
+    """The full id.
+
+    Raises:
+        ValueError: this repository has no such commit.
+    """
+    try:
+        return _git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
+    except subprocess.CalledProcessError:
+        raise ValueError(f"{name!r} names no commit of this repository") from None
+
+
+def subject_of(commit: str, root: Path = ROOT) -> str:
+    return _git(root, "show", "-s", "--format=%h %s", commit).strip()
+
+
+def date_ms(commit: str, root: Path = ROOT) -> int:
+    """The date by which asv orders commits."""
+    return int(_git(root, "show", "-s", "--format=%at", commit)) * 1000
+
+
+def unmeasured(commits: list[str], folder: Path) -> list[str]:
+    """Those of which the machine's folder has no results."""
+    return [commit for commit in commits if not any(folder.glob(f"{commit[:8]}-*.json"))]
+
+
+@contextmanager
+def worktree(commit: str, parent: Path, root: Path = ROOT) -> Iterator[Path]:
+    """A folder with impl as it was at the commit, and the benchmarks as they are now; gone afterwards."""
+    path = parent / commit[:12]
+    _remove(path, root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _git(root, "worktree", "add", "--quiet", "--detach", "--no-checkout", str(path), commit)
+        _git(path, "checkout", "--quiet", commit, "--", "impl")
+        (path / "benchmarks").symlink_to(root / "benchmarks", target_is_directory=True)
+        yield path
+    finally:
+        _remove(path, root)
+
+
+def require_impl_of(folder: Path, python: Path, environ: dict[str, str]) -> None:
+    """Raise unless a program that is started in the folder imports the impl that lies there."""
+    command = [str(python), "-c", "import impl; print(impl.__path__[0])"]
+    found = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    where = found.stdout.strip()
+    if found.returncode or not Path(where).resolve().is_relative_to(folder.resolve()):
+        told = where or found.stderr.strip().splitlines()[-1]
+        raise RuntimeError(f"impl of {folder.name} must be imported from {folder}, and came from: {told}")
+
+
+def _remove(path: Path, root: Path) -> None:
+    """Also what an earlier run left when it was killed."""
+    if path.exists():
+        shutil.rmtree(path)
+    _git(root, "worktree", "prune")
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

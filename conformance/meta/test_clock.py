@@ -1,0 +1,253 @@
+"""The clock's verdict and its points: when a case has become slower, what is kept of a run, which commits are timed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import asv_format, decision, history, slowed
+from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
+from conformance.meta.report_cases import a_report
+from conformance.report.verdict import reasons
+
+pytestmark = pytest.mark.deadline(60)
+CI = Path(__file__).resolve().parents[2] / "ci"
+MACHINE = {"machine": "m", "os": "Linux"}
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "wanted"),
+    [
+        ([], [9.0], NEW),
+        ([0.5], [], MISSING),
+        ([0.5], [0.5], OK),
+        ([0.5], [0.59], OK),
+        ([0.5], [0.61], SUSPECT),
+        ([0.5], [0.61, 0.62], SUSPECT),
+        ([0.5], [0.61, 0.62, 0.63], REGRESSION),
+        ([0.5], [0.61, 0.59], INCONCLUSIVE),
+        ([0.5], [0.61, 0.62, 0.59], INCONCLUSIVE),
+        ([0.5, 0.5, 0.1], [0.55], OK),  # one lucky point
+        ([0.5, 0.1, 0.1], [0.55], SUSPECT),
+        ([1.0], [1.5, 1.5, 1.5], REGRESSION),
+    ],
+)
+def test_the_verdict_of_a_case(was: list[float], now: list[float], wanted: str) -> None:
+    assert decision.verdict(was, now) == wanted
+
+
+def measured(name: str, ratio: float) -> dict[str, Any]:
+    return {"name": name, "outcome": "measured", "ratio": ratio}
+
+
+def test_only_suspects_are_measured_again_and_only_until_it_is_clear() -> None:
+    asked: list[list[str]] = []
+    again = iter([{"slow": 1.6, "lucky": 1.0, "gone": 1.6}, {"slow": 1.7}])
+
+    def measure_again(names: list[str]) -> dict[str, float]:
+        asked.append(names)
+        return next(again)
+
+    rows = [measured("slow", 1.5), measured("lucky", 1.5), measured("gone", 1.5), measured("even", 1.0)]
+    rows += [measured("new", 5.0), {"name": "lost", "outcome": "not available"}]
+    rows += [{"name": "broken", "outcome": "failed", "why": "it broke"}]
+    decision.judge(
+        rows, {name: [1.0] for name in ("slow", "lucky", "gone", "even", "lost", "broken")}, measure_again
+    )
+    assert asked == [["slow", "lucky", "gone"], ["slow", "gone"]]
+    assert {row["name"]: row.get("verdict") for row in rows} == {
+        "slow": REGRESSION,
+        "lucky": INCONCLUSIVE,
+        "gone": SUSPECT,
+        "even": OK,
+        "new": NEW,
+        "lost": MISSING,
+        "broken": None,
+    }
+    assert rows[0] | {"was": 1.0, "again": [1.6, 1.7]} == rows[0]
+
+
+def test_a_regression_is_a_reason_of_the_gate_and_noise_is_none() -> None:
+    rows = [measured(name, 1.5) for name in ("slow", "noisy", "even")]
+    told = {"slow": (REGRESSION, [1.6, 1.7]), "noisy": (INCONCLUSIVE, [1.0]), "even": (OK, [])}
+    for row in rows:
+        verdict, again = told[row["name"]]
+        row |= {"low": 1.4, "high": 1.6, "verdict": verdict, "again": again, "was": 1.0}
+    found = reasons(a_report(speed={"rows": rows, "against": "the points of m"}))
+    assert found == ["regression of speed: slow was 1.00 × torch's time, now 1.50, 1.60, 1.70"]
+
+
+def results(ratios: dict[str, float], noise: float = 0.1) -> dict[str, Any]:
+    """One benchmark over two sizes, as a run leaves it."""
+    name = "bench_clip.RatioClip"
+    cases = {(repr(size),): ratio for size, ratio in ratios.items()}
+    described = {
+        f"{name}.{method}": {"params": [["'few'", "'many'"]], "version": "1"}
+        for method in ("track_ratio_vs_torch", "track_noise")
+    }
+    kept: asv_format.Measured = {
+        f"{name}.track_ratio_vs_torch": {case: {"result": ratio} for case, ratio in cases.items()},
+        f"{name}.track_noise": {case: {"result": noise} for case in cases},
+    }
+    return asv_format.results(described, kept, MACHINE, {"python": "3.11", "torch": "2.13.0"}, 7)
+
+
+def test_a_point_is_read_as_it_was_added(tmp_path: Path) -> None:
+    files = history.add(results({"few": 0.5}), MACHINE, "a" * 40, 1_000, tmp_path)
+    assert [file.relative_to(tmp_path).as_posix() for file in files] == [
+        "m/aaaaaaaa-existing-py3.11-torch2.13.0.json",
+        "m/machine.json",
+    ]
+    (point,) = history.points(tmp_path)
+    assert (point.machine, point.commit, point.date_ms) == ("m", "a" * 40, 1_000)
+    assert point.ratios == {"RatioClip[few]": history.Ratio(0.5, 0.1)}
+
+
+def test_what_a_later_run_did_not_measure_is_kept(tmp_path: Path) -> None:
+    for ratios in ({"few": 0.5, "many": 0.6}, {"many": 0.7}):
+        history.add(results(ratios), MACHINE, "a" * 40, 1_000, tmp_path)
+    (point,) = history.points(tmp_path)
+    assert {name: ratio.value for name, ratio in point.ratios.items()} == {
+        "RatioClip[few]": 0.5,
+        "RatioClip[many]": 0.7,
+    }
+
+
+def test_a_timing_keeps_the_statistics_of_its_other_cases(tmp_path: Path) -> None:
+    described = {"b.Step.time_call": {"params": [["'few'", "'many'"]], "version": "1"}}
+    for size, stats in (("few", {"result": 1.0, "q_25": 0.9}), ("many", {"result": 2.0, "q_25": 1.9})):
+        kept: asv_format.Measured = {"b.Step.time_call": {(repr(size),): stats}}
+        made = asv_format.results(described, kept, MACHINE, {"python": "3", "torch": "2"}, 7)
+        file, _ = history.add(made, MACHINE, "a" * 40, 1_000, tmp_path)
+    content = json.loads(file.read_text())
+    row = dict(zip(content["result_columns"], content["results"]["b.Step.time_call"], strict=False))
+    assert (row["result"], row["stats_q_25"]) == ([1.0, 2.0], [0.9, 1.9])
+
+
+def test_points_are_compared_within_a_machine_and_a_torch_the_newest_first(tmp_path: Path) -> None:
+    for position, ratio in enumerate((0.1, 0.2, 0.3, 0.4)):
+        history.add(results({"few": ratio}), MACHINE, str(position) * 40, position, tmp_path)
+    history.add(results({"few": 9.0}), {"machine": "other"}, "b" * 40, 9, tmp_path)
+    found = history.of_machine("m", "2.13.0", tmp_path)
+    assert history.ratios_by_case(found, 3) == {"RatioClip[few]": [0.4, 0.3, 0.2]}
+    assert history.of_machine("m", "2.12.0", tmp_path) == []
+
+
+def test_a_slowed_kernel_takes_so_many_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    def look() -> float:
+        nonlocal now_s
+        now_s += 0.001
+        return now_s
+
+    def kernel(value: int) -> int:
+        nonlocal now_s
+        now_s += 10.0
+        return value + 1
+
+    monkeypatch.setattr(slowed, "time", SimpleNamespace(perf_counter=look))
+    assert slowed._slowed(kernel, 1.5)(1) == 2
+    assert now_s == pytest.approx(15.0, abs=0.01)
+
+
+# Commits
+
+
+@pytest.fixture
+def ci_history(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(CI))
+    return importlib.import_module("_history")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Five commits, of which the first, the third and the fifth touch impl; the third's impl cannot be imported."""
+    root = tmp_path / "repository"
+    (root / "impl").mkdir(parents=True)
+    (root / "benchmarks").mkdir()
+    (root / "benchmarks" / "now.py").write_text("")
+    git(root, "init", "-q", "-b", "main")
+    for number in range(5):
+        own = root / ("impl/__init__.py" if number % 2 == 0 else "notes")
+        own.write_text("1 / 0" if number == 2 else f"number = {number}")
+        git(root, "add", own)
+        git(root, "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", f"commit {number}")
+    return root
+
+
+def git(root: Path, *words: Any) -> str:
+    command = ["git", "-C", root, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_history_takes_the_last_commits_that_touch_impl(ci_history: ModuleType, repository: Path) -> None:
+    told = [ci_history.subject_of(commit, repository) for commit in ci_history.commits_of_impl(2, repository)]
+    assert [line.split(" ", 1)[1] for line in told] == ["commit 4", "commit 2"]
+    assert len(ci_history.commits_of_impl(99, repository)) == 3
+
+
+def test_history_skips_what_has_numbers_of_this_machine(
+    ci_history: ModuleType, repository: Path, tmp_path: Path
+) -> None:
+    newest, *others = ci_history.commits_of_impl(99, repository)
+    history.add(results({"few": 0.5}), MACHINE, newest, 1, tmp_path / "results")
+    assert ci_history.unmeasured([newest, *others], tmp_path / "results" / "m") == others
+    assert ci_history.unmeasured([newest], tmp_path / "results" / "another machine") == [newest]
+
+
+def test_a_worktree_has_impl_of_then_and_benchmarks_of_now(
+    ci_history: ModuleType, repository: Path, tmp_path: Path
+) -> None:
+    *_, oldest = ci_history.commits_of_impl(99, repository)
+    left = tmp_path / "trees" / oldest[:12]
+    left.mkdir(parents=True)  # by a run that was killed
+    with ci_history.worktree(oldest, tmp_path / "trees", repository) as tree:
+        assert (tree / "impl" / "__init__.py").read_text() == "number = 0"
+        assert (tree / "benchmarks" / "now.py").is_file()
+        assert not (tree / "notes").exists()
+        ci_history.require_impl_of(tree, Path(sys.executable), {})
+    assert not left.exists()
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    assert git(repository, "status", "--porcelain", "--", "impl") == ""
+
+
+def test_a_worktree_goes_when_the_run_is_stopped(
+    ci_history: ModuleType, repository: Path, tmp_path: Path
+) -> None:
+    def stopped() -> None:
+        with ci_history.worktree("HEAD", tmp_path / "trees", repository):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert list((tmp_path / "trees").iterdir()) == []
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
+def test_an_impl_from_elsewhere_is_not_timed(
+    ci_history: ModuleType, repository: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(RuntimeError, match=r"came from: .*repository/impl"):
+        ci_history.require_impl_of(empty, Path(sys.executable), {"PYTHONPATH": str(repository)})
+    broken = ci_history.commits_of_impl(99, repository)[1]
+    with (
+        ci_history.worktree(broken, tmp_path / "trees", repository) as tree,
+        pytest.raises(RuntimeError, match="ZeroDivisionError"),
+    ):
+        ci_history.require_impl_of(tree, Path(sys.executable), {})
+
+
+def test_a_commit_that_is_none_is_told(ci_history: ModuleType, repository: Path) -> None:
+    assert ci_history.commit_named("main", repository) == git(repository, "rev-parse", "HEAD")
+    with pytest.raises(ValueError, match="'nonsense' names no commit"):
+        ci_history.commit_named("nonsense", repository)
