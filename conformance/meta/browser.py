@@ -101,8 +101,8 @@ class Browser:
         os.close(self._send_fd)
         os.close(self._read_fd)
 
-    def open(self, file: Path, width: int, height: int = 900) -> None:
-        """Load a file at a width; a phone's is shown as a phone does."""
+    def open(self, file: Path, width: int, height: int = 900, fragment: str = "") -> None:
+        """Load a file at a width, and what its fragment points to; a phone's width is shown as a phone does."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -111,7 +111,7 @@ class Browser:
             mobile=width < 600,
         )
         self._call("Page.navigate", url="about:blank")  # else a page that is open already is not loaded again
-        self._call("Page.navigate", url=file.absolute().as_uri())
+        self._call("Page.navigate", url=file.absolute().as_uri() + fragment)
         while self.run("document.readyState !== 'complete' || location.protocol !== 'file:'"):
             time.sleep(0.02)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import unicodedata
 from collections import Counter
 from dataclasses import asdict
 from html.parser import HTMLParser
@@ -20,11 +21,13 @@ from conformance.meta.report_cases import CLAUSE, a_report, judged, not_timed, t
 from conformance.plants import CATALOGUE
 from conformance.report import speed, write_page
 from conformance.report.baseline import compare
-from conformance.report.matrix import matrix
+from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, matrix
+from conformance.report.text import legible
 from conformance.strength import Kill, excuses, plant_ids, read_kills, write_kills
 
-# What could end a tag, an attribute, the style or the script; half a character; and a formula for matplotlib.
-HOSTILE = "</style></script><script>alert(1)</script>\"'><b onclick=x> &amp; \ud800 $\\frac{ _x"
+# What could end a tag, an attribute, the style or the script; a formula for matplotlib; half a character, a terminal's
+# codes, control characters, and one that turns the direction of what follows.
+HOSTILE = "</style></script><script>alert(1)</script>\"'><b onclick=x> &amp; $\\frac{ _x \ud800 \x1b[31m \0 \x07 \u202e"
 
 
 class Page(HTMLParser):
@@ -105,6 +108,44 @@ def test_whatever_a_subject_says_is_text(tmp_path: Path) -> None:
     assert page.code == plain.code
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     assert page.text.count("alert(1)") > 40
+    assert not [
+        each
+        for each in page.source
+        if unicodedata.category(each) in ("Cc", "Cf", "Cs") and each not in "\n\t"
+    ]
+    assert "[31m" not in page.source
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, ünïcode 語, a\ttab\nand a line", "plain, ünïcode 語, a\ttab\nand a line"),
+        (
+            "\x1b[1;31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\\nnext, alone \x1b",
+            "red link\nnext, alone ␛",
+        ),
+        ("nul \0, bell \x07, delete \x7f", "nul ␀, bell ␇, delete ␡"),
+        ("a\r\nb\rc", "a\nb␍c"),
+        ("half \ud800 and turned \u202e", "half \ufffd and turned \ufffd"),
+    ],
+    ids=["plain", "colours", "control", "carriage", "halves"],
+)
+def test_text_is_made_legible(text: str, shown: str) -> None:
+    assert legible({"key": [text, 1, None]}) == {"key": [shown, 1, None]}
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cc", "Cf", "Cs"]), max_size=50))
+def test_text_that_is_legible_stays(text: str) -> None:
+    assert legible(text) == text
+
+
+def test_a_flood_of_text_is_cut_in_its_middle_and_it_is_said(tmp_path: Path) -> None:
+    flood = "begin " + "x" * 5_000_000 + " end"
+    page = draw(a_report(judged("failed", nodeid="y", reason=flood, replay="r")), tmp_path)
+    assert "begin xxx" in page.text
+    assert "xxx end" in page.text
+    assert "[4,980,010 characters are left out here]" in page.text
+    assert len(page.source) < 200_000
 
 
 def test_nothing_is_fetched(tmp_path: Path) -> None:
@@ -174,10 +215,40 @@ def test_a_cell_has_its_worst_outcome_and_an_area_only_the_columns_it_needs() ->
         clauses=[CLAUSE, {"id": "nn.x", "says": "", "covers": [], "area": "nn"}],
     )
     amp, nn = matrix(report)
-    assert [axis.label for axis in amp.axes] == ["cpu · float16", "cpu · world 2"]
+    assert [axis.label for axis in amp.axes] == ["cpu · float16", "cpu · world\N{NO-BREAK SPACE}2"]
     assert [cell.outcome for cell in amp.rows[0].cells.values()] == ["failed", "known"]
     assert [len(cell.tests) for cell in amp.rows[0].cells.values()] == [2, 1]
     assert [axis.label for axis in nn.axes] == ["cpu · int8"]
+
+
+def test_each_outcome_has_a_sign_and_a_meaning() -> None:
+    assert SIGNS.keys() == MEANINGS.keys() == set(SEVERITY)
+    assert len(set(SIGNS.values())) == len(SIGNS)
+
+
+def test_tests_of_one_function_that_agree_are_told_together(tmp_path: Path) -> None:
+    tests = [judged("passed", nodeid=f"a.py::test_x[{n}]") for n in "abc"]
+    report = a_report(
+        *tests,
+        judged("failed", nodeid="a.py::test_x[d]", replay="r"),
+        judged("passed", nodeid="a.py::test_y"),
+    )
+    cell = next(iter(matrix(report)[0].rows[0].cells.values()))
+    assert [(calm.function, calm.parameters) for calm in cell.calm] == [
+        ("a.py::test_x", ["[a]", "[b]", "[c]"]),
+        ("a.py::test_y", []),
+    ]
+    assert [test["nodeid"] for test in cell.red] == ["a.py::test_x[d]"]
+    page = draw(report, tmp_path)
+    assert page.text.count("a.py::test_x") == page.text.count("a.py::test_x[d]") + 1
+
+
+def test_an_area_that_was_not_asked_is_a_line_and_no_link_leads_there(tmp_path: Path) -> None:
+    other = CLAUSE | {"id": "nn.x", "area": "nn"}
+    row = {"id": "a", "clause": "nn.x", "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
+    page = draw(a_report(judged("passed"), clauses=[CLAUSE, other], deviations=[row]), tmp_path)
+    assert "1 not asked in this run" in page.text
+    assert "tests-nn.x" not in page.source
 
 
 @pytest.mark.parametrize(

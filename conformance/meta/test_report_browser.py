@@ -16,6 +16,7 @@ from conformance.meta.browser import Browser, find_chromium
 from conformance.meta.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
 from conformance.report import write_page
 from conformance.report.baseline import compare
+from conformance.report.matrix import matrix
 from conformance.results import unavailable
 from conformance.strength import Kill
 
@@ -56,6 +57,24 @@ CONTRAST = """
 })()
 """
 SHOWN = "all('tr[data-clause]').filter((row) => row.checkVisibility()).map((row) => row.dataset.clause)"
+COMBINATIONS = """
+(() => {
+  const fields = all("select[data-filter]");
+  const found = [];
+  const choose = (index) => {
+    if (index < fields.length) {
+      for (const option of fields[index].options) { fields[index].value = option.value; choose(index + 1); }
+      fields[index].value = "";
+      return;
+    }
+    apply();
+    const shown = rows.filter((row) => row.checkVisibility()).map((row) => row.dataset.clause);
+    found.push([fields.map((field) => field.value), shown, document.getElementById("shown").textContent]);
+  };
+  choose(0);
+  return found;
+})()
+"""
 FOCUS = "document.activeElement.outerHTML.slice(0, 120)"
 OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
 
@@ -161,7 +180,7 @@ def test_filters_keep_what_they_name(browser: Browser, pages: dict[str, Path], w
         choose(browser, field, value)
         assert browser.run(SHOWN) == wanted, (field, value)
         said = browser.run("document.getElementById('shown').textContent")
-        assert said == f"{len(wanted)} of 2 clauses"
+        assert said == f"{len(wanted)} of 2 clauses" + ("" if wanted else ": none has all that is asked for")
         choose(browser, field, "")
     # Together they ask for one cell that has all: float32 passed, float16 failed.
     choose(browser, "dtype", "float32")
@@ -174,6 +193,53 @@ def test_filters_keep_what_they_name(browser: Browser, pages: dict[str, Path], w
     browser.run("document.querySelector('.filters [type=reset]').click()")
     browser.run("new Promise((done) => setTimeout(done, 20))")
     assert browser.run(SHOWN) == both
+
+
+def test_filters_together_keep_what_one_cell_has(browser: Browser, pages: dict[str, Path]) -> None:
+    """Every combination of what can be chosen, against the cells of the report itself."""
+    browser.open(pages["red"], 1280)
+    found = browser.run(COMBINATIONS)
+    cells = [
+        (row.clause["id"], (area.name, cell.outcome, axis.device, axis.dtype, axis.world_size))
+        for area in matrix(a_red_report())
+        for row in area.rows
+        for axis, cell in row.cells.items()
+    ]
+    assert len(found) > 300
+    for chosen, shown, said in found:
+        fits = {
+            name
+            for name, has in cells
+            if all(not wanted or wanted == (value or "-") for wanted, value in zip(chosen, has, strict=True))
+        }
+        assert set(shown) == fits, chosen
+        assert said.startswith(f"{len(fits)} of 2 clauses")
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
+def test_an_address_with_a_cell_shows_it_at_once(
+    browser: Browser, pages: dict[str, Path], width: int
+) -> None:
+    browser.complaints.clear()
+    browser.open(pages["red"], width, fragment=f"#{CLAUSE['id']}/cpu-float16")
+    assert browser.run("document.activeElement.textContent") == "cpu · float16"
+    box = browser.run("document.activeElement.getBoundingClientRect().toJSON()")
+    assert 0 <= box["top"] < 900
+    browser.open(pages["red"], width, fragment="#no%such%place")
+    assert browser.complaints == []
+
+
+def test_back_leads_from_a_failure_to_its_cell(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["red"], 1280)
+    browser.run("document.querySelector('a[data-outcome=failed]').scrollIntoView()")
+    before = browser.run("scrollY")
+    browser.run("document.querySelector('a[data-outcome=failed]').click()")
+    browser.run("new Promise((done) => setTimeout(done, 100))")
+    assert browser.run("scrollY") != before
+    browser.run("history.back()")
+    browser.run("new Promise((done) => setTimeout(done, 200))")
+    assert browser.run("location.hash") == ""
+    assert abs(browser.run("scrollY") - before) < 100
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))

@@ -36,6 +36,18 @@ SIGNS = {
     "known": "≈",
     "passed": "✓",
 }
+MEANINGS = {
+    "crash": "the process that ran it died",
+    "hang": "it did not end before its deadline",
+    "failed": "the subject does something else than torch",
+    "stale": "torch no longer does what a deviation or a limit says of it",
+    "uncovered": "no test of this run asked",
+    "not provided": "the subject has no such name, and does not claim it",
+    "unavailable": "it needs a device, a world size or a compiler that is not here",
+    "reference cannot run here": "torch itself cannot do it here, and was seen to fail",
+    "known": "the subject does as torch does, where impl deviates on purpose",
+    "passed": "the subject does as torch does, or as the deviation says",
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Axis:
     @property
     def parts(self) -> list[str]:
         dtype = "default dtype" if self.dtype == "None" else self.dtype
-        world = f"world {self.world_size}" if self.world_size else ""
+        world = f"world\N{NO-BREAK SPACE}{self.world_size}" if self.world_size else ""
         return [part for part in (self.device or "any device", dtype, world) if part]
 
     @property
@@ -63,9 +75,33 @@ class Axis:
         )
 
 
+@dataclass(frozen=True)
+class Calm:
+    """Tests that are not red and say the same: one function with several parameters."""
+
+    outcome: str
+    function: str
+    reason: str
+    parameters: list[str]
+
+
 @dataclass
 class Cell:
     tests: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def red(self) -> list[dict[str, Any]]:
+        return [test for test in self.tests if test["outcome"] in RED]
+
+    @property
+    def calm(self) -> list[Calm]:
+        found: dict[tuple[str, str, str], list[str]] = {}
+        for test in self.tests:
+            if test["outcome"] not in RED:
+                function, bracket, parameters = test["nodeid"].partition("[")
+                same = found.setdefault((test["outcome"], function, test["reason"]), [])
+                same += [bracket + parameters] if bracket else []
+        return [Calm(*same, parameters) for same, parameters in found.items()]
 
     @property
     def outcome(self) -> str:
@@ -103,6 +139,10 @@ class Area:
     @property
     def outcome(self) -> str:
         return min((row.outcome for row in self.rows), key=SEVERITY.index)
+
+    @property
+    def is_red(self) -> bool:
+        return any(row.is_red for row in self.rows)
 
     @property
     def counts(self) -> list[tuple[str, int]]:

@@ -7,6 +7,7 @@ const form = document.querySelector(".filters");
 const fields = all("[data-filter]", form);
 const rows = all("tr[data-clause]");
 const tests = Object.fromEntries(all("[data-tests]").map((each) => [each.dataset.tests, each]));
+const folded = Object.fromEntries(all("[data-tests-of]").map((each) => [each.dataset.testsOf, each]));
 
 function apply() {
   const wanted = Object.fromEntries(fields.map((field) => [field.dataset.filter, field.value.trim().toLowerCase()]));
@@ -32,8 +33,10 @@ function apply() {
     }
     for (const row of all("tr", area)) [...row.cells].forEach((cell, index) => { cell.hidden = !alive[index]; });
     area.hidden = !all("tr[data-clause]", area).some((row) => !row.hidden);
+    folded[area.dataset.area].hidden = area.hidden;
   }
-  document.getElementById("shown").textContent = `${shown} of ${rows.length} clauses`;
+  const none = shown || !rows.length ? "" : ": none has all that is asked for";
+  document.getElementById("shown").textContent = `${shown} of ${rows.length} clauses${none}`;
 }
 
 form.hidden = false;
@@ -43,7 +46,7 @@ form.addEventListener("reset", () => setTimeout(apply));
 
 // A link opens whatever its target is folded into, and takes the keyboard along.
 function show() {
-  const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const target = document.querySelector(":target");
   if (!target) return;
   if (target.closest("[hidden]")) form.reset(), apply();
   for (let each = target; each; each = each.parentElement) if (each.tagName === "DETAILS") each.open = true;

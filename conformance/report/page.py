@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from markupsafe import Markup, escape
 
 from conformance.report import speed
 from conformance.report.kills import kill_matrix
-from conformance.report.matrix import SEVERITY, SIGNS, matrix, ranked
+from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, matrix, ranked
+from conformance.report.text import legible
 from conformance.report.verdict import parts
 from conformance.results import RED, Broken, broken_clauses
 from conformance.training.plot import draw
@@ -26,21 +28,24 @@ _SIDES = {"known": "takes torch's side", "passed": "takes impl's side", "failed"
 
 
 def write_page(report: dict[str, Any], file: Path) -> None:
-    """Write the page for a report as `conformance.gate` assembles it; every text in it is escaped."""
+    """Write the page for a report as `conformance.gate` assembles it; every text in it is made legible and escaped."""
+    report = legible(report)
+    areas = matrix(report)
     page = (
         _environment()
         .get_template("page.html")
         .render(
             report=report,
             parts=parts(report),
-            areas=matrix(report),
+            areas=areas,
             counts=ranked(test["outcome"] for test in report["tests"] if test["clause"]),
+            outcomes=_outcomes(report),
             own_counts=ranked(test["outcome"] for test in report["tests"] if not test["clause"]),
             red=_red(report),
             failures={
                 t["nodeid"]: f"failure-{n}" for n, t in enumerate(report["tests"]) if t["outcome"] in RED
             },
-            clause_ids={clause["id"] for clause in report["clauses"]},
+            clause_ids={row.clause["id"] for area in areas if area.axes for row in area.rows},
             replay=_replay(report),
             sides=_sides(report),
             kills=kill_matrix(report),
@@ -50,8 +55,7 @@ def write_page(report: dict[str, Any], file: Path) -> None:
             ],
         )
     )
-    # An exception's text may hold half a character, which no file can.
-    file.write_bytes(page.encode("utf-8", errors="replace"))
+    file.write_text(page, encoding="utf-8")
 
 
 def _environment() -> jinja2.Environment:
@@ -74,6 +78,7 @@ def _environment() -> jinja2.Environment:
     environment.globals |= {
         "severity": SEVERITY,
         "signs": SIGNS | {"not run": "–"},
+        "meanings": MEANINGS,
         "ticks": speed.TICKS,
         "dumps": json.dumps,
         "style": Markup((_HERE / "page.css").read_text()),
@@ -111,6 +116,13 @@ def _red(report: dict[str, Any]) -> list[tuple[Broken, list[dict[str, Any]]]]:
     ]
 
 
+def _outcomes(report: dict[str, Any]) -> list[str]:
+    """Those that the clauses of this report have, the worst first."""
+    asked = {test["clause"] for test in report["tests"]}
+    uncovered = ["uncovered" for clause in report["clauses"] if clause["id"] not in asked]
+    return [outcome for outcome, _ in ranked([test["outcome"] for test in report["tests"]] + uncovered)]
+
+
 def _replay(report: dict[str, Any]) -> str:
     seed = [] if report["seed"] is None else ["--seed", str(report["seed"])]
     words = ["--subject", report["subject"], "--profile", report["profile"], *seed]
@@ -133,13 +145,21 @@ def _sides(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 def _plot(run: dict[str, Any], subject: str) -> Markup:
     drawn = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "tandem", "svg.fonttype": "none"}):
+    # Whether matplotlib's own font has a letter does not matter: the page's reader draws the text.
+    with (
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+        mpl.rc_context(
+            {"svg.hashsalt": "tandem", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
+        ),
+    ):
         figure = draw(run | {"name": _label(run["name"])}, _label(subject))
+        figure.set_size_inches(6, 4.5)  # two beside each other on a desk, one that can be read on a phone
         figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     # Matplotlib escapes the texts it draws; the XML prologue has no place inside HTML.
-    return Markup(drawn.getvalue()[drawn.getvalue().index("<svg") :])
+    svg = drawn.getvalue()
+    return Markup(re.sub(r"\n\s*", "\n", svg[svg.index("<svg") :]))
 
 
 def _label(text: str) -> str:
-    """As matplotlib takes it: without half characters, and with a "$" that starts no formula."""
-    return text.encode("utf-8", errors="replace").decode().replace("$", r"\$")
+    """As matplotlib takes it: with a "$" that starts no formula."""
+    return text.replace("$", r"\$")
