@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 
 import hypothesis
@@ -10,12 +11,12 @@ import numpy
 import pytest
 import torch
 
-from conformance import global_state, trial
+from conformance import global_state, seeding, trial
 from conformance.claims import claims
 from conformance.clauses import AREAS, HERE, all_clauses
 from conformance.deadlines import MOST_RESTARTS, Deadlines
 from conformance.deviations import DeviationJudge, all_deviations, all_reference_limits
-from conformance.errors import Hang
+from conformance.errors import Hang, stop_by_hand
 from conformance.library import Library, load_library
 from conformance.notes import Notes
 from conformance.results import Recorder, WorkerRecorder, unavailable
@@ -78,6 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(deadlines, "conformance-deadlines")
         config.pluginmanager.register(WorkerRecorder(notes), "conformance-worker-recorder")
     if not hasattr(config, "workerinput"):
+        signal.signal(signal.SIGTERM, stop_by_hand)
         config.pluginmanager.register(Recorder(config, notes, claimed), "conformance-recorder")
 
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -124,6 +126,7 @@ def _set_hypothesis_up(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(f"tandem-{config.option.profile}")
     if config.option.seed is not None:
         config.option.hypothesis_seed = config.option.seed
+        seeding.set_run_seed(config.option.seed)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -214,7 +217,7 @@ def deviation(request: pytest.FixtureRequest, subject: Library, reference: Libra
 def _torch_state_is_kept() -> Generator[None]:
     """Fails a test after which torch's global state is not what it was, and puts it back."""
     before = global_state.read(global_state.EVERYTHING)
-    torch.manual_seed(0)
+    seeding.seed_all()
     yield
     changed = global_state.put_back(global_state.EVERYTHING, before)
     torch.clear_autocast_cache()

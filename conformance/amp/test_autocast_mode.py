@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from conformance import seeding
 from conformance.clauses import clause
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome, observe
@@ -73,7 +74,7 @@ def test_gradients(
     subject: Library, reference: Library, device: str, dtype: torch.dtype, cache_enabled: bool
 ) -> None:
     def trained(library: Library) -> Outcome:
-        torch.manual_seed(1)
+        seeding.seed_all(1)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2)).to(
             device
         )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from conformance import seeding
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.library import Library
@@ -41,7 +42,7 @@ def function_of(library: Library, device: str, cast_inputs: torch.dtype | None, 
 
 
 def operands(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
+    generator = seeding.generator(7)
     return [torch.randn(3, 3, generator=generator).to(device, dtype).requires_grad_() for _ in range(2)]
 
 

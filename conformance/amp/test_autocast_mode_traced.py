@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from conformance import seeding
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.library import Library
@@ -46,7 +47,7 @@ def described(module: torch.fx.GraphModule) -> list[str]:
 
 
 def model(device: str) -> torch.nn.Module:
-    torch.manual_seed(2)
+    seeding.seed_all(2)
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)).to(device)
 
 
@@ -250,7 +251,10 @@ def test_jit_trace(subject: Library, reference: Library, device: str, dtype: tor
 
 @clause("amp.autocast_mode.autocast.jit_scripted")
 @pytest.mark.deviation("autocast.not_scripted")
-def test_jit_script(deviation: DeviationJudge) -> None:
+def test_jit_script(subject: Library, deviation: DeviationJudge) -> None:
+    def helps(said: str) -> bool:
+        return "torch.jit.script knows torch's own autocast class" in said and "torch.jit.trace" in said
+
     def probe(library: Library) -> str:
         namespace: dict[str, Any] = {"__name__": __name__, "autocast": library.amp.autocast, "torch": torch}
         source = (
@@ -270,7 +274,6 @@ def test_jit_script(deviation: DeviationJudge) -> None:
     deviation.judge(
         probe,
         torch_does=lambda said: said == "scripted",
-        we_do=lambda said: (
-            "torch.jit.script knows torch's own autocast class" in said and "torch.jit.trace" in said
-        ),
+        # The compiler refuses every class but torch's; that the refusal helps is what `impl` promises beside.
+        we_do=lambda said: said != "scripted" and (subject.package != "impl" or helps(said)),
     )

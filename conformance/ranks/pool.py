@@ -29,6 +29,7 @@ from conformance.ranks.handle import Handle
 from conformance.ranks.process import Done, Listening, Ready, Resolved, Settings
 from conformance.ranks.slots import cpu_slots
 from conformance.ranks.trace import Agreement, Collective
+from conformance.seeding import run_seed
 
 # After the first failure its peers get this long to fail in their turn, so that the report has their side too.
 _GRACE_S = 1.0
@@ -151,7 +152,8 @@ class RankPool:
     def _start(self) -> None:
         self.starts += 1
         for number in range(self.world_size):
-            self._ranks.append(Handle.start(Settings(number, self.world_size, self._backend, self._device)))
+            settings = Settings(number, self.world_size, self._backend, self._device, run_seed())
+            self._ranks.append(Handle.start(settings))
             self._ranks[-1].watch(self._selector)
         ready: set[int] = set()
         clock = _Clock(self._start_s)

@@ -9,7 +9,6 @@ import fcntl
 import importlib
 import os
 import pickle
-import random
 import select
 import signal
 import socket
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance import seeding
 from conformance.ranks.channel import Channel
 from conformance.ranks.errors import Failure
 from conformance.ranks.trace import report_collectives
@@ -49,6 +49,7 @@ class Settings:
     world_size: int
     backend: str
     device: str
+    seed: int  # the run's
 
 
 # From a rank to its parent, in this order: Listening (rank 0 only), Ready; then for each case Resolved, any number of
@@ -116,6 +117,7 @@ def _redirect_output(output: int) -> None:
 
 def _come_up(settings: Settings, channel: Channel) -> None:
     torch.set_num_threads(1)
+    seeding.set_run_seed(settings.seed)
     device = _device(settings)
     # The group talks to itself on this machine only; gloo would look the host's own name up, which may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -155,8 +157,7 @@ def _run_case(settings: Settings, channel: Channel, request: bytes) -> None:
         channel.send(Resolved())
         before = _lasting_state()
         # Equal on all ranks and before every case; what shall differ by rank must do so by the rank's number.
-        random.seed(0)
-        torch.manual_seed(0)
+        seeding.seed_all()
         result = pickle.dumps(case(rank, **arguments))
         message = Done(result, is_clean=_lasting_state() == before)
     except BaseException as error:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from conformance import seeding
+
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset")
 
 # How torch begins where it sees that elements of a tensor to be written share memory.
@@ -43,7 +45,7 @@ class Gradient:
 
     def values(self) -> torch.Tensor:
         """In float64, before the rounding to `dtype`."""
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = seeding.generator(self.seed)
         values = torch.randn(self.shape, generator=generator, dtype=torch.float64) * self.scale
         if self.last is not None and self.numel:
             values.view(-1)[-1] = self.last

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from conformance import seeding
 from conformance.library import Library
 
 DEVICE_TYPES = ("cpu", "cuda")
@@ -65,7 +66,7 @@ def state() -> dict[str, Any]:
 
 def operands(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Two matrices in float32, the same at each call."""
-    generator = torch.Generator().manual_seed(5)
+    generator = seeding.generator(5)
     one, two = (torch.randn(4, 4, generator=generator).to(device) for _ in range(2))
     return one, two
 

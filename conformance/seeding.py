@@ -1,0 +1,36 @@
+"""The run's seed, `--seed`: what is random outside Hypothesis follows from it, in the test processes and in the ranks.
+
+Without one it is 0, and every run draws the same.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+_run_seed = 0
+
+
+def set_run_seed(seed: int) -> None:
+    global _run_seed  # noqa: PLW0603 one a process, set as it starts
+    _run_seed = seed
+
+
+def run_seed() -> int:
+    return _run_seed
+
+
+def generator(number: int = 0) -> torch.Generator:
+    """Equal draws for equal numbers within a run, others in a run with another seed."""
+    return torch.Generator().manual_seed(_of(number))
+
+
+def seed_all(number: int = 0) -> None:
+    """Set the generators of torch and of Python."""
+    random.seed(_of(number))
+    torch.manual_seed(_of(number))
+
+
+def _of(number: int) -> int:
+    return ((_run_seed << 20) + number) % 2**63
