@@ -311,4 +311,6 @@ def test_printed_it_is_unfolded_and_without_controls(browser: Browser, pages: di
     assert on_screen[0] > 0
     assert printed[0] == 0
     assert printed[1] > on_screen[1]
+    heights = browser.run("all('.scroll, pre').map((each) => getComputedStyle(each).maxHeight)")
+    assert set(heights) == {"none"}
     browser.emulate_print(False)
