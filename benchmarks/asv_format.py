@@ -48,6 +48,7 @@ def _description(kind: Any, method: str) -> dict[str, Any]:
         "code": inspect.getsource(function),
         "name": name_of(kind, method),
         "param_names": list(kind.param_names),
+        "pretty_name": getattr(function, "pretty_name", None),
         "params": [[repr(value) for value in values] for values in kind.params],
         "type": "time" if is_timed else getattr(function, "type", "track"),
         "unit": "seconds" if is_timed else getattr(function, "unit", "unit"),

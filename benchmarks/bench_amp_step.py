@@ -37,6 +37,7 @@ def amp_step(subject: str, shapes: str, dtype: str, gradients: str, device: str)
 
 
 class RatioAmpStep(comparison.Ratio):
+    title = "AMP step"
     params = [list(SHAPES), DTYPES, GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "gradients", "device"]
     workload = staticmethod(amp_step)
@@ -48,6 +49,7 @@ class RatioAmpStep(comparison.Ratio):
 
 
 class AmpStep(comparison.Absolute):
+    title = "AMP step"
     params = [SUBJECTS, HEADLINES, DTYPES, ["kept"], DEVICES]
     param_names = ["subject", "shapes", "dtype", "gradients", "device"]
     workload = staticmethod(amp_step)

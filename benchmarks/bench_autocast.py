@@ -49,6 +49,7 @@ def region(subject: str, kind: str, device: str) -> Workload:
 
 
 class RatioRegion(comparison.Ratio):
+    title = "autocast region"
     params = [list(REGIONS), DEVICES]
     param_names = ["region", "device"]
     workload = staticmethod(region)
@@ -58,6 +59,7 @@ class RatioRegion(comparison.Ratio):
 
 
 class Region(comparison.Absolute):
+    title = "autocast region"
     params = [SUBJECTS, list(REGIONS), DEVICES]
     param_names = ["subject", "region", "device"]
     workload = staticmethod(region)

@@ -46,6 +46,7 @@ def total_norm(subject: str, shapes: str, dtype: str, norm_type: float, device: 
 
 
 class RatioClipGradNorm(comparison.Ratio):
+    title = "clip_grad_norm_"
     version = "2"  # 1 clipped to 1.0, which was no clipping after the first calls
     params = [list(SHAPES), DTYPES, ["clipped"], GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "outcome", "gradients", "device"]
@@ -58,6 +59,7 @@ class RatioClipGradNorm(comparison.Ratio):
 
 
 class RatioClipGradNormUnclipped(comparison.Ratio):
+    title = "clip_grad_norm_ with nothing to clip"
     params = [HEADLINES, DTYPES, ["unclipped"], ["kept"], DEVICES]
     param_names = ["shapes", "dtype", "outcome", "gradients", "device"]
     workload = staticmethod(clip_grad_norm)
@@ -69,6 +71,7 @@ class RatioClipGradNormUnclipped(comparison.Ratio):
 
 
 class RatioClipGradValue(comparison.Ratio):
+    title = "clip_grad_value_"
     params = [HEADLINES, DTYPES, DEVICES]
     param_names = ["shapes", "dtype", "device"]
     workload = staticmethod(clip_grad_value)
@@ -80,6 +83,7 @@ class RatioClipGradValue(comparison.Ratio):
 
 
 class RatioTotalNorm(comparison.Ratio):
+    title = "get_total_norm"
     params = [HEADLINES, DTYPES, [1.0, 2.0, float("inf")], DEVICES]
     param_names = ["shapes", "dtype", "norm_type", "device"]
     workload = staticmethod(total_norm)
@@ -91,6 +95,7 @@ class RatioTotalNorm(comparison.Ratio):
 
 
 class ClipGradNorm(comparison.Absolute):
+    title = "clip_grad_norm_"
     version = "2"  # 1 clipped to 1.0, which was no clipping after the first calls
     params = [SUBJECTS, HEADLINES, DTYPES, ["clipped", "unclipped"], ["kept"], DEVICES]
     param_names = ["subject", "shapes", "dtype", "outcome", "gradients", "device"]
@@ -98,12 +103,14 @@ class ClipGradNorm(comparison.Absolute):
 
 
 class ClipGradValue(comparison.Absolute):
+    title = "clip_grad_value_"
     params = [SUBJECTS, HEADLINES, DTYPES, DEVICES]
     param_names = ["subject", "shapes", "dtype", "device"]
     workload = staticmethod(clip_grad_value)
 
 
 class TotalNorm(comparison.Absolute):
+    title = "get_total_norm"
     params = [SUBJECTS, HEADLINES, DTYPES, [2.0], DEVICES]
     param_names = ["subject", "shapes", "dtype", "norm_type", "device"]
     workload = staticmethod(total_norm)

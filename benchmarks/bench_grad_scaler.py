@@ -43,6 +43,7 @@ def update(subject: str, device: str) -> Workload:
 
 
 class RatioUnscale(comparison.Ratio):
+    title = "GradScaler.unscale_"
     params = [list(SHAPES), DTYPES, GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "gradients", "device"]
     workload = staticmethod(unscale)
@@ -54,6 +55,7 @@ class RatioUnscale(comparison.Ratio):
 
 
 class RatioScale(comparison.Ratio):
+    title = "GradScaler.scale"
     params = [["one loss", "eight in a list"], DEVICES]
     param_names = ["outputs", "device"]
     workload = staticmethod(scale)
@@ -63,6 +65,7 @@ class RatioScale(comparison.Ratio):
 
 
 class RatioUpdate(comparison.Ratio):
+    title = "GradScaler.update"
     params = [DEVICES]
     param_names = ["device"]
     workload = staticmethod(update)
@@ -72,18 +75,21 @@ class RatioUpdate(comparison.Ratio):
 
 
 class Unscale(comparison.Absolute):
+    title = "GradScaler.unscale_"
     params = [SUBJECTS, HEADLINES, DTYPES, ["kept"], DEVICES]
     param_names = ["subject", "shapes", "dtype", "gradients", "device"]
     workload = staticmethod(unscale)
 
 
 class Scale(comparison.Absolute):
+    title = "GradScaler.scale"
     params = [SUBJECTS, ["one loss", "eight in a list"], DEVICES]
     param_names = ["subject", "outputs", "device"]
     workload = staticmethod(scale)
 
 
 class Update(comparison.Absolute):
+    title = "GradScaler.update"
     params = [SUBJECTS, DEVICES]
     param_names = ["subject", "device"]
     workload = staticmethod(update)

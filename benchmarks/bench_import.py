@@ -41,6 +41,7 @@ def import_seconds(subject: str, times: int) -> tuple[list[float], list[float]]:
 
 
 class RatioImport(comparison.Ratio):
+    title = "import after torch's"
     params = [["cpu"]]
     param_names = ["device"]
 
@@ -69,3 +70,4 @@ class Import:
         return seconds[subject]
 
     track_seconds.unit, track_seconds.type = "seconds", "time"
+    track_seconds.pretty_name = "import after torch's: seconds"

@@ -2,7 +2,9 @@
 
 import abc
 import functools
+import inspect
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ class Ratio(abc.ABC):
     spell out its own, `return self.measure_all()`: one inherited from here would be run for one class alone.
     """
 
+    title: str  # what is timed, as the dashboard has it
     params: list[list[Any]]
     param_names: list[str]
     version = "1"  # to be raised whenever the meaning of the numbers changes; asv then begins a new series
@@ -25,6 +28,9 @@ class Ratio(abc.ABC):
     @abc.abstractmethod
     def workload(subject: str, *case: Any) -> Workload: ...
 
+    def __init_subclass__(cls) -> None:
+        _name_methods(cls)
+
     def setup(self, measured: dict[tuple[Any, ...], Paired | Exception], *case: Any) -> None:
         if isinstance(result := measured[case], Exception):
             raise result
@@ -32,12 +38,14 @@ class Ratio(abc.ABC):
     def track_ratio_vs_torch(self, measured: dict[tuple[Any, ...], Paired], *case: Any) -> float:
         return measured[case].ratio
 
-    track_ratio_vs_torch.unit = "x torch (lower is better)"
+    track_ratio_vs_torch.unit = "× torch (lower is better)"
+    track_ratio_vs_torch.label = "ratio to torch"
 
     def track_noise(self, measured: dict[tuple[Any, ...], Paired], *case: Any) -> float:
         return measured[case].noise
 
-    track_noise.unit = "median deviation of the pairs' ratios, as a share"
+    track_noise.unit = "of the ratio"
+    track_noise.label = "spread of the ratio (median deviation)"
 
     @classmethod
     def cases(cls, quick: bool = False) -> Iterator[tuple[Any, ...]]:
@@ -61,6 +69,7 @@ class Ratio(abc.ABC):
 class Absolute(abc.ABC):
     """Seconds of one call, the subject first among `params`."""
 
+    title: str
     params: list[list[Any]]
     param_names: list[str]
     version = "1"
@@ -74,6 +83,9 @@ class Absolute(abc.ABC):
     @abc.abstractmethod
     def workload(subject: str, *case: Any) -> Workload: ...
 
+    def __init_subclass__(cls) -> None:
+        _name_methods(cls)
+
     def setup(self, *case: Any) -> None:
         self.work = _remembered(type(self), case)
         self.synchronize = _synchronizer(case)
@@ -84,6 +96,18 @@ class Absolute(abc.ABC):
     def time_call(self, *_: Any) -> None:
         self.work.call()
         self.synchronize()
+
+    time_call.label = "one call"
+
+
+def _name_methods(kind: Any) -> None:
+    """Give the class methods of its own, with names for people: asv takes these from the functions alone."""
+    for name, method in inspect.getmembers(kind, lambda member: hasattr(member, "label")):
+        own = types.FunctionType(
+            method.__code__, method.__globals__, name, method.__defaults__, method.__closure__
+        )
+        vars(own).update(vars(method), pretty_name=f"{getattr(kind, 'title', kind.__name__)}: {method.label}")
+        setattr(kind, name, own)
 
 
 def _or_error(measure: Callable[[], Paired]) -> Paired | Exception:

@@ -18,19 +18,20 @@ def measured(
     """What asv keeps, and of a ratio the pairs that it is made of. An absolute time ends after `most_s`."""
     if issubclass(kind, comparison.Ratio):
         paired = kind.measure(case, effort, subject)
-        return dict(_tracked(kind, case, {case: paired})), paired
+        return dict(_tracked(kind, {case: paired}, *case)), paired
     if issubclass(kind, comparison.Absolute):
         return {names_of(kind)[0]: timing_stats(samples_of(kind, case, most_s), kind.number)}, None
-    return dict(_tracked(kind, case, kind().setup_cache())), None
+    cache = (kind().setup_cache(),) if hasattr(kind, "setup_cache") else ()
+    return dict(_tracked(kind, *cache, *case)), None
 
 
 def names_of(kind: Any) -> list[str]:
     return [asv_format.name_of(kind, method) for method in asv_format.methods_of(kind)]
 
 
-def _tracked(kind: Any, case: tuple[Any, ...], cache: Any) -> Iterator[tuple[str, dict[str, float]]]:
+def _tracked(kind: Any, *arguments: Any) -> Iterator[tuple[str, dict[str, float]]]:
     for method in asv_format.methods_of(kind):
-        yield asv_format.name_of(kind, method), {"result": getattr(kind(), method)(cache, *case)}
+        yield asv_format.name_of(kind, method), {"result": getattr(kind(), method)(*arguments)}
 
 
 def samples_of(kind: type[comparison.Absolute], case: tuple[Any, ...], most_s: float) -> list[float]:

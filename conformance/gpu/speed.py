@@ -14,9 +14,9 @@ from conformance.gpu.files import BENCHMARKS
 from conformance.gpu.rows import Rows, Task, in_words, serve
 
 _LEAST_CASE_S = 0.3
-# What starts Python again and again keeps no pace that it is told: it comes last, if so much is left.
+# What starts processes keeps no pace that it is told: it comes last, if so much is left.
 _OWN_PACE_S = 60.0
-_OWN_PACE = "bench_import"
+_OWN_PACE = ("bench_import", "bench_judge")
 # A case may take some times its even share of what is left: most are faster than theirs.
 _TIMES_ITS_SHARE = 3.0
 
