@@ -22,7 +22,7 @@ import pytest
 
 from conformance import trial
 from conformance.clauses import all_clauses
-from conformance.errors import Hang, StoppedByHand, told
+from conformance.errors import Hang, StoppedByHand, stop_by_hand, told
 from conformance.global_state import put_back, read
 from conformance.notes import Notes
 from conformance.process_state import PROCESS, lasting_threads
@@ -62,7 +62,7 @@ class Deadlines:
         self._stacks = _stacks_file(config, notes)
         self._threads = set(lasting_threads())
         self._session: pytest.Session | None = None
-        signal.signal(signal.SIGINT, _stop_by_hand)
+        signal.signal(signal.SIGINT, stop_by_hand)
 
     @contextlib.contextmanager
     def of_import(self) -> Generator[None]:
@@ -185,10 +185,6 @@ def _stacks_file(config: pytest.Config, notes: Notes) -> int:
     file = os.open(notes.stack_file(worker), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.enable(file)
     return file
-
-
-def _stop_by_hand(signum: int, frame: object) -> None:
-    raise StoppedByHand
 
 
 @contextlib.contextmanager

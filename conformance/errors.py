@@ -19,3 +19,8 @@ FROM_OUTSIDE = (Hang, StoppedByHand)
 def told(error: BaseException) -> str:
     """Type and text of an exception, also of one that cannot be turned into text."""
     return "".join(traceback.format_exception_only(error)).strip()
+
+
+def stop_by_hand(signum: int, frame: object) -> None:
+    """A handler of signals."""
+    raise StoppedByHand

@@ -11,15 +11,12 @@ red verdict and not in silence. Exit code 0 is green, 1 red.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,10 +31,10 @@ from conformance.report import write_page
 from conformance.report.baseline import compare, read_report, sentences
 from conformance.report.verdict import parts, reasons
 from conformance.results import RED, broken_clauses
+from conformance.running import Stop, run
 from conformance.strength import read_kills
 
 _DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
-_POLL_S = 0.2
 PARTS = ("judging", "timing", "training")
 _MOST_BROKEN, _MOST_REASONS = 10, 3  # in the terminal; the report has all
 
@@ -47,11 +44,35 @@ def main(words: Sequence[str]) -> int:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
-    with _progress(console) as progress:
-        report = _judged(options, out, progress)
-        _say_broken(console, report)
-        report["speed"] = _timed(options, out, progress) if "timing" in options.parts else {}
-        report["training"] = _trained(options, out, progress) if "training" in options.parts else {}
+    stop = Stop()
+    with stop.listening():
+        with _progress(console) as progress:
+            report = _judged(options, out, progress, stop)
+            _say_broken(console, report)
+            for name, key, run_part in (("timing", "speed", _timed), ("training", "training", _trained)):
+                wanted = name in options.parts and not report["ended_early"] and not stop.is_wanted
+                report[key] = (
+                    _unless_unsafe(name, report) or run_part(options, out, progress, stop) if wanted else {}
+                )
+        return _tell(report, out, console, baseline, kills)
+
+
+def _unless_unsafe(part: str, report: dict[str, Any]) -> dict[str, Any]:
+    """Why a part is not begun: nobody waits for a subject again that has hung or died before."""
+    ends = Counter(test["outcome"] for test in report["tests"] if test["clause"])
+    if not (ends["hang"] or ends["crash"]):
+        return {}
+    return {"error": f"{part} not begun: {ends['hang']} tests hung and {ends['crash']} ended their process"}
+
+
+def _tell(
+    report: dict[str, Any],
+    out: Path,
+    console: Console,
+    baseline: dict[str, Any] | None,
+    kills: dict[str, Any] | None,
+) -> int:
+    """The verdict, in files and on the terminal, and as an exit code."""
     report["reasons"] = reasons(report)
     report["verdict"] = "red" if report["reasons"] else "green"
     changes = compare(baseline, report) if baseline else None
@@ -116,7 +137,7 @@ def _parts(text: str) -> list[str]:
     return named
 
 
-def _judged(options: argparse.Namespace, out: Path, progress: Progress) -> dict[str, Any]:
+def _judged(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
@@ -139,7 +160,7 @@ def _judged(options: argparse.Namespace, out: Path, progress: Progress) -> dict[
     log.unlink(missing_ok=True)
     bar = _JudgingBar(progress, _begin(progress, "judging", None), log)
     began = time.time()
-    ended, code = _run(command, out / "judging.log", _DEADLINES_S[options.profile], bar.advance)
+    ended, code = run(command, out / "judging.log", _DEADLINES_S[options.profile], stop, bar.advance)
     written = out / "report.json"
     if written.is_file() and written.stat().st_mtime >= began:
         report = json.loads(written.read_text())
@@ -169,7 +190,7 @@ def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) ->
     }
 
 
-def _timed(options: argparse.Namespace, out: Path, progress: Progress) -> dict[str, Any]:
+def _timed(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
     file = out / "speed.json"
     command = [
         sys.executable,
@@ -180,12 +201,12 @@ def _timed(options: argparse.Namespace, out: Path, progress: Progress) -> dict[s
         *([f"--baseline={options.baseline}"] if options.baseline else []),
         f"--json={file}",
     ]
-    return _part("timing", command + _one_device(options), file, out, progress) | {
+    return _part("timing", command + _one_device(options), file, out, progress, stop) | {
         "command": _readable(command[1:-1] + _one_device(options))
     }
 
 
-def _trained(options: argparse.Namespace, out: Path, progress: Progress) -> dict[str, Any]:
+def _trained(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
     file = out / "training.json"
     command = [
         sys.executable,
@@ -195,7 +216,7 @@ def _trained(options: argparse.Namespace, out: Path, progress: Progress) -> dict
         f"--subject={options.subject}",
         f"--json={file}",
     ]
-    return _part("training", command + _one_device(options), file, out, progress)
+    return _part("training", command + _one_device(options), file, out, progress, stop)
 
 
 def _one_device(options: argparse.Namespace) -> list[str]:
@@ -203,36 +224,17 @@ def _one_device(options: argparse.Namespace) -> list[str]:
     return [] if options.device == "auto" else [f"--device={options.device.split(',')[0]}"]
 
 
-def _part(name: str, command: list[str], file: Path, out: Path, progress: Progress) -> dict[str, Any]:
+def _part(
+    name: str, command: list[str], file: Path, out: Path, progress: Progress, stop: Stop
+) -> dict[str, Any]:
     """Run one part; its JSON, or the reason why there is none."""
     file.unlink(missing_ok=True)
     task = _begin(progress, name, 1)
-    ended, code = _run(command, out / f"{name}.log", _DEADLINES_S["quick"])
+    ended, code = run(command, out / f"{name}.log", _DEADLINES_S["quick"], stop)
     progress.update(task, completed=1)
     if file.is_file():
         return json.loads(file.read_text())
     return {"error": ended or f"{name} ended with code {code}: {_tail(out, name)}"}
-
-
-def _run(command: list[str], log: Path, deadline_s: float, watch: Any = lambda: None) -> tuple[str, int]:
-    """Run to the end or the deadline, with all that the command started; returns why it was stopped, and its code."""
-    end = time.monotonic() + deadline_s
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            while process.poll() is None:
-                if time.monotonic() > end:
-                    return f"{_readable(command[1:4])} … did not end within {deadline_s:g} s", -1
-                time.sleep(_POLL_S)
-                watch()
-            watch()
-            return "", process.returncode
-        except KeyboardInterrupt:
-            return "stopped by hand", -1
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def _begin(progress: Progress, name: str, total: int | None) -> TaskID:

@@ -104,7 +104,7 @@ FAILED = {
     "seeds": "left torch's random generator changed (moved)",
     "changes_directory": "'the working directory': (",
     "changes_environment": "'the environment': ({",
-    "changes_signals": "'signal handlers': ({'SIGTERM': <Handlers.SIG_DFL",
+    "changes_signals": "'signal handlers': ({'SIGTERM': <",
     "changes_stdout": "'the streams and hooks of sys': ({'stdout': ",
     "patches_torch": "'functions of torch': ({}, {'torch.nn.utils.clip_grad_norm_': <built-in function print>})",
     "patches_pytest": "'functions of torch': ({}, {'pytest.fail': ",

@@ -1,0 +1,93 @@
+"""A command run to its end, its deadline or a stop by hand, together with all that it has started.
+
+Ctrl-C and SIGTERM are no exceptions here but a wish that is looked at: what is known can still be written. A second
+one is an exception, for who does not want to wait for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from conformance.ranks.soak import marked_processes
+
+_POLL_S = 0.2
+_GRACE_S = 3.0  # for a command that is stopped to write what it knows
+# Carried by all that a command starts, wherever it goes: its group alone would not hold what leaves its session.
+_MARK = "TANDEM_COMMAND"
+STOPPED = "stopped by hand"
+
+
+class Stop:
+    """Whether somebody wants an end."""
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Generator[None]:
+        def note(signum: int, frame: object) -> None:
+            self.is_wanted = True
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def run(
+    command: Sequence[str],
+    log: Path,
+    deadline_s: float,
+    stop: Stop,
+    watch: Callable[[], Any] = lambda: None,
+) -> tuple[str, int]:
+    """Run a command; returns why it was ended, empty if it ended by itself, and its code."""
+    end = time.monotonic() + deadline_s
+    mark = {_MARK: uuid.uuid4().hex}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | mark
+        )
+        try:
+            while process.poll() is None and not stop.is_wanted:
+                if time.monotonic() > end:
+                    return (
+                        f"{shlex.join(['python', *command[1:4]])} … did not end within {deadline_s:g} s",
+                        -1,
+                    )
+                time.sleep(_POLL_S)
+                watch()
+            if stop.is_wanted:
+                _ask_to_end(process)
+            watch()
+            return (STOPPED, -1) if stop.is_wanted else ("", process.returncode)
+        finally:
+            _end(process, f"{_MARK}={mark[_MARK]}")
+
+
+def _ask_to_end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(_GRACE_S)
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for left in marked_processes(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
