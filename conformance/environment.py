@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ _PACKAGES = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "hypothesis",
 def describe() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
+        "tandem": _commit(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
@@ -25,6 +28,18 @@ def describe() -> dict[str, Any]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _commit() -> str:
+    """Of this repository; with `-dirty` behind it where files differ."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        told = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return f"commit {told.stdout.strip()}"
 
 
 def _version(package: str) -> str:

@@ -264,7 +264,9 @@ def test_a_deviation_tells_which_side_the_subject_takes(outcome: str, said: str,
     row = {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
     test = judged(outcome, deviation="a.row")
     assert said in draw(a_report(test, deviations=[row]), tmp_path).text
-    assert "not asked" in draw(a_report(judged(outcome), deviations=[row]), tmp_path).text
+    unasked = draw(a_report(judged(outcome), deviations=[row]), tmp_path).text
+    assert "not asked" in unasked
+    assert "1 deviation that this run does not tell about impl" in unasked
 
 
 def test_strength_is_shown_or_how_to_measure_it(tmp_path: Path) -> None:
