@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Mapping
 
+from conformance.errors import stop_by_hand
 from conformance.ranks.soak import Figures, soak
 
 
@@ -24,6 +26,7 @@ def main() -> int:
             sys.stderr.write(f"\r\033[K{done}/{options.faults} {fault}")
             sys.stderr.flush()
 
+    signal.signal(signal.SIGTERM, stop_by_hand)
     began = time.monotonic()
     figures = soak(
         options.faults, [int(size) for size in options.world_sizes.split(",")], options.seed, progress
@@ -43,11 +46,13 @@ def _as_text(figures: Figures, seconds: float) -> str:
         f"{figures.faults} faults in {seconds:.0f} s; ranks made {figures.starts} times",
         f"came to: {listed(figures.kinds)}",
         f"warm pools: {listed(figures.warm)}",
+        f"after the faults: {listed(figures.after_faults)}",
+        f"at the end: {listed(figures.at_the_end)}",
         f"left behind between cases: {figures.leaks_between or 'nothing'}",
         f"left behind at the end: {figures.leaks_at_the_end or 'nothing'}",
         f"longest, in seconds: {listed(figures.seconds)}",
         *(f"SURPRISE {surprise}" for surprise in figures.surprises),
-        "good" if figures.is_good else "BAD",
+        "stopped by hand" if figures.was_stopped else "good" if figures.is_good else "BAD",
     ]
     return "\n".join(lines) + "\n"
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +65,7 @@ def asks_to_exit(rank: Rank, *, where: int) -> float:
 
 
 def is_killed(rank: Rank, *, where: int) -> float:
+    """As the kernel kills a rank when memory has run out, too."""
     if rank.rank == where:
         os.kill(os.getpid(), signal.SIGKILL)
     return healthy(rank)
@@ -71,6 +74,18 @@ def is_killed(rank: Rank, *, where: int) -> float:
 def segfaults(rank: Rank, *, where: int) -> float:
     if rank.rank == where:
         ctypes.string_at(0)
+    return healthy(rank)
+
+
+def runs_out_of_memory(rank: Rank, *, where: int, spare_bytes: int = 1 << 28) -> float:
+    """Allocates until the system refuses: a rank may have little more than it has."""
+    if rank.rank == where:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + spare_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        kept = []
+        while True:
+            kept.append(torch.ones(spare_bytes >> 4))
     return healthy(rank)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import shutil
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ EXPECTED: dict[str, type[RankFault] | None] = {
     "returns_what_cannot_travel": RankRaised,
     "talks_and_raises": RankRaised,
     "leaves_a_process": RankRaised,
+    "runs_out_of_memory": RankRaised,
     "exits": RankDied,
     "is_killed": RankDied,
     "segfaults": RankDied,
@@ -46,6 +50,7 @@ _GOOD_S = 30.0
 _SETTLE_S = 10.0
 # Every process that this one starts, and theirs, carry it in their environment, wherever their parents have gone.
 _MARK = "TANDEM_SOAK"
+_LISTENING = "0A"  # as /proc/net/tcp writes it
 
 
 def deadline_s(fault: str) -> float:
@@ -60,14 +65,17 @@ def needs_peers(fault: str) -> bool:
 class Census:
     processes: int
     open_files: int
+    ports: int
     shared_memory: frozenset[str]
     temporary: frozenset[str]
 
     @classmethod
     def take(cls) -> Census:
+        processes = marked_processes(f"{_MARK}={os.environ[_MARK]}")
         return cls(
-            processes=len(marked_processes(f"{_MARK}={os.environ[_MARK]}")),
+            processes=len(processes),
             open_files=len(os.listdir("/proc/self/fd")),
+            ports=len(_listening() & {socket for pid in processes for socket in _sockets(pid)}),
             shared_memory=frozenset(os.listdir("/dev/shm")),
             temporary=frozenset(os.listdir(tempfile.gettempdir())),
         )
@@ -76,10 +84,34 @@ class Census:
         found = {
             "processes": max(0, self.processes - before.processes),
             "open_files": max(0, self.open_files - before.open_files),
+            "ports": max(0, self.ports - before.ports),
             "shared_memory": sorted(self.shared_memory - before.shared_memory),
             "temporary": sorted(self.temporary - before.temporary),
         }
         return {name: leak for name, leak in found.items() if leak}
+
+    def counts(self) -> dict[str, int]:
+        return {name: value if isinstance(value, int) else len(value) for name, value in vars(self).items()}
+
+
+def _listening() -> set[str]:
+    """The sockets, by inode, on which somebody of this machine waits for TCP connections."""
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in _lines(Path("/proc/net") / kind)[1:]]
+    return {row[9] for row in rows if row[3] == _LISTENING}
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _sockets(pid: int) -> list[str]:
+    found: list[str] = []
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                kind, _, inode = os.readlink(descriptor).partition(":")
+                found += [inode.strip("[]")] if kind == "socket" else []
+    return found
 
 
 def marked_processes(mark: str) -> list[int]:
@@ -105,12 +137,15 @@ class Figures:
     starts: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     warm: dict[str, int] = field(default_factory=dict)
+    after_faults: dict[str, int] = field(default_factory=dict)
+    at_the_end: dict[str, int] = field(default_factory=dict)
+    was_stopped: bool = False
     leaks_between: dict[str, Any] = field(default_factory=dict)
     leaks_at_the_end: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_good(self) -> bool:
-        return not (self.surprises or self.leaks_between or self.leaks_at_the_end)
+        return not (self.was_stopped or self.surprises or self.leaks_between or self.leaks_at_the_end)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"is_good": self.is_good}
@@ -125,26 +160,50 @@ def soak(
     """Throw `faults` faults at one pool for each world size, each followed by a case that must be right."""
     os.environ[_MARK] = uuid.uuid4().hex
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    figures = Figures()
     draw = random.Random(seed)
-    figures = Figures(faults=faults)
+    _take_own_temporary_folder()
     with ExitStack() as stack:
         pools = [stack.enter_context(RankPool(size)) for size in world_sizes]
         for pool in pools:
             _check_health(pool, figures)
         warm = Census.take()
-        figures.warm = {"processes": warm.processes, "open_files": warm.open_files}
-        for done in range(faults):
-            pool = draw.choice(pools)
-            fault = draw.choice([name for name in EXPECTED if pool.world_size > 1 or not needs_peers(name)])
-            progress(done, fault)
-            _throw(pool, fault, draw.randrange(pool.world_size), figures)
-            _check_health(pool, figures)
+        figures.warm = warm.counts()
+        try:
+            _throw_all(pools, faults, draw, figures, progress)
+        except KeyboardInterrupt:
+            figures.was_stopped = True
         figures.leaks_between = _leaks_after_settling(warm)
+        figures.after_faults = Census.take().counts()
         figures.starts = sum(pool.starts for pool in pools)
-        ranks = sum(world_sizes)
-        gone = Census(warm.processes - ranks, warm.open_files, warm.shared_memory, warm.temporary)
+        gone = replace(warm, processes=warm.processes - sum(world_sizes), ports=0)  # the ranks held them all
     figures.leaks_at_the_end = _leaks_after_settling(gone)
+    figures.at_the_end = Census.take().counts()
     return figures
+
+
+def _take_own_temporary_folder() -> None:
+    """So that what is found there is nobody else's. It goes when this process ends."""
+    folder = tempfile.mkdtemp(prefix="soak-")
+    os.environ["TMPDIR"], tempfile.tempdir = folder, None
+    # After the folder that multiprocessing has made in it, which goes at -100.
+    Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
+
+
+def _throw_all(
+    pools: Sequence[RankPool],
+    faults: int,
+    draw: random.Random,
+    figures: Figures,
+    progress: Callable[[int, str], None],
+) -> None:
+    for done in range(faults):
+        pool = draw.choice(pools)
+        fault = draw.choice([name for name in EXPECTED if pool.world_size > 1 or not needs_peers(name)])
+        progress(done, fault)
+        _throw(pool, fault, draw.randrange(pool.world_size), figures)
+        _check_health(pool, figures)
+        figures.faults += 1
 
 
 def _throw(pool: RankPool, fault: str, where: int, figures: Figures) -> None:
