@@ -221,6 +221,15 @@ def test_a_cell_has_its_worst_outcome_and_an_area_only_the_columns_it_needs() ->
     assert [axis.label for axis in nn.axes] == ["cpu · int8"]
 
 
+def test_red_areas_come_first_and_those_that_are_not_there_last() -> None:
+    outcomes = {"a": "not provided", "b": "", "c": "passed", "d": "failed"}
+    report = a_report(
+        *(judged(outcome, nodeid=name, clause=name) for name, outcome in outcomes.items() if outcome),
+        clauses=[CLAUSE | {"id": name, "area": name} for name in outcomes],
+    )
+    assert [area.name for area in matrix(report)] == ["d", "c", "a", "b"]
+
+
 def test_each_outcome_has_a_sign_and_a_meaning() -> None:
     assert SIGNS.keys() == MEANINGS.keys() == set(SEVERITY)
     assert len(set(SIGNS.values())) == len(SIGNS)

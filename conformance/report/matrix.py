@@ -145,6 +145,11 @@ class Area:
         return any(row.is_red for row in self.rows)
 
     @property
+    def is_there(self) -> bool:
+        """Whether the subject provides something of it, and this run asked."""
+        return any(row.outcome not in ("not provided", "uncovered") for row in self.rows)
+
+    @property
     def counts(self) -> list[tuple[str, int]]:
         """How many of its clauses have each outcome, the worst first."""
         return ranked(row.outcome for row in self.rows)
@@ -156,7 +161,7 @@ def ranked(outcomes: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def matrix(report: dict[str, Any]) -> list[Area]:
-    """One table an area, with only the columns that the area's tests have."""
+    """One table an area, with only the columns that its tests have: red areas first, those that are not there last."""
     by_clause: dict[str, list[dict[str, Any]]] = {}
     for test in report["tests"]:
         by_clause.setdefault(test["clause"], []).append(test)
@@ -164,7 +169,8 @@ def matrix(report: dict[str, Any]) -> list[Area]:
     for clause in report["clauses"]:
         row = Row(clause, _cells(by_clause.get(clause["id"], [])))
         areas.setdefault(clause["area"], []).append(row)
-    return [Area(name, _axes(rows), rows) for name, rows in sorted(areas.items())]
+    found = [Area(name, _axes(rows), rows) for name, rows in sorted(areas.items())]
+    return sorted(found, key=lambda area: (not area.is_red, not area.is_there))
 
 
 def _cells(tests: Sequence[dict[str, Any]]) -> dict[Axis, Cell]:
