@@ -45,7 +45,7 @@ class Ratio(abc.ABC):
         return measured[case].noise
 
     track_noise.unit = "of the ratio"
-    track_noise.label = "spread of the ratio (median deviation)"
+    track_noise.label = "spread of the ratio"
 
     @classmethod
     def cases(cls, quick: bool = False) -> Iterator[tuple[Any, ...]]:

@@ -1,6 +1,6 @@
 """The points of the clock: what was measured at one commit on one machine, as it lies in `benchmarks/results`.
 
-Needs nothing but Python.
+Needs nothing but Python, and git where commits are counted.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ def of_machine(machine: str, torch: str, results: Path = RESULTS) -> list[Point]
         for point in points(results)
         if point.machine == machine and point.traits.get("torch", "").split("+")[0] == torch
     ]
+
+
+def commits_since(commit: str, root: Path = RESULTS.parents[1]) -> int | None:
+    """How many commits of the current branch touch impl after this one; None where git cannot tell."""
+    command = ["git", "rev-list", "--count", "--first-parent", f"{commit}..HEAD", "--", "impl"]
+    try:
+        run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return int(run.stdout)
 
 
 def ratios_by_case(earlier: list[Point], most: int) -> dict[str, list[float]]:

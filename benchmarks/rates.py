@@ -44,19 +44,22 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         baseline = Path(folder, "baseline.json")
         baseline.write_text(json.dumps(_middle([_run(cases, "--unjudged") for _ in range(3)])))
+        kinds = {"as it is": [], f"slowed {options.slow:g} times": [f"--slow={options.slow:g}"]}
+        red, verdicts = Counter(), {kind: Counter() for kind in kinds}
         with _busy(options.busy):
-            for title, words in (
-                ("as it is", []),
-                (f"slowed {options.slow:g} times", [f"--slow={options.slow:g}"]),
-            ):
-                red, verdicts = 0, Counter()
-                for _ in range(options.runs):
+            for position in range(1, options.runs + 1):
+                for kind, words in kinds.items():
                     found = [row["verdict"] for row in _run(cases, f"--baseline={baseline}", *words)["rows"]]
-                    red += any(verdict in decision.RED for verdict in found)
-                    verdicts.update(found)
-                told = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
-                print(f"{title}: {red} of {options.runs} runs red; their cases: {told}", flush=True)
+                    red[kind] += any(verdict in decision.RED for verdict in found)
+                    verdicts[kind].update(found)
+                told = (f"{kind}: {_told(red[kind], position, verdicts[kind])}" for kind in kinds)
+                print("; ".join(told), flush=True)
     return 0
+
+
+def _told(red: int, runs: int, verdicts: Counter[str]) -> str:
+    cases = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+    return f"{red} of {runs} runs red (cases: {cases})"
 
 
 def _run(cases: list[str], *words: str) -> dict[str, Any]:

@@ -5,11 +5,35 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from _environment import ROOT, project
 
+sys.path.insert(0, str(ROOT))
+from benchmarks import history
+
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+
+MOST_COMMITS_BEHIND = 10
+
+
+def warnings(points: list[history.Point], root: Path = ROOT) -> list[str]:
+    """What lags behind without being wrong: the newest of these points of the clock."""
+    if not points:
+        return ["the clock has no points: ci/bench makes one"]
+    newest = points[-1]
+    behind = history.commits_since(newest.commit, root)
+    told = f"the clock's newest point, {newest.commit[:8]} on {newest.machine},"
+    if behind is None:
+        return [f"{told} is of no commit of this history (a shallow clone?)"]
+    if behind > MOST_COMMITS_BEHIND:
+        return [
+            f"{told} is {behind} commits of impl old, more than {MOST_COMMITS_BEHIND}: run ci/bench --history {behind}"
+        ]
+    return []
 
 
 def complaints() -> list[str]:
