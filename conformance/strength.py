@@ -18,17 +18,19 @@ import datetime
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from conformance.clauses import HERE, all_clauses
+from conformance.errors import stop_by_hand
 from conformance.plants import CATALOGUE, find, generated
 from conformance.results import RED
 
@@ -171,9 +173,14 @@ def _first_red(report: dict[str, Any]) -> dict[str, Any] | None:
     return next((test for test in report["tests"] if test["outcome"] in RED), None)
 
 
-def judge_all(ids: Sequence[str], package: str, jobs: int) -> Iterator[Kill]:
-    with ThreadPoolExecutor(jobs) as threads:
+def judge_all(ids: Sequence[str], package: str, jobs: int) -> Generator[Kill]:
+    threads = ThreadPoolExecutor(jobs)
+    try:
         yield from threads.map(lambda plant_id: judge(plant_id, package), ids)
+    finally:  # at once if somebody stops it in the middle
+        threads.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            child.kill()
 
 
 def write_kills(file: Path, package: str, kills: Sequence[Kill], began: float) -> None:
@@ -225,15 +232,20 @@ def main(words: Sequence[str]) -> int:
     if baseline.killed:
         print(f"{options.subject} is red without a fault: {baseline.clause} {baseline.nodeid}")  # noqa: T201
         return 2
-    kills = []
-    for kill in judge_all(ids, options.subject, options.jobs):
-        kills.append(kill)
-        fate = f"killed by {kill.clause or kill.nodeid} ({kill.how})" if kill.killed else "SURVIVED"
-        print(f"[{len(kills)}/{len(ids)}] {kill.seconds:6.1f} s  {kill.plant}: {fate}", flush=True)  # noqa: T201
+    kills: list[Kill] = []
+    signal.signal(signal.SIGTERM, stop_by_hand)
+    with contextlib.closing(judge_all(ids, options.subject, options.jobs)) as judged:
+        try:
+            for kill in judged:
+                kills.append(kill)
+                fate = f"killed by {kill.clause or kill.nodeid} ({kill.how})" if kill.killed else "SURVIVED"
+                print(f"[{len(kills)}/{len(ids)}] {kill.seconds:6.1f} s  {kill.plant}: {fate}", flush=True)  # noqa: T201
+        except KeyboardInterrupt:
+            print(f"stopped by hand after {len(kills)} of {len(ids)} faults")  # noqa: T201
     write_kills(Path(options.out), options.subject, kills, began)
     survivors = [kill.plant for kill in kills if not kill.killed]
     print(f"{len(kills) - len(survivors)} of {len(kills)} killed")  # noqa: T201
-    return 1 if survivors else 0
+    return 1 if survivors or len(kills) < len(ids) else 0
 
 
 if __name__ == "__main__":
