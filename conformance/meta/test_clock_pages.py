@@ -70,7 +70,11 @@ def test_what_has_become_worse_comes_before_what_is_slower_and_machines_by_their
     assert [case.told.case for case in amd.first] == ["few", "many"]
     assert amd.cases[0].change == "+80%"
     page = landing.page([intel, amd])
-    assert page.index("Nothing is slower") < page.index(">worse than before<") < page.index(">slower than torch<")
+    assert (
+        page.index("Nothing is slower")
+        < page.index(">worse than before<")
+        < page.index(">slower than torch<")
+    )
 
 
 def test_a_case_links_to_its_curve() -> None:
