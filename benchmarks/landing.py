@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import jinja2
-
 from benchmarks import asv_format, catalogue, comparison, decision, history
 
 _TEMPLATE = Path(__file__).with_name("landing.html")
@@ -136,6 +134,8 @@ def headlines() -> dict[str, Told]:
 
 
 def page(found: list[Machine]) -> str:
+    import jinja2  # noqa: PLC0415 (asv imports each module of this folder, also where there is no jinja2)
+
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(_TEMPLATE.read_text())
     return template.render(machines=found, limit=decision.LIMIT, earlier=decision.EARLIER_POINTS)
