@@ -257,6 +257,7 @@ def test_an_area_that_was_not_asked_is_a_line_and_no_link_leads_there(tmp_path: 
     row = {"id": "a", "clause": "nn.x", "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
     page = draw(a_report(judged("passed"), clauses=[CLAUSE, other], deviations=[row]), tmp_path)
     assert "1 not asked in this run" in page.text
+    assert "uncovered" not in page.text
     assert "tests-nn.x" not in page.source
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from markupsafe import Markup, escape
 
 from conformance.report import speed
 from conformance.report.kills import kill_matrix
-from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, matrix, ranked
+from conformance.report.matrix import MEANINGS, SIGNS, Area, matrix, ranked
 from conformance.report.text import legible
 from conformance.report.verdict import parts
 from conformance.results import RED, Broken, broken_clauses
@@ -39,7 +40,7 @@ def write_page(report: dict[str, Any], file: Path) -> None:
             parts=parts(report),
             areas=areas,
             counts=ranked(test["outcome"] for test in report["tests"] if test["clause"]),
-            outcomes=_outcomes(report),
+            outcomes=_outcomes(areas),
             own_counts=ranked(test["outcome"] for test in report["tests"] if not test["clause"]),
             red=_red(report),
             failures={
@@ -76,7 +77,6 @@ def _environment() -> jinja2.Environment:
         "when": lambda moment: moment[:16].replace("T", " ") + " UTC",
     }
     environment.globals |= {
-        "severity": SEVERITY,
         "signs": SIGNS | {"not run": "–"},
         "meanings": MEANINGS,
         "ticks": speed.TICKS,
@@ -116,11 +116,12 @@ def _red(report: dict[str, Any]) -> list[tuple[Broken, list[dict[str, Any]]]]:
     ]
 
 
-def _outcomes(report: dict[str, Any]) -> list[str]:
-    """Those that the clauses of this report have, the worst first."""
-    asked = {test["clause"] for test in report["tests"]}
-    uncovered = ["uncovered" for clause in report["clauses"] if clause["id"] not in asked]
-    return [outcome for outcome, _ in ranked([test["outcome"] for test in report["tests"]] + uncovered)]
+def _outcomes(areas: Sequence[Area]) -> list[str]:
+    """Those that the tables and the tests behind them show, the worst first."""
+    rows = [row for area in areas if area.axes for row in area.rows]
+    tests = [test for row in rows for cell in row.cells.values() for test in cell.tests]
+    found = ranked([row.outcome for row in rows] + [test["outcome"] for test in tests])
+    return [outcome for outcome, _ in found]
 
 
 def _replay(report: dict[str, Any]) -> str:
