@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from conformance import global_state
-from conformance.library import NotProvided
+from conformance.library import LookupFailed, NotProvided
 from conformance.tolerances import EXACT, Tolerance
 
 
@@ -66,7 +66,8 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
     torch's settings are put back, so that what one call leaves changed is not taken for another's doing.
 
     Raises:
-        NotProvided: the subject lacks what `call` asked it for, which is no outcome that could be compared.
+        NotProvided, LookupFailed: the subject lacks what `call` asked it for, or has it in a module that cannot be
+            imported, which is no outcome that could be compared.
     """
     names = _names_of(watch)
     value, raised = None, None
@@ -75,7 +76,7 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
         warnings.simplefilter("always")
         try:
             value = call(*args, **kwargs)
-        except NotProvided:
+        except (NotProvided, LookupFailed):
             raise
         except Exception as error:
             raised = Raised(type(error), plain_text(error))

@@ -15,12 +15,18 @@ from typing import Any
 
 import pytest
 
+from conformance import trial
+from conformance.results import RED
+
 ROOT = Path(__file__).parents[2]
 ABUSE = Path(__file__).parent / "abuse"
 VALUE = "conformance/nn/utils/test_clip_grad_value.py"
 NORM = "conformance/nn/utils/test_clip_grad.py"
+TOTAL = "conformance/nn/utils/test_clip_grad_total_norm.py"
+CPU_ALONE = f"{VALUE}::test_clamps_values"  # four that call `clip_grad_value_` and need nothing else
 ABUSED = f"{VALUE}::test_clamping_foreach"  # six tests that call `clip_grad_value_`
 OTHERS = f"{NORM}::test_norm_types_on_the_edge"  # five that do not
+SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # needs `amp`
 # Imported once for all subjects: each is judged in a fork.
 _PRELOAD = ["torch", "hypothesis", "pytest", "conformance.plugin", "conformance.plants"]
 _LIMIT_S = 100.0
@@ -120,19 +126,128 @@ FAILED = {
 }
 
 
-@pytest.mark.parametrize("name", list(FAILED))
+# One of each kind; the others in the larger profiles.
+QUICK = (
+    "sets_default_dtype",
+    "sets_grad_mode",
+    "seeds",
+    "patches_torch",
+    "raises_interrupt",
+    "leaks_a_thread",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.profile("full")) for name in FAILED],
+)
 def test_what_fails_fails_alone(tmp_path: Path, name: str) -> None:
     assert_only_the_abused_is_red(judged(name, tmp_path), "failed", FAILED[name])
 
 
 def test_a_name_that_is_lacking_is_red_only_if_claimed(tmp_path: Path) -> None:
-    asked = (ABUSED, "conformance/amp/test_grad_scaler_construct.py")
-    claimed = judged("lacks_what_it_claims", tmp_path, *asked)
-    lacking = of(claimed, asked[1])
+    claimed = judged("lacks_what_it_claims", tmp_path, CPU_ALONE, SCALER)
+    lacking = of(claimed, SCALER)
     assert {(entry["outcome"], entry["reason"]) for entry in lacking} == {
         ("failed", "not provided, though claimed: amp.GradScaler")
     }
-    assert {entry["outcome"] for entry in of(claimed, ABUSED)} == {"passed"}
-    unclaimed = judged("lacks_a_module", tmp_path, *asked)
-    assert {entry["outcome"] for entry in of(unclaimed, asked[1])} == {"not provided"}
+    assert {entry["outcome"] for entry in of(claimed, CPU_ALONE)} == {"passed"}
+    unclaimed = judged("lacks_a_module", tmp_path, CPU_ALONE, SCALER)
+    assert {entry["outcome"] for entry in of(unclaimed, SCALER)} == {"not provided"}
     assert (unclaimed["verdict"], unclaimed["exit code"]) == ("green", 0)
+
+
+def test_a_module_that_cannot_be_imported_takes_no_other_along(tmp_path: Path) -> None:
+    report = judged("has_a_broken_module", tmp_path, SCALER, OTHERS)
+    told = "has_a_broken_module.amp cannot be imported (SystemExit: amp is not for this machine)"
+    assert {entry["outcome"] for entry in of(report, SCALER)} == {"failed"}
+    assert all(told in entry["reason"] for entry in of(report, SCALER))
+    assert [entry["outcome"] for entry in of(report, OTHERS)] == ["passed"] * 5
+
+
+def test_what_never_returns_costs_its_clause_two_deadlines(tmp_path: Path) -> None:
+    report = judged("sleeps", tmp_path, "--deadline=2", CPU_ALONE, OTHERS)
+    outcomes = [entry["outcome"] for entry in of(report, CPU_ALONE)]
+    assert sorted(outcomes) == ["hang"] * 2 + ["unavailable"] * (len(outcomes) - 2)
+    for entry in of(report, CPU_ALONE):
+        assert entry["reason"].startswith(
+            "conformance.errors.Hang: the test did not end within 2 s"
+            if entry["outcome"] == "hang"
+            else "not run: its clause was given up after "
+        )
+    assert [entry["outcome"] for entry in of(report, OTHERS)] == ["passed"] * 5
+
+
+@pytest.mark.profile("full")
+def test_what_is_printed_is_bounded_in_report_and_log(tmp_path: Path) -> None:
+    judged("prints", tmp_path, ABUSED)
+    assert (tmp_path / "report.json").stat().st_size < 1 << 18
+    assert (tmp_path / "log").stat().st_size < 1 << 19
+    assert "characters, lastly:" in (tmp_path / "log").read_text(errors="replace")
+
+
+REFUSED = {
+    "fails_on_import": "cannot be loaded (RuntimeError: not on this machine)",
+    "dies_on_import": "cannot be loaded (importing it ended its process with exit code 0)",
+    "hangs_on_import": "cannot be loaded (importing it did not end within 5 s)",
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_subject_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ABUSE), str(ROOT)]))
+    limit_s = 5.0 if name == "hangs_on_import" else trial.IMPORT_S
+    with pytest.raises(trial.CannotBeJudged) as caught:
+        trial.claims_on_trial(name, limit_s)
+    assert REFUSED[name] in str(caught.value)
+
+
+def test_a_module_that_is_never_imported_leaves_the_claims_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ABUSE), str(ROOT)]))
+    assert trial.claims_on_trial("has_a_hanging_module", 10.0) is None
+
+
+# By test: what `dies_in_many_ways` does in it is to be killed, to exit as if all were well, to read where nothing is,
+# to block signals, to stop its process, to hold Python's lock.
+LETHAL = {
+    f"{VALUE}::test_long_gradients_among_short_ones": "crash",
+    f"{TOTAL}::test_total_norm_of_nonfinite": "crash",
+    f"{TOTAL}::test_scales_by_the_given_norm": "crash",
+    f"{NORM}::test_deprecated_spelling[cpu-0.5-None-{{}}]": "hang",
+    f"{NORM}::test_norm_types_on_the_edge[cpu-None]": "hang",
+    "conformance/amp/test_autocast_mode.py::test_is_autocast_available[3]": "hang",
+}
+
+
+@pytest.mark.profile("full")
+def test_what_ends_or_holds_its_process_is_told_by_whoever_is_left(tmp_path: Path) -> None:
+    others = "conformance/amp/test_autocast_mode.py::test_bad_arguments"
+    report = judged_by_workers("dies_in_many_ways", tmp_path, "--deadline=6", *LETHAL, others)
+    for test, wanted in LETHAL.items():
+        outcomes = [entry["outcome"] for entry in of(report, test)]
+        assert outcomes.count(wanted) == min(2, len(outcomes)), (test, outcomes)
+        assert set(outcomes) <= {wanted, "unavailable"}, (test, outcomes)
+    assert {entry["outcome"] for entry in of(report, others)} == {"passed"}
+    assert all(entry["clause"] for entry in report["tests"])
+    assert all(entry["replay"] for entry in report["tests"] if entry["outcome"] in RED)
+    assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
+
+
+@pytest.mark.profile("full")
+def test_nothing_that_a_subject_does_at_its_exit_reaches_the_verdict(tmp_path: Path) -> None:
+    report = judged_by_workers("exits_in_the_end", tmp_path, CPU_ALONE)
+    assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
+
+
+@pytest.mark.profile("full")
+def test_the_gate_begins_nothing_with_a_subject_that_cannot_be_imported(tmp_path: Path) -> None:
+    pytest.importorskip("rich", reason="the extra `report` of pyproject.toml brings what the gate needs")
+    command = [sys.executable, "-m", "conformance.gate", "--subject=dies_on_import", f"--out={tmp_path}"]
+    path = os.pathsep.join([str(ABUSE), str(ROOT)])
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, timeout=_LIMIT_S, check=False
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (ended.returncode, report["verdict"]) == (1, "red")
+    assert "ended its process with exit code 0" in report["reasons"][0]
+    assert report["speed"] == report["training"] == {}
