@@ -21,6 +21,8 @@ def measured(
         return dict(_tracked(kind, {case: paired}, *case)), paired
     if issubclass(kind, comparison.Absolute):
         return {names_of(kind)[0]: timing_stats(samples_of(kind, case, most_s), kind.number)}, None
+    if hasattr(kind, "setup"):  # which says what is missing here
+        kind().setup(*case)
     cache = (kind().setup_cache(),) if hasattr(kind, "setup_cache") else ()
     return dict(_tracked(kind, *cache, *case)), None
 

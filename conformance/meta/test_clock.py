@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -251,3 +254,48 @@ def test_a_commit_that_is_none_is_told(ci_history: ModuleType, repository: Path)
     assert ci_history.commit_named("main", repository) == git(repository, "rev-parse", "HEAD")
     with pytest.raises(ValueError, match="'nonsense' names no commit"):
         ci_history.commit_named("nonsense", repository)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize(
+    ("words", "kept"), [([], "always"), (["--quick"], "never"), (["--history=1"], "if whole")]
+)
+def test_what_is_kept_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, ci_history: ModuleType, words: list[str], kept: str, stopped: bool
+) -> None:
+    bench = loaded("bench")
+    added: list[Any] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        file = next(word.removeprefix("--asv=") for word in command if word.startswith("--asv="))
+        Path(file).write_text("{}")
+        if stopped:
+            raise KeyboardInterrupt
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(sys, "argv", ["ci/bench", *words])
+    monkeypatch.setattr(bench._environment, "enter", lambda extras: {})
+    monkeypatch.setattr(bench, "draw", lambda environ: 0)
+    monkeypatch.setattr(bench, "warn_of_changes", lambda: None)
+    monkeypatch.setattr(bench, "add", lambda numbers, commit: added.append(numbers))
+    monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
+    for name, answer in {
+        "commit_named": "a" * 40,
+        "date_ms": 1,
+        "commits_of_impl": ["a" * 40],
+        "unmeasured": ["a" * 40],
+        "subject_of": "a commit",
+        "require_impl_of": None,
+        "worktree": contextlib.nullcontext(Path()),
+    }.items():
+        monkeypatch.setattr(ci_history, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=run))
+    assert bench.main() == (130 if stopped else 0)
+    assert bool(added) == {"always": True, "never": False, "if whole": not stopped}[kept]
+
+
+def loaded(command: str) -> ModuleType:
+    loader = SourceFileLoader(command, str(CI / command))
+    module = module_from_spec(spec_from_loader(command, loader))
+    loader.exec_module(module)
+    return module
