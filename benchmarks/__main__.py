@@ -157,7 +157,7 @@ def _baseline(options: argparse.Namespace) -> tuple[str, dict[str, list[float]]]
     differ = [key for key in _SAME_MACHINE if there.get(key) != here[key]]
     differ += ["subject"] if report.get("subject") != options.subject else []
     if differ:
-        return f"nothing: the baseline has another {', '.join(differ)}", {}
+        return f"nothing: the baseline differs in {', '.join(differ)}", {}
     return "the baseline", {row["name"]: [row["ratio"]] for row in rows if row["outcome"] == "measured"}
 
 

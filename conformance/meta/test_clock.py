@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import __main__ as clock
 from benchmarks import asv_format, decision, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
 from conformance.meta.report_cases import a_report
@@ -141,6 +142,45 @@ def test_points_are_compared_within_a_machine_and_a_torch_the_newest_first(tmp_p
     found = history.of_machine("m", "2.13.0", tmp_path)
     assert history.ratios_by_case(found, 3) == {"RatioClip[few]": [0.4, 0.3, 0.2]}
     assert history.of_machine("m", "2.12.0", tmp_path) == []
+
+
+def judged_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, dict[str, list[float]]]:
+    monkeypatch.setattr(sys, "argv", ["python -m benchmarks", *words])
+    options = clock._options()
+    return clock._baseline(options) if options.baseline else clock._points(options)
+
+
+def test_points_judge_impl_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(history.of_machine, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(clock, "_kind_of_machine", lambda: MACHINE)
+    monkeypatch.setattr(clock, "_release", lambda: "2.13.0")
+    told, earlier = judged_by(monkeypatch)
+    assert (told, earlier) == ("nothing: no earlier point of m with torch 2.13.0", {})
+    for position, ratio in enumerate((0.4, 0.5)):
+        history.add(results({"few": ratio}), MACHINE, str(position) * 40, position, tmp_path)
+    assert judged_by(monkeypatch)[1] == {"RatioClip[few]": [0.5, 0.4]}
+    assert judged_by(monkeypatch, "--before=1")[1] == {"RatioClip[few]": [0.4]}
+    told, earlier = judged_by(monkeypatch, "--subject=torch")
+    assert told.startswith("nothing: points are impl's")
+    assert earlier == {}
+
+
+def test_a_baseline_judges_the_same_subject_on_the_same_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "report.json"
+    speed = {"machine": clock._machine(), "rows": [measured("clip", 0.5), {"name": "x", "outcome": "failed"}]}
+
+    def judged(report: dict[str, Any]) -> tuple[str, dict[str, list[float]]]:
+        file.write_text(json.dumps(report))
+        return judged_by(monkeypatch, f"--baseline={file}", "--subject=mine")
+
+    assert judged({"subject": "mine", "speed": speed}) == ("the baseline", {"clip": [0.5]})
+    assert judged({"subject": "mine", **speed}) == ("the baseline", {"clip": [0.5]})  # of --json
+    assert judged({"subject": "impl", "speed": speed}) == ("nothing: the baseline differs in subject", {})
+    speed["machine"]["cores"] = -1
+    assert judged({"subject": "mine", "speed": speed}) == ("nothing: the baseline differs in cores", {})
+    assert judged({"subject": "mine", "speed": {}}) == ("nothing: the baseline has no timings", {})
 
 
 def test_a_slowed_kernel_takes_so_many_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
