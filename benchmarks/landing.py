@@ -59,7 +59,7 @@ class Case:
 
     @property
     def change(self) -> str:
-        return "" if self.was is None else f"{100 * (self.now.value / self.was - 1):+.0f}%"
+        return "" if self.was is None else f"{100 * (self.now.value / self.was - 1):+.0f}%".replace("-", "−")
 
 
 @dataclass(frozen=True)
