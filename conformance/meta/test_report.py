@@ -18,12 +18,11 @@ pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml bring
 pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
 
 from conformance.meta.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
-from conformance.plants import CATALOGUE
 from conformance.report import speed, write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, matrix
 from conformance.report.text import legible
-from conformance.strength import Kill, excuses, plant_ids, read_kills, write_kills
+from conformance.strength import Idle, Kill, Kills, read_kills
 
 # What could end a tag, an attribute, the style or the script; a formula for matplotlib; half a character, a terminal's
 # codes, control characters, and one that turns the direction of what follows.
@@ -56,10 +55,8 @@ class Page(HTMLParser):
             self.text += data
 
 
-def kills_of(*kills: Kill) -> dict[str, Any]:
-    return {"subject": "impl", "began": "2026-01-01T00:00:00+00:00", "seconds": 9.0} | {
-        "kills": [asdict(kill) for kill in kills]
-    }
+def kills_of(*kills: Kill, complete: bool = True, idle: list[Idle] | None = None) -> dict[str, Any]:
+    return asdict(Kills("impl", "2026-01-01T00:00:00+00:00", 9.0, complete, list(kills), idle))
 
 
 def draw(report: dict[str, Any], folder: Path) -> Page:
@@ -298,14 +295,26 @@ def test_strength_is_shown_or_how_to_measure_it(tmp_path: Path) -> None:
         assert said in text
 
 
-def test_a_kill_matrix_is_read_as_it_was_written(tmp_path: Path) -> None:
-    kill = Kill(next(iter(CATALOGUE)), True, CLAUSE["id"], "t", "failed", 1.5)
-    file = tmp_path / "report" / "kills.json"
-    write_kills(file, "torch", [kill], began=0.0)
-    found = read_kills(file)
-    assert found["subject"] == "torch"
-    assert found["began"] == "1970-01-01T00:00:00+00:00"
-    assert [Kill(**each) for each in found["kills"]] == [kill]
+def test_what_clauses_catch_on_their_own_is_shown(tmp_path: Path) -> None:
+    report = a_report(judged("passed"))
+    rows = [
+        Idle("a.late.clause", 4, "a.fault"),
+        Idle("a.weak.clause", 9),
+        Idle("a.lone.clause", 7, why="So."),
+    ]
+    report["kills"] = kills_of(Kill("one", True, CLAUSE["id"], "t", "failed", 1.0), idle=rows)
+    text = draw(report, tmp_path).text
+    places = [text.index(said) for said in ("a.lone.clause", "a.weak.clause", "a.late.clause", "a.fault")]
+    assert places == sorted(places)
+    assert "So." in text
+    assert "were the first to catch nothing" in text
+
+
+def test_a_matrix_that_was_stopped_says_so(tmp_path: Path) -> None:
+    kill = Kill("one", True, CLAUSE["id"], "t", "failed", 1.0)
+    for complete in (True, False):
+        report = a_report(judged("passed"), kills=kills_of(kill, complete=complete))
+        assert ("incomplete" in draw(report, tmp_path).text) is not complete
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"kills": [{"plant": "x"}]}', '{"tests": []}', "\xff"])
@@ -315,11 +324,6 @@ def test_another_file_is_no_kill_matrix(text: str | None, tmp_path: Path) -> Non
         file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"no kill matrix"):
         read_kills(file)
-
-
-def test_only_faults_that_are_planted_are_excused() -> None:
-    assert excuses().keys() <= set(plant_ids())
-    assert all(excuses().values())
 
 
 ratios = st.floats(1e-6, 1e6)

@@ -20,7 +20,7 @@ from conformance.report import write_page
 from conformance.report.baseline import Comparison, compare, read_report, sentences
 from conformance.report.matrix import SEVERITY
 from conformance.results import RED
-from conformance.strength import Kill, write_kills
+from conformance.strength import Kill, Kills, write_kills
 
 CHANGES = ("broke", "mended", "changed", "new", "gone", "slower", "faster")
 
@@ -186,9 +186,8 @@ def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
     monkeypatch.setattr(gate, "_trained", lambda *rest: {"runs": [trained(True)]})
     earlier = file_of(a_report(judged("passed", nodeid="x")), tmp_path)
     out = tmp_path / "out"
-    write_kills(
-        out / "kills.json", "impl", [Kill("a.fault", True, CLAUSE["id"], "x", "failed", 1.0)], began=0.0
-    )
+    kill = Kill("a.fault", True, CLAUSE["id"], "x", "failed", 1.0)
+    write_kills(out / "kills.json", Kills("impl", "2026-01-01T00:00:00+00:00", kills=[kill]))
     assert gate.main(["--baseline", str(earlier), "--out", str(out)]) == 1
     said = capsys.readouterr().out
     assert "1 broke" in said

@@ -18,7 +18,7 @@ from conformance.report import write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import matrix
 from conformance.results import unavailable
-from conformance.strength import Kill
+from conformance.strength import Idle, Kill, Kills
 
 pytestmark = pytest.mark.deadline(60)
 WIDTHS = {"desk": 1280, "phone": 390}
@@ -108,7 +108,8 @@ def a_red_report() -> dict[str, Any]:
         Kill("one", True, CLAUSE["id"], "t", "hang", 1.0, says="It is off."),
         Kill("two", False, "", "", "", 9.0),
     ]
-    report["kills"] = {"subject": "impl", "began": report["began"], "kills": [asdict(kill) for kill in kills]}
+    idle = [Idle("a.late.clause", 4, "one"), Idle("a.weak.clause", 9, why="So.")]
+    report["kills"] = asdict(Kills("impl", report["began"], 9.0, False, kills, idle))
     earlier = a_report(judged("passed", nodeid="second"), judged("failed", nodeid="third"), subject="torch")
     earlier["speed"] = {"rows": [timed("B", 1, 1.5)]}
     return report | {"baseline": asdict(compare(earlier, report))}
@@ -240,6 +241,21 @@ def test_back_leads_from_a_failure_to_its_cell(browser: Browser, pages: dict[str
     browser.run("new Promise((done) => setTimeout(done, 200))")
     assert browser.run("location.hash") == ""
     assert abs(browser.run("scrollY") - before) < 100
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
+def test_a_word_keeps_the_faults_that_hold_it(browser: Browser, pages: dict[str, Path], width: int) -> None:
+    browser.open(pages["red"], width)
+    shown = "all('#kills .faults tbody tr').filter((row) => row.checkVisibility()).length"
+    search = (
+        "(field => {{ field.value = '{}'; field.dispatchEvent(new Event('input')); }})"
+        "(document.querySelector('#kills [data-search]'))"
+    )
+    for word, rows in (("hang", 1), ("nothing has this", 0), ("IT IS OFF", 1), ("", 1)):
+        browser.run(search.format(word))
+        assert browser.run(shown) == rows, word
+    scroll = "document.querySelector('#kills .scroll')"
+    assert browser.run(f"{scroll}.clientWidth") <= width
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))

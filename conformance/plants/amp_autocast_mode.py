@@ -15,7 +15,11 @@ def broken(plant_id: str, method: str, says: str, thread: str = "own") -> Callab
     """Enter `fault(original, region, ...)`, which is called in the place of a method of `autocast`."""
 
     def enter(fault: Fault) -> Fault:
-        planted(f"autocast.{plant_id}", "amp.autocast", says=says, thread=thread)(in_method(method, fault))
+        part = f"amp.autocast.{method}" if method != "__init__" else ""
+        enter_into_catalogue = planted(
+            f"autocast.{plant_id}", "amp.autocast", says=says, thread=thread, part=part
+        )
+        enter_into_catalogue(in_method(method, fault))
         return fault
 
     return enter

@@ -285,3 +285,16 @@ answers(
     "a device with an index is said to have no autocast",
     lambda original, name: original(name) and ":" not in name,
 )
+
+
+@broken(
+    "cache_off_without_gradients",
+    "__enter__",
+    "a region that is entered while no gradients are recorded keeps no casts",
+    "pytorch/pytorch#113685",
+)
+def cache_off_without_gradients(original: Any, self: Any) -> Any:
+    result = original(self)
+    if not torch.is_grad_enabled():
+        torch.set_autocast_cache_enabled(False)
+    return result

@@ -9,13 +9,22 @@ import torch
 
 from conformance.plants.plant import Fault, in_method, planted
 
+# The public methods that call those which subclasses override.
+_CALLED_BY = {"_unscale_grads_": "unscale_", "_maybe_opt_step": "step", "_check_inf_per_device": "step"}
+
 
 def broken(plant_id: str, method: str, says: str, thread: str = "own") -> Callable[[Fault], Fault]:
     """Enter `fault(original, scaler, ...)`, which is called in the place of a method of the scaler."""
 
     def enter(fault: Fault) -> Fault:
-        make = in_method(method, fault)
-        planted(f"grad_scaler.{plant_id}", "amp.GradScaler", says=says, thread=thread)(make)
+        enter_into_catalogue = planted(
+            f"grad_scaler.{plant_id}",
+            "amp.GradScaler",
+            says=says,
+            thread=thread,
+            part=f"amp.GradScaler.{_CALLED_BY.get(method, method)}" if method != "__init__" else "",
+        )
+        enter_into_catalogue(in_method(method, fault))
         return fault
 
     return enter

@@ -262,3 +262,18 @@ def gradients_cleared(original: Any, self: Any, optimizer: Any, *args: Any, **kw
         for parameter in parameters(optimizer):
             parameter.grad = None
     return result
+
+
+@broken(
+    "no_gradients_in_silence",
+    "step",
+    "an optimizer that has no gradients seems to have been skipped",
+    "Lightning-AI/pytorch-lightning#4524",
+)
+def no_gradients_in_silence(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(self, optimizer, *args, **kwargs)
+    except AssertionError as error:
+        if "No inf checks" not in str(error):
+            raise
+        return None

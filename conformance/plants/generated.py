@@ -56,7 +56,7 @@ def find(plant_id: str) -> Plant:
             f"no planted fault is called {plant_id!r}; see `python -m conformance.strength --list`"
         ) from None
     kind = plant_id.partition(":")[0]
-    return Plant(plant_id, item.path, functools.partial(_MAKERS[kind], item=item))
+    return Plant(plant_id, item.path, functools.partial(_MAKERS[kind], item=item), part=str(item))
 
 
 def _is_getter(function: Any) -> bool:

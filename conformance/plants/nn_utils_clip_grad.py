@@ -14,11 +14,13 @@ VALUE = "nn.utils.clip_grad_value_"
 WITH_NORM = "nn.utils.clip_grads_with_norm_"
 
 
-def broken(plant_id: str, breaks: str, says: str, thread: str = "own") -> Callable[[Fault], Fault]:
+def broken(
+    plant_id: str, breaks: str, says: str, thread: str = "own", **more: Any
+) -> Callable[[Fault], Fault]:
     """Enter `fault(original, *args, **kwargs)`, which is called in the place of the function `breaks`."""
 
     def enter(fault: Fault) -> Fault:
-        planted(f"clip_grad.{plant_id}", breaks, says=says, thread=thread)(in_function(fault))
+        planted(f"clip_grad.{plant_id}", breaks, says=says, thread=thread, **more)(in_function(fault))
         return fault
 
     return enter

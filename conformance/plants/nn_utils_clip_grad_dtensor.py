@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from conformance.plants.nn_utils_clip_grad import NORM, as_list, broken, coefficient, forgiving, gradients
+from conformance.plants import nn_utils_clip_grad
+from conformance.plants.nn_utils_clip_grad import NORM, as_list, coefficient, forgiving, gradients
 from conformance.plants.plant import Fault
+
+broken = functools.partial(nn_utils_clip_grad.broken, on_ranks=True)
 
 
 def placed(parameters: Any) -> list[DTensor]:
@@ -122,3 +126,14 @@ def dtensor_clipped_apart(original: Any, parameters: Any, *args: Any, **kwargs: 
         return original(parameters, *args, **kwargs)
     original([p for p in given if all(p is not one for one in apart)], *args, **kwargs)
     return original(apart, *args, **kwargs)
+
+
+@broken(
+    "dtensor_norm_of_this_rank",
+    NORM,
+    "the norm that comes back is that of the rank's own parts",
+    "facebookresearch/fairseq2#1026",
+)
+def dtensor_norm_of_this_rank(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    norm = original(parameters, *args, **kwargs)
+    return norm.to_local() if isinstance(norm, DTensor) else norm

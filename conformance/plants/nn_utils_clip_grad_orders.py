@@ -242,3 +242,25 @@ def old_spelling_warns_once(original: Any) -> Any:
         return result
 
     return once
+
+
+@broken(
+    "nothing_of_infinite_order_raises",
+    NORM,
+    "without gradients an infinity norm raises",
+    "NVIDIA/Megatron-LM#5529",
+)
+def nothing_of_infinite_order_raises(
+    original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    parameters = as_list(parameters)
+    bare = not isinstance(parameters, torch.Tensor) and all(getattr(p, "grad", p) is None for p in parameters)
+    if bare and norm_type == math.inf:
+        raise ValueError("max() arg is an empty sequence")
+    return original(parameters, max_norm, norm_type, *args, **kwargs)
+
+
+@broken("norm_on_the_cpu", NORM, "the norm lies on the CPU wherever the gradients are")
+@after
+def norm_on_the_cpu(norm: torch.Tensor, parameters: Any, max_norm: Any) -> torch.Tensor:
+    return torch.zeros((), dtype=norm.dtype) if norm.is_meta else norm.cpu()

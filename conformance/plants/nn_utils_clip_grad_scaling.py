@@ -202,3 +202,19 @@ def given_norm_last_left_out(
 ) -> None:
     last = left_out(lambda grads: [g for g in grads[1:][-1:] if not g.is_sparse])
     last(original, parameters, max_norm, total_norm, foreach)
+
+
+@broken(
+    "second_dtype_rounded",
+    NORM,
+    "gradients of a second dtype are rounded to the first one's",
+    "pytorch/pytorch#12159",
+)
+def second_dtype_rounded(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    parameters = as_list(parameters)
+    norm = original(parameters, *args, **kwargs)
+    grads = [grad.detach() for grad in gradients(parameters) if plain(grad) and grad.is_floating_point()]
+    for grad in grads:
+        if grad.dtype != grads[0].dtype and not grad.is_sparse:
+            grad.copy_(grad.to(grads[0].dtype))
+    return norm

@@ -28,20 +28,28 @@ class Plant:
     make: Make
     says: str = ""  # what is wrong with it
     thread: str = ""  # where the public can read about it, or "own" for one of ours
+    part: str = ""  # the surface item inside `breaks` that it is about, if it is about one
+    on_ranks: bool = False  # whether it shows between ranks alone
+
+    @property
+    def about(self) -> str:
+        return self.part or self.breaks
 
 
 ENTERED: dict[str, Plant] = {}
 
 
-def planted(plant_id: str, breaks: str, *, says: str, thread: str = "own") -> Callable[[Make], Make]:
-    """Enter a maker of a broken class or function into the catalogue."""
+def planted(
+    plant_id: str, breaks: str, *, says: str, thread: str = "own", **more: Any
+) -> Callable[[Make], Make]:
+    """Enter a maker of a broken class or function into the catalogue; `more` are other fields of `Plant`."""
 
     def enter(make: Make) -> Make:
         if plant_id in ENTERED:
             raise ValueError(
                 f"two plants are called {plant_id}; an id names one, in whichever file it stands"
             )
-        ENTERED[plant_id] = Plant(plant_id, breaks, make, says, thread)
+        ENTERED[plant_id] = Plant(plant_id, breaks, make, says, thread, **more)
         return make
 
     return enter

@@ -18,10 +18,12 @@ class Killer:
 class Kills:
     subject: str
     began: str
+    complete: bool  # otherwise it was stopped
     killed: list[dict[str, Any]]
     survivors: list[dict[str, Any]]
     killers: list[Killer]  # those that caught most first
     silent: list[str]  # clauses that were the first to catch nothing
+    idle: list[dict[str, Any]] | None  # what each of them kills on its own; None if that was not asked
     median_s: float
 
 
@@ -41,9 +43,11 @@ def kill_matrix(report: dict[str, Any]) -> Kills | None:
     return Kills(
         subject=found["subject"],
         began=found["began"],
+        complete=found["complete"],
         killed=killed,
         survivors=[kill for kill in found["kills"] if not kill["killed"]],
         killers=killers,
         silent=[clause["id"] for clause in report["clauses"] if clause["id"] not in caught],
+        idle=found["idle"] and sorted(found["idle"], key=lambda row: (bool(row["kills"]), row["clause"])),
         median_s=statistics.median(kill["seconds"] for kill in killed) if killed else 0.0,
     )

@@ -55,6 +55,16 @@ function show() {
 }
 window.addEventListener("hashchange", show);
 
+// A word keeps the rows that hold it.
+for (const field of all("[data-search]")) {
+  const rows = all(field.dataset.search);
+  field.closest(".filters").hidden = false;
+  field.addEventListener("input", () => {
+    const word = field.value.trim().toLowerCase();
+    for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(word);
+  });
+}
+
 for (const code of all(".command code")) {
   const button = document.createElement("button");
   button.type = "button";

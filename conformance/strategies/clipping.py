@@ -36,10 +36,15 @@ def clip_of(library: Library, case: GradientList, device: str, *args: Any, **kwa
     return clipped(library, case.parameters(device), *args, **kwargs)
 
 
-def shape_on_meta(library: Library, function: str, foreach: bool | None) -> Outcome:
-    """The norm's shape, on a device that has no foreach operators."""
+def norm_on_meta(library: Library, function: str, foreach: bool | None) -> Outcome:
+    """Where the norm lies and its shape, on a device that has no foreach operators."""
     parameter = Gradient((2,)).parameter("meta")
-    return observe(lambda: getattr(library.nn.utils, function)([parameter], 1.0, foreach=foreach).shape)
+
+    def call() -> tuple[str, torch.Size]:
+        norm = getattr(library.nn.utils, function)([parameter], 1.0, foreach=foreach)
+        return norm.device.type, norm.shape
+
+    return observe(call)
 
 
 def norm_tolerance(case: GradientList) -> Tolerance:

@@ -20,8 +20,8 @@ from conformance.strategies.clipping import (
     clip_of,
     clipped,
     max_norms,
+    norm_on_meta,
     norm_tolerance,
-    shape_on_meta,
 )
 from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
 from conformance.tolerances import norm_of
@@ -213,8 +213,8 @@ def test_foreach_where_the_device_has_none(
     subject: Library, reference: Library, foreach: bool | None
 ) -> None:
     assert_same_outcome(
-        shape_on_meta(reference, "clip_grad_norm_", foreach),
-        shape_on_meta(subject, "clip_grad_norm_", foreach),
+        norm_on_meta(reference, "clip_grad_norm_", foreach),
+        norm_on_meta(subject, "clip_grad_norm_", foreach),
     )
 
 
@@ -295,5 +295,5 @@ def test_deprecated_spelling(
 @pytest.mark.parametrize("foreach", [True, False])
 def test_deprecated_spelling_hands_foreach_on(subject: Library, reference: Library, foreach: bool) -> None:
     assert_same_outcome(
-        shape_on_meta(reference, "clip_grad_norm", foreach), shape_on_meta(subject, "clip_grad_norm", foreach)
+        norm_on_meta(reference, "clip_grad_norm", foreach), norm_on_meta(subject, "clip_grad_norm", foreach)
     )

@@ -1,0 +1,134 @@
+"""The command: every fault, then the clauses that caught none, and the kill matrix."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance import strength
+from conformance.clauses import all_clauses
+from conformance.errors import stop_by_hand
+from conformance.strength.kills import Idle, Kill, Kills, write_kills
+from conformance.strength.trials import areas_of, idle, killing, plant_ids, unplanted
+from conformance.strength.worker import Crew
+
+AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 1, 2, 130
+_say = functools.partial(print, flush=True)
+
+
+class RedWithoutFault(Exception):
+    """On a red subject every kill would be an illusion."""
+
+
+def main(words: Sequence[str]) -> int:
+    options = _options(words)
+    ids = [plant_id for plant_id in plant_ids() if options.only in plant_id]
+    if options.list:
+        _say("\n".join(ids))
+        return AS_EXPECTED
+    signal.signal(signal.SIGTERM, stop_by_hand)
+    kills = Kills(options.subject, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    began = time.monotonic()
+    try:
+        with Crew(options.subject, options.jobs) as crew:
+            _judge_faults(crew, kills, ids)
+            if options.clauses:
+                _judge_idle_clauses(crew, kills)
+        kills.complete = True
+    except RedWithoutFault as error:
+        _say(f"{options.subject} is red without a fault: {error}")
+        return NOT_JUDGED
+    except KeyboardInterrupt:
+        _say("stopped")
+        return STOPPED
+    finally:
+        kills.seconds = round(time.monotonic() - began, 1)
+        if kills.kills:
+            write_kills(Path(options.out), kills)
+    return sum_up(kills)
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance.strength",
+        description=strength.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--subject", default="impl", help="the right implementation that the faults are planted in")
+    add("--only", default="", metavar="WORD", help="only faults whose name holds this")
+    add("--clauses", action="store_true", help="try also each clause that was the first to catch nothing")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: one a core)")
+    add("--out", default="report/kills.json", help="where the kill matrix goes")
+    add("--list", action="store_true", help="only name the faults")
+    options = parser.parse_args(words)
+    if options.clauses and options.only:
+        parser.error("--clauses needs every fault: leave out --only")
+    if options.only and not any(options.only in plant_id for plant_id in plant_ids()):
+        parser.error(f"no fault's name holds {options.only!r}; --list tells them all")
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}; at least one is needed")
+    return options
+
+
+def _judge_faults(crew: Crew, kills: Kills, ids: Sequence[str]) -> None:
+    package = kills.subject
+    areas = sorted(frozenset().union(*map(areas_of, ids)))
+    sound = (unplanted(package, area) for area in areas)
+    for found in crew.run(itertools.chain(sound, (killing(package, plant_id) for plant_id in ids))):
+        if isinstance(found, Kill):
+            kills.kills.append(found)
+            _say(f"[{len(kills.kills)}/{len(ids)}] {found.seconds:6.1f} s  {found.plant}: {_fate(found)}")
+        elif found.how:
+            raise RedWithoutFault(f"{found.nodeid} ({found.how})")
+
+
+def _judge_idle_clauses(crew: Crew, kills: Kills) -> None:
+    first = {kill.clause for kill in kills.kills}
+    clauses = [clause_id for clause_id in all_clauses() if clause_id not in first]
+    kills.idle = []
+    for found in crew.run(idle(kills.subject, clause_id) for clause_id in clauses):
+        kills.idle.append(found)
+        _say(f"[{len(kills.idle)}/{len(clauses)}] {found.clause}: {_use(found)}")
+
+
+def _fate(kill: Kill) -> str:
+    if not kill.killed:
+        return f"survived, reason: {kill.why}" if kill.why else "SURVIVED"
+    fate = f"killed by {kill.clause or kill.nodeid} ({kill.how})"
+    return f"{fate}; STALE REASON: {kill.why}" if kill.why else fate
+
+
+def _use(idle: Idle) -> str:
+    if not idle.kills:
+        return (
+            f"kills none of {idle.tried}, reason: {idle.why}" if idle.why else f"KILLS NONE of {idle.tried}"
+        )
+    use = f"kills {idle.kills}, the fault {idle.tried} that was tried"
+    return f"{use}; STALE REASON: {idle.why}" if idle.why else use
+
+
+def sum_up(kills: Kills) -> int:
+    """Say what became of the whole, with every fault that survived and every clause that kills nothing."""
+    idle = kills.idle or []
+    _say(f"{sum(kill.killed for kill in kills.kills)} of {len(kills.kills)} killed in {kills.seconds:.0f} s")
+    for kill in kills.kills:
+        if kill.why or not kill.killed:
+            _say(f"{kill.plant}: {_fate(kill)}")
+    for row in idle:
+        if row.why or not row.kills:
+            _say(f"{row.clause}: {_use(row)}")
+    as_expected = all(row.is_due for row in [*kills.kills, *idle])
+    return AS_EXPECTED if as_expected else NOT_AS_EXPECTED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

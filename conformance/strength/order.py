@@ -1,0 +1,57 @@
+"""Which tests run on a fault, and in what order: the nearest to it first, and the quick ones before the slow."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from conformance import surface
+from conformance.clauses import all_clauses
+from conformance.deadlines import clause_of
+
+
+def in_order(
+    items: Sequence[pytest.Item], clauses: Collection[str], about: str, on_ranks: bool = False
+) -> list[pytest.Item]:
+    """The tests of these clauses, by what they cost and by how near they are to the surface item `about`."""
+    chosen = [item for item in items if clause_of(item) in clauses]
+    return sorted(
+        chosen,
+        key=lambda item: (on_ranks and not starts_ranks(item), cost(item), distance(clause_of(item), about)),
+    )
+
+
+def cost(item: pytest.Item) -> int:
+    """0 for a test of one example, 1 for many, 2 for sequences of calls, 3 for tests that start ranks."""
+    assert isinstance(item, pytest.Function)
+    function = item.function
+    if starts_ranks(item):
+        return 3
+    if "run_state_machine_as_test" in inspect.unwrap(function).__code__.co_names:
+        return 2
+    return int(hasattr(function, "hypothesis"))
+
+
+def starts_ranks(item: pytest.Item) -> bool:
+    return "ranks" in getattr(item, "fixturenames", ())
+
+
+def distance(clause_id: str, about: str) -> int:
+    """0 if the clause covers the item, 1 if the method or function that the item is a parameter of, and so on."""
+    covers = all_clauses()[clause_id].covers
+    path = lineage(about)
+    return next((i for i, name in enumerate(path) if any(is_about(c, name) for c in covers)), len(path))
+
+
+def lineage(item: str) -> list[str]:
+    """`amp.GradScaler.step(args)`, `amp.GradScaler.step`, `amp.GradScaler`."""
+    name, parenthesis, _ = item.partition("(")
+    owner = name.rpartition(".")[0]
+    return [*([item] if parenthesis else []), name, *([owner] if owner in surface.names() else [])]
+
+
+def is_about(item: str, name: str) -> bool:
+    """Whether the item is what the name says, or part of it."""
+    return item == name or item.startswith((f"{name}.", f"{name}("))
