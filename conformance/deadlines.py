@@ -104,6 +104,8 @@ class Deadlines:
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
+        if hasattr(session.config, "workerinput"):  # only now, since pytest has sent them elsewhere before
+            faulthandler.enable(self._stacks)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
@@ -182,9 +184,7 @@ def _stacks_file(config: pytest.Config, notes: Notes) -> int:
     worker = getattr(config, "workerinput", {}).get("workerid")
     if worker is None:
         return os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)  # as it is before pytest captures it
-    file = os.open(notes.stack_file(worker), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    faulthandler.enable(file)
-    return file
+    return os.open(notes.stack_file(worker), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 _INPUT = "conformance_notes"  # by which a worker of pytest-xdist learns of the folder
-_LAST_WORDS = 4000
+_MOST_STACK = 2000
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,11 @@ class Notes:
         return self.folder / f"stacks-{worker}"
 
     def last_stack(self, worker: str) -> str:
+        """Of the thread that died, or else of the main thread, which faulthandler tells last."""
         file = self.stack_file(worker)
-        return file.read_text(errors="replace")[-_LAST_WORDS:] if file.is_file() else ""
+        threads = _THREAD.split(file.read_text(errors="replace"))[1:] if file.is_file() else []
+        died = [thread for thread in threads if thread.startswith("Current")]
+        return "".join([*threads[-1:], *died][-1:])[:_MOST_STACK]
 
     def keep_clauses(self, clauses: Mapping[str, str]) -> None:
         """The clause of each test that was collected; every worker collects the same."""

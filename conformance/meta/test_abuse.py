@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from conformance import trial
+from conformance.notes import Notes
 from conformance.results import RED
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,7 @@ SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # 
 # Imported once for all subjects: each is judged in a fork.
 _PRELOAD = ["torch", "hypothesis", "pytest", "conformance.plugin", "conformance.plants"]
 _LIMIT_S = 100.0
+_WORKERS_LIMIT_S = 280.0  # each worker that dies is made anew
 
 pytestmark = pytest.mark.deadline(_LIMIT_S + 20)
 
@@ -72,7 +74,7 @@ def judged_by_workers(name: str, folder: Path, *words: str) -> dict[str, Any]:
             env=os.environ | {"PYTHONPATH": path},
             stdout=log,
             stderr=log,
-            timeout=_LIMIT_S,
+            timeout=_WORKERS_LIMIT_S,
             check=False,
         )
     file = folder / "report.json"
@@ -178,6 +180,32 @@ def test_what_never_returns_costs_its_clause_two_deadlines(tmp_path: Path) -> No
     assert [entry["outcome"] for entry in of(report, OTHERS)] == ["passed"] * 5
 
 
+ENDS_IN_ACT = """
+import ctypes, faulthandler, sys, threading, time
+
+def act():
+    if sys.argv[2] == "dies":
+        ctypes.string_at(0)
+    time.sleep(1.0)
+
+threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+file = open(sys.argv[1], "w")
+faulthandler.enable(file)
+faulthandler.dump_traceback_later(0.2, file=file)
+act()
+"""
+
+
+@pytest.mark.parametrize("end", ["dies", "hangs"])
+def test_the_stack_that_is_told_is_that_of_the_test(tmp_path: Path, end: str) -> None:
+    notes = Notes(tmp_path)
+    assert notes.last_stack("worker") == ""
+    subprocess.run([sys.executable, "-c", ENDS_IN_ACT, notes.stack_file("worker"), end], check=False)
+    stack = notes.last_stack("worker")
+    assert "in act\n" in stack
+    assert "threading.py" not in stack
+
+
 @pytest.mark.profile("full")
 def test_what_is_printed_is_bounded_in_report_and_log(tmp_path: Path) -> None:
     judged("prints", tmp_path, ABUSED)
@@ -220,6 +248,7 @@ LETHAL = {
 
 
 @pytest.mark.profile("full")
+@pytest.mark.deadline(_WORKERS_LIMIT_S + 20)
 def test_what_ends_or_holds_its_process_is_told_by_whoever_is_left(tmp_path: Path) -> None:
     others = "conformance/amp/test_autocast_mode.py::test_bad_arguments"
     report = judged_by_workers("dies_in_many_ways", tmp_path, "--deadline=6", *LETHAL, others)
@@ -228,12 +257,18 @@ def test_what_ends_or_holds_its_process_is_told_by_whoever_is_left(tmp_path: Pat
         assert outcomes.count(wanted) == min(2, len(outcomes)), (test, outcomes)
         assert set(outcomes) <= {wanted, "unavailable"}, (test, outcomes)
     assert {entry["outcome"] for entry in of(report, others)} == {"passed"}
+    assert all(
+        "in act" in entry["reason"]
+        for entry in of(report, f"{TOTAL}::test_scales_by")
+        if entry["outcome"] == "crash"
+    )
     assert all(entry["clause"] for entry in report["tests"])
     assert all(entry["replay"] for entry in report["tests"] if entry["outcome"] in RED)
     assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
 
 
 @pytest.mark.profile("full")
+@pytest.mark.deadline(_WORKERS_LIMIT_S + 20)
 def test_nothing_that_a_subject_does_at_its_exit_reaches_the_verdict(tmp_path: Path) -> None:
     report = judged_by_workers("exits_in_the_end", tmp_path, CPU_ALONE)
     assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
