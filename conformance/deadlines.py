@@ -107,8 +107,9 @@ class Deadlines:
         if hasattr(session.config, "workerinput"):  # only now, since pytest has sent them elsewhere before
             faulthandler.enable(self._stacks)
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_unconfigure(self) -> None:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_unconfigure(self) -> Generator[None]:
+        yield
         self._watchdog.dismiss()
         if self._session is not None and set(lasting_threads()) - self._threads:
             sys.stdout.flush()  # and end past the threads that the interpreter would wait for
