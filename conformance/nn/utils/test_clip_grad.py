@@ -128,6 +128,21 @@ def test_mixed_dtypes(
     )
 
 
+@clause("nn.utils.clip_grad.clip_grad_norm_.mixed_dtypes")
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_mixed_dtypes_keep_their_own_precision(subject: Library, device: str, foreach: bool | None) -> None:
+    """The factor may be as coarse as the coarsest dtype; what it is multiplied with may not."""
+    before = torch.linspace(1.0, 2.0, 37, device=device)
+    parameters = [
+        torch.nn.Parameter(torch.zeros_like(before, dtype=d)) for d in (torch.bfloat16, before.dtype)
+    ]
+    for parameter in parameters:
+        parameter.grad = before.to(parameter.dtype, copy=True)
+    subject.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
+    factors = parameters[1].grad.double() / before.double()
+    assert float(factors.max() / factors.min()) - 1 <= 2 * torch.finfo(before.dtype).eps
+
+
 @clause("nn.utils.clip_grad.clip_grad_norm_.half_precision")
 @given(
     case=gradient_lists(dtypes=(torch.float16,), missing=False), max_norm=st.sampled_from([1e-2, 1.0, 100.0])
