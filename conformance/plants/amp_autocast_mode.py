@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.plants.plant import Fault, in_method, planted
+from conformance.plants.plant import Fault, in_method, planted, subclass
 
 
 def broken(plant_id: str, method: str, says: str, thread: str = "own") -> Callable[[Fault], Fault]:
@@ -206,3 +206,12 @@ def decorates_once(original: Any, self: Any, func: Any) -> Any:
 @broken("decorator_loses_name", "__call__", "a decorated function is called by the wrapper's name")
 def decorator_loses_name(original: Any, self: Any, func: Any) -> Any:
     return functools.partial(original(self, func))
+
+
+@planted(
+    "autocast.scripting_refused_without_advice",
+    "amp.autocast",
+    says="torch.jit.script refuses a region with words about a line inside the class",
+)
+def scripting_refused_without_advice(original: Any) -> Any:
+    return subclass(original, {"_jit_override_qualname": original.__name__})

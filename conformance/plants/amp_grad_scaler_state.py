@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from conformance.plants.amp_grad_scaler import broken
-from conformance.plants.plant import Fault
+from conformance.plants.plant import Fault, planted, subclass
 
 
 @broken(
@@ -290,3 +290,12 @@ def missing_cuda_is_silent(original: Any, self: Any, *args: Any, **kwargs: Any) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         original(self, *args, **kwargs)
+
+
+@planted(
+    "grad_scaler.class_of_a_function",
+    "amp.GradScaler",
+    says="the class is made in a function, where no pickle finds it",
+)
+def class_of_a_function(original: Any) -> Any:
+    return subclass(original, {"__qualname__": f"make.<locals>.{original.__qualname__}"})
