@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, replace
 from multiprocessing import connection
@@ -66,6 +67,7 @@ def serve(tasks: connection.Connection, package: str, profile: str, folder: Path
     try:
         pytest.main([*plugins, *words, *_test_files()], plugins=[_Forking(tasks, folder)])
     finally:
+        sys.stdout.flush()  # what pytest has said of an error lies there
         os._exit(0)  # what a fork would clean up is its worker's
 
 
