@@ -213,12 +213,13 @@ def _line(row: dict[str, Any]) -> str:
 
 def _print_summary(rows: list[dict[str, Any]]) -> None:
     measured = [row for row in rows if "ratio" in row]
-    slower = [row["name"] for row in measured if row["low"] > 1.03]
+    slower = [row["name"] for row in measured if row["low"] > decision.SURELY]
     print(f"\n{sum(row['outcome'] == 'measured' for row in rows)} of {len(rows)} cases measured")
     if measured:
         mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in measured))
         print(f"geometric mean of the ratios: {mean:.3f}")
-        print("\n  ".join([f"surely slower than torch (whole interval above 1.03): {len(slower)}", *slower]))
+        title = f"surely slower than torch (whole interval above {decision.SURELY}): {len(slower)}"
+        print("\n  ".join([title, *slower]))
 
 
 def _print_verdicts(rows: list[dict[str, Any]], against: str) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 LIMIT = 1.2  # times the earlier ratio
 MEASUREMENTS = 3  # that must agree
 EARLIER_POINTS = 3
+SURELY = (
+    1.03  # an interval that lies wholly beyond this, or below its inverse, is slower or faster than torch
+)
 
 OK = "ok"
 REGRESSION = "regression"

@@ -18,7 +18,6 @@ from urllib.parse import quote, urlencode
 from benchmarks import asv_format, catalogue, comparison, decision, history
 
 _TEMPLATE = Path(__file__).with_name("landing.html")
-_SURELY = 1.03  # as `python -m benchmarks` has it
 _SHOWN_HASH = 8
 
 
@@ -53,9 +52,9 @@ class Case:
     def mark(self) -> str:
         if self.was is not None and self.now.value > decision.LIMIT * self.was:
             return "worse"
-        if self.now.value * (1 - self.now.noise) > _SURELY:
+        if self.now.value * (1 - self.now.noise) > decision.SURELY:
             return "slower"
-        return "faster" if self.now.value * (1 + self.now.noise) < 1 / _SURELY else "even"
+        return "faster" if self.now.value * (1 + self.now.noise) < 1 / decision.SURELY else "even"
 
     @property
     def change(self) -> str:

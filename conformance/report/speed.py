@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from benchmarks.decision import REGRESSION
+from benchmarks.decision import REGRESSION, SURELY
 
-_SURE = 1.03  # as `python -m benchmarks` has it: the whole interval is beyond this
 _ENDS = (0.25, 4.0)  # of the scale, the same on every page so that two can be laid side by side
 TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
@@ -55,11 +54,11 @@ class Group:
 
 
 def is_faster(row: dict[str, Any]) -> bool:
-    return row["high"] < 1 / _SURE
+    return row["high"] < 1 / SURELY
 
 
 def is_slower(row: dict[str, Any]) -> bool:
-    return row["low"] > _SURE
+    return row["low"] > SURELY
 
 
 def position(ratio: float) -> float:
