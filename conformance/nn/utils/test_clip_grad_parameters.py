@@ -201,6 +201,22 @@ def test_gradients_replaced_between_calls(
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.new_gradients_at_old_addresses")
+@given(case=gradient_lists(missing=False))
+def test_gradients_overwritten_between_calls(
+    subject: Library, reference: Library, device: str, case: GradientList
+) -> None:
+    """What `zero_grad(set_to_none=False)` and the next backward do: other values at addresses that stay."""
+    ours, theirs = case.parameters(device), case.parameters(device)
+    for step in range(3):
+        for parameters in (ours, theirs):
+            for gradient, parameter in zip(case.gradients, parameters, strict=True):
+                parameter.grad.copy_(gradient.parameter(device).grad * (step + 1))
+        assert_same_outcome(
+            clipped(reference, theirs, 1e9), clipped(subject, ours, 1e9), norm_tolerance(case)
+        )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.new_gradients_at_old_addresses")
 @given(
     case=gradient_lists(missing=False, min_size=2),
     steps=st.lists(st.sets(st.integers(0, 5)), min_size=3, max_size=5),
