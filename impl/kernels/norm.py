@@ -12,9 +12,9 @@ from impl.kernels._route import plan_for
 from impl.kernels._storage_order import flat_runs
 from impl.kernels._untracked import untracked
 
-# torch takes the norm of a whole tensor on one thread, the norms of rows on all of them.
-_ROW = 1 << 12
-_WORTH_ALL_THREADS = 1 << 19
+# A sum in f32 loses what is far smaller than itself, so no sum is longer than a row: small gradients that stand in one
+# buffer with large ones count. Besides, torch takes the norm of a whole tensor on one thread, those of rows on all.
+_ROW = 1 << 9
 # Elements from which on to join tensors and look for their extremes takes less time than a norm of each.
 _WORTH_A_SEARCH = 1 << 14
 # Elements widened at a time, so that the wide copy stays in the cache.
@@ -101,7 +101,7 @@ def _append_norms(norms: list[Tensor], flat: Tensor) -> None:
         # torch sums f16 slowly, and a norm in f16 would overflow.
         norms.extend(torch.linalg.vector_norm(part.float(), keepdim=True) for part in flat.split(_PART))
         return
-    if flat.numel() >= _WORTH_ALL_THREADS:
+    if flat.numel() > _ROW:
         whole = flat.numel() - flat.numel() % _ROW
         norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
         flat = flat[whole:]

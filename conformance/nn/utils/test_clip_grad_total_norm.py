@@ -50,6 +50,22 @@ def test_total_norm(
 
 
 @clause("nn.utils.clip_grad.get_total_norm.joint_norm")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [40, 4000])
+def test_many_small_gradients_beside_a_large_one(
+    subject: Library, reference: Library, device: str, length: int, dtype: torch.dtype
+) -> None:
+    """Each square of theirs is lost in a float32 sum that the large ones have entered; the sum of theirs is not."""
+
+    def norm(library: Library) -> Outcome:
+        large = torch.full((64,), 1024.0, dtype=dtype, device=device)
+        small = torch.full((64, length), 0.25, dtype=dtype, device=device).unbind()
+        return observe(library.nn.utils.get_total_norm, [large, *small])
+
+    assert_same_outcome(norm(reference), norm(subject), norm_of(64 * (1 + length), 65))
+
+
+@clause("nn.utils.clip_grad.get_total_norm.joint_norm")
 @pytest.mark.parametrize(
     "container",
     [list, tuple, iter, lambda given: (one for one in given)],
