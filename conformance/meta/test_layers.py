@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     ("impl.kernels",),
     ("impl.amp", "impl.nn"),
+    ("impl.distributed",),
     ("impl.cpu", "impl.cuda"),
     ("impl.dynamo",),
     ("impl.drop_in",),

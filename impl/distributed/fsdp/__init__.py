@@ -1,0 +1,43 @@
+"""Mirrors `torch.distributed.fsdp`: parameters, gradients and optimizer states dealt out to the ranks.
+
+The words used here:
+    unit      one wrapped module: the parameters below it that no inner unit manages travel together
+    flat      of a unit's parameters: joined end to end in one buffer
+    shard     the part of a flat buffer that one rank owns
+    gather    make a flat buffer whole on every rank
+    release   free what was gathered; the rank's shard stays
+"""
+
+from impl.distributed.fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
