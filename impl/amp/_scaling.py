@@ -33,6 +33,7 @@ class Verdicts:
     """What was found about one optimizer, kept beyond `update`."""
 
     checked: dict[torch.device, Tensor] | None = None  # by its last check
+    here: dict[torch.device, Tensor] | None = None  # the same, as far as this process's gradients tell
     stepped: dict[torch.device, Tensor] | None = None  # by the check that its last step went by
     taken: bool | None = None  # that step, once the host knows
 
@@ -55,7 +56,7 @@ class Scaling:
     def unscale_(self, scaler: GradScaler, optimizer: _Optimizer) -> None:
         _recall_scale(scaler, optimizer)
         scale, _ = scaler._check_scale_growth_tracker("unscale_")
-        unscaled = advance(_stage_of(scaler, optimizer), "unscale_")
+        unscaled = advance(stage_of(scaler, optimizer), "unscale_")
         found = scaler._checked(optimizer, inverse(scale), allow_fp16=False)
         state = scaler._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = found
@@ -66,20 +67,20 @@ class Scaling:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         _recall_scale(scaler, optimizer)
         scaler._check_scale_growth_tracker("step")
-        stage = _stage_of(scaler, optimizer)
+        stage = stage_of(scaler, optimizer)
         stepped = advance(stage, "step")
         verdicts = scaler._verdicts_on(optimizer)
         verdicts.taken = None
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             result = _step_if_finite(scaler, optimizer, stage, verdicts, *args, **kwargs)
         elif _takes_scaler(optimizer.step):
-            # stacklevel: the caller of GradScaler.step.
+            # stacklevel: the caller of the scaler's step.
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument to the passed "
                 "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
                 "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
                 FutureWarning,
-                stacklevel=3,
+                stacklevel=3 + scaler._frames_above,
             )
             result = cast("float | None", optimizer.step(*args, **(kwargs | {"grad_scaler": scaler})))
         else:
@@ -241,7 +242,7 @@ def _scaled(value: Any, scales: PerDevice) -> Any:
     return (_scaled(each, scales) for each in cast("Iterable[Any]", value))
 
 
-def _stage_of(scaler: GradScaler, optimizer: _Optimizer) -> OptState:
+def stage_of(scaler: GradScaler, optimizer: _Optimizer) -> OptState:
     state = scaler._per_optimizer_states.get(id(optimizer))
     if state is None:
         return OptState.READY
@@ -257,14 +258,14 @@ def _at(device: torch.device, found_inf: dict[torch.device, Tensor]) -> list[Ten
 def _step_if_finite(
     scaler: GradScaler, optimizer: _Optimizer, stage: OptState, verdicts: Verdicts, *args: Any, **kwargs: Any
 ) -> float | None:
-    checked = verdicts.checked
+    before = verdicts.checked, verdicts.here
     if stage is OptState.READY:
         scaler.unscale_(optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
     if not state["found_inf_per_device"]:
         if stage is OptState.READY:
             del scaler._per_optimizer_states[id(optimizer)]
-            verdicts.checked = checked
+            verdicts.checked, verdicts.here = before
         raise AssertionError("No inf checks were recorded for this optimizer.")
     return scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
 

@@ -98,6 +98,7 @@ class GradScaler:
     _min_scale: float = SMALLEST_SCALE
     _error_if_stuck: bool = False
     _loaded: bool = False  # a state dict was, and the scale is known though it has no tensor yet
+    _frames_above: int = 0  # between the methods here and who called them, for the places that warnings name
 
     def __init__(  # noqa: PLR0913  torch's six
         self,
@@ -115,7 +116,8 @@ class GradScaler:
         self._enabled = enabled
         if device == "cuda" and enabled and amp_definitely_not_available():
             warnings.warn(
-                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2
+                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
+                stacklevel=2 + self._frames_above,
             )
             self._enabled = False
         self._start_watching()
@@ -284,7 +286,7 @@ class GradScaler:
         ['weight']
         """
         names = nonfinite_parameters(optimizer)
-        if not names and any(flag.item() for flag in (self._verdicts_on(optimizer).checked or {}).values()):
+        if not names and any(flag.item() for flag in (self._verdicts_on(optimizer).here or {}).values()):
             raise RuntimeError(
                 "the last check of this optimizer found inf or nan, but none of its gradients holds any now: they were "
                 "cleared or overwritten; call nonfinite_parameters(optimizer) after unscale_() or step() and before "
@@ -406,7 +408,8 @@ class GradScaler:
         """Agree with other processes on what a check found; here there are none.
 
         The one place for it: every check passes here, of `unscale_` and of optimizers that skip for themselves, and
-        what is returned decides on the step and on the scale. Empty if the optimizer has no gradients.
+        what is returned decides on the step and on the scale. What is given is left as it is: it tells of this
+        process's gradients alone. Empty if the optimizer has no gradients.
         """
         return found_inf_per_device
 
@@ -466,6 +469,8 @@ class GradScaler:
         self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found_inf = torch.zeros((), device=inv_scale.device)
-        found = self._reduce_found_inf(self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
-        self._verdicts_on(optimizer).checked = found
+        here = self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = self._reduce_found_inf(here)
+        verdicts = self._verdicts_on(optimizer)
+        verdicts.checked, verdicts.here = found, here
         return found
