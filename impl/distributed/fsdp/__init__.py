@@ -24,6 +24,7 @@ from impl.distributed.fsdp.api import (
     StateDictSettings,
     StateDictType,
 )
+from impl.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = [
     "BackwardPrefetch",
@@ -34,6 +35,7 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "OptimStateDictConfig",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

@@ -1,0 +1,215 @@
+"""Gradient scaling over ranks that hold parts of the gradients: all of them take a step, or none does.
+
+`ShardedGradScaler` is the scaler of `impl.amp` with one thing added: what a check found is the business of all ranks.
+Whatever a rank's gradients look like, a check is one all-reduce of one number, so no rank waits for another in vain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.amp._loss_scale import SMALLEST_SCALE, placed
+from impl.amp._scaling import stage_of
+from impl.amp.grad_scaler import GradScaler, OptState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_Optimizer = torch.optim.Optimizer
+
+# What a rank says of its gradients; the largest counts. All finite is 0.0.
+_NONFINITE = 1.0
+_NOT_CHECKED = 2.0
+
+
+class _Group(enum.Enum):
+    """What stands in the place of a process group where there is none to be had."""
+
+    NOT_PICKLED = "it was left behind when the scaler was pickled or copied"
+
+
+class ShardedGradScaler(GradScaler):
+    """A `GradScaler` whose every rank skips a step if any rank found inf or nan, so that weights and scales stay one.
+
+    It is used like a `GradScaler`, by all ranks of `process_group` alike: each calls `unscale_` and `step` for the same
+    optimizers in the same order. A rank whose parts of the gradients are empty, or that has none, takes part too.
+    Float16 gradients are unscaled here: a model sharded in float16 has no others.
+
+    `found_inf` and `step_was_taken` answer for all ranks, `nonfinite_parameters` names those of this rank.
+
+    A check that fails on one rank (`unscale_`, or the one in `step`, by any exception but an interrupt) leaves no peer
+    waiting: the rank tells them, then raises. Peers whose scale is on the CPU raise too; on an accelerator, where that
+    would cost a synchronisation, they skip the step. Clear the gradients on all ranks then: peers have unscaled
+    theirs. Peers do wait where a rank leaves out a call, dies, or is interrupted (until the group's time-out), and two
+    optimizers checked in another order on one rank get each other's verdict.
+
+    Args:
+        device: as for `GradScaler`; the verdicts meet on it, also those on gradients that lie on the CPU.
+        init_scale, backoff_factor, growth_factor, growth_interval, enabled, min_scale, error_if_stuck: as for
+            `GradScaler`; equal on all ranks.
+        process_group: the ranks that decide together; None is the default group, as it is when a check is made. No
+            group is pickled or copied: the default one is found again, another has to be assigned
+            (`scaler.process_group = group`) before the next check.
+
+    Raises:
+        AssertionError, ValueError: as for `GradScaler`.
+    Sync: as for `GradScaler`; a backend such as gloo waits for the peers in its collective.
+    Collectives: one all-reduce of one f32 for each `unscale_`, and for each `step` without one before it; none when
+        switched off.
+    Source: torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler 2.13; differences: those of `GradScaler`, so
+        the scale does not overflow; float16 and bfloat16 losses are scaled in float32; verdicts are reduced for
+        optimizers that skip for themselves too, in one all-reduce for all devices, and stay 1.0 when several ranks
+        found inf; losses may lie on any device; failed checks are told to the peers; pickling with a group works.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = torch.optim.Adam([weight], lr=0.5, fused=True)
+    >>> scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+    >>> scaler.scale(weight.sum() * torch.inf).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> weight.detach(), scaler.step_was_taken(optimizer), scaler.get_scale()
+    (tensor([1., 1.]), False, 512.0)
+    >>> dist.destroy_process_group()
+    """
+
+    process_group: ProcessGroup | Literal[_Group.NOT_PICKLED] | None = None
+
+    _frames_above = 1
+    _owes_verdict: bool = False  # peers wait for what this rank's check finds
+
+    def __init__(  # noqa: PLR0913  torch's seven
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroup | None = None,
+        *,
+        min_scale: float = SMALLEST_SCALE,
+        error_if_stuck: bool = False,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+            min_scale=min_scale,
+            error_if_stuck=error_if_stuck,
+        )
+        self.process_group = process_group
+
+    def unscale_(self, optimizer: _Optimizer) -> None:
+        """Divide this rank's gradients of `optimizer` by the scale, in place, and check those of all ranks.
+
+        Args:
+            optimizer: owns the gradients, or none. Uncoalesced float16 ones, if sparse, are replaced by coalesced ones.
+
+        Raises:
+            RuntimeError: as `GradScaler.unscale_`; or another rank's check failed; or the group was not pickled.
+            AssertionError: there is no scale yet.
+            ValueError: one gradient belongs to two parameters; no process group is up; this rank is not in it.
+        Collectives: one all-reduce.
+        Source: ShardedGradScaler.unscale_ 2.13; differences: the class's.
+        """
+        with self._answering_peers(optimizer):
+            super().unscale_(optimizer)
+
+    def step(self, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Call `optimizer.step(*args, **kwargs)` on unscaled gradients, unless some rank's hold inf or nan.
+
+        An optimizer whose `_step_supports_amp_scaling` is true is always called, and told of all ranks by `found_inf`.
+
+        Args:
+            optimizer: owns the gradients, or none.
+            args, kwargs: for `optimizer.step`.
+
+        Returns:
+            What `optimizer.step` returns; None for a step that was skipped.
+
+        Raises:
+            RuntimeError: as `GradScaler.step`; or another rank's check failed; or the group was not pickled.
+            AssertionError: there is no scale yet.
+            ValueError: as `unscale_`.
+        Sync: one; none where the optimizer skips for itself.
+        Collectives: one all-reduce, unless `unscale_` was called.
+        Source: GradScaler.step 2.13; differences: theirs; and without gradients the step is taken, as with torch's
+            ShardedGradScaler.
+        """
+        with self._answering_peers(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+
+    def _checked(
+        self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return super()._checked(optimizer, inv_scale, allow_fp16=True)
+
+    def _reduce_found_inf(
+        self, found_inf_per_device: dict[torch.device, Tensor]
+    ) -> dict[torch.device, Tensor]:
+        """One verdict for all ranks and devices: f32, 0-dim, 0.0 or 1.0, since fused optimizers skip at 1.0 alone."""
+        device = self._meeting_place()
+        found = [placed(flag, device).reshape(()) for flag in found_inf_per_device.values()]
+        verdict = torch.stack(found).any().float() if found else torch.zeros((), device=device)
+        self._tell(verdict)
+        if verdict.is_cpu and verdict.item() == _NOT_CHECKED:
+            raise RuntimeError(
+                "another rank of the process group failed to check its gradients, and raises the reason; this rank has "
+                "checked, and may have unscaled, its own: clear them on all ranks before the next backward"
+            )
+        return {verdict.device: verdict.clamp_(max=_NONFINITE)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        default = self.process_group is None or self.process_group is dist.group.WORLD
+        return super().__getstate__() | {"process_group": None if default else _Group.NOT_PICKLED}
+
+    def _meeting_place(self) -> torch.device:
+        """The device for collectives: of one kind on all ranks, wherever their gradients and losses lie."""
+        scale = self._scale
+        if scale is not None and scale.device.type == self._device:
+            return scale.device
+        return torch.device(self._device)
+
+    @contextlib.contextmanager
+    def _answering_peers(self, optimizer: _Optimizer) -> Generator[None]:
+        """Tell the peers if the check that they wait for fails in this block."""
+        if not self._enabled:
+            yield
+            return
+        self._refuse_foreign_group()
+        self._owes_verdict = stage_of(self, optimizer) is OptState.READY
+        try:
+            yield
+        except Exception:
+            if self._owes_verdict:
+                self._tell(torch.full((), _NOT_CHECKED, device=self._meeting_place()))
+            raise
+        finally:
+            self._owes_verdict = False
+
+    def _tell(self, verdict: Tensor) -> None:
+        self._owes_verdict = False
+        dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=self.process_group)
+
+    def _refuse_foreign_group(self) -> None:
+        if self.process_group is _Group.NOT_PICKLED:
+            raise RuntimeError(
+                f"this ShardedGradScaler has no process group: {_Group.NOT_PICKLED.value}; assign the one that decides "
+                "with it: scaler.process_group = group"
+            )
+        if dist.get_rank(self.process_group) < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process_group of this ShardedGradScaler; pass each rank the "
+                "group that it belongs to"
+            )
