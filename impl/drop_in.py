@@ -16,8 +16,7 @@ What it does not reach
     torch's class whatever is installed later. Install first, import second; `python -m impl.drop_in` does.
     Objects already made: torch's scalers and autocast regions stay torch's, and are no instances of the classes
     that stand in their places now. Install between two steps, not between `unscale_` and `step`.
-    Classes already derived, in torch too: `torch.distributed.fsdp.ShardedGradScaler` stays torch's own until it has
-    a line in the table below.
+    Classes already derived from torch's, which stay so.
     Processes started afresh, as by multiprocessing's "spawn": they begin with torch's names. Forked ones inherit.
     `torch.jit.script`, which knows torch's autocast by its name in the source.
 """
@@ -55,6 +54,7 @@ _NAMES = (
     "cuda.amp.autocast_mode.custom_bwd",
     "cuda.amp.autocast_mode.custom_fwd",
     "cuda.amp.grad_scaler.GradScaler",
+    "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
     "nn.utils.clip_grad.clip_grad_norm",
     "nn.utils.clip_grad.clip_grad_norm_",
     "nn.utils.clip_grad.clip_grad_value_",
@@ -62,9 +62,9 @@ _NAMES = (
     "nn.utils.get_total_norm",
 )
 
-# Modules that, when first imported, derive from a class they find in one of the places, or write it into tables.
-# Imported before ours stand there, they deal in torch's own for good, as the rest of torch expects of them.
-_REMEMBERING = ("torch._dynamo.variables.torch", "torch.distributed.fsdp.sharded_grad_scaler")
+# Writes what it finds in the places into tables, when first imported. Imported before ours stand there, it deals in
+# torch's own for good, as the rest of torch expects of it.
+_REMEMBERING = "torch._dynamo.variables.torch"
 
 _lock = threading.RLock()
 _is_pinned = False  # install() was called, and uninstall() not since
@@ -121,10 +121,10 @@ def installed() -> Generator[None]:
 def _place() -> None:
     if _placed:
         return
-    for module in _REMEMBERING:
-        if torch.distributed.is_available() or not module.startswith("torch.distributed."):
-            importlib.import_module(module)
-    pairs = [(_found("torch", name), _found("impl", name)) for name in _NAMES]
+    importlib.import_module(_REMEMBERING)
+    there = torch.distributed.is_available()
+    names = [name for name in _NAMES if there or not name.startswith("distributed.")]
+    pairs = [(_found("torch", name), _found("impl", name)) for name in names]
     pairs = [(theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None]
     _swap(pairs)
     _placed.extend(pairs)

@@ -48,6 +48,7 @@ SPELLINGS = [
     "torch.cuda.amp.autocast_mode.custom_fwd",
     "torch.cuda.amp.grad_scaler.GradScaler",
     "torch.cuda.amp.grad_scaler.OptState",
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
     "torch.nn.utils.clip_grad_norm",
     "torch.nn.utils.clip_grad_norm_",
     "torch.nn.utils.clip_grad_value_",
@@ -202,12 +203,33 @@ def test_what_others_put_there_since_is_left_to_them() -> None:
     assert torch.nn.utils.clip_grad_norm_ is theirs
 
 
-def test_torch_s_sharded_scaler_keeps_torch_s_base() -> None:
-    base = torch.amp.GradScaler
+def test_sharded_scalers_derive_from_scalers_of_their_own_library() -> None:
+    path = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
     with drop_in.installed():
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # noqa: PLC0415 imported under ours
+        assert issubclass(found(path), torch.amp.GradScaler)
+    assert issubclass(found(path), torch.amp.GradScaler)
 
-        assert issubclass(ShardedGradScaler, base)
+
+def test_torch_s_sharded_scaler_is_loaded_before_its_base_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import sys, torch\n"
+        "from impl import drop_in\n"
+        "base, name = torch.amp.GradScaler, 'torch.distributed.fsdp.sharded_grad_scaler'\n"
+        "assert name not in sys.modules\n"
+        "drop_in.install()\n"
+        "drop_in.uninstall()\n"
+        "assert issubclass(sys.modules[name].ShardedGradScaler, base)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "late.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_training_step_written_for_torch_runs_over_ours() -> None:
