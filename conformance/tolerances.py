@@ -19,6 +19,8 @@ class Tolerance:
     reason: str
     # The dtype in which the coarsest rounding happens, where that is not the dtype of the result.
     coarsest: torch.dtype | None = None
+    # How large the terms of a sum may be that cancel to something smaller: what is lost is as large as they are.
+    terms: float = 0.0
 
     def bound(self, wanted: torch.Tensor) -> torch.Tensor:
         """The error allowed at each element of `wanted`, in float64."""
@@ -26,7 +28,7 @@ class Tolerance:
         eps = max(own.eps, torch.finfo(self.coarsest).eps) if self.coarsest else own.eps
         exact = wanted.to(torch.complex128 if wanted.is_complex() else torch.float64)
         smallest_subnormal = own.smallest_normal * own.eps
-        return self.roundings * (eps * exact.abs() + smallest_subnormal)
+        return self.roundings * (eps * exact.abs().clamp(min=self.terms) + smallest_subnormal)
 
     def excess(self, wanted: torch.Tensor, got: torch.Tensor) -> str | None:
         """None when `got` agrees, else a sentence on the worst element."""
@@ -65,6 +67,11 @@ def _bitwise_excess(wanted: torch.Tensor, got: torch.Tensor) -> str | None:
     return f"{count} of {same.numel()} elements differ in bits; at {where} got {got[where]!s}, wanted {wanted[where]!s}"
 
 
+# Sums of ten-odd terms, one behind the other in ten-odd layers, in the order of another engine or over another
+# number of ranks, then three steps, each of which may double what the one before has lost.
+TRAINED = Tolerance(
+    4096, "the steps of a small model of terms near 1, whose sums are taken in another order", terms=1.0
+)
 EXACT = Tolerance(0, "the operation is a move, a copy or one rounding that both must do alike")
 
 

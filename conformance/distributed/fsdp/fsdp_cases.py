@@ -1,0 +1,329 @@
+"""Training with FullyShardedDataParallel, described by plain values: on the ranks, and unsharded in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from conformance.distributed.fsdp.module_trees import (
+    LEAVES,
+    Branches,
+    Chain,
+    ModuleTree,
+    Tied,
+    call,
+    loss_of,
+    out_of_form,
+)
+from conformance.library import Library, load_library
+from conformance.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+FSDP = "distributed.fsdp.FullyShardedDataParallel"
+LEARNING_RATE, MOMENTUM = 0.05, 0.5
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is wrapped. What is left out of it stays the constructor's default."""
+
+    strategy: str = "FULL_SHARD"
+    # The ranks that share: by default, by a group, or by a mesh; two of each where strategies are hybrid.
+    ranks: str = "default"
+    shards: int = 1  # ranks that share one model, where strategies are hybrid
+    wrap: str = "root"  # root, leaves, groups, size or manual
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # as the constructor takes them
+    # Arguments of MixedPrecision, each ending of `_dtype` with a dtype.
+    mixed_precision: Mapping[str, Any] | None = None
+    backward_prefetch: str | None = "BACKWARD_PRE"
+    offload_params: bool = False
+    ignored: str = (
+        ""  # the first part of the body, given as ignored_modules, ignored_states or its parameters
+    )
+
+    @property
+    def is_hybrid(self) -> bool:
+        return "HYBRID" in self.strategy
+
+    @property
+    def uses_orig_params(self) -> bool:
+        return bool(self.arguments.get("use_orig_params"))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What comes between two steps of the optimizer."""
+
+    forwards: int = 1  # each with data of its own
+    order: str = (
+        "in turn"  # `together`: all forwards, then one backward; `no_sync`: all backwards but the last in it
+    )
+    before: str = ""  # eval, no_grad: a forward of that kind; freeze, thaw: the first part of the body
+    set_to_none: bool = True
+
+
+@dataclass(frozen=True)
+class Training:
+    tree: ModuleTree
+    setup: Setup = Setup()
+    steps: Sequence[Step] = (Step(), Step(), Step())
+
+
+def train(rank: Rank, *, library: str, training: Training) -> Outcome:
+    """Wrap and train; the outcome's value is what this rank saw. Barriers stand around each step."""
+
+    found = load_library(library)
+    plain = training.tree.build(_values(training, rank))
+
+    def run() -> dict[str, Any]:
+        return _trained(rank, found, wrapped(rank, found, plain, training.setup), training)
+
+    with groups_put_back():
+        return observe(run)
+
+
+def _values(case: Training, rank: Rank) -> int:
+    """Where states are synchronised, only the first rank begins with the right ones."""
+    return rank.rank if case.setup.arguments.get("sync_module_states") else 0
+
+
+def _trained(rank: Rank, library: Library, model: nn.Module, case: Training) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    progress = Progress(case, rank.rank)
+    shards = []
+    for step in case.steps:
+        dist.barrier()
+        progress.accumulate(model, step)
+        dist.barrier()
+        shards.append({name: state_of(parameter) for name, parameter in model.named_parameters()})
+        whole_gradients = gathered_gradients(library, model) if step is case.steps[-1] else {}
+        optimizer.step()
+        optimizer.zero_grad(step.set_to_none)
+    return {
+        **progress.seen,
+        "shards": shards,
+        "whole_gradients": whole_gradients,
+        "whole_parameters": gathered_parameters(library, model),
+        "buffers": {clean(name): buffer.clone() for name, buffer in model.named_buffers()},
+    }
+
+
+def state_of(parameter: torch.Tensor) -> dict[str, Any]:
+    grad = parameter.grad
+    return {"value": parameter.detach().clone(), "grad": None if grad is None else grad.clone()}
+
+
+class Progress:
+    """One rank's way through the steps: each forward has data of its own."""
+
+    def __init__(self, case: Training, rank: int) -> None:
+        self.tree, self.rank, self.setup = case.tree, rank, case.setup
+        self.forwards = 0
+        self.seen: dict[str, list[Any]] = {"outputs": [], "forms": [], "losses": [], "input_gradients": []}
+
+    def accumulate(self, model: nn.Module, step: Step) -> None:
+        """Whatever comes before the optimizer's step."""
+        if step.before in ("freeze", "thaw"):
+            for name, parameter in model.named_parameters():
+                if clean(name).startswith("body.parts.0."):
+                    parameter.requires_grad_(step.before == "thaw")
+        elif step.before:
+            self._look(model, step.before)
+        if step.order == "together":
+            self._train(model, step.forwards)
+            return
+        for number in range(step.forwards):
+            is_last = number == step.forwards - 1
+            with _no_sync(model) if step.order == "no_sync" and not is_last else contextlib.nullcontext():
+                self._train(model, 1)
+
+    def _look(self, model: nn.Module, kind: str) -> None:
+        """A forward without a backward."""
+        model.train(kind != "eval")
+        with torch.no_grad():
+            self._forward(model)
+        model.train()
+
+    def _train(self, model: nn.Module, forwards: int) -> None:
+        ran = [self._forward(model) for _ in range(forwards)]
+        loss = torch.stack([loss_of(output) for _, output in ran]).sum()
+        loss.backward()
+        self.seen["losses"].append(loss.detach())
+        self.seen["input_gradients"] += [x.grad for x, _ in ran]
+
+    def _forward(self, model: nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = self.tree.batch(self.forwards, self.rank)
+        self.forwards += 1
+        output = call(model, self.tree, batch)
+        self.seen["outputs"].append(out_of_form(output).detach().clone())
+        self.seen["forms"].append(type(output).__name__)
+        return batch.x, output
+
+
+def _no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()  # type: ignore[operator]
+
+
+def clean(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+# -- wrapping
+
+
+def wrapped(rank: Rank, library: Library, model: nn.Module, setup: Setup) -> Any:
+    make = functools.partial(library.find(FSDP), **constructor_arguments(rank, library, model, setup))
+    if setup.wrap == "manual":
+        inner = functools.partial(make, sync_module_states=setup.arguments.get("sync_module_states", False))
+        model.body.parts = nn.ModuleList(inner(part) for part in model.body.parts)
+    return make(model)
+
+
+def constructor_arguments(rank: Rank, library: Library, model: nn.Module, setup: Setup) -> dict[str, Any]:
+    fsdp = library.distributed.fsdp
+    arguments = dict(setup.arguments)
+    arguments["device_id"] = rank.device
+    arguments["sharding_strategy"] = fsdp.ShardingStrategy[setup.strategy]
+    arguments["backward_prefetch"] = (
+        setup.backward_prefetch and fsdp.BackwardPrefetch[setup.backward_prefetch]
+    )
+    arguments |= _ranks_arguments(rank, setup)
+    if setup.offload_params:
+        arguments["cpu_offload"] = fsdp.CPUOffload(offload_params=True)
+    if setup.mixed_precision is not None:
+        arguments["mixed_precision"] = fsdp.MixedPrecision(**setup.mixed_precision)
+    if (policy := _policy(library, setup.wrap)) is not None:
+        arguments["auto_wrap_policy"] = policy
+    first = model.body.parts[0] if setup.ignored else None
+    if setup.ignored == "parameters":
+        arguments["ignored_states"] = list(first.parameters())
+    elif setup.ignored:
+        arguments[setup.ignored] = [first]
+    return arguments
+
+
+def _policy(library: Library, wrap: str) -> Any:
+    wraps = library.distributed.fsdp.wrap
+    match wrap:
+        case "leaves":
+            return wraps.ModuleWrapPolicy(set(LEAVES))
+        case "groups":
+            return wraps.ModuleWrapPolicy({Chain, Branches})
+        case "size":
+            # Weights that two modules share stay in one unit.
+            return functools.partial(
+                wraps.size_based_auto_wrap_policy, min_num_params=12, force_leaf_modules={Tied}
+            )
+    return None
+
+
+def _ranks_arguments(rank: Rank, setup: Setup) -> dict[str, Any]:
+    if setup.ranks == "default":
+        return {}
+    if setup.ranks == "group":
+        return {"process_group": dist.group.WORLD}
+    if setup.ranks == "mesh":
+        return {"device_mesh": init_device_mesh(rank.device.type, (rank.world_size,))}
+    mesh = mesh_of(rank, setup.shards)
+    if setup.ranks == "meshes":
+        return {"device_mesh": mesh}
+    return {"process_group": (mesh.get_group(1), mesh.get_group(0))}
+
+
+def mesh_of(rank: Rank, shards: int) -> DeviceMesh:
+    """Replicas, each of which `shards` ranks share."""
+    shape = (rank.world_size // shards, shards)
+    return init_device_mesh(rank.device.type, shape, mesh_dim_names=("replicas", "shards"))
+
+
+@contextlib.contextmanager
+def groups_put_back() -> Generator[None]:
+    """Ends the process groups that are made inside, so that the ranks stay fit for the next case."""
+    groups = dist.distributed_c10d._world.pg_map
+    before = set(groups)
+    yield
+    for group in [group for group in groups if group not in before]:
+        dist.destroy_process_group(group)
+
+
+# -- what the ranks hold together
+
+
+def gathered_parameters(library: Library, model: nn.Module) -> dict[str, torch.Tensor]:
+    with library.find(FSDP).summon_full_params(model, writeback=False):
+        return {clean(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients gathered as if they were parameters, which also does where they have no names of their own.
+
+    Zero stands for none: a part that has none may share a buffer with others that do.
+    """
+    parameters = list(model.parameters())
+    kept = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        gradients = gathered_parameters(library, model)
+        for parameter, values in zip(parameters, kept, strict=True):
+            parameter.copy_(values)
+    return gradients
+
+
+# -- unsharded
+
+
+def train_unsharded(case: Training, world_size: int) -> list[dict[str, Any]]:
+    """The same in one process: a replica for each rank, whose gradients are averaged before each step."""
+    replicas = [case.tree.build() for _ in range(world_size)]
+    optimizers = [torch.optim.SGD(replica.parameters(), LEARNING_RATE, MOMENTUM) for replica in replicas]
+    ways = [Progress(case, rank) for rank in range(world_size)]
+    gradients: list[dict[str, torch.Tensor]] = []
+    for step in case.steps:
+        for way, replica in zip(ways, replicas, strict=True):
+            way.accumulate(replica, step)
+        average_gradients(replicas, case.setup)
+        gradients = [
+            {name: zero_for_none(parameter) for name, parameter in replica.named_parameters()}
+            for replica in replicas
+        ]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(step.set_to_none)
+    return [
+        {
+            **way.seen,
+            "whole_gradients": whole_gradients,
+            "whole_parameters": {name: value.detach() for name, value in replica.named_parameters()},
+            "buffers": dict(replica.named_buffers()),
+        }
+        for way, replica, whole_gradients in zip(ways, replicas, gradients, strict=True)
+    ]
+
+
+def zero_for_none(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+
+
+def average_gradients(replicas: Sequence[nn.Module], setup: Setup) -> None:
+    """As the ranks do; what they were told to ignore stays each replica's own."""
+    for name, parameters in _by_name(replicas):
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients and not (setup.ignored and name.startswith("body.parts.0.")):
+            mean = torch.stack(gradients).sum(0) / len(parameters)
+            for parameter in parameters:
+                parameter.grad = mean.clone()
+
+
+def _by_name(replicas: Sequence[nn.Module]) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
+    named = [dict(replica.named_parameters()) for replica in replicas]
+    for name in named[0]:
+        yield name, [parameters[name] for parameters in named]

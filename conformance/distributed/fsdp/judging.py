@@ -1,0 +1,81 @@
+"""Judges of what ranks saw: against torch's ranks, and against the same model unsharded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import settings
+
+from conformance.distributed.fsdp.fsdp_cases import FSDP, Training, train_unsharded
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome
+from conformance.ranks import RankPool
+from conformance.tolerances import TRAINED, Tolerance
+
+_CASES = "conformance.distributed.fsdp.fsdp_cases"
+_UNSHARDED = ("outputs", "losses", "input_gradients", "whole_gradients", "whole_parameters", "buffers")
+
+
+def share_of_examples(share: float) -> settings:
+    """A share of the profile's examples, for those that cost a second each."""
+    return settings(max_examples=max(2, round(settings.default.max_examples * share)))
+
+
+def outcomes(pool: RankPool, library: Library, case: str, **arguments: Any) -> list[Outcome]:
+    """What every rank saw. Which warnings came counts, not how often: that is how many units there are."""
+    library.find(FSDP)  # missing here rather than on the ranks, which is reported as such
+    seen = pool.run(f"{_CASES}:{case}" if ":" not in case else case, library=library.spec, **arguments)
+    return [replace(outcome, warned=tuple(sorted(set(outcome.warned)))) for outcome in seen]
+
+
+def assert_ranks_agree(
+    reference: Sequence[Outcome], subject: Sequence[Outcome], tolerance: Tolerance = TRAINED
+) -> None:
+    for rank, (wanted, got) in enumerate(zip(reference, subject, strict=True)):
+        try:
+            assert_same_outcome(wanted, got, tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"on rank {rank} of {len(subject)} {error}") from None
+
+
+def assert_trains(
+    pool: RankPool,
+    reference: Library,
+    subject: Library,
+    training: Training,
+    tolerance: Tolerance = TRAINED,
+) -> None:
+    """Judges twice: rank by rank as torch does, and as one process does without sharding."""
+    wanted = outcomes(pool, reference, "train", training=training)
+    got = outcomes(pool, subject, "train", training=training)
+    assert_ranks_agree(wanted, got, tolerance)
+    assert_like_unsharded(got, training, tolerance)
+
+
+def assert_like_unsharded(
+    seen: Sequence[Outcome], training: Training, tolerance: Tolerance = TRAINED
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        unsharded = train_unsharded(training, len(seen))
+    for rank, (wanted, outcome) in enumerate(zip(unsharded, seen, strict=True)):
+        assert outcome.raised is None, f"rank {rank} raised {outcome.raised}"
+        for what in _UNSHARDED:
+            _assert_equal(f"{what} of rank {rank}", wanted[what], outcome.value[what], tolerance)
+
+
+def _assert_equal(what: str, wanted: Any, got: Any, tolerance: Tolerance) -> None:
+    named = dict(wanted) if isinstance(wanted, dict) else dict(enumerate(wanted))
+    found = dict(got) if isinstance(got, dict) else dict(enumerate(got))
+    assert named.keys() == found.keys(), f"{what}: {list(found)}, unsharded {list(named)}"
+    for name, value in named.items():
+        _assert_close(f"{what}[{name!r}]", value, found[name].values, tolerance)
+
+
+def _assert_close(what: str, wanted: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> None:
+    assert wanted.shape == got.shape, f"{what}: shape {tuple(got.shape)}, unsharded {tuple(wanted.shape)}"
+    assert (excess := tolerance.excess(wanted.detach(), got)) is None, f"{what}, against unsharded: {excess}"

@@ -1,0 +1,303 @@
+"""Modules of every shape that sharding meets, described by plain values and built alike in every process.
+
+A part takes numbers of any width, [rows, width], and row numbers for lookups; it knows how wide its output is. So parts
+can be put together at will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from conformance import seeding
+
+ROWS = 3  # of each rank's data, at each forward
+WIDTH = 3  # of the model's input
+LOOKUPS = 5  # rows of a lookup's table
+FORMS = ("tensor", "tuple", "list", "dict", "dataclass")
+
+
+@dataclass
+class Boxed:
+    """A tensor handed over in a dataclass."""
+
+    value: torch.Tensor
+    label: str = "box"
+
+
+def in_form(value: torch.Tensor, form: str) -> Any:
+    """`value` as a module may take or return it; beside it stands what is no tensor."""
+    match form:
+        case "tuple":
+            return (value, None)
+        case "list":
+            return [value, "beside"]
+        case "dict":
+            return {"value": value, "count": 2}
+        case "dataclass":
+            return Boxed(value)
+        case _:
+            return value
+
+
+def out_of_form(value: Any) -> torch.Tensor:
+    if isinstance(value, (tuple, list)):
+        return value[0]
+    if isinstance(value, dict):
+        return value["value"]
+    return value.value if isinstance(value, Boxed) else value
+
+
+class Part(nn.Module):
+    """Whatever a tree is made of. `out_width` is the width of what it returns."""
+
+    out_width: int
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+class Affine(Part):
+    def __init__(self, in_width: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.out_width = width
+        self.inner = nn.Linear(in_width, width, bias=bias)
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Normed(Part):
+    def __init__(self, in_width: int) -> None:
+        super().__init__()
+        self.out_width = in_width
+        self.inner = nn.LayerNorm(in_width, eps=0.1)
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Batched(Part):
+    """Has floating and integer buffers that its forward changes."""
+
+    def __init__(self, in_width: int) -> None:
+        super().__init__()
+        self.out_width = in_width
+        self.inner = nn.BatchNorm1d(in_width, eps=0.1)
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Lookup(Part):
+    def __init__(self, in_width: int, width: int) -> None:
+        super().__init__()
+        self.out_width = in_width + width
+        self.inner = nn.Embedding(LOOKUPS, width)
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, self.inner(ids)], dim=-1)
+
+
+class Scaled(Part):
+    """One parameter of two elements: there may be more ranks than that."""
+
+    def __init__(self, in_width: int) -> None:
+        super().__init__()
+        self.out_width = in_width
+        self.factor = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
+        return x * self.factor.sum()
+
+
+class Tied(Part):
+    """Two modules with one weight."""
+
+    def __init__(self, in_width: int) -> None:
+        super().__init__()
+        self.out_width = in_width
+        self.one = nn.Linear(in_width, in_width)
+        self.other = nn.Linear(in_width, in_width, bias=False)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
+        return self.other(torch.tanh(self.one(x)))
+
+
+class Idle(Part):
+    """Has a module that is never called."""
+
+    def __init__(self, in_width: int) -> None:
+        super().__init__()
+        self.out_width = in_width
+        self.inner = nn.Linear(in_width, 2)
+        self.shift = nn.Parameter(torch.zeros(in_width))
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+LEAVES = (Affine, Normed, Batched, Lookup, Scaled, Tied, Idle)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """`width` counts for those whose output may have any. `frozen` parts of it do not require gradients."""
+
+    kind: str
+    width: int = 1
+    frozen: str = "none"  # none, first (parameter) or all
+
+    def build(self, in_width: int) -> Part:
+        match self.kind:
+            case "affine":
+                part: Part = Affine(in_width, self.width, bias=True)
+            case "linear":
+                part = Affine(in_width, self.width, bias=False)
+            case "lookup":
+                part = Lookup(in_width, self.width)
+            case _:
+                part = _ONE_WIDTH[self.kind](in_width)
+        parameters = list(part.parameters())
+        for parameter in parameters if self.frozen == "all" else parameters[: self.frozen == "first"]:
+            parameter.requires_grad_(False)
+        return part
+
+
+_ONE_WIDTH: dict[str, Callable[[int], Part]] = {
+    "normed": Normed,
+    "batched": Batched,
+    "scaled": Scaled,
+    "tied": Tied,
+    "idle": Idle,
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parts that are called one after the other (`chain`), or side by side on the same input (`branches`)."""
+
+    parts: tuple[Leaf | Group, ...]
+    kind: str = "chain"
+    calls: int = 1  # how often its forward calls its parts
+    form: str = "tensor"  # of what it returns
+    checkpointing: str = "none"  # none, reentrant or plain: around each part
+
+    def build(self, in_width: int) -> Part:
+        return (Chain if self.kind == "chain" else Branches)(self, in_width)
+
+    def leaves(self) -> Iterator[Leaf]:
+        for part in self.parts:
+            yield from part.leaves() if isinstance(part, Group) else (part,)
+
+    def groups(self) -> Iterator[Group]:
+        yield self
+        for part in self.parts:
+            if isinstance(part, Group):
+                yield from part.groups()
+
+
+class _Grouped(Part):
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.parts = nn.ModuleList()
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> Any:
+        calls = [self.once(x * 0.5**call, ids) for call in range(self.group.calls)]
+        return in_form(torch.stack(calls).sum(0), self.group.form)
+
+    def once(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def call(self, part: nn.Module, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if self.group.checkpointing == "none":
+            return out_of_form(part(x, ids=ids))
+        is_reentrant = self.group.checkpointing == "reentrant"
+        return checkpoint(lambda x: out_of_form(part(x, ids=ids)), x, use_reentrant=is_reentrant)
+
+
+class Chain(_Grouped):
+    def __init__(self, group: Group, in_width: int) -> None:
+        super().__init__(group)
+        self.out_width = in_width
+        for description in group.parts:
+            part = description.build(self.out_width)
+            self.out_width = part.out_width
+            self.parts.append(part)
+
+    def once(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = self.call(part, x, ids)
+        return x
+
+
+class Branches(_Grouped):
+    def __init__(self, group: Group, in_width: int) -> None:
+        super().__init__(group)
+        self.parts.extend(description.build(in_width) for description in group.parts)
+        self.out_width = sum(part.out_width for part in self.parts)
+
+    def once(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.call(part, x, ids) for part in self.parts], dim=-1)
+
+
+@dataclass(frozen=True)
+class ModuleTree:
+    """A whole model: `body`, and a head of its own parameters behind it."""
+
+    body: Group
+    takes: str = "tensor"  # form of the input
+    returns: str = "tensor"  # form of the output
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+    def build(self, seed_shift: int = 0) -> Model:
+        """The same module each time; another `seed_shift` gives other values."""
+        model = Model(self).to(self.dtype)
+        generator = seeding.generator(self.seed + 1000 * seed_shift)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(values * 0.5 + 0.25)
+        return model
+
+    def batch(self, number: int, rank: int) -> Batch:
+        """What a rank is given at its forward number `number`."""
+        generator = seeding.generator(self.seed + 7 + 100 * number + 10_000 * rank)
+        x = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(self.dtype)
+        return Batch(x.requires_grad_(), torch.randint(LOOKUPS, (ROWS,), generator=generator))
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    ids: torch.Tensor
+
+
+class Model(nn.Module):
+    def __init__(self, tree: ModuleTree) -> None:
+        super().__init__()
+        self.tree = tree
+        self.body = tree.body.build(WIDTH)
+        self.head = nn.Linear(self.body.out_width, 2)
+
+    def forward(self, given: Any, *, ids: torch.Tensor) -> Any:
+        x = out_of_form(self.body(out_of_form(given), ids=ids))
+        return in_form(self.head(x), self.tree.returns)
+
+
+def call(model: nn.Module, tree: ModuleTree, batch: Batch) -> Any:
+    return model(in_form(batch.x, tree.takes), ids=batch.ids)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Has gradients of about one wherever the output lies, so that no training runs away."""
+    y = out_of_form(output).double()
+    return (1 + y.square()).sqrt().mean() + 0.5 * y.mean()

@@ -1,0 +1,49 @@
+"""Trees of modules for sharding: nested, shared, frozen, unused, called twice, too small for the ranks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from conformance.distributed.fsdp.module_trees import FORMS, Group, Leaf, ModuleTree
+
+KINDS = ("affine", "linear", "normed", "batched", "lookup", "scaled", "tied", "idle")
+CHECKPOINTING = ("none", "none", "plain")
+
+
+# A unit of a single element is a case of its own: torch accumulates its gradients wrongly. So widths begin at 2.
+@st.composite
+def leaves(draw: st.DrawFn, *, frozen: tuple[str, ...] = ("none",), kinds: tuple[str, ...] = KINDS) -> Leaf:
+    return Leaf(draw(st.sampled_from(kinds)), draw(st.integers(2, 5)), draw(st.sampled_from(frozen)))
+
+
+def groups(
+    parts: st.SearchStrategy[Leaf | Group], checkpointing: tuple[str, ...]
+) -> st.SearchStrategy[Group]:
+    return st.builds(
+        Group,
+        parts=st.lists(parts, min_size=1, max_size=3).map(tuple),
+        kind=st.sampled_from(["chain", "chain", "branches"]),
+        calls=st.sampled_from([1, 1, 1, 2]),
+        form=st.sampled_from(FORMS),
+        checkpointing=st.sampled_from(checkpointing),
+    )
+
+
+@st.composite
+def module_trees(
+    draw: st.DrawFn,
+    *,
+    frozen: tuple[str, ...] = ("none",),
+    kinds: tuple[str, ...] = KINDS,
+    checkpointing: tuple[str, ...] = CHECKPOINTING,
+    dtype: torch.dtype = torch.float64,
+) -> ModuleTree:
+    leaf = leaves(frozen=frozen, kinds=kinds)
+    return ModuleTree(
+        body=draw(groups(st.one_of(leaf, leaf, groups(leaf, checkpointing)), checkpointing)),
+        takes=draw(st.sampled_from(FORMS)),
+        returns=draw(st.sampled_from(FORMS)),
+        dtype=dtype,
+        seed=draw(st.integers(0, 50)),
+    )

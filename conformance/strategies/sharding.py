@@ -1,0 +1,92 @@
+"""How a model is wrapped and trained: every setup that one strategy of sharding allows, and schedules of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
+from conformance.strategies.modules import module_trees
+
+WRAPS = ("root", "leaves", "groups", "size", "manual")
+_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", None)
+
+
+@st.composite
+def setups(
+    draw: st.DrawFn,
+    *,
+    strategy: str,
+    ranks: tuple[str, ...] = ("default", "group", "mesh"),
+    shards: int = 1,
+    wraps: tuple[str, ...] = WRAPS,
+    **given: Any,
+) -> Setup:
+    """`given` are fields of the setup that are not drawn."""
+    drawn_ranks = draw(st.sampled_from(ranks))
+    arguments = {
+        "use_orig_params": draw(st.booleans()),
+        "forward_prefetch": draw(st.booleans()),
+        "limit_all_gathers": draw(st.booleans()),
+    }
+    return Setup(
+        strategy=strategy,
+        ranks=drawn_ranks,
+        shards=shards,
+        wrap=draw(st.sampled_from(wraps)),
+        arguments=arguments,
+        backward_prefetch=draw(st.sampled_from(_PREFETCHES)),
+        **given,
+    )
+
+
+def steps(
+    orders: tuple[str, ...] = ("in turn", "together", "no_sync"),
+    befores: tuple[str, ...] = ("", "eval", "no_grad"),
+) -> st.SearchStrategy[Step]:
+    return st.builds(
+        Step,
+        forwards=st.sampled_from([1, 1, 2, 3]),
+        order=st.sampled_from(orders),
+        before=st.sampled_from(befores),
+        set_to_none=st.booleans(),
+    )
+
+
+@st.composite
+def trainings(
+    draw: st.DrawFn,
+    *,
+    schedule: st.SearchStrategy[Step] | None = None,
+    dtype: torch.dtype = torch.float64,
+    tree: dict[str, Any] | None = None,
+    **setup: Any,
+) -> Training:
+    """At least three steps. Parts are frozen where the setup allows it: in units of their own, or by name."""
+    drawn = draw(setups(**setup))
+    frozen, befores = _freezing(drawn)
+    schedule = steps(befores=("", "eval", "no_grad", *befores)) if schedule is None else schedule
+    return Training(
+        tree=draw(module_trees(frozen=frozen, dtype=dtype, **(tree or {}))),
+        setup=drawn,
+        steps=_without_stale_gradients(draw(st.lists(schedule, min_size=3, max_size=4))),
+    )
+
+
+def _freezing(setup: Setup) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which leaves may be frozen, and what may be frozen between steps."""
+    if setup.uses_orig_params:
+        return ("none", "none", "first", "all"), ("freeze", "thaw")
+    if setup.wrap == "leaves":
+        return ("none", "none", "all"), ()
+    return ("none",), ()
+
+
+def _without_stale_gradients(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """A parameter that is frozen with a gradient of zero goes on by its momentum; one whose gradient is None rests."""
+    freezes = any(step.before in ("freeze", "thaw") for step in steps)
+    return tuple(replace(step, set_to_none=step.set_to_none or freezes) for step in steps)
