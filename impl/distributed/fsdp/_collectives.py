@@ -1,0 +1,127 @@
+"""What a unit's ranks tell each other: shards to make the whole of, gradients to sum; dtypes and divisions with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms._comm_hooks import default_hooks
+
+from impl.distributed.fsdp._flat_layout import FlatLayout
+from impl.distributed.fsdp._flat_param import Flat, Whole
+from impl.distributed.fsdp._groups import Groups, predivide_factor
+
+# From 2.13 on torch deprecates the older names, which are all that 2.11 has.
+_all_gather: Callable[..., Any] = getattr(
+    dist,
+    "all_gather_single",
+    dist.all_gather_into_tensor,  # pyright: ignore[reportDeprecated]
+)
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist,
+    "reduce_scatter_single",
+    dist.reduce_scatter_tensor,  # pyright: ignore[reportDeprecated]
+)
+
+# Hooks that cast by themselves, and what they cast to. torch's own cannot run where tensors have no streams.
+_LOW_PRECISION: dict[Any, torch.dtype] = {
+    default_hooks.fp16_compress_hook: torch.float16,
+    default_hooks.bf16_compress_hook: torch.bfloat16,
+}
+_Hook = Callable[..., Any]
+
+
+@torch.no_grad()
+def gather(flat: Flat, whole: Whole, groups: Groups) -> None:
+    """Fill a whole from every rank's shard.
+
+    Collectives: one all-gather over the group that the flat is dealt to; none if it is dealt to nobody.
+    """
+    whole.allocate()
+    if whole.is_lasting:
+        return
+    shard = flat.flat_param.data
+    if groups.shard is None:
+        whole.flat.copy_(shard, non_blocking=True)
+        return
+    mine = shard.to(whole.flat.device, whole.flat.dtype, non_blocking=True)
+    _all_gather(whole.flat, mine, group=groups.shard)
+
+
+@torch.no_grad()
+def gathered_like(flat: Flat, shard: Tensor, groups: Groups) -> Tensor:
+    """The whole [padded_numel] of any tensor that is dealt as the flat is; collectives as `gather`."""
+    if groups.shard is None:
+        return shard
+    mine = shard.to(flat.device)
+    whole = mine.new_empty(flat.layout.padded_numel)
+    _all_gather(whole, mine, group=groups.shard)
+    return whole
+
+
+def join(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor) -> None:
+    """Copy gradients into a buffer [padded_numel] that `views` lie over, casting; zeros where there is none."""
+    present = [grad for grad in grads if grad is not None]
+    if len(present) == len(views):
+        torch._foreach_copy_(views, present)
+    else:
+        targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+        torch._foreach_copy_(targets, present)
+        torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
+    for start, stop in layout.gaps:
+        buffer[start:stop].zero_()
+
+
+class Reduction:
+    """How a unit averages gradients over its ranks; `hook` replaces torch's way by the user's."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.hook: _Hook | None = None
+        self.hook_state: Any = None
+        self._before = predivide_factor(groups.size)
+        self._after = groups.size / self._before
+
+    @property
+    def casts_itself(self) -> bool:
+        return self.hook in _LOW_PRECISION
+
+    @torch.no_grad()
+    def __call__(self, buffer: Tensor, shard_numel: int) -> Tensor:
+        """Average a buffer [padded_numel] over all ranks; this rank's shard [shard_numel] of the result.
+
+        The buffer is overwritten. The result has its dtype, and lies in the buffer itself where nothing is dealt.
+        Collectives: a reduce-scatter where parameters are dealt, an all-reduce where they are replicated.
+        """
+        if self.hook is None:
+            return self._averaged(buffer, shard_numel)
+        if self.hook in _LOW_PRECISION:
+            return self._averaged(buffer.to(_LOW_PRECISION[self.hook]), shard_numel)
+        if self.groups.shard is None:
+            self.hook(self.hook_state, buffer)
+            return buffer
+        output = buffer.new_empty(shard_numel)
+        self.hook(self.hook_state, buffer, output)
+        return output
+
+    def _averaged(self, buffer: Tensor, shard_numel: int) -> Tensor:
+        groups = self.groups
+        divisor = self._after
+        if buffer.dtype is torch.float16:
+            if self._before > 1:
+                buffer.div_(self._before)
+        else:
+            # A power of two, which may as well be divided by once the elements are fewer: their exponents have room.
+            divisor *= self._before
+        output = buffer
+        if groups.shard is not None:
+            output = buffer.new_empty(shard_numel)
+            _reduce_scatter(output, buffer, group=groups.shard)
+        if groups.replicate is not None:
+            dist.all_reduce(output, group=groups.replicate)
+        if divisor > 1:
+            output.div_(divisor)
+        return output

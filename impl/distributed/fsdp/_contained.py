@@ -1,0 +1,44 @@
+"""Calling a module inside a unit without the unit: its forward makes the unit whole, as the unit's own would."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from impl.distributed.fsdp._unit import Phase, Unit
+
+
+def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[RemovableHandle]:
+    """Have each module that keeps a parameter of the unit begin a forward of it where none is going on.
+
+    Args:
+        prepare: called before; finds the root.
+    """
+    modules = {place.module: None for flat in unit.flats for one in flat.owned for place in one.places}
+    entry = _Entry(unit, prepare)
+    return [one.register_forward_pre_hook(entry.before, with_kwargs=True) for one in modules]
+
+
+class _Entry:
+    def __init__(self, unit: Unit, prepare: Callable[[], object]) -> None:
+        self._unit = weakref.ref(unit)
+        self._prepare = prepare
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        unit = self._unit()
+        if unit is None or unit.phase is not Phase.IDLE:
+            return None
+        self._prepare()
+        given = unit.before_forward(args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            del module, args
+            handle.remove()
+            unit.after_forward(output)
+
+        handle = module.register_forward_hook(after, always_call=True)
+        return given

@@ -1,0 +1,413 @@
+"""Parameters joined into one flat buffer: the shard that stays, the whole that comes and goes, and what modules see.
+
+A `Flat` holds the parameters of one unit that have one dtype and one `requires_grad`. This rank's part, the *shard*,
+is what the optimizer steps. The *whole* is storage for all elements; gathering fills it, releasing frees it. Its
+*leaves* are the tensors that the forward computes with: made once, they lie over the whole's storage for as long as the
+unit lives, so that neither gathering nor releasing touches a parameter. Modules are shown the leaves while the whole is
+live and what rests in their place otherwise: with `use_orig_params` the user's own parameters, as views of the shard,
+else a `ReleasedParameter`, which knows its shape and refuses to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from impl.distributed.fsdp._flat_layout import FlatLayout, Piece, Slot, split_sizes
+
+
+class FlatParameter(nn.Parameter):
+    """A rank's shard of a unit's parameters: 1-D, as long on every rank; zeros fill its tail."""
+
+
+class ReleasedParameter(Tensor):
+    """Stands in a module for a parameter whose elements are dealt to the ranks; has its shape, dtype and device."""
+
+    _name: str
+
+    @staticmethod
+    def of(leaf: Tensor, name: str) -> ReleasedParameter:
+        made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
+            ReleasedParameter,
+            leaf.shape,
+            strides=leaf.stride(),
+            dtype=leaf.dtype,
+            device=leaf.device,
+            requires_grad=leaf.requires_grad,
+        )
+        made._name = name
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ReleasedParameter({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        name = next((a._name for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls)), "a parameter")
+        raise RuntimeError(
+            f"{func} was called with {name}, whose elements are dealt to the ranks; read it inside "
+            "FullyShardedDataParallel.summon_full_params(module)"
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module keeps a parameter."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter that a unit takes over, and every place in which its modules keep it."""
+
+    name: str  # from the unit's module, cleaned of what wrappers put in
+    parameter: nn.Parameter
+    places: tuple[Place, ...]
+
+
+class Showing:
+    """Puts one tensor for each parameter where the unit's modules look for it.
+
+    Args:
+        owned: the parameters.
+        as_parameters: what is shown are registered parameters, rather than plain attributes.
+    """
+
+    def __init__(self, owned: Sequence[Owned], as_parameters: bool) -> None:
+        # A module that watches its attributes (recurrent ones keep a list of their weights) has to be told.
+        self._watched: list[tuple[nn.Module, str, int]] = []
+        self._plain: list[tuple[dict[str, Any], str, int]] = []
+        for index, one in enumerate(owned):
+            for place in one.places:
+                module = place.module
+                if not as_parameters:
+                    module._parameters.pop(place.attribute, None)
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    names = module._parameters if as_parameters else module.__dict__
+                    self._plain.append((cast("dict[str, Any]", names), place.attribute, index))
+                else:
+                    self._watched.append((module, place.attribute, index))
+
+    def show(self, tensors: Sequence[Tensor]) -> None:
+        for names, attribute, index in self._plain:
+            names[attribute] = tensors[index]
+        for module, attribute, index in self._watched:
+            setattr(module, attribute, tensors[index])
+
+    def hide(self) -> None:
+        """Take them away, names and all."""
+        for names, attribute, _ in self._plain:
+            names.pop(attribute, None)
+        for module, attribute, _ in self._watched:
+            delattr(module, attribute)
+
+    def shown(self) -> Iterator[tuple[int, Tensor | None]]:
+        """What stands there now, with the number of the parameter it stands for."""
+        for names, attribute, index in self._plain:
+            yield index, names.get(attribute)
+        for module, attribute, index in self._watched:
+            yield index, getattr(module, attribute, None)
+
+
+class Whole:
+    """All elements in one dtype; `flat` [padded_numel] comes and goes, `leaves` lie over it for good."""
+
+    def __init__(
+        self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, over: Tensor | None = None
+    ) -> None:
+        self.is_lasting = over is not None
+        self.flat = torch.empty(layout.padded_numel, dtype=dtype, device=device) if over is None else over
+        self._storage = self.flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self.leaves = [_over(self.flat, slot) for slot in layout.slots]
+        # Gathering writes behind autograd's back, so whatever moves these was a change to a parameter.
+        self._versions = [leaf._version for leaf in self.leaves]
+        self.is_live = True
+        self.free()
+
+    def allocate(self) -> None:
+        if not self.is_live:
+            self._storage.resize_(self._nbytes)
+            self.is_live = True
+
+    def free(self) -> None:
+        if self.is_live and not self.is_lasting:
+            self._storage.resize_(0)
+            self.is_live = False
+
+    def changed(self) -> int | None:
+        """The number of a leaf that was written to since it was made, or since the last answer."""
+        if self.is_lasting:
+            return None
+        now = [leaf._version for leaf in self.leaves]
+        if now == self._versions:
+            return None
+        found = next(i for i, pair in enumerate(zip(now, self._versions, strict=True)) if pair[0] != pair[1])
+        self._versions = now
+        return found
+
+
+class Flat:
+    """One flat buffer of a unit.
+
+    Args:
+        owned: parameters of one dtype and one `requires_grad`, on one device.
+        layout: of all of them.
+        rank: in the group that the buffer is dealt to.
+        compute_dtype: of the whole; None is the parameters' own.
+        reduce_dtype: of gradients on their way; None is `compute_dtype` or the parameters' own.
+        device: where the whole lies, and the shard too unless it is offloaded.
+        offloads: the shard lies on the CPU.
+        use_orig_params: modules keep the user's parameters, as views of the shard.
+    """
+
+    def __init__(  # noqa: PLR0913  made in one place, by keyword
+        self,
+        owned: Sequence[Owned],
+        layout: FlatLayout,
+        rank: int,
+        *,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        device: torch.device,
+        offloads: bool,
+        use_orig_params: bool,
+    ) -> None:
+        self.owned = list(owned)
+        self.layout = layout
+        self.rank = rank
+        self.device = device
+        self.offloads = offloads
+        self.use_orig_params = use_orig_params
+        self._wanted_compute_dtype = compute_dtype
+        self._wanted_reduce_dtype = reduce_dtype or compute_dtype
+        self.pieces: list[Piece | None] = [layout.piece(slot, rank) for slot in layout.slots]
+        self._sizes, self._numbers = split_sizes(self.pieces, layout.shard_numel)
+        self.parameters = [one.parameter for one in owned]
+        with torch.no_grad():
+            shard = self._shard_of([p.data for p in self.parameters])
+        requires_grad = any(p.requires_grad for p in self.parameters)
+        self.flat_param = FlatParameter(shard.to("cpu") if offloads else shard, requires_grad)
+        self._showing = Showing(self.owned, as_parameters=use_orig_params)
+        self.resting: list[Tensor] = []
+        self.is_shown = False
+        self._summoned: Showing | None = None
+        self._home: tuple[dict[str, Any], str] | None = None
+        self._wholes: dict[torch.dtype, Whole] = {}
+        self.refresh()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' own, in which the optimizer steps."""
+        return self.flat_param.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._wanted_compute_dtype or self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self._wanted_reduce_dtype or self.dtype
+
+    @property
+    def is_dealt(self) -> bool:
+        return self.layout.world > 1
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """What the optimizer steps."""
+        return self.parameters if self.use_orig_params else [self.flat_param]
+
+    def refresh(self) -> None:
+        """Follow the shard after it was made, moved or cast."""
+        self._wholes.clear()
+        if self.use_orig_params:
+            self.rest_as_views()
+        else:
+            leaves = self.whole(self.compute_dtype).leaves
+            pairs = zip(leaves, self.layout.slots, strict=True)
+            self.resting = [ReleasedParameter.of(leaf, slot.name) for leaf, slot in pairs]
+        self.conceal()
+
+    def whole(self, dtype: torch.dtype) -> Whole:
+        """The whole in a dtype; its storage is free until it is allocated."""
+        found = self._wholes.get(dtype)
+        if found is None:
+            shard = self.flat_param.data
+            serves = not self.is_dealt and dtype is self.dtype and shard.device == self.device
+            found = Whole(self.layout, dtype, self.device, over=shard if serves else None)
+            found.leaves = [self._as_leaf(leaf) for leaf in found.leaves]
+            self._wholes[dtype] = found
+        return found
+
+    def expose(self, dtype: torch.dtype) -> Whole:
+        """Have the modules see the whole's leaves."""
+        whole = self.whole(dtype)
+        for leaf, wants in zip(whole.leaves, self._wants_grad(), strict=True):
+            if leaf.requires_grad is not wants:
+                leaf.requires_grad_(wants)
+        self._showing.show(whole.leaves)
+        self.is_shown = True
+        return whole
+
+    def conceal(self) -> None:
+        """Have the modules see what rests in the leaves' place."""
+        self._showing.show(self.resting)
+        self.is_shown = False
+
+    def free(self) -> None:
+        for whole in self._wholes.values():
+            whole.free()
+
+    def rest_as_views(self) -> None:
+        """Point the user's parameters into the shard: 1-D pieces of it, and whole where nothing is dealt."""
+        shard = self.flat_param.data
+        if self.is_dealt:
+            parts = shard.split_with_sizes(self._sizes)
+            nothing = shard.new_empty(0)
+            views = [nothing if number is None else parts[number] for number in self._numbers]
+        else:
+            views = [_over(shard, slot) for slot in self.layout.slots]
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+        self.resting = list(self.parameters)
+        self._addresses = [view.data_ptr() for view in views]
+
+    def take_back_changes(self) -> bool:
+        """Copy into the shard what a user put in a parameter's place, or a parameter's data; was there any?
+
+        Raises:
+            RuntimeError: it does not have the shape of what this rank owns.
+        """
+        if not self.use_orig_params:
+            return False
+        found = False
+        for index, shown in self._showing.shown() if not self.is_shown else ():
+            if shown is not None and shown is not self.parameters[index]:
+                self.parameters[index] = cast("nn.Parameter", shown)
+                found = True
+        if not found and self._addresses == [p.data_ptr() for p in self.parameters]:
+            return False
+        with torch.no_grad():
+            self._copy_parameters_in()
+        self.rest_as_views()
+        return True
+
+    def _copy_parameters_in(self) -> None:
+        shard = self.flat_param.data
+        for parameter, slot, piece in zip(self.parameters, self.layout.slots, self.pieces, strict=True):
+            wanted = (piece.numel if piece else 0,) if self.is_dealt else slot.shape
+            if tuple(parameter.shape) != tuple(wanted):
+                raise RuntimeError(
+                    f"{slot.name} was given {tuple(parameter.shape)} elements, but this rank keeps {tuple(wanted)} of "
+                    "it; change whole parameters inside summon_full_params()"
+                )
+            if piece is not None:
+                target = shard.narrow(0, piece.offset, piece.numel)
+                target.copy_(
+                    parameter.data.reshape(-1) if self.is_dealt else _in_memory_order(parameter.data)
+                )
+
+    def shown(self) -> Iterator[tuple[int, Tensor | None]]:
+        """What stands in the modules now, with the number of the parameter it stands for."""
+        if self._summoned is not None:
+            return self._summoned.shown()
+        return self._showing.shown()
+
+    def show_parameters(self, views: Sequence[Tensor]) -> None:
+        """Register whole parameters with the modules, and not the flat one; without `use_orig_params`."""
+        self.unregister()
+        self._summoned = Showing(self.owned, as_parameters=True)
+        self._showing.hide()
+        self._summoned.show([nn.Parameter(view, self.flat_param.requires_grad) for view in views])
+
+    def put_flat_param_back(self) -> None:
+        """The other way round again."""
+        if self._summoned is not None:
+            self._summoned.hide()
+            self._summoned = None
+        self._register()
+
+    @contextmanager
+    def being_changed(self) -> Generator[None]:
+        """Inside, `flat_param` alone is registered and may be moved or cast; what is made of it follows."""
+        if self.use_orig_params:
+            self._showing.hide()
+            self._register()
+        try:
+            yield
+        finally:
+            if self._home is not None:
+                self.flat_param = self._home[0][self._home[1]]
+            if self.use_orig_params:
+                self.unregister()
+            if not self.offloads:
+                self.device = self.flat_param.device
+            self.refresh()
+
+    def register_as(self, module: nn.Module, name: str) -> None:
+        """Say where the flat parameter is seen: without `use_orig_params` always, else while the others are hidden."""
+        self._home = (cast("dict[str, Any]", module._parameters), name)
+        if not self.use_orig_params:
+            self._register()
+
+    def _register(self) -> None:
+        if self._home is not None:
+            self._home[0][self._home[1]] = self.flat_param
+
+    def unregister(self) -> None:
+        if self._home is not None:
+            self._home[0].pop(self._home[1], None)
+
+    def pieces_of(self, flat_shard: Tensor) -> list[Tensor | None]:
+        """Cut a tensor like the shard into what belongs to each parameter, shaped as this rank's part of it."""
+        if not self.is_dealt:
+            return [_over(flat_shard, slot) for slot in self.layout.slots]
+        parts = flat_shard.split_with_sizes(self._sizes)
+        return [None if number is None else parts[number] for number in self._numbers]
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Tensors in the parameters' shapes over a buffer of all elements."""
+        return [_over(flat, slot) for slot in self.layout.slots]
+
+    def _wants_grad(self) -> list[bool]:
+        if self.use_orig_params:
+            return [p.requires_grad for p in self.parameters]
+        return [self.flat_param.requires_grad] * len(self.layout.slots)
+
+    def _as_leaf(self, view: Tensor) -> Tensor:
+        return nn.Parameter(view, requires_grad=False) if self.use_orig_params else view
+
+    def _shard_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The part of the joined tensors that is this rank's, in memory of its own."""
+        whole = tensors[0].new_zeros(self.layout.padded_numel)
+        for tensor, slot in zip(tensors, self.layout.slots, strict=True):
+            whole[slot.start : slot.stop].copy_(_in_memory_order(tensor))
+        if not self.is_dealt:
+            return whole
+        width = self.layout.shard_numel
+        return whole[self.rank * width : (self.rank + 1) * width].clone()
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's stride if it fills its memory without gaps, else the contiguous one."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    dense = torch.empty_like(tensor).copy_(tensor)
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def _over(flat: Tensor, slot: Slot) -> Tensor:
+    """A tensor in the slot's shape over the buffer's memory, which autograd does not take for a view of it."""
+    made = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return made.set_(flat.untyped_storage(), flat.storage_offset() + slot.start, slot.shape, slot.stride)

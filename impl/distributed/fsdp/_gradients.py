@@ -1,0 +1,180 @@
+"""A rank's shard of a flat's gradient, as the optimizer sees it, and what has not been averaged yet.
+
+Between backwards `.grad` is the average, dealt as the parameters are. After a backward that did not synchronise it is
+this rank's own sum over all elements, so that `zero_grad` does to it what it does everywhere; the average of earlier
+backwards waits aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from impl.distributed.fsdp._collectives import join
+from impl.distributed.fsdp._flat_param import Flat
+
+
+class GradientShard:
+    """`.grad` of one flat, of `flat_param` or of the user's own parameters."""
+
+    def __init__(self, flat: Flat, keeps_low_precision: bool) -> None:
+        self._flat = flat
+        self._keeps_low_precision = keeps_low_precision
+        self._averaged: Tensor | None = None  # [shard_numel], of this and earlier backwards, not shown yet
+        self._shown: Tensor | None = None  # [shard_numel], what `.grad` is made of
+        self._shown_parts: list[Tensor | None] = []
+        self._unreduced: Tensor | None = None  # [padded_numel], of backwards that did not synchronise
+        self._unreduced_views: list[Tensor] = []
+
+    def begin_backward(self) -> None:
+        """Take aside what `.grad` holds, so that this backward is added to it."""
+        if self._unreduced is not None:
+            if self._is_cleared():
+                self._unreduced = None
+                self._averaged = None
+                self._unreduced_views = []
+        elif self._averaged is None:
+            self._averaged = self._taken_from_grad()
+
+    def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
+        flat = self._flat
+        if self._unreduced is None:
+            dtype = next(grad.dtype for grad in grads if grad is not None)
+            self._unreduced = torch.empty(flat.layout.padded_numel, dtype=dtype, device=flat.device)
+            self._unreduced_views = flat.views_of(self._unreduced)
+            join(flat.layout, grads, self._unreduced_views, self._unreduced)
+        else:
+            self._add_to_unreduced(grads)
+
+    def take_unreduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """All that has not been averaged, with `grads` added, [padded_numel]; None if there is nothing before them."""
+        whole = self._unreduced
+        if whole is None:
+            return None
+        self._add_to_unreduced(grads)
+        self._unreduced = None
+        self._unreduced_views = []
+        return whole
+
+    def add(self, reduced: Tensor) -> None:
+        """Add an average [shard_numel] of any dtype to those of this backward and before."""
+        flat = self._flat
+        keeps = self._keeps_low_precision and not flat.is_dealt
+        mine = reduced if keeps else reduced.to(flat.dtype)
+        if flat.offloads:
+            mine = mine.to("cpu")
+        if self._averaged is None:
+            self._averaged = mine if mine is not reduced or flat.is_dealt else mine.clone()
+        else:
+            self._averaged = self._averaged.to(mine.dtype).add_(mine)
+
+    def end_backward(self, synced: bool) -> None:
+        """Show what this backward left."""
+        if not synced:
+            if self._unreduced is not None:
+                self._show_unreduced()
+            return
+        if self._averaged is None:
+            return
+        averaged, self._averaged = self._averaged, None
+        if self._keeps_low_precision:
+            averaged = averaged.to(self._flat.compute_dtype)
+        self.show(averaged)
+
+    def show(self, shard: Tensor) -> None:
+        """Make [shard_numel] the `.grad` of what the optimizer steps."""
+        flat = self._flat
+        self._shown = shard
+        if not flat.use_orig_params:
+            _set_grad(flat.flat_param, shard)
+            return
+        self._shown_parts = flat.pieces_of(shard)
+        for parameter, part in zip(flat.parameters, self._shown_parts, strict=True):
+            if part is None or not parameter.requires_grad:
+                parameter.grad = None
+            else:
+                _set_grad(parameter, part)
+
+    @contextmanager
+    def on_flat_param(self) -> Generator[None]:
+        """Inside, what `.grad` holds is `flat_param`'s, whatever it is moved or cast to there."""
+        shard = self.current()
+        flat = self._flat
+        if flat.use_orig_params:
+            for parameter in flat.parameters:
+                parameter.grad = None
+        flat.flat_param.grad = shard
+        yield
+        moved, flat.flat_param.grad = flat.flat_param.grad, None
+        if moved is not None:
+            self.show(moved)
+
+    def current(self) -> Tensor | None:
+        """What `.grad` holds, [shard_numel], whoever put it there; None if there is none."""
+        if self._unreduced is not None:
+            return None
+        return self._taken_from_grad()
+
+    def _holders(self) -> list[Tensor]:
+        flat = self._flat
+        return list(flat.stepped)
+
+    def _is_cleared(self) -> bool:
+        return all(parameter.grad is None for parameter in self._holders())
+
+    def _taken_from_grad(self) -> Tensor | None:
+        flat = self._flat
+        if not flat.use_orig_params:
+            return flat.flat_param.grad
+        present = [parameter.grad for parameter in flat.parameters]
+        if all(grad is None for grad in present):
+            return None
+        if self._shown is not None and self._is_as_shown(present):
+            return self._shown
+        return self._joined(present)
+
+    def _is_as_shown(self, present: Sequence[Tensor | None]) -> bool:
+        for grad, part in zip(present, self._shown_parts, strict=False):
+            if part is None:
+                continue
+            if grad is None or grad.data_ptr() != part.data_ptr() or grad.shape != part.shape:
+                return False
+        return len(self._shown_parts) == len(present)
+
+    def _joined(self, present: Sequence[Tensor | None]) -> Tensor:
+        """A user replaced some gradients or set some to None: what there is now, zeros elsewhere."""
+        flat = self._flat
+        dtype = next(grad.dtype for grad in present if grad is not None)
+        shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=flat.flat_param.device)
+        for part, grad in zip(flat.pieces_of(shard), present, strict=True):
+            if part is not None and grad is not None:
+                part.copy_(grad)
+        return shard
+
+    def _add_to_unreduced(self, grads: Sequence[Tensor | None]) -> None:
+        pairs = [
+            (view, grad) for view, grad in zip(self._unreduced_views, grads, strict=True) if grad is not None
+        ]
+        torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+
+    def _show_unreduced(self) -> None:
+        assert self._unreduced is not None
+        flat = self._flat
+        if not flat.use_orig_params:
+            _set_grad(flat.flat_param, self._unreduced)
+            return
+        for parameter, view in zip(flat.parameters, self._unreduced_views, strict=True):
+            if parameter.requires_grad:
+                _set_grad(parameter, view)
+
+
+def _set_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Set `.grad` also where its shape, dtype or device are not the parameter's, which assignment refuses."""
+    if grad.shape == parameter.shape and grad.dtype is parameter.dtype and grad.device == parameter.device:
+        parameter.grad = grad
+        return
+    parameter.grad = torch.empty_like(parameter)
+    parameter.grad.data = grad

@@ -1,0 +1,69 @@
+"""Tensors inside what a module is given and returns: containers, nested as deep as one likes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Each tensor, where it stands; what is no container and no tensor holds none."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, PackedSequence):
+        yield value.data
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, (tuple, list, set)):
+        for each in value:
+            yield from tensors_in(each)
+    elif _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The like of `value` with each tensor changed; `value` itself where no tensor was.
+
+    Lists, tuples, named ones too, sets, dicts and dataclasses keep their type. A packed sequence keeps its lengths.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, PackedSequence):
+        data = change(value.data)
+        return value if data is value.data else value._replace(data=data)
+    if isinstance(value, dict):
+        return _like_dict(value, {key: replaced(each, change) for key, each in value.items()})
+    if isinstance(value, (tuple, list, set)):
+        parts = [replaced(each, change) for each in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if _is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        changes = {name: replaced(getattr(value, name), change) for name in names}
+        if all(changes[name] is getattr(value, name) for name in names):
+            return value
+        return dataclasses.replace(value, **changes)
+    return value
+
+
+def _like_dict(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
+    if all(new[key] is each for key, each in old.items()):
+        return old
+    if isinstance(old, OrderedDict):
+        made = type(old)()
+        for key, each in new.items():
+            made[key] = each
+        return made
+    return new
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

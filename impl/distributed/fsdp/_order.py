@@ -1,0 +1,40 @@
+"""In which order units ran, and which comes next: what prefetching goes by."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+_Unit = TypeVar("_Unit")
+
+
+class Order(Generic[_Unit]):
+    """The units of one iteration, in the order of their forwards; the iteration before serves as the forecast."""
+
+    def __init__(self) -> None:
+        self._forecast: dict[_Unit, _Unit] = {}  # the unit whose forward follows
+        self._begun: list[_Unit] = []
+        self._ended: list[_Unit] = []
+        self._place_of_end: dict[_Unit, int] = {}
+
+    def begin_forward(self, unit: _Unit) -> None:
+        self._begun.append(unit)
+
+    def end_forward(self, unit: _Unit) -> None:
+        self._place_of_end.setdefault(unit, len(self._ended))
+        self._ended.append(unit)
+
+    def after_in_forward(self, unit: _Unit) -> _Unit | None:
+        """The unit whose forward came next in the iteration before, None at its end and in the first iteration."""
+        return self._forecast.get(unit)
+
+    def after_in_backward(self, unit: _Unit) -> _Unit | None:
+        """The unit whose forward ended just before this one's, since backward runs the other way."""
+        place = self._place_of_end.get(unit, 0)
+        return self._ended[place - 1] if place > 0 else None
+
+    def next_iteration(self) -> None:
+        pairs = zip(self._begun, self._begun[1:], strict=False)
+        self._forecast = dict(reversed(list(pairs)))
+        self._begun = []
+        self._ended = []
+        self._place_of_end = {}

@@ -1,0 +1,133 @@
+"""What the units of one module tree share: streams, order, the limit on gathers, and the end of backward.
+
+The root is the outermost unit. Its forward begins an iteration; the end of the backward that passes through any of
+its units ends it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._order import Order
+from impl.distributed.fsdp._streams import Lane, Streams, streams_for
+from impl.distributed.fsdp._unit import Unit
+
+# The unit that computes, and the one that is gathered meanwhile.
+_WHOLE_AT_ONCE = 2
+
+
+class Root:
+    """Made when the first forward, or anything else that needs it, finds out which unit is outermost.
+
+    Args:
+        outermost: the root's own unit.
+        units: all of them, it included.
+        device: where they compute.
+        limits_gathers: the host waits before it gathers a third unit.
+    """
+
+    def __init__(
+        self, outermost: Unit, units: Sequence[Unit], device: torch.device, limits_gathers: bool
+    ) -> None:
+        self.streams: Streams = streams_for(device)
+        self.syncs = True
+        self.units = list(units)
+        self.device = device
+        self._outermost = outermost
+        self._limits_gathers = limits_gathers
+        self._order: Order[Unit] = Order()
+        self._released: deque[Any] = deque()
+        self._is_in_backward = False
+        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._being_reduced: list[tuple[Tensor, Any]] = []
+        for unit in units:
+            unit.shared = self
+
+    @property
+    def is_in_backward(self) -> bool:
+        return self._is_in_backward
+
+    def is_root(self, unit: Unit) -> bool:
+        return unit is self._outermost
+
+    def begin_iteration(self) -> None:
+        """Gathers see what the optimizer wrote."""
+        if self._is_in_backward:
+            return
+        if not any(unit.awaits_backward for unit in self.units):
+            self._order.next_iteration()
+        self.streams.wait(Lane.GATHER, self.streams.record(Lane.COMPUTE))
+
+    def begin_backward(self) -> None:
+        """Have autograd call `end_backward` when the backward that is running is done."""
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            Variable._execution_engine.queue_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        """Close every unit; COMPUTE waits for the gradients."""
+        for unit in self.units:
+            unit.end_of_backward()
+        self.streams.wait(Lane.COMPUTE, self.streams.record(Lane.REDUCE))
+        if any(flat.offloads for unit in self.units for flat in unit.flats):
+            self.streams.block(self.streams.record(Lane.COMPUTE))  # the host reads what was copied to it
+        self._being_reduced.clear()
+        self._order.next_iteration()
+        self._is_in_backward = False
+
+    def note_begun(self, unit: Unit) -> None:
+        if not self._is_in_backward:
+            self._order.begin_forward(unit)
+
+    def note_ended(self, unit: Unit) -> None:
+        if not self._is_in_backward:
+            self._order.end_forward(unit)
+
+    def next_in_forward(self, unit: Unit) -> Unit | None:
+        return self._order.after_in_forward(unit)
+
+    def next_in_backward(self, unit: Unit) -> Unit | None:
+        return self._order.after_in_backward(unit)
+
+    def admit(self) -> None:
+        """Wait until another unit may become whole."""
+        while self._released and (not self._limits_gathers or len(self._released) >= _WHOLE_AT_ONCE):
+            event = self._released.popleft()
+            self.streams.wait(Lane.GATHER, event)
+            if self._limits_gathers:
+                self.streams.block(event)
+
+    def note_released(self, event: Any) -> None:
+        self._released.append(event)
+
+    def buffer(self, flat: Flat, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """Memory for all gradients of a flat, [padded_numel], and views of it in the parameters' shapes.
+
+        In one lane the same memory serves every unit; but what is not dealt keeps its buffer as `.grad`.
+        """
+        numel = flat.layout.padded_numel
+        if self.streams.is_async or not flat.is_dealt:
+            made = torch.empty(numel, dtype=dtype, device=self.device)
+            return made, flat.views_of(made)
+        key = (dtype, numel)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(numel, dtype=dtype, device=self.device)
+        views = self._views.get((id(flat), dtype))
+        if views is None:
+            views = self._views[id(flat), dtype] = flat.views_of(self._buffers[key])
+        return self._buffers[key], views
+
+    def keep_until_reduced(self, buffer: Tensor) -> None:
+        """Hold a buffer that REDUCE reads until COMPUTE, which will reuse its memory, has waited for that."""
+        if self.streams.is_async:
+            while len(self._being_reduced) >= _WHOLE_AT_ONCE:
+                self.streams.wait(Lane.COMPUTE, self._being_reduced.pop(0)[1])
+            self._being_reduced.append((buffer, self.streams.record(Lane.REDUCE)))

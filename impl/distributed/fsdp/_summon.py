@@ -1,0 +1,177 @@
+"""Whole parameters for the user to read and write, and their shards again afterwards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from impl.distributed.fsdp._collectives import gather, gathered_like
+from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._gradients import GradientShard
+from impl.distributed.fsdp._streams import Lane
+from impl.distributed.fsdp._unit import Phase, Unit
+
+
+@dataclass(frozen=True)
+class Summoning:
+    """What `summon_full_params` was asked for."""
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+
+def check(wanted: Summoning, use_orig_params: bool, is_dealt: bool) -> None:
+    """
+    Raises:
+        NotImplementedError: a combination that torch refuses too.
+    """
+    if wanted.with_grads and (wanted.offload_to_cpu or not use_orig_params):
+        raise NotImplementedError(
+            f"with_grads={wanted.with_grads}, use_orig_params={use_orig_params}, "
+            f"offload_to_cpu={wanted.offload_to_cpu} is not supported yet"
+        )
+    if wanted.offload_to_cpu and not is_dealt:
+        raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
+    if wanted.writeback and wanted.rank0_only:
+        raise NotImplementedError("writeback=True and rank0_only=True is not supported yet")
+    if wanted.offload_to_cpu and not wanted.rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in theunsharded parameters being redundantly copied "
+            "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
+            "offload_to_cpu=True with rank0_only=True.",
+            stacklevel=2,
+        )
+
+
+@contextmanager
+def summoned(unit: Unit, wanted: Summoning, is_rank0: bool) -> Generator[None]:
+    """Whole parameters in the places of the unit's modules, in the dtype in which the optimizer keeps them.
+
+    Raises:
+        AssertionError: the unit is in the middle of a forward or backward, or summoned already.
+    Collectives: an all-gather for each flat, and with gradients an all-reduce and another all-gather.
+    """
+    if unit.phase is Phase.SUMMONED:
+        raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
+    if unit.phase is not Phase.IDLE:
+        raise AssertionError("Cannot manually unshard parameters during forward/backward")
+    unit.release()
+    shows = is_rank0 or not wanted.rank0_only
+    exposures = [
+        _Exposure(unit, flat, gradients, wanted)
+        for flat, gradients in zip(unit.flats, unit.gradients, strict=True)
+    ]
+    for exposure in exposures:
+        exposure.begin(shows)
+    unit.phase = Phase.SUMMONED
+    try:
+        yield
+    finally:
+        unit.phase = Phase.IDLE
+        for exposure in exposures if shows else ():
+            exposure.end()
+
+
+class _Exposure:
+    """One flat while it is summoned."""
+
+    def __init__(self, unit: Unit, flat: Flat, gradients: GradientShard, wanted: Summoning) -> None:
+        self._unit = unit
+        self._flat = flat
+        self._gradients = gradients
+        self._wanted = wanted
+        self._whole = torch.empty(0)  # [padded_numel], what is shown
+        self._views: list[Tensor] = []
+        self._grad_shard: Tensor | None = None
+        self._grad_views: list[Tensor] = []
+
+    def begin(self, shows: bool) -> None:
+        flat, unit = self._flat, self._unit
+        flat.take_back_changes()
+        whole = flat.whole(flat.dtype)
+        streams = unit.root.streams
+        with streams.on(Lane.GATHER):
+            gather(flat, whole, unit.groups)
+        streams.wait(Lane.COMPUTE, streams.record(Lane.GATHER))
+        grads = self._gathered_grads() if self._wanted.with_grads else None
+        if not shows:
+            flat.free()
+            return
+        self._whole = whole.flat
+        if self._wanted.offload_to_cpu and flat.is_dealt:
+            self._whole = torch.empty_like(whole.flat, device="cpu").copy_(whole.flat)
+            flat.free()
+        self._views = flat.views_of(self._whole)
+        self._show()
+        if grads is not None:
+            self._show_grads(grads)
+
+    def end(self) -> None:
+        flat = self._flat
+        if self._wanted.writeback or not flat.is_dealt:
+            with torch.no_grad():
+                self._write_back()
+        if flat.use_orig_params:
+            flat.rest_as_views()
+        else:
+            flat.put_flat_param_back()
+        flat.conceal()
+        if self._wanted.with_grads and self._grad_shard is not None:
+            self._gradients.show(self._grad_shard)
+        flat.free()
+
+    def _show(self) -> None:
+        flat = self._flat
+        if not flat.use_orig_params:
+            flat.show_parameters(self._views)
+            return
+        for parameter, view in zip(flat.parameters, self._views, strict=True):
+            parameter.data = view
+
+    def _show_grads(self, grads: Tensor) -> None:
+        flat = self._flat
+        self._grad_views = flat.views_of(grads)
+        for parameter, grad in zip(flat.parameters, self._grad_views, strict=True):
+            parameter.grad = grad if parameter.requires_grad else None
+
+    def _gathered_grads(self) -> Tensor | None:
+        """Whole gradients [padded_numel]; None if no rank has any. Zeros stand for those of a rank without."""
+        flat, groups = self._flat, self._unit.groups
+        shard = self._gradients.current()
+        if groups.shard is not None:
+            absent = torch.tensor([int(shard is None)], dtype=torch.int32, device=flat.device)
+            dist.all_reduce(absent, group=groups.shard)
+            if absent.item() == groups.shard_size:
+                return None
+        elif shard is None:
+            return None
+        self._grad_shard = shard
+        if shard is None:
+            shard = flat.flat_param.new_zeros(flat.layout.shard_numel)
+        return gathered_like(flat, shard, groups)
+
+    def _write_back(self) -> None:
+        flat = self._flat
+        for index, shown in flat.shown():
+            view = self._views[index]
+            if shown is not None and shown.data_ptr() != view.data_ptr():
+                view.copy_(cast("nn.Parameter", shown).data)
+        if not flat.is_dealt and self._whole.device == flat.flat_param.device:
+            return  # the shard is what was shown
+        first = flat.rank * flat.layout.shard_numel if flat.is_dealt else 0
+        flat.flat_param.data.copy_(self._whole[first : first + flat.layout.shard_numel])
+        if self._grad_shard is not None and self._grad_views:
+            grads = torch.zeros(flat.layout.padded_numel, dtype=self._grad_shard.dtype, device=flat.device)
+            for parameter, target in zip(flat.parameters, flat.views_of(grads), strict=True):
+                if parameter.grad is not None:
+                    target.copy_(parameter.grad)
+            self._grad_shard.copy_(grads[first : first + flat.layout.shard_numel])

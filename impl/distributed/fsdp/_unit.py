@@ -1,0 +1,389 @@
+"""One wrapped module: when its parameters are whole, and what becomes of its gradients.
+
+A unit is a state machine; `Phase` says where it is. Forward: the flats are gathered, the module's forward sees their
+leaves, and unless they are kept for backward they are released. Backward: a hook on the forward's outputs gathers them
+again; a hook on its inputs asks whether every leaf has its gradient, so that nothing in the graph will read the leaves
+again; then the gradients are joined, averaged, and this rank's shard of them becomes the parameters' `.grad`.
+Whatever a graph leaves open (inputs that need no gradient, parameters that took no part) the end of backward closes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from impl.distributed.fsdp._collectives import Reduction, gather, join
+from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._gradients import GradientShard
+from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._nested import replaced, tensors_in
+from impl.distributed.fsdp._streams import Lane, Streams
+from impl.distributed.fsdp.api import BackwardPrefetch, MixedPrecision
+
+
+class Phase(Enum):
+    """What a unit is in the middle of."""
+
+    IDLE = "idle"  # its forward may run, or a backward begin
+    FORWARD = "forward"
+    BACKWARD = "backward"  # its gradients are being computed
+    SUMMONED = "summoned"  # its parameters are whole for the user to read
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the constructor was told that matters while training."""
+
+    frees_after_forward: bool
+    mixed_precision: MixedPrecision
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    full_precision_in_eval: bool
+
+    @property
+    def keeps_low_precision_grads(self) -> bool:
+        return self.mixed_precision.keep_low_precision_grads
+
+
+class Shared(Protocol):
+    """What the units of one root have in common; `Root` is it."""
+
+    streams: Streams
+    syncs: bool
+
+    def is_root(self, unit: Unit) -> bool: ...
+    def begin_backward(self) -> None: ...
+    def note_begun(self, unit: Unit) -> None: ...
+    def note_ended(self, unit: Unit) -> None: ...
+    def next_in_forward(self, unit: Unit) -> Unit | None: ...
+    def next_in_backward(self, unit: Unit) -> Unit | None: ...
+    def admit(self) -> None: ...
+    def note_released(self, event: Any) -> None: ...
+    def buffer(self, flat: Flat, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]: ...
+    def keep_until_reduced(self, buffer: Tensor) -> None: ...
+
+
+class Unit:
+    """The parameters that one FullyShardedDataParallel manages, and the hooks around its module."""
+
+    def __init__(self, module: nn.Module, flats: Sequence[Flat], groups: Groups, plan: Plan) -> None:
+        self._module = weakref.ref(module)
+        self.flats = list(flats)
+        self.groups = groups
+        self.plan = plan
+        self.reduction = Reduction(groups)
+        self.gradients = [GradientShard(flat, plan.keeps_low_precision_grads) for flat in flats]
+        self.name = type(module).__name__
+        self.phase = Phase.IDLE
+        self.shared: Shared | None = None
+        self._depth = 0  # of calls of the module inside its own forward
+        self._dtypes: list[torch.dtype] | None = None  # of the wholes that are live
+        self._gathered: Any = None  # the event of their gather
+        self._was_prefetched = False
+        self.awaits_backward = False
+        self._dtypes_in_graph: list[
+            torch.dtype
+        ] = []  # of the wholes whose leaves the last graph was built from
+        self._shards_at_gather: list[int] = []
+        self._open_inputs = 0  # differentiable inputs whose gradients have not come yet
+        self._input_hooks: list[RemovableHandle] = []
+
+    @property
+    def is_gathered(self) -> bool:
+        return self._dtypes is not None
+
+    @property
+    def root(self) -> Shared:
+        assert self.shared is not None
+        return self.shared
+
+    # Forward
+
+    def before_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make the parameters whole and seen; the inputs, cast where the unit's mixed precision says so."""
+        if self.phase is Phase.SUMMONED:
+            raise RuntimeError(
+                f"the forward of {self.name} was called inside summon_full_params(), which shows its parameters to be "
+                "read and written; leave the context first"
+            )
+        if (
+            self.phase is Phase.BACKWARD
+        ):  # recomputed for its own backward: the inputs were cast the first time
+            return args, kwargs
+        self._depth += 1
+        if self._depth > 1:
+            return args, kwargs
+        self.phase = Phase.FORWARD
+        self.root.note_begun(self)
+        self.make_whole()
+        if self.plan.forward_prefetch:
+            self._prefetch(self.root.next_in_forward(self))
+        wanted = self._input_dtype()
+        if wanted is not None:
+            args, kwargs = cast_floats(args, wanted), cast_floats(kwargs, wanted)
+        if self.flats and torch.is_grad_enabled():
+            self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def after_forward(self, outputs: Any) -> None:
+        """Watch for the gradients of the outputs, and release what is not kept for them."""
+        if self.phase is Phase.BACKWARD:
+            return
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self.root.note_ended(self)
+        self.phase = Phase.IDLE
+        if torch.is_grad_enabled():
+            for output in tensors_in(outputs):
+                if output.requires_grad:
+                    output.register_hook(self.before_backward)
+                    self.awaits_backward = True
+        self._refuse_changes()
+        if self._is_kept_after_forward():
+            self._conceal()
+        else:
+            self.release()
+
+    def abandon_forward(self) -> None:
+        """The forward raised: as if it had not been called."""
+        if self.phase is Phase.FORWARD:
+            self._depth = 0
+            self.phase = Phase.IDLE
+            self.release()
+
+    # Backward
+
+    def before_backward(self, gradient: Tensor) -> None:
+        """Make the parameters whole for the gradients that are about to be computed."""
+        del gradient
+        if self.phase is Phase.BACKWARD:
+            return
+        if self.phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"backward reached {self.name} while it is in the middle of {self.phase.value}"
+            )
+        self.root.begin_backward()
+        self.phase = Phase.BACKWARD
+        self.awaits_backward = False
+        if not self.flats:
+            return
+        self.make_whole()
+        for gradients in self.gradients:
+            gradients.begin_backward()
+        if self.plan.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch_for_backward()
+
+    def finish_if_complete(self, gradient: Tensor | None = None) -> None:
+        """Finish as soon as nothing in the graph will read the leaves again."""
+        if gradient is not None:
+            self._open_inputs -= 1
+        if self.phase is Phase.BACKWARD and self._has_all_gradients():
+            self.finish_backward()
+
+    def finish_backward(self) -> None:
+        """Hand over the gradients that came, release the parameters. Called again, it does what is left to do."""
+        if self.phase is Phase.BACKWARD:
+            self.phase = Phase.IDLE
+        grads = [self._taken(leaves) for leaves in self._leaves()]
+        if self._is_freed_in_backward():
+            self.release()
+        elif self.is_gathered:
+            self._conceal()
+        for flat, gradients, mine in zip(self.flats, self.gradients, grads, strict=False):
+            if any(grad is not None for grad in mine):
+                self._hand_over(flat, gradients, mine)
+        if self.plan.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch_for_backward()
+
+    def end_of_backward(self) -> None:
+        """Close what the graph left open."""
+        self.awaits_backward = False
+        has_grads = any(leaf.grad is not None for leaves in self._leaves() for leaf in leaves)
+        if self.phase is Phase.BACKWARD or has_grads:
+            self.finish_backward()
+        elif self.is_gathered and self._is_freed_in_backward():
+            self.release()  # prefetched, and not needed after all
+        for hook in self._input_hooks:
+            hook.remove()
+        self._input_hooks.clear()
+        self._open_inputs = 0
+        for gradients in self.gradients:
+            gradients.end_backward(synced=self.root.syncs)
+
+    # Gathering and releasing
+
+    def make_whole(self, full_precision: bool = False) -> None:
+        """Gather what is not whole yet, and have the modules see it; COMPUTE waits."""
+        if not self.flats:
+            return
+        self.gather(full_precision)
+        root = self.root
+        root.streams.wait(Lane.COMPUTE, self._gathered)
+        self._gathered = None
+        self._was_prefetched = False
+        self._dtypes_in_graph = list(self._dtypes or ())
+        for flat, dtype in zip(self.flats, self._dtypes_in_graph, strict=True):
+            flat.expose(dtype)
+            root.streams.reads(Lane.COMPUTE, f"whole of {self.name}")
+
+    def gather(self, full_precision: bool = False) -> None:
+        """Fill the wholes, in the GATHER lane; nothing if they are filled with what the shards hold."""
+        for flat in self.flats:
+            flat.take_back_changes()
+        wanted = [self._dtype_now(flat, full_precision) for flat in self.flats]
+        if self._dtypes is not None:
+            if self._dtypes == wanted and (self.phase is not Phase.FORWARD or self._shards_are_as_gathered()):
+                return
+            self.release()
+        root = self.root
+        root.admit()
+        with root.streams.on(Lane.GATHER):
+            for flat, dtype in zip(self.flats, wanted, strict=True):
+                root.streams.writes(Lane.GATHER, f"whole of {self.name}")
+                gather(flat, flat.whole(dtype), self.groups)
+        self._gathered = root.streams.record(Lane.GATHER)
+        self._dtypes = wanted
+        self._shards_at_gather = [_versions_of(flat) for flat in self.flats]
+
+    def release(self) -> None:
+        """Free the wholes; the modules see what rests in the leaves' place."""
+        if self._dtypes is None:
+            return
+        self._conceal()
+        for flat in self.flats:
+            flat.free()
+        self._dtypes = None
+        self._was_prefetched = False
+        root = self.root
+        root.streams.frees(Lane.COMPUTE, f"whole of {self.name}")
+        root.note_released(root.streams.record(Lane.COMPUTE))
+
+    def _conceal(self) -> None:
+        for flat in self.flats:
+            flat.conceal()
+
+    def _prefetch_for_backward(self) -> None:
+        unit = self.root.next_in_backward(self)
+        if unit is not None and unit.awaits_backward:
+            self._prefetch(unit)
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        if unit is not None and not unit.is_gathered and unit.phase is Phase.IDLE and unit.flats:
+            unit.gather()
+            unit._was_prefetched = True
+
+    def _shards_are_as_gathered(self) -> bool:
+        return self._was_prefetched or self._shards_at_gather == [_versions_of(flat) for flat in self.flats]
+
+    def _is_kept_after_forward(self) -> bool:
+        return not self.plan.frees_after_forward or self.root.is_root(self) or self.groups.shard is None
+
+    def _is_freed_in_backward(self) -> bool:
+        if self.groups.shard is None:
+            return self.plan.mixed_precision.param_dtype is not None
+        return self.root.syncs or self.plan.frees_after_forward
+
+    def _dtype_now(self, flat: Flat, full_precision: bool) -> torch.dtype:
+        return flat.dtype if full_precision or self._is_in_full_precision() else flat.compute_dtype
+
+    def _is_in_full_precision(self) -> bool:
+        module = self._module()
+        return self.plan.full_precision_in_eval and module is not None and not module.training
+
+    def _input_dtype(self) -> torch.dtype | None:
+        mixed = self.plan.mixed_precision
+        if not self.flats or not mixed.cast_forward_inputs or self._is_in_full_precision():
+            return None
+        return mixed.param_dtype
+
+    # Gradients
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for given in (args, kwargs):
+            for tensor in tensors_in(given):
+                if tensor.requires_grad:
+                    self._input_hooks.append(tensor.register_hook(self.finish_if_complete))
+                    self._open_inputs += 1
+
+    def _has_all_gradients(self) -> bool:
+        """Every node that reads a trainable leaf leads to its gradient; those that read frozen ones lead to inputs."""
+        has_frozen = False
+        for leaves in self._leaves():
+            for leaf in leaves:
+                if not leaf.requires_grad:
+                    has_frozen = True
+                elif leaf.grad is None:
+                    return False
+        return not has_frozen or self._open_inputs == 0
+
+    def _leaves(self) -> list[list[Tensor]]:
+        return [
+            flat.whole(dtype).leaves for flat, dtype in zip(self.flats, self._dtypes_in_graph, strict=False)
+        ]
+
+    def _taken(self, leaves: list[Tensor]) -> list[Tensor | None]:
+        grads = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        if any(grad is not None and grad.requires_grad for grad in grads):
+            raise RuntimeError("FSDP does not support gradients of gradients")
+        return [
+            grad.to_dense() if grad is not None and grad.layout is not torch.strided else grad
+            for grad in grads
+        ]
+
+    @torch.no_grad()
+    def _hand_over(self, flat: Flat, gradients: GradientShard, grads: list[Tensor | None]) -> None:
+        root = self.root
+        if not root.syncs:
+            gradients.accumulate_unreduced(grads)
+            return
+        waiting = gradients.take_unreduced(grads)
+        dtype = (
+            flat.compute_dtype
+            if self.reduction.casts_itself or self._is_in_full_precision()
+            else flat.reduce_dtype
+        )
+        if waiting is not None:
+            buffer = waiting.to(dtype)
+        else:
+            buffer, views = root.buffer(flat, dtype)
+            join(flat.layout, grads, views, buffer)
+        root.streams.wait(Lane.REDUCE, root.streams.record(Lane.COMPUTE))
+        with root.streams.on(Lane.REDUCE):
+            root.streams.reads(Lane.REDUCE, f"gradients of {self.name}")
+            reduced = self.reduction(buffer, flat.layout.shard_numel)
+            gradients.add(reduced)
+        root.keep_until_reduced(buffer)
+
+    def _refuse_changes(self) -> None:
+        """Nobody would ever see a change to a leaf: the next gather writes over it."""
+        for flat, dtype in zip(self.flats, self._dtypes or (), strict=False):
+            index = flat.whole(dtype).changed()
+            if index is not None:
+                name = flat.layout.slots[index].name
+                self.release()
+                raise RuntimeError(
+                    f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "
+                    "parameter is released; change it inside summon_full_params()"
+                )
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in `value` in another dtype, differentiably; the rest as it is."""
+    return replaced(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
+
+
+def _versions_of(flat: Flat) -> int:
+    """Moves whenever the shard is written to, whichever of its names is used."""
+    return flat.flat_param._version + sum(p._version for p in flat.parameters)
