@@ -1,0 +1,396 @@
+"""Which submodules become units of their own: policies that choose them, and `wrap` to name them by hand.
+
+A policy is asked in one of two ways
+    An object with `_run_policy` (`ModuleWrapPolicy`, `CustomPolicy`, torch's own too) is handed the whole tree once.
+    A callable is asked about each module twice: on the way down whether to look inside (`recurse=True`), on the way
+    up whether to wrap (`recurse=False`), with the number of elements below it that no unit has by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from impl.distributed.fsdp._division import Division, places, refuse_or_warn_of_frozen
+from impl.distributed.fsdp._full_precision import FullPrecision
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+_Chosen = dict[nn.Module, dict[str, Any]]  # the arguments of each chosen module's wrapper
+
+
+# Policies that are handed the tree
+
+
+class _Policy(ABC):
+    """Base of policies that see the whole tree. torch's name: policies of one's own derive from it."""
+
+    @abstractmethod
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> _Chosen:
+        """The modules to wrap, each with the arguments of its wrapper."""
+
+
+class ModuleWrapPolicy(_Policy):
+    """Wraps each instance of the given classes, with the root's arguments.
+
+    Args:
+        module_classes: as for `isinstance`: subclasses count.
+
+    Raises:
+        TypeError: `module_classes` is no iterable of classes; said when the policy is made, or when it is asked.
+    Source: torch.distributed.fsdp.wrap.ModuleWrapPolicy 2.13; differences: none.
+
+    >>> policy = ModuleWrapPolicy({nn.Linear})
+    >>> policy(nn.Linear(2, 2), recurse=False), policy(nn.ReLU(), recurse=False)
+    (True, False)
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self._module_classes = set(module_classes)
+        self._module_classes_str = str(self._module_classes)
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> _Chosen:
+        classes = tuple(self._module_classes)
+        return {
+            module: dict(root_kwargs)
+            for module in root_module.modules()
+            if module not in ignored_modules and isinstance(module, classes)
+        }
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """Answer as a callable policy does; further arguments, such as the number of elements, do not matter."""
+        return bool(recurse) or isinstance(module, tuple(self._module_classes))
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}({self._module_classes_str})"
+
+
+class CustomPolicy(_Policy):
+    """Wraps what a function chooses, with the root's arguments or with some of them changed.
+
+    Args:
+        lambda_fn: is called once with each module that is not ignored, and returns whether to wrap it: False or an
+            empty dict for no, True for yes, a dict for yes with these arguments in the place of the root's.
+
+    Raises:
+        ValueError: `lambda_fn` returned something else; said when the policy is asked.
+    Source: torch.distributed.fsdp.wrap.CustomPolicy 2.13; differences: none.
+
+    >>> policy = CustomPolicy(lambda module: isinstance(module, nn.Linear) and {"forward_prefetch": True})
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> _Chosen:
+        chosen: _Chosen = {}
+        for module in root_module.modules():
+            if module not in ignored_modules and (answer := self._answer(module)):
+                chosen[module] = {**root_kwargs, **answer} if isinstance(answer, dict) else dict(root_kwargs)
+        return chosen
+
+    def _answer(self, module: nn.Module) -> bool | dict[str, Any]:
+        answer: Any = self._lambda_fn(module)
+        if not isinstance(answer, (bool, dict)):
+            raise ValueError(
+                "The lambda_fn passed to CustomPolicy should return "
+                f"False/True or a kwarg dict, but it returned {answer}"
+            )
+        return cast("bool | dict[str, Any]", answer)
+
+
+# Policies that are asked about one module at a time
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wrap every module.
+
+    Source: torch.distributed.fsdp.wrap.always_wrap_policy 2.13; differences: none.
+
+    >>> always_wrap_policy(module=nn.ReLU(), recurse=False, nonwrapped_numel=0)
+    True
+    """
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Wrap what a function chooses; look inside everything.
+
+    Args:
+        module: the module asked about.
+        recurse: whether the question is to look inside, or to wrap.
+        nonwrapped_numel: elements below `module` that no unit has yet; does not matter here.
+        lambda_fn: says whether to wrap the module it is called with; its answer is returned as it is.
+
+    Source: torch.distributed.fsdp.wrap.lambda_auto_wrap_policy 2.13; differences: none.
+
+    >>> policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: hasattr(module, "weight"))
+    >>> policy(nn.ReLU(), True, 0), policy(nn.ReLU(), False, 0), policy(nn.Linear(2, 2), False, 6)
+    (True, False, True)
+    """
+    return bool(recurse) or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
+) -> bool:
+    """Wrap each instance of the given classes, the blocks of a transformer for example; look inside everything.
+
+    Args:
+        module: the module asked about.
+        recurse: whether the question is to look inside, or to wrap.
+        nonwrapped_numel: elements below `module` that no unit has yet; does not matter here.
+        transformer_layer_cls: as for `isinstance`: subclasses count.
+
+    Source: torch.distributed.fsdp.wrap.transformer_auto_wrap_policy 2.13; differences: none.
+
+    >>> policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
+    >>> policy(nn.TransformerEncoderLayer(4, 2), recurse=False, nonwrapped_numel=100)
+    True
+    """
+    return bool(recurse) or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(  # noqa: PLR0913 torch's signature
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Wrap a module once that many elements below it have no unit; look inside those as large.
+
+    Args:
+        module: the module asked about.
+        recurse: whether the question is to look inside, or to wrap.
+        nonwrapped_numel: elements below `module` that no unit has yet.
+        min_num_params: elements, not parameters: the least that `nonwrapped_numel` must be for a yes.
+        force_leaf_modules: classes never looked into; by default those in the function's own attribute
+            `FORCE_LEAF_MODULES`, which holds `nn.MultiheadAttention`.
+        exclude_wrap_modules: classes never wrapped themselves; by default those in `EXCLUDE_WRAP_MODULES`, which
+            holds `nn.ModuleList` and `nn.ModuleDict`: nobody calls their forward.
+
+    Source: torch.distributed.fsdp.wrap.size_based_auto_wrap_policy 2.13; differences: none.
+
+    >>> policy = functools.partial(size_based_auto_wrap_policy, min_num_params=6)
+    >>> policy(nn.Linear(2, 2), False, 6), policy(nn.Linear(2, 2), False, 5), policy(nn.ModuleList(), False, 6)
+    (True, False, False)
+    """
+    defaults = cast(Any, size_based_auto_wrap_policy)
+    if recurse:
+        unfit = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    else:
+        unfit = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(unfit))
+
+
+cast(Any, size_based_auto_wrap_policy).FORCE_LEAF_MODULES = {nn.MultiheadAttention}
+cast(Any, size_based_auto_wrap_policy).EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
+
+
+def _or_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
+) -> bool:
+    """Whether any of the policies says yes; those behind the first that does are not asked."""
+    return any(
+        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies
+    )
+
+
+# By hand
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    """What `wrap` does inside an `enable_wrap` block."""
+
+    wrapper_cls: Any
+    wrapper_kwargs: Mapping[str, Any]
+
+
+_wrapping: _Wrapping | None = None  # None outside of every block
+
+
+@contextlib.contextmanager
+def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None]:
+    """Let `wrap` put modules into wrappers until the block ends, however it ends; in all threads, as torch does.
+
+    Args:
+        wrapper_cls: is called with a module first, and returns what stands in its place.
+        **wrapper_kwargs: go to each call of `wrapper_cls`.
+
+    Raises:
+        NotImplementedError: another block is open. It stays in force.
+    Source: torch.distributed.fsdp.wrap.enable_wrap 2.13; differences: none.
+
+    >>> with enable_wrap(wrapper_cls=nn.Sequential):
+    ...     wrap(nn.ReLU())
+    Sequential(
+      (0): ReLU()
+    )
+    """
+    global _wrapping  # noqa: PLW0603 the block is the process's, as in torch
+    if _wrapping is not None:
+        raise NotImplementedError(
+            "You are already within an autowrap context and we currently do not supported nested autowrap."
+        )
+    _wrapping = _Wrapping(wrapper_cls, wrapper_kwargs)
+    try:
+        yield
+    finally:
+        _wrapping = None
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """The wrapper around `module` inside an `enable_wrap` block; `module` itself outside, so that a model runs without.
+
+    Args:
+        module: what to wrap.
+        **wrap_overrides: arguments for this wrapper in the place of the block's.
+
+    Raises:
+        AssertionError: the block was opened with `wrapper_cls=None`.
+    Source: torch.distributed.fsdp.wrap.wrap 2.13; differences: none.
+
+    >>> wrap(nn.ReLU())
+    ReLU()
+    """
+    if _wrapping is None:
+        return module
+    if _wrapping.wrapper_cls is None:
+        raise AssertionError("Expected _ConfigAutoWrap.wrapper_cls to be set")
+    return _wrapping.wrapper_cls(module, **{**_wrapping.wrapper_kwargs, **wrap_overrides})
+
+
+# For the constructor
+
+
+def auto_wrap(  # noqa: PLR0913 one for each thing that the constructor was told
+    root: nn.Module,
+    policy: Any,
+    *,
+    ignored_modules: Collection[nn.Module],
+    ignored_params: Collection[nn.Parameter],
+    wrapper_cls: type[nn.Module],
+    wrapper_kwargs: Mapping[str, Any],
+) -> None:
+    """Put each submodule that `policy` chooses into a `wrapper_cls`, at every place where it stands, inner ones first.
+
+    A parameter that several units use is left to the innermost unit around all of them, or to the root: the wrappers
+    inside that one get it in `_left_to_ancestor`, a frozenset. Nothing is changed before the policy has answered.
+
+    Args:
+        root: its submodules are asked about; to wrap it is left to the caller.
+        policy: whatever the constructor's `auto_wrap_policy` takes.
+        ignored_modules: are neither asked about nor wrapped.
+        ignored_params: count in no size, and belong to no unit.
+        wrapper_cls: is called with a module and its arguments.
+        wrapper_kwargs: the arguments. Where `mixed_precision` is set, the modules of its `_module_classes_to_ignore`
+            are wrapped by themselves without it, and compute in float32 whatever they are given.
+
+    Raises:
+        ValueError: a `wrapper_cls` is there already; or a policy that sees the whole tree chose a module for which
+            `use_orig_params` is needed and not set, because it has frozen and trainable parameters.
+    """
+    _refuse_wrapped(root, wrapper_cls)
+    mixed_precision = wrapper_kwargs["mixed_precision"]
+    alone_classes = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
+    alone = [module for module in root.modules() if isinstance(module, alone_classes)]
+    sees_tree = hasattr(policy, "_run_policy")
+    if sees_tree:
+        chosen: _Chosen = {module: dict(wrapper_kwargs) for module in alone if module not in ignored_modules}
+        chosen |= policy._run_policy(root, ignored_modules, dict(wrapper_kwargs))
+    else:
+        if mixed_precision is not None:
+            policy = functools.partial(_or_policy, policies=[policy, ModuleWrapPolicy(alone_classes)])
+        units = _chosen_one_by_one(root, policy, ignored_modules, ignored_params)
+        chosen = {unit: dict(wrapper_kwargs) for unit in units}
+    for module in chosen.keys() & set(alone):
+        chosen[module] = chosen[module] | {"mixed_precision": None}
+
+    division = Division(root, chosen.keys(), ignored_params)
+    _warn_of_classes(alone)
+    if sees_tree:
+        for unit in filter(chosen.__contains__, division.names):
+            refuse_or_warn_of_frozen(division, unit, wrapper_kwargs["use_orig_params"])
+    for module in alone:
+        FullPrecision(module)
+    _wrap_each(root, chosen, division, wrapper_cls)
+
+
+def _refuse_wrapped(root: nn.Module, wrapper_cls: type[nn.Module]) -> None:
+    for name, module in root.named_modules():
+        if isinstance(module, wrapper_cls):
+            raise ValueError(
+                f"FSDP auto wrapping requires modules to not already have FSDP applied but found {name} in\n{root}"
+            )
+
+
+def _chosen_one_by_one(
+    root: nn.Module,
+    policy: Callable[..., bool],
+    ignored_modules: Collection[nn.Module],
+    ignored_params: Collection[nn.Parameter],
+) -> list[nn.Module]:
+    """What a callable chooses below `root`, inner modules first. A module at several places is asked about once."""
+    chosen: list[nn.Module] = []
+
+    @functools.cache
+    def numel_in_units(module: nn.Module) -> int:
+        numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored_params)
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        inner = sum(numel_in_units(child) for child in module.children() if child not in ignored_modules)
+        if module is root or not policy(module=module, recurse=False, nonwrapped_numel=numel - inner):
+            return inner
+        chosen.append(module)
+        return numel
+
+    numel_in_units(root)
+    return chosen
+
+
+def _warn_of_classes(alone: Iterable[nn.Module]) -> None:
+    if classes := {type(module) for module in alone}:
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP, "
+            f"where the wrapped module has submodules of type:\n{classes}\n"
+            "These modules will be wrapped as separate FSDP instacnes with mixed precision disabled.",
+            stacklevel=4,
+        )
+
+
+def _wrap_each(root: nn.Module, chosen: _Chosen, division: Division, wrapper_cls: type[nn.Module]) -> None:
+    places_of = places(root)
+    for module in division.names:
+        if module in chosen and module is not root:
+            left = division.left_to_ancestors(module)
+            kwargs = chosen[module] | ({"_left_to_ancestor": left} if left else {})
+            wrapper = wrapper_cls(module, **kwargs)
+            for parent, name in places_of[module]:
+                setattr(parent, name, wrapper)
