@@ -22,6 +22,7 @@ MODULES = (
     "cuda.amp",
     "cpu.amp",
     "nn.utils.clip_grad",
+    "distributed.fsdp.wrap",
 )
 # Public by a spelling that no `__all__` lists, or listed and not ours.
 ADDED = ("nn.utils.get_total_norm", "nn.utils.clip_grads_with_norm_")

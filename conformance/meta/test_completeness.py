@@ -9,16 +9,14 @@ import pytest
 from conformance import surface
 from conformance.clauses import AREAS, HERE, all_clauses
 from conformance.deviations import all_deviations, all_reference_limits
-from conformance.plants.generated import WITHOUT_EFFECT
+from conformance.plants.generated import has_effect
 
 _SOURCES = [file.read_text() for area in AREAS for file in sorted((HERE / area).rglob("test_*.py"))]
 _ASKED = {found for source in _SOURCES for found in re.findall(r'\bclause\(\s*"([^"]+)"', source)}
 _DEVIATING = {found for source in _SOURCES for found in re.findall(r'mark\.deviation\(\s*"([^"]+)"', source)}
 
 
-@pytest.mark.parametrize(
-    "item", [item for item in surface.items() if item.parameter not in WITHOUT_EFFECT], ids=str
-)
+@pytest.mark.parametrize("item", filter(has_effect, surface.items()), ids=str)
 def test_every_item_has_a_clause(item: surface.Item) -> None:
     covering = [clause.id for clause in all_clauses().values() if str(item) in clause.covers]
     if not (item.method or item.parameter):

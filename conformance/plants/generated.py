@@ -20,12 +20,23 @@ from conformance import surface
 from conformance.plants.plant import Plant, subclass
 
 _MISSING = object()
-# Nothing an implementation does may depend on these: Python passes them, and torch only hands them on.
+_ASKED_LIKE_ANY = "taken so that it can be called like any wrap policy"
+# Parameters, or items that are parameters of one callable: nothing an implementation does may depend on these.
 WITHOUT_EFFECT = {
     "exc_type": "part of the context manager protocol",
     "exc_val": "part of the context manager protocol",
     "exc_tb": "part of the context manager protocol",
+    "distributed.fsdp.wrap.always_wrap_policy(args)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.wrap.always_wrap_policy(kwargs)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.wrap.lambda_auto_wrap_policy(nonwrapped_numel)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.wrap.transformer_auto_wrap_policy(nonwrapped_numel)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.wrap.ModuleWrapPolicy.__call__(args)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.wrap.ModuleWrapPolicy.__call__(kwargs)": _ASKED_LIKE_ANY,
 }
+
+
+def has_effect(item: surface.Item) -> bool:
+    return item.parameter not in WITHOUT_EFFECT and str(item) not in WITHOUT_EFFECT
 
 
 def plant_ids() -> dict[str, surface.Item]:
@@ -34,7 +45,7 @@ def plant_ids() -> dict[str, surface.Item]:
     for item in surface.items():
         value = surface.names()[item.path]
         if item.parameter:
-            if item.parameter not in WITHOUT_EFFECT:
+            if has_effect(item):
                 found[f"ignore:{item}"] = item
         elif item.method:
             found[f"skip:{item}"] = item

@@ -1,0 +1,587 @@
+"""Wrap policies asked one by one and over whole trees, and wrapping by hand; a stand-in takes the wrapper's place."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.wrapping import (
+    CLASSES,
+    ONE_BY_ONE,
+    SEEING_THE_TREE,
+    Block,
+    Built,
+    Policy,
+    Tree,
+    WiderBlock,
+    Wrapper,
+    noting,
+    shape,
+    trees,
+)
+
+_MODULES = {
+    "linear": nn.Linear(3, 3),
+    "list": nn.ModuleList([nn.Linear(2, 2)]),
+    "dict": nn.ModuleDict({"a": nn.Linear(2, 2)}),
+    "attention": nn.MultiheadAttention(2, 1),
+    "block": Block([nn.Linear(2, 2)]),
+    "wider": WiderBlock([]),
+    "sequential": nn.Sequential(),
+}
+
+
+def asked(library: Library, policy: Policy, numels: Iterable[int]) -> Outcome:
+    """The answers about each module, each size, and both questions."""
+
+    def ask() -> dict[str, Any]:
+        made = policy.of(library)
+        return {
+            f"{name}, recurse={recurse}, {numel}": made(
+                module=module, recurse=recurse, nonwrapped_numel=numel
+            )
+            for name, module in _MODULES.items()
+            for recurse in (True, False)
+            for numel in numels
+        }
+
+    return observe(ask)
+
+
+def assert_asked_alike(subject: Library, reference: Library, policy: Policy, *numels: int) -> None:
+    assert_same_outcome(asked(reference, policy, numels), asked(subject, policy, numels))
+
+
+@clause("distributed.fsdp.wrap.always_wrap_policy.says_yes")
+@pytest.mark.parametrize("args", [(), (None,), (nn.ReLU(), False, 0)], ids=len)
+def test_always(subject: Library, reference: Library, args: tuple[Any, ...]) -> None:
+    for kwargs in ({}, {"recurse": False}, {"anything": 1}):
+        assert_same_outcome(
+            observe(reference.distributed.fsdp.wrap.always_wrap_policy, *args, **kwargs),
+            observe(subject.distributed.fsdp.wrap.always_wrap_policy, *args, **kwargs),
+        )
+
+
+@clause("distributed.fsdp.wrap.lambda_auto_wrap_policy.asks_the_function")
+@pytest.mark.parametrize("answer", [True, False, None, 0, "yes"], ids=repr)
+@pytest.mark.parametrize("recurse", [True, False, 1, 0, None], ids=repr)
+def test_lambda_answers(subject: Library, reference: Library, recurse: Any, answer: Any) -> None:
+    def outcome(library: Library) -> Outcome:
+        seen: list[str] = []
+
+        def answered(module: nn.Module) -> Any:
+            seen.append(type(module).__name__)
+            return answer
+
+        policy = library.distributed.fsdp.wrap.lambda_auto_wrap_policy
+        return observe(lambda: ([policy(module, recurse, 3, answered) for module in _MODULES.values()], seen))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
+@pytest.mark.parametrize("classes", [(), ("block",), ("wider",), ("linear", "list")], ids=str)
+def test_transformer_answers(subject: Library, reference: Library, classes: tuple[str, ...]) -> None:
+    assert_asked_alike(subject, reference, Policy("transformer_auto_wrap_policy", classes), 0, 10**9)
+
+
+@clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
+@pytest.mark.parametrize("container", [list, tuple, frozenset])
+def test_transformer_classes_in_any_collection(
+    subject: Library, reference: Library, container: Callable[[Any], Any]
+) -> None:
+    def outcome(library: Library) -> Outcome:
+        policy = library.distributed.fsdp.wrap.transformer_auto_wrap_policy
+        return observe(lambda: [policy(m, False, 0, container({Block})) for m in _MODULES.values()])
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
+@pytest.mark.parametrize("numel", [0, 1, 5, 10**8])
+def test_size_at_the_threshold(subject: Library, reference: Library, numel: int) -> None:
+    policy = Policy("size_based_auto_wrap_policy", numel=numel)
+    assert_asked_alike(subject, reference, policy, numel - 1, numel, numel + 1)
+
+
+@clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
+def test_default_size(subject: Library, reference: Library) -> None:
+    def outcome(library: Library) -> Outcome:
+        policy = library.distributed.fsdp.wrap.size_based_auto_wrap_policy
+        return observe(lambda: [policy(nn.ReLU(), False, 10**8 + more) for more in (-1, 0, 1)])
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.leaves")
+@pytest.mark.parametrize("leaves", [None, (), ("linear",), ("attention", "block"), ("list",)], ids=str)
+def test_size_leaves(subject: Library, reference: Library, leaves: tuple[str, ...] | None) -> None:
+    policy = Policy("size_based_auto_wrap_policy", numel=5, leaves=leaves)
+    assert_asked_alike(subject, reference, policy, 4, 5)
+
+
+@clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.never_wrapped")
+@pytest.mark.parametrize("excluded", [None, (), ("linear",), ("list", "block"), ("attention",)], ids=str)
+def test_size_never_wrapped(subject: Library, reference: Library, excluded: tuple[str, ...] | None) -> None:
+    policy = Policy("size_based_auto_wrap_policy", numel=5, excluded=excluded)
+    assert_asked_alike(subject, reference, policy, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        pytest.param(
+            "FORCE_LEAF_MODULES", marks=clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.leaves")
+        ),
+        pytest.param(
+            "EXCLUDE_WRAP_MODULES",
+            marks=clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.never_wrapped"),
+        ),
+    ],
+)
+def test_size_defaults_can_be_added_to(subject: Library, reference: Library, attribute: str) -> None:
+    def outcome(library: Library) -> Outcome:
+        policy = library.distributed.fsdp.wrap.size_based_auto_wrap_policy
+        defaults = getattr(policy, attribute)
+        before = set(defaults)
+        defaults.add(Block)
+        try:
+            made = functools.partial(policy, nonwrapped_numel=10**9)
+            answers = [made(module, recurse) for module in _MODULES.values() for recurse in (True, False)]
+        finally:
+            defaults.intersection_update(before)
+        return Outcome((sorted(each.__name__ for each in before), answers))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.policies.chosen_one_by_one")
+@given(tree=trees(shares=True), policies=st.lists(ONE_BY_ONE, min_size=1, max_size=2))
+def test_functions_choose_alike(
+    subject: Library, reference: Library, tree: Tree, policies: list[Policy]
+) -> None:
+    """The subject's policies on torch's walk over the tree."""
+    walk = reference.distributed.fsdp.wrap._recursive_wrap
+
+    def outcome(library: Library) -> Outcome:
+        built = tree.build()
+        wrapper_cls, notes = noting(built.names)
+
+        def policy(**question: Any) -> bool:
+            return any(each.of(library)(**question) for each in policies)
+
+        def run() -> Any:
+            numel = walk(
+                module=built.root,
+                auto_wrap_policy=policy,
+                wrapper_cls=wrapper_cls,
+                ignored_modules=built.ignored,
+                ignored_params=built.ignored_params,
+                only_wrap_children=True,
+            )[1]
+            return notes, shape(built.root), numel
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+def _run(policy: Any, built: Built, kwargs: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """What a policy that sees the whole tree chooses, by name."""
+    chosen = policy._run_policy(built.root, built.ignored, kwargs)
+    return [(built.names[module], found) for module, found in chosen.items()]
+
+
+_ROOT_KWARGS = {"forward_prefetch": False, "mixed_precision": "some", "use_orig_params": True}
+
+
+@clause("distributed.fsdp.wrap.policies.chosen_from_the_tree")
+@given(tree=trees(shares=True), policy=SEEING_THE_TREE)
+def test_classes_choose_alike(subject: Library, reference: Library, tree: Tree, policy: Policy) -> None:
+    def outcome(library: Library) -> Outcome:
+        kwargs = dict(_ROOT_KWARGS)
+        return observe(lambda: (_run(policy.of(library), tree.build(), kwargs), kwargs))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.policies.chosen_from_the_tree")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy("ModuleWrapPolicy", ("linear",)),
+        Policy("CustomPolicy", answers=(("linear", True),)),
+        Policy("CustomPolicy", answers=(("linear", {"use_orig_params": False}),)),
+    ],
+    ids=["ModuleWrapPolicy", "CustomPolicy", "CustomPolicy, a dict"],
+)
+def test_arguments_are_each_modules_own(subject: Library, reference: Library, policy: Policy) -> None:
+    def outcome(library: Library) -> Outcome:
+        root, kwargs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), dict(_ROOT_KWARGS)
+        built = Built(root, set(), set(), {module: name for name, module in root.named_modules()})
+
+        def run() -> Any:
+            made = policy.of(library)
+            first = _run(made, built, kwargs)
+            first[0][1]["mixed_precision"] = "changed"
+            return first, kwargs, _run(made, built, kwargs)
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.policies.any_of_several")
+@pytest.mark.parametrize("answers", [(), (False,), (True, False), (False, True, True), (0, "yes")], ids=str)
+def test_any_of_several(subject: Library, reference: Library, answers: tuple[Any, ...]) -> None:
+    def outcome(library: Library) -> Outcome:
+        seen: list[tuple[int, dict[str, Any]]] = []
+
+        def numbered(number: int, **question: Any) -> Any:
+            seen.append((number, {**question, "module": type(question["module"]).__name__}))
+            return answers[number]
+
+        policies = (functools.partial(numbered, number) for number in range(len(answers)))
+        policy = library.distributed.fsdp.wrap._or_policy
+        return observe(lambda: (policy(nn.ReLU(), False, 7, policies=policies), seen))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+_BAD: dict[str, Callable[[Any], Any]] = {
+    "no classes": lambda wrap: wrap.ModuleWrapPolicy(),
+    "classes None": lambda wrap: wrap.ModuleWrapPolicy(None),
+    "one class": lambda wrap: wrap.ModuleWrapPolicy(nn.Linear),
+    "names of classes": lambda wrap: wrap.ModuleWrapPolicy(["Linear"]),
+    "names of classes, run": lambda wrap: wrap.ModuleWrapPolicy(["Linear"])._run_policy(nn.ReLU(), set(), {}),
+    "names of classes, looked inside": lambda wrap: wrap.ModuleWrapPolicy(["Linear"])(nn.ReLU(), True),
+    "names of classes, called": lambda wrap: wrap.ModuleWrapPolicy(["Linear"])(nn.ReLU(), False),
+    "unhashable": lambda wrap: wrap.ModuleWrapPolicy([[nn.Linear]]),
+    "called without a module": lambda wrap: wrap.ModuleWrapPolicy([nn.Linear])(recurse=True),
+    "no function": lambda wrap: wrap.CustomPolicy(),
+    "function None": lambda wrap: wrap.CustomPolicy(None),
+    "function None, run": lambda wrap: wrap.CustomPolicy(None)._run_policy(nn.ReLU(), set(), {}),
+    "custom policy called": lambda wrap: wrap.CustomPolicy(lambda _: True)(nn.ReLU(), False, 0),
+    "no lambda_fn": lambda wrap: wrap.lambda_auto_wrap_policy(nn.ReLU(), False, 0),
+    "lambda_fn None": lambda wrap: wrap.lambda_auto_wrap_policy(nn.ReLU(), False, 0, None),
+    "lambda_fn None, looked inside": lambda wrap: wrap.lambda_auto_wrap_policy(nn.ReLU(), True, 0, None),
+    "transformer without classes": lambda wrap: wrap.transformer_auto_wrap_policy(nn.ReLU(), True, 0),
+    "transformer classes None": lambda wrap: wrap.transformer_auto_wrap_policy(nn.ReLU(), False, 0, None),
+    "one transformer class": lambda wrap: wrap.transformer_auto_wrap_policy(nn.ReLU(), False, 0, nn.ReLU),
+    "size without numel": lambda wrap: wrap.size_based_auto_wrap_policy(nn.ReLU(), True),
+    "numel a string": lambda wrap: wrap.size_based_auto_wrap_policy(nn.ReLU(), True, "1"),
+    "one leaf class, large": lambda wrap: wrap.size_based_auto_wrap_policy(nn.ReLU(), True, 2, 1, nn.ReLU),
+    "one leaf class, small": lambda wrap: wrap.size_based_auto_wrap_policy(nn.ReLU(), True, 0, 1, nn.ReLU),
+    "one leaf class, to wrap": lambda wrap: wrap.size_based_auto_wrap_policy(nn.ReLU(), False, 2, 1, nn.ReLU),
+}
+
+
+@clause("distributed.fsdp.wrap.policies.bad_arguments")
+@pytest.mark.parametrize("call", list(_BAD))
+def test_bad_arguments(subject: Library, reference: Library, call: str) -> None:
+    def outcome(library: Library) -> Outcome:
+        done = observe(_BAD[call], library.distributed.fsdp.wrap)
+        return Outcome(
+            raised=done.raised, warned=done.warned, value=done.value if isinstance(done.value, bool) else None
+        )
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.policies.ones_own")
+@pytest.mark.parametrize("defines", [True, False])
+def test_a_policy_of_ones_own(subject: Library, reference: Library, defines: bool) -> None:
+    def outcome(library: Library) -> Outcome:
+        base = library.distributed.fsdp.wrap._Policy
+        members = {"_run_policy": lambda self, *_: {"asked": True}} if defines else {}
+        return observe(lambda: type("Own", (base,), members)()._run_policy(None, None, None))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.policies.ones_own")
+@pytest.mark.parametrize("name", ["ModuleWrapPolicy", "CustomPolicy"])
+def test_the_classes_are_policies(subject: Library, reference: Library, name: str) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+        return observe(lambda: issubclass(getattr(wrap, name), wrap._Policy))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
+def test_classes_that_change_later(subject: Library, reference: Library) -> None:
+    def outcome(library: Library) -> Outcome:
+        classes = {Block}
+        policy = library.distributed.fsdp.wrap.ModuleWrapPolicy(classes)
+        classes.add(nn.Linear)
+        return observe(lambda: [policy(module, False) for module in _MODULES.values()])
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
+@pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention"), ("batch", "linear")], ids=str)
+@given(tree=trees(shares=False))
+def test_instances_are_chosen(
+    subject: Library, reference: Library, classes: tuple[str, ...], tree: Tree
+) -> None:
+    def outcome(library: Library) -> Outcome:
+        return observe(lambda: _run(Policy("ModuleWrapPolicy", classes).of(library), tree.build(), {}))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.ModuleWrapPolicy.as_a_function")
+@pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention")], ids=str)
+@pytest.mark.parametrize("recurse", [True, False, 1, None], ids=repr)
+def test_called(subject: Library, reference: Library, classes: tuple[str, ...], recurse: Any) -> None:
+    def outcome(library: Library) -> Outcome:
+        policy = library.distributed.fsdp.wrap.ModuleWrapPolicy({CLASSES[name] for name in classes})
+        more: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+            ((), {}),
+            ((7,), {}),
+            ((), {"nonwrapped_numel": 7}),
+        ]
+        return observe(
+            lambda: [
+                policy(module, recurse, *args, **kwargs)
+                for module in _MODULES.values()
+                for args, kwargs in more
+            ]
+        )
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.ModuleWrapPolicy.shown")
+@pytest.mark.parametrize("classes", [set[Any](), {nn.Linear}, {Block, nn.Linear}], ids=len)
+def test_shown(subject: Library, reference: Library, classes: set[type]) -> None:
+    def outcome(library: Library) -> Outcome:
+        shown = repr(library.distributed.fsdp.wrap.ModuleWrapPolicy(classes))
+        return Outcome((shown.partition(" object at ")[0].rpartition(".")[2], shown.partition(">(")[2]))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.CustomPolicy.answers")
+@given(tree=trees(shares=True), answers=st.lists(st.sampled_from([True, False, {}, {"new": 1}]), min_size=1))
+def test_each_module_is_asked_once(
+    subject: Library, reference: Library, tree: Tree, answers: list[Any]
+) -> None:
+    def outcome(library: Library) -> Outcome:
+        built, seen = tree.build(), list[str]()
+
+        def answered(module: nn.Module) -> Any:
+            seen.append(built.names[module])
+            return answers[len(seen) % len(answers)]
+
+        policy = library.distributed.fsdp.wrap.CustomPolicy(answered)
+        return observe(lambda: (_run(policy, built, dict(_ROOT_KWARGS)), seen))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.CustomPolicy.other_answers")
+@pytest.mark.parametrize("answer", [None, 1, 0, "yes", [("new", 1)], (), 1.5], ids=repr)
+def test_other_answers(subject: Library, reference: Library, answer: Any) -> None:
+    def outcome(library: Library) -> Outcome:
+        policy = library.distributed.fsdp.wrap.CustomPolicy(lambda module: answer)
+        return observe(policy._run_policy, nn.ReLU(), set(), {})
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+def _made(module: nn.Module, **kwargs: Any) -> Any:
+    return ("made by a function", type(module).__name__, kwargs)
+
+
+def _told(wrapped: Any) -> Any:
+    """What came back from `wrap`, in plain words."""
+    if isinstance(wrapped, Wrapper):
+        return ("Wrapper", type(wrapped.module).__name__, wrapped.kwargs)
+    return type(wrapped).__name__ if isinstance(wrapped, nn.Module) else wrapped
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.wraps")
+@pytest.mark.parametrize("wrapper", [Wrapper, _made], ids=["class", "function"])
+@pytest.mark.parametrize("given_kwargs", [{}, {"a": 1}, {"a": 1, "b": [2]}], ids=str)
+@pytest.mark.parametrize("overrides", [{}, {"a": 3}, {"b": None, "c": 4}], ids=str)
+def test_wraps(
+    subject: Library,
+    reference: Library,
+    wrapper: Any,
+    given_kwargs: dict[str, Any],
+    overrides: dict[str, Any],
+) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        def run() -> Any:
+            with wrap.enable_wrap(wrapper_cls=wrapper, **given_kwargs) as entered:
+                first = wrap.wrap(nn.ReLU(), **overrides)
+                nested = wrap.wrap(first, a="outer") if wrapper is Wrapper else None
+                # Overrides hold for one module alone.
+                return entered, _told(first), _told(nested), _told(wrap.wrap(nn.Linear(2, 2)))
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.wraps")
+def test_wraps_the_very_module(subject: Library, reference: Library) -> None:
+    def outcome(library: Library) -> Outcome:
+        module = nn.Linear(2, 2)
+        with library.distributed.fsdp.wrap.enable_wrap(wrapper_cls=Wrapper):
+            return Outcome(library.distributed.fsdp.wrap.wrap(module).module is module)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.ends")
+@pytest.mark.parametrize(
+    "error", [None, ValueError, KeyboardInterrupt, GeneratorExit, StopIteration], ids=str
+)
+def test_ends(subject: Library, reference: Library, error: type[BaseException] | None) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        def run() -> Any:
+            raised = None
+            try:
+                with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+                    inside = _told(wrap.wrap(nn.ReLU()))
+                    if error is not None:
+                        raise error("inside")
+            except BaseException as found:
+                raised = type(found).__name__
+            after = _told(wrap.wrap(nn.ReLU(), b=2))
+            with wrap.enable_wrap(wrapper_cls=_made, b=2):
+                return raised, inside, after, _told(wrap.wrap(nn.ReLU()))
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.ends")
+def test_a_wrapper_that_raises(subject: Library, reference: Library) -> None:
+    def refuse(module: nn.Module) -> Any:
+        raise ValueError("not this one")
+
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        def run() -> Any:
+            with pytest.raises(ValueError, match="not this one"), wrap.enable_wrap(wrapper_cls=refuse):
+                wrap.wrap(nn.ReLU())
+            return _told(wrap.wrap(nn.ReLU()))
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.ends")
+def test_as_a_decorator(subject: Library, reference: Library) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        @wrap.enable_wrap(wrapper_cls=Wrapper, a=1)
+        def build() -> nn.Module:
+            return wrap.wrap(nn.ReLU())
+
+        return observe(lambda: (_told(build()), _told(wrap.wrap(nn.ReLU())), _told(build())))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.not_nested")
+def test_not_nested(subject: Library, reference: Library) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        def inner() -> None:
+            with wrap.enable_wrap(wrapper_cls=_made, b=2):
+                raise AssertionError("it was entered")
+
+        def run() -> Any:
+            with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+                refused = observe(inner).raised
+                still = _told(wrap.wrap(nn.ReLU()))
+            return refused, still, _told(wrap.wrap(nn.ReLU()))
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.in_every_thread")
+def test_in_every_thread(subject: Library, reference: Library) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap, found = library.distributed.fsdp.wrap, list[Any]()
+
+        def run() -> Any:
+            with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+                thread = threading.Thread(target=lambda: found.append(_told(wrap.wrap(nn.ReLU()))))
+                thread.start()
+                thread.join()
+            return found
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+_BAD_WRAPPERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "none": ((), {}),
+    "positional": ((Wrapper,), {}),
+    "None": ((), {"wrapper_cls": None}),
+    "no function": ((), {"wrapper_cls": 3}),
+    "an unknown argument": ((), {"wrapper_cls": nn.Linear, "unknown": 1}),
+}
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.bad_arguments")
+@pytest.mark.parametrize("call", list(_BAD_WRAPPERS))
+def test_bad_wrappers(subject: Library, reference: Library, call: str) -> None:
+    args, kwargs = _BAD_WRAPPERS[call]
+
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        def run() -> Any:
+            with wrap.enable_wrap(*args, **kwargs):
+                return _told(wrap.wrap(nn.ReLU()))
+
+        return observe(lambda: (observe(run).raised, _told(wrap.wrap(nn.ReLU()))))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.wrap.outside")
+@pytest.mark.parametrize("kwargs", [{}, {"a": 1}, {"wrapper_cls": Wrapper}], ids=str)
+def test_outside(subject: Library, reference: Library, kwargs: dict[str, Any]) -> None:
+    def outcome(library: Library) -> Outcome:
+        module = nn.Linear(2, 2)
+        return observe(lambda: library.distributed.fsdp.wrap.wrap(module, **kwargs) is module)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.wrap.outside")
+def test_outside_without_a_module(subject: Library, reference: Library) -> None:
+    assert_same_outcome(
+        observe(reference.distributed.fsdp.wrap.wrap), observe(subject.distributed.fsdp.wrap.wrap)
+    )
