@@ -27,7 +27,7 @@ from conformance.library import Library, load_library
 from conformance.outcome import Outcome, observe
 from conformance.ranks import Rank
 
-FSDP = "distributed.fsdp.FullyShardedDataParallel"
+FSDP = "distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 LEARNING_RATE, MOMENTUM = 0.05, 0.5
 
 
@@ -75,6 +75,11 @@ class Training:
     tree: ModuleTree
     setup: Setup = Setup()
     steps: Sequence[Step] = (Step(), Step(), Step())
+
+    @property
+    def mixes_frozen_with_trained(self) -> bool:
+        frozen = {leaf.frozen for leaf in self.tree.body.leaves()}
+        return self.setup.uses_orig_params and frozen != {"none"}
 
 
 def train(rank: Rank, *, library: str, training: Training) -> Outcome:
