@@ -1,0 +1,140 @@
+"""How often ranks talk, and how much they send: the least that a strategy needs, and never more than torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
+from conformance.distributed.fsdp.judging import outcomes, share_of_examples
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, steps_of
+from conformance.library import Library
+from conformance.ranks import RankPool
+from conformance.ranks.trace import Collective
+from conformance.strategies.sharding import trainings
+
+# Wrapped leaf by leaf that is four units, with the root, which has the head.
+TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"), Leaf("lookup", 3))))
+UNITS = 4
+PLAIN = (Step(), Step(), Step())
+IN_NO_SYNC = (Step(forwards=3, order="no_sync"),) * 2
+IN_TURN = (Step(forwards=2),) * 2
+# Gathers, scatters and reductions of a step. The root keeps what its forward has gathered for its backward.
+LEAST = {
+    ("FULL_SHARD", PLAIN): (2 * UNITS - 1, UNITS, 0),
+    ("SHARD_GRAD_OP", PLAIN): (UNITS, UNITS, 0),
+    ("NO_SHARD", PLAIN): (0, 0, UNITS),
+    ("FULL_SHARD", IN_NO_SYNC): (3 * (2 * UNITS - 1), UNITS, 0),
+    # What was gathered stays until gradients are reduced.
+    ("SHARD_GRAD_OP", IN_NO_SYNC): (UNITS, UNITS, 0),
+    ("NO_SHARD", IN_NO_SYNC): (0, 0, UNITS),
+    ("FULL_SHARD", IN_TURN): (2 * (2 * UNITS - 1), 2 * UNITS, 0),
+    ("SHARD_GRAD_OP", IN_TURN): (2 * UNITS, 2 * UNITS, 0),
+}
+
+
+def steps_of_all(pool: RankPool, library: Library, training: Training) -> list[list[list[Collective]]]:
+    """What each rank issued in each step."""
+    for outcome in outcomes(pool, library, "train", training=training):
+        assert outcome.raised is None, outcome.raised
+    return [steps_of(trace) for trace in pool.traces]
+
+
+def wanted_counts(gathers: int, scatters: int, reductions: int) -> Counter[str]:
+    return +Counter(gather=gathers, scatter=scatters, reduce=reductions)
+
+
+def assert_counts(seen: list[list[list[Collective]]], wanted: Counter[str]) -> None:
+    for rank, steps in enumerate(seen):
+        for number, step in enumerate(steps):
+            assert counts(step) == wanted, f"rank {rank}, step {number}: {[str(call) for call in step]}"
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
+@pytest.mark.parametrize("more_ranks", [2, 3])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
+@pytest.mark.parametrize(
+    ("strategy", "steps"), LEAST, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_each_step_talks_the_least(
+    subject: Library,
+    ranks: Callable[..., RankPool],
+    strategy: str,
+    steps: Sequence[Step],
+    prefetch: str | None,
+    more_ranks: int,
+) -> None:
+    setup = Setup(strategy, wrap="leaves", backward_prefetch=prefetch)
+    seen = steps_of_all(ranks(more_ranks), subject, Training(TREE, setup, steps))
+    assert_counts(seen, wanted_counts(*LEAST[strategy, steps]))
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
+@pytest.mark.parametrize(
+    ("strategy", "gathers"), [("HYBRID_SHARD", 2 * UNITS - 1), ("_HYBRID_SHARD_ZERO2", UNITS)]
+)
+def test_replicas_reduce_what_they_have_scattered(
+    subject: Library, ranks: Callable[..., RankPool], strategy: str, gathers: int
+) -> None:
+    setup = Setup(strategy, ranks="meshes", shards=2, wrap="leaves")
+    seen = steps_of_all(ranks(4), subject, Training(TREE, setup, PLAIN))
+    assert_counts(seen, wanted_counts(gathers, UNITS, UNITS))
+    reduced = [call for call in seen[0][0] if call.name == "allreduce_"]
+    assert {call.members for call in reduced} == {(0, 2)}
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.bytes_on_the_wire")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_each_parameter_travels_once_a_collective(
+    subject: Library, ranks: Callable[..., RankPool], strategy: str
+) -> None:
+    """The units' 16, 12, 15 and 20 numbers fill whole shards of two ranks but for one, which is padded."""
+    setup = Setup(strategy, wrap="leaves")
+    seen = steps_of_all(ranks(2), subject, Training(TREE, setup, PLAIN))
+    units = [_padded(numel, 2) * 8 for numel in unit_numels()]
+    wanted = {
+        "FULL_SHARD": {"gather": 2 * sum(units) - units[-1], "scatter": sum(units)},
+        "SHARD_GRAD_OP": {"gather": sum(units), "scatter": sum(units)},
+        "NO_SHARD": {"reduce": sum(numel * 8 for numel in unit_numels())},
+    }
+    for steps in seen:
+        for step in steps:
+            assert bytes_by_kind(step) == Counter(wanted[strategy])
+
+
+def unit_numels() -> list[int]:
+    model = TREE.build()
+    parts = [*model.body.parts, model.head]
+    return [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
+
+
+def _padded(numel: int, ranks: int) -> int:
+    return -(-numel // ranks) * ranks
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.collectives_of_torch")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@share_of_examples(0.3)
+@given(data=st.data())
+def test_never_talks_more_than_torch(
+    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, data: st.DataObject
+) -> None:
+    # A unit that is frozen in part may be gathered in two halves, so that one of them needs no gradients.
+    training = data.draw(
+        trainings(strategy=strategy).filter(lambda drawn: not drawn.mixes_frozen_with_trained)
+    )
+    allowed = steps_of_all(rank_pool, reference, training)
+    seen = steps_of_all(rank_pool, subject, training)
+    for rank, (most, got) in enumerate(zip(allowed, seen, strict=True)):
+        for number, (wanted, step) in enumerate(zip(most, got, strict=True)):
+            where = f"rank {rank}, step {number}: {[str(call) for call in step]}"
+            assert counts(step) <= counts(wanted), f"{where}; torch {[str(call) for call in wanted]}"
+            assert bytes_by_kind(step) <= bytes_by_kind(wanted), (
+                f"{where}; torch {[str(call) for call in wanted]}"
+            )

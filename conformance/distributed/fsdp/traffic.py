@@ -1,0 +1,54 @@
+"""What ranks send each other in training: counted between the barriers that `fsdp_cases` puts around each step.
+
+Operators that do the same count as the same: a gather into a list of tensors or into one, a sum scattered from either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from conformance.ranks.trace import Collective
+
+_KINDS = {
+    "gather": re.compile("_?allgather"),
+    "scatter": re.compile("_?reduce_scatter"),
+    "reduce": re.compile("allreduce"),
+}
+# Whose described tensors are one rank's part of the whole.
+_OF_PARTS = ("_allgather_base_", "allgather_into_tensor_coalesced_")
+
+
+def kind(call: Collective) -> str:
+    return next((kind for kind, names in _KINDS.items() if names.match(call.name)), call.name)
+
+
+def moved_bytes(call: Collective) -> int:
+    """The bytes of the whole that is gathered, scattered or reduced."""
+    parts = len(call.members) if call.name in _OF_PARTS else 1
+    return parts * sum(getattr(torch, dtype).itemsize * numel for dtype, numel in call.tensors)
+
+
+def steps_of(trace: Sequence[Collective]) -> list[list[Collective]]:
+    """What a rank issued within each step, from before its first forward to after its last backward."""
+    steps: list[list[Collective]] = [[]]
+    for call in trace:
+        if call.name == "barrier":
+            steps.append([])
+        else:
+            steps[-1].append(call)
+    return steps[1::2]
+
+
+def counts(step: Sequence[Collective]) -> Counter[str]:
+    return Counter(kind(call) for call in step)
+
+
+def bytes_by_kind(step: Sequence[Collective]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for call in step:
+        total[kind(call)] += moved_bytes(call)
+    return total
