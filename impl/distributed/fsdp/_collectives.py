@@ -14,16 +14,13 @@ from impl.distributed.fsdp._flat_layout import FlatLayout
 from impl.distributed.fsdp._flat_param import Flat, Whole
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 
-# From 2.13 on torch deprecates the older names, which are all that 2.11 has.
-_all_gather: Callable[..., Any] = getattr(
-    dist,
-    "all_gather_single",
-    dist.all_gather_into_tensor,  # pyright: ignore[reportDeprecated]
+# From 2.13 on torch deprecates the older names, which are all that 2.11 has. The group's own methods, because the
+# functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step takes.
+_all_gather: Callable[..., dist.Work] = getattr(
+    dist.ProcessGroup, "all_gather_single", dist.ProcessGroup._allgather_base
 )
-_reduce_scatter: Callable[..., Any] = getattr(
-    dist,
-    "reduce_scatter_single",
-    dist.reduce_scatter_tensor,  # pyright: ignore[reportDeprecated]
+_reduce_scatter: Callable[..., dist.Work] = getattr(
+    dist.ProcessGroup, "reduce_scatter_single", dist.ProcessGroup._reduce_scatter_base
 )
 
 # Hooks that cast by themselves, and what they cast to. torch's own cannot run where tensors have no streams.
@@ -48,7 +45,7 @@ def gather(flat: Flat, whole: Whole, groups: Groups) -> None:
         whole.flat.copy_(shard, non_blocking=True)
         return
     mine = shard.to(whole.flat.device, whole.flat.dtype, non_blocking=True)
-    _all_gather(whole.flat, mine, group=groups.shard)
+    _all_gather(groups.shard, whole.flat, mine).wait()
 
 
 @torch.no_grad()
@@ -58,7 +55,7 @@ def gathered_like(flat: Flat, shard: Tensor, groups: Groups) -> Tensor:
         return shard
     mine = shard.to(flat.device)
     whole = mine.new_empty(flat.layout.padded_numel)
-    _all_gather(whole, mine, group=groups.shard)
+    _all_gather(groups.shard, whole, mine).wait()
     return whole
 
 
@@ -119,9 +116,9 @@ class Reduction:
         output = buffer
         if groups.shard is not None:
             output = buffer.new_empty(shard_numel)
-            _reduce_scatter(output, buffer, group=groups.shard)
+            _reduce_scatter(groups.shard, output, buffer).wait()
         if groups.replicate is not None:
-            dist.all_reduce(output, group=groups.replicate)
+            groups.replicate.allreduce([output]).wait()
         if divisor > 1:
             output.div_(divisor)
         return output

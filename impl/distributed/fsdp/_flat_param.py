@@ -130,8 +130,21 @@ class Whole:
         self.leaves = [_over(self.flat, slot) for slot in layout.slots]
         # Gathering writes behind autograd's back, so whatever moves these was a change to a parameter.
         self._versions = [leaf._version for leaf in self.leaves]
+        self.trainable: list[Tensor] = []
+        self.has_frozen = True
+        self._follows: list[bool] = []
         self.is_live = True
         self.free()
+
+    def follow(self, wants_grad: list[bool]) -> None:
+        """Have each leaf, or all of them, require a gradient or not."""
+        if wants_grad == self._follows:
+            return
+        self._follows = wants_grad
+        for index, leaf in enumerate(self.leaves):
+            leaf.requires_grad_(wants_grad[index if len(wants_grad) > 1 else 0])
+        self.trainable = [leaf for leaf in self.leaves if leaf.requires_grad]
+        self.has_frozen = len(self.trainable) < len(self.leaves)
 
     def allocate(self) -> None:
         if not self.is_live:
@@ -251,9 +264,7 @@ class Flat:
     def expose(self, dtype: torch.dtype) -> Whole:
         """Have the modules see the whole's leaves."""
         whole = self.whole(dtype)
-        for leaf, wants in zip(whole.leaves, self._wants_grad(), strict=True):
-            if leaf.requires_grad is not wants:
-                leaf.requires_grad_(wants)
+        whole.follow([p.requires_grad for p in self.stepped])
         self._showing.show(whole.leaves)
         self.is_shown = True
         return whole
@@ -377,11 +388,6 @@ class Flat:
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Tensors in the parameters' shapes over a buffer of all elements."""
         return [_over(flat, slot) for slot in self.layout.slots]
-
-    def _wants_grad(self) -> list[bool]:
-        if self.use_orig_params:
-            return [p.requires_grad for p in self.parameters]
-        return [self.flat_param.requires_grad] * len(self.layout.slots)
 
     def _as_leaf(self, view: Tensor) -> Tensor:
         return nn.Parameter(view, requires_grad=False) if self.use_orig_params else view

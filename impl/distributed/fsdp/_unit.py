@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from impl.distributed.fsdp._collectives import Reduction, gather, join
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import Flat, Whole
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._nested import replaced, tensors_in
@@ -88,9 +88,7 @@ class Unit:
         self._gathered: Any = None  # the event of their gather
         self._was_prefetched = False
         self.awaits_backward = False
-        self._dtypes_in_graph: list[
-            torch.dtype
-        ] = []  # of the wholes whose leaves the last graph was built from
+        self._in_graph: list[Whole] = []  # whose leaves the last graph was built from
         self._shards_at_gather: list[int] = []
         self._open_inputs = 0  # differentiable inputs whose gradients have not come yet
         self._input_hooks: list[RemovableHandle] = []
@@ -194,7 +192,7 @@ class Unit:
         """Hand over the gradients that came, release the parameters. Called again, it does what is left to do."""
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.IDLE
-        grads = [self._taken(leaves) for leaves in self._leaves()]
+        grads = [_taken(whole) for whole in self._in_graph]
         if self._is_freed_in_backward():
             self.release()
         elif self.is_gathered:
@@ -208,7 +206,7 @@ class Unit:
     def end_of_backward(self) -> None:
         """Close what the graph left open."""
         self.awaits_backward = False
-        has_grads = any(leaf.grad is not None for leaves in self._leaves() for leaf in leaves)
+        has_grads = any(leaf.grad is not None for whole in self._in_graph for leaf in whole.trainable)
         if self.phase is Phase.BACKWARD or has_grads:
             self.finish_backward()
         elif self.is_gathered and self._is_freed_in_backward():
@@ -231,10 +229,10 @@ class Unit:
         root.streams.wait(Lane.COMPUTE, self._gathered)
         self._gathered = None
         self._was_prefetched = False
-        self._dtypes_in_graph = list(self._dtypes or ())
-        for flat, dtype in zip(self.flats, self._dtypes_in_graph, strict=True):
-            flat.expose(dtype)
-            root.streams.reads(Lane.COMPUTE, f"whole of {self.name}")
+        self._in_graph = [
+            flat.expose(dtype) for flat, dtype in zip(self.flats, self._dtypes or (), strict=True)
+        ]
+        root.streams.reads(Lane.COMPUTE, self)
 
     def gather(self, full_precision: bool = False) -> None:
         """Fill the wholes, in the GATHER lane; nothing if they are filled with what the shards hold."""
@@ -248,12 +246,13 @@ class Unit:
         root = self.root
         root.admit()
         with root.streams.on(Lane.GATHER):
+            root.streams.writes(Lane.GATHER, self)
             for flat, dtype in zip(self.flats, wanted, strict=True):
-                root.streams.writes(Lane.GATHER, f"whole of {self.name}")
                 gather(flat, flat.whole(dtype), self.groups)
         self._gathered = root.streams.record(Lane.GATHER)
         self._dtypes = wanted
-        self._shards_at_gather = [_versions_of(flat) for flat in self.flats]
+        if self._is_kept_after_forward():
+            self._shards_at_gather = [_versions_of(flat) for flat in self.flats]
 
     def release(self) -> None:
         """Free the wholes; the modules see what rests in the leaves' place."""
@@ -265,7 +264,7 @@ class Unit:
         self._dtypes = None
         self._was_prefetched = False
         root = self.root
-        root.streams.frees(Lane.COMPUTE, f"whole of {self.name}")
+        root.streams.frees(Lane.COMPUTE, self)
         root.note_released(root.streams.record(Lane.COMPUTE))
 
     def _conceal(self) -> None:
@@ -317,30 +316,11 @@ class Unit:
 
     def _has_all_gradients(self) -> bool:
         """Every node that reads a trainable leaf leads to its gradient; those that read frozen ones lead to inputs."""
-        has_frozen = False
-        for leaves in self._leaves():
-            for leaf in leaves:
-                if not leaf.requires_grad:
-                    has_frozen = True
-                elif leaf.grad is None:
+        for whole in self._in_graph:
+            for leaf in whole.trainable:
+                if leaf.grad is None:
                     return False
-        return not has_frozen or self._open_inputs == 0
-
-    def _leaves(self) -> list[list[Tensor]]:
-        return [
-            flat.whole(dtype).leaves for flat, dtype in zip(self.flats, self._dtypes_in_graph, strict=False)
-        ]
-
-    def _taken(self, leaves: list[Tensor]) -> list[Tensor | None]:
-        grads = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        if any(grad is not None and grad.requires_grad for grad in grads):
-            raise RuntimeError("FSDP does not support gradients of gradients")
-        return [
-            grad.to_dense() if grad is not None and grad.layout is not torch.strided else grad
-            for grad in grads
-        ]
+        return self._open_inputs == 0 or not any(whole.has_frozen for whole in self._in_graph)
 
     @torch.no_grad()
     def _hand_over(self, flat: Flat, gradients: GradientShard, grads: list[Tensor | None]) -> None:
@@ -361,7 +341,7 @@ class Unit:
             join(flat.layout, grads, views, buffer)
         root.streams.wait(Lane.REDUCE, root.streams.record(Lane.COMPUTE))
         with root.streams.on(Lane.REDUCE):
-            root.streams.reads(Lane.REDUCE, f"gradients of {self.name}")
+            root.streams.reads(Lane.REDUCE, gradients)
             reduced = self.reduction(buffer, flat.layout.shard_numel)
             gradients.add(reduced)
         root.keep_until_reduced(buffer)
@@ -384,6 +364,18 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return replaced(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
 
 
+def _taken(whole: Whole) -> list[Tensor | None]:
+    """The leaves' gradients, which they lose."""
+    grads = [leaf.grad for leaf in whole.leaves]
+    for leaf in whole.trainable:
+        leaf.grad = None
+    if any(grad is not None and grad.requires_grad for grad in grads):
+        raise RuntimeError("FSDP does not support gradients of gradients")
+    return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+
+
 def _versions_of(flat: Flat) -> int:
     """Moves whenever the shard is written to, whichever of its names is used."""
-    return flat.flat_param._version + sum(p._version for p in flat.parameters)
+    return flat.flat_param._version + (
+        sum(p._version for p in flat.parameters) if flat.use_orig_params else 0
+    )
