@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import settings
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP, Training, train_unsharded
+from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, Training, train_unsharded
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome
 from conformance.ranks import RankPool
 from conformance.tolerances import TRAINED, Tolerance
 
-_CASES = "conformance.distributed.fsdp.fsdp_cases"
+_PLACE = "conformance.distributed.fsdp"
 _UNSHARDED = ("outputs", "losses", "input_gradients", "whole_gradients", "whole_parameters", "buffers")
 
 
@@ -28,7 +28,7 @@ def share_of_examples(share: float) -> settings:
 def outcomes(pool: RankPool, library: Library, case: str, **arguments: Any) -> list[Outcome]:
     """What every rank saw. Which warnings came counts, not how often: that is how many units there are."""
     library.find(FSDP)  # missing here rather than on the ranks, which is reported as such
-    seen = pool.run(f"{_CASES}:{case}" if ":" not in case else case, library=library.spec, **arguments)
+    seen = pool.run(f"{_PLACE}.{case}", library=library.spec, **arguments)
     return [replace(outcome, warned=tuple(sorted(set(outcome.warned)))) for outcome in seen]
 
 
@@ -50,12 +50,32 @@ def assert_trains(
     tolerance: Tolerance = TRAINED,
 ) -> None:
     """Judges twice: rank by rank as torch does, and as one process does without sharding."""
-    wanted = outcomes(pool, reference, "train", training=training)
-    got = outcomes(pool, subject, "train", training=training)
+    wanted = outcomes(pool, reference, "fsdp_cases:train", training=training)
+    got = outcomes(pool, subject, "fsdp_cases:train", training=training)
     if training.mixes_frozen_with_trained:
         wanted, got = ([_without_layout(outcome) for outcome in seen] for seen in (wanted, got))
     assert_ranks_agree(wanted, got, tolerance)
     assert_like_unsharded(got, training, tolerance)
+
+
+def probed(
+    pool: RankPool, library: Library, asks: Callable[..., Any], setup: Setup, **arguments: Any
+) -> list[Outcome]:
+    """What every rank saw of `asks(lab, **arguments)`, a function of one of the `*_cases` modules."""
+    return outcomes(pool, library, "method_cases:probe", asks=asks, setup=setup, arguments=arguments)
+
+
+def assert_probes_agree(
+    pool: RankPool,
+    libraries: tuple[Library, Library],
+    asks: Callable[..., Any],
+    setup: Setup,
+    **arguments: Any,
+) -> list[Outcome]:
+    """Judges a probe of the subject by the reference's; `libraries` is (reference, subject)."""
+    wanted, got = (probed(pool, library, asks, setup, **arguments) for library in libraries)
+    assert_ranks_agree(wanted, got)
+    return got
 
 
 def _without_layout(outcome: Outcome) -> Outcome:

@@ -41,7 +41,7 @@ LEAST = {
 
 def steps_of_all(pool: RankPool, library: Library, training: Training) -> list[list[list[Collective]]]:
     """What each rank issued in each step."""
-    for outcome in outcomes(pool, library, "train", training=training):
+    for outcome in outcomes(pool, library, "fsdp_cases:train", training=training):
         assert outcome.raised is None, outcome.raised
     return [steps_of(trace) for trace in pool.traces]
 

@@ -1,0 +1,87 @@
+"""Probes of `summon_full_params`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from conformance.distributed.fsdp.fsdp_cases import gathered_parameters, state_of
+from conformance.distributed.fsdp.method_cases import Lab, named, tried
+
+
+def summon(lab: Lab, *, options: Mapping[str, Any], at: int = 0, adds: float = 0.0) -> dict[str, Any]:
+    """What lies inside, and what is left of it: `adds`, and the rank, is added to each parameter, and to each gradient.
+
+    `at` counts the units from the root.
+    """
+    lab.backward()
+    with lab.fsdp.summon_full_params(lab.units[at], **options):
+        inside = {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}
+        buffers = [name for name, _ in lab.model.named_buffers()]
+        with torch.no_grad():
+            for parameter in lab.model.parameters():
+                if adds:
+                    parameter.add_(adds + lab.rank.rank)
+                if adds and parameter.grad is not None and options.get("with_grads"):
+                    parameter.grad.add_(adds + lab.rank.rank)
+    return {
+        "inside": inside,
+        "buffers": buffers,
+        "shards": {name: state_of(parameter) for name, parameter in lab.model.named_parameters()},
+        "whole": gathered_parameters(lab.library, lab.model),
+    }
+
+
+def whole(lab: Lab, *, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole parameters and gradients, and where they lie."""
+    lab.backward()
+    with lab.fsdp.summon_full_params(lab.model, **options):
+        return {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}
+
+
+def trains_on(lab: Lab) -> list[torch.Tensor]:
+    """Losses around a summoning that changes the parameters."""
+    losses = [lab.backward()]
+    with lab.fsdp.summon_full_params(lab.model), torch.no_grad():
+        for parameter in lab.model.parameters():
+            parameter.mul_(0.5)
+    losses.append(lab.backward(1))
+    return losses
+
+
+def summon_in_summon(lab: Lab) -> Any:
+    with lab.fsdp.summon_full_params(lab.model):
+        return tried(lambda: lab.fsdp.summon_full_params(lab.model).__enter__())
+
+
+def summon_in_forward(lab: Lab) -> Any:
+    return _summoned_by(lab, lab.model.head.register_forward_pre_hook)
+
+
+def summon_in_backward(lab: Lab) -> Any:
+    return _summoned_by(lab, lab.model.head.register_full_backward_hook)
+
+
+def _summoned_by(lab: Lab, register: Any) -> Any:
+    seen: list[Any] = []
+    register(lambda *_: seen.append(tried(lambda: lab.fsdp.summon_full_params(lab.model).__enter__())))
+    lab.backward()
+    return seen
+
+
+def restores_after_an_error(lab: Lab) -> dict[str, Any]:
+    """What is raised inside goes through, and the shards are back behind it."""
+
+    def raises() -> None:
+        with lab.fsdp.summon_full_params(lab.model):
+            raise KeyError("planted")
+
+    return {"raised": tried(raises), "shards": named(lab.model), "loss": lab.backward()}
+
+
+def of_plain_modules(lab: Lab) -> dict[str, torch.Tensor]:
+    """A module that is no unit, with units in it and above it."""
+    with lab.fsdp.summon_full_params(lab.model.body):
+        return named(lab.model.body)
