@@ -24,6 +24,7 @@ from impl.distributed.fsdp.api import (
     StateDictSettings,
     StateDictType,
 )
+from impl.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from impl.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "CPUOffload",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
