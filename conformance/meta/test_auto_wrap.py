@@ -70,6 +70,24 @@ def wrapped_by_torch(built: Built, policy: Any, kwargs: dict[str, Any]) -> Outco
     return observe(run)
 
 
+@pytest.mark.parametrize("answers", [(), (False,), (True, False), (False, True, True), (0, "yes")], ids=str)
+def test_any_of_several_policies(answers: tuple[Any, ...]) -> None:
+    """Those behind the first that says yes are not asked."""
+
+    def outcome(library: Library) -> Outcome:
+        seen: list[tuple[int, dict[str, Any]]] = []
+
+        def numbered(number: int, **question: Any) -> Any:
+            seen.append((number, {**question, "module": type(question["module"]).__name__}))
+            return answers[number]
+
+        policies = (functools.partial(numbered, number) for number in range(len(answers)))
+        policy = library.distributed.fsdp.wrap._or_policy
+        return observe(lambda: (policy(nn.ReLU(), False, 7, policies=policies), seen))
+
+    assert_same_outcome(outcome(TORCHS), outcome(OURS))
+
+
 @given(
     tree=trees(shares=False),
     policy=st.one_of(ONE_BY_ONE, SEEING_THE_TREE),

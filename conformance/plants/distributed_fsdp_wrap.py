@@ -221,6 +221,21 @@ planted(
 )(in_methods({"__init__": _remember, "_run_policy": _made_anew, "__call__": _made_anew}))
 
 
+def _derived_from_nothing(original: type) -> type:
+    return type(original.__name__, (), {"__module__": original.__module__, **_members(original)})
+
+
+def _members(made: type) -> dict[str, Any]:
+    return {
+        name: value for name, value in vars(made).items() if inspect.isfunction(value) and name != "__repr__"
+    }
+
+
+planted(
+    "wrap.custom_is_no_policy", f"{_HERE}.CustomPolicy", says="It does not derive from the base of policies."
+)(_derived_from_nothing)
+
+
 def _in_answer(plant_id: str, says: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """The function's answers are changed on their way."""
 

@@ -241,23 +241,6 @@ def test_arguments_are_each_modules_own(subject: Library, reference: Library, po
     assert_same_outcome(outcome(reference), outcome(subject))
 
 
-@clause("distributed.fsdp.wrap.policies.any_of_several")
-@pytest.mark.parametrize("answers", [(), (False,), (True, False), (False, True, True), (0, "yes")], ids=str)
-def test_any_of_several(subject: Library, reference: Library, answers: tuple[Any, ...]) -> None:
-    def outcome(library: Library) -> Outcome:
-        seen: list[tuple[int, dict[str, Any]]] = []
-
-        def numbered(number: int, **question: Any) -> Any:
-            seen.append((number, {**question, "module": type(question["module"]).__name__}))
-            return answers[number]
-
-        policies = (functools.partial(numbered, number) for number in range(len(answers)))
-        policy = library.distributed.fsdp.wrap._or_policy
-        return observe(lambda: (policy(nn.ReLU(), False, 7, policies=policies), seen))
-
-    assert_same_outcome(outcome(reference), outcome(subject))
-
-
 _BAD: dict[str, Callable[[Any], Any]] = {
     "no classes": lambda wrap: wrap.ModuleWrapPolicy(),
     "classes None": lambda wrap: wrap.ModuleWrapPolicy(None),
