@@ -11,10 +11,12 @@ import torch
 from hypothesis import settings
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, Training, train_unsharded
+from conformance.distributed.fsdp.method_cases import TREE
+from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome
 from conformance.ranks import RankPool
-from conformance.tolerances import TRAINED, Tolerance
+from conformance.tolerances import ONE_STEP, TRAINED, Tolerance
 
 _PLACE = "conformance.distributed.fsdp"
 _UNSHARDED = ("outputs", "losses", "input_gradients", "whole_gradients", "whole_parameters", "buffers")
@@ -59,10 +61,17 @@ def assert_trains(
 
 
 def probed(
-    pool: RankPool, library: Library, asks: Callable[..., Any], setup: Setup, **arguments: Any
+    pool: RankPool,
+    library: Library,
+    asks: Callable[..., Any],
+    setup: Setup,
+    tree: ModuleTree = TREE,
+    **arguments: Any,
 ) -> list[Outcome]:
     """What every rank saw of `asks(lab, **arguments)`, a function of one of the `*_cases` modules."""
-    return outcomes(pool, library, "method_cases:probe", asks=asks, setup=setup, arguments=arguments)
+    return outcomes(
+        pool, library, "method_cases:probe", asks=asks, setup=setup, tree=tree, arguments=arguments
+    )
 
 
 def assert_probes_agree(
@@ -70,11 +79,12 @@ def assert_probes_agree(
     libraries: tuple[Library, Library],
     asks: Callable[..., Any],
     setup: Setup,
+    tolerance: Tolerance = ONE_STEP,
     **arguments: Any,
 ) -> list[Outcome]:
     """Judges a probe of the subject by the reference's; `libraries` is (reference, subject)."""
     wanted, got = (probed(pool, library, asks, setup, **arguments) for library in libraries)
-    assert_ranks_agree(wanted, got)
+    assert_ranks_agree(wanted, got, tolerance)
     return got
 
 

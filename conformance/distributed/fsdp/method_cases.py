@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,14 @@ from conformance.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 # Wrapped leaf by leaf: units within a chain that is none, buffers, and a unit with fewer elements than three ranks.
+_LOOKED_UP = Leaf("lookup", 3)
 TREE = ModuleTree(
-    Group((Leaf("affine", 4), Group((Leaf("lookup", 3), Leaf("batched")), form="tuple"), Leaf("scaled"))),
+    Group((Leaf("affine", 4), Group((_LOOKED_UP, Leaf("batched")), form="tuple"), Leaf("scaled"))),
+    dtype=torch.float32,
     seed=3,
 )
+# The same without statistics over a batch, which need more than low precision has.
+SIMPLE = replace(TREE, body=Group((Leaf("affine", 4), Group((_LOOKED_UP,), form="tuple"), Leaf("scaled"))))
 
 
 @dataclass

@@ -1,0 +1,46 @@
+"""Probes of `clip_grad_norm_`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.distributed.fsdp.fsdp_cases import gathered_gradients
+from conformance.distributed.fsdp.method_cases import Lab, tried
+
+
+def clip(lab: Lab, *, max_norm: Any, norm_type: Any = 2.0, backwards: int = 1, **more: Any) -> dict[str, Any]:
+    """The norm, each rank's gradients behind it, and the whole ones."""
+    for number in range(backwards):
+        lab.backward(number)
+    norm = lab.model.clip_grad_norm_(max_norm, norm_type, **more)
+    return {"norm": norm, "gradients": lab.gradients(), "whole": gathered_gradients(lab.library, lab.model)}
+
+
+def clip_nonfinite(lab: Lab, *, value: float) -> dict[str, Any]:
+    """One rank has one bad element."""
+    lab.backward()
+    grad = next(parameter.grad for parameter in lab.model.parameters() if parameter.grad is not None)
+    if lab.rank.rank == 0:
+        grad.view(-1)[0] = value
+    return {"norm": lab.model.clip_grad_norm_(1.0)}
+
+
+def clip_an_inner_unit(lab: Lab) -> Any:
+    lab.backward()
+    return tried(lambda: lab.units[1].clip_grad_norm_(1.0))
+
+
+def clip_before_any_forward(lab: Lab) -> Any:
+    """Sets the root up by itself."""
+    return {"norm": lab.model.clip_grad_norm_(1.0), "root": lab.model.check_is_root()}
+
+
+def clip_in_backward(lab: Lab) -> Any:
+    seen: list[Any] = []
+    batch = lab.tree.batch(0, lab.rank.rank)
+    batch.x.register_hook(lambda _: seen.append(tried(lambda: lab.model.clip_grad_norm_(1.0))))
+    output: torch.Tensor = lab.model(batch.x, ids=batch.ids)
+    output.sum().backward()
+    return seen
