@@ -1,21 +1,20 @@
-"""What `impl` may import, read from its source, and what it may call, watched while it trains."""
+"""What `impl` may import, read from its source."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import graphlib
-import importlib
 import sys
 import types
-import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from conformance.meta.rewritten import ALLOWED, REWRITTEN, is_within
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,17 +28,18 @@ LAYERS = (
     ("impl.drop_in",),
 )
 
-# What impl writes afresh. `torch.distributed.fsdp.api` is plain vocabulary and may be used.
-REWRITTEN = (
-    "torch.amp",
-    "torch.cuda.amp",
-    "torch.cpu.amp",
-    "torch.nn.utils.clip_grad",
-    "torch.distributed.fsdp",
-    "torch._dynamo.variables.optimizer",
-    "torch.distributed.utils",
+# Inside this package a module may import what stands in a row above its own, and nothing else of the package.
+SHARDING = "impl.distributed.fsdp"
+WITHIN_SHARDING = (
+    ("api", "_division", "_flat_layout", "_nested", "_order", "_streams"),
+    ("_flat_param", "_full_precision", "_groups"),
+    ("_collectives", "_managed", "wrap"),
+    ("_gradients", "_placement"),
+    ("_unit",),
+    ("_clip", "_contained", "_root", "_summon"),
+    ("_state_dict",),
+    ("fully_sharded_data_parallel", "sharded_grad_scaler"),
 )
-ALLOWED = ("torch.distributed.fsdp.api",)
 
 # (module, what it does): why it may. A line that nothing needs any more fails.
 _ADDRESS = "the tracer, the export verifier and a later pass compare graph targets by identity; never called"
@@ -73,10 +73,6 @@ class Reading:
     imports: set[str] = field(default_factory=set)  # of ours, by module
     annotated_by: set[str] = field(default_factory=set)  # of ours too, imported for type checkers alone
     objections: list[str] = field(default_factory=list)
-
-
-def is_within(name: str, packages: tuple[str, ...]) -> bool:
-    return any(name == package or name.startswith(package + ".") for package in packages)
 
 
 def is_rewritten(path: str) -> bool:
@@ -226,6 +222,23 @@ def layer_of(module: str) -> int:
     return next(index for index, packages in enumerate(LAYERS) if is_within(module, packages))
 
 
+def row_of(module: str) -> int:
+    """Its row in `WITHIN_SHARDING`; the package itself, which only exports, comes after all of them."""
+    rows = [tuple(f"{SHARDING}.{name}" for name in names) for names in WITHIN_SHARDING]
+    found = [index for index, names in enumerate(rows) if is_within(module, names)]
+    assert found or module == SHARDING, f"{module} has no row in WITHIN_SHARDING"
+    return found[0] if found else len(rows)
+
+
+def out_of_order(reading: Reading) -> list[str]:
+    """Imports within the sharding package that do not come from a row above; one within a folder is free."""
+    named = {name for name in reading.imports | reading.annotated_by if is_within(name, (SHARDING,))}
+    folder = ".".join(reading.name.split(".")[:4])
+    return sorted(
+        name for name in named if row_of(name) >= row_of(reading.name) and not is_within(name, (folder,))
+    )
+
+
 def upward(reading: Reading) -> list[str]:
     named = reading.imports | reading.annotated_by
     return sorted(name for name in named if layer_of(name) > layer_of(reading.name))
@@ -240,6 +253,12 @@ def test_every_module_has_its_layer() -> None:
 
 def test_imports_point_one_way() -> None:
     assert {reading.name: upward(reading) for reading in readings() if upward(reading)} == {}
+
+
+def test_sharding_is_in_order() -> None:
+    within = [reading for reading in readings() if is_within(reading.name, (SHARDING,))]
+    assert len(within) > 10
+    assert {reading.name: out_of_order(reading) for reading in within if out_of_order(reading)} == {}
 
 
 def test_no_cycles() -> None:
@@ -303,120 +322,19 @@ def test_an_upward_import_is_seen() -> None:
     assert upward(read("impl.dynamo.autocast", "from impl import kernels", {"impl.kernels"})) == []
 
 
-# --- while it trains
-
-
-class Watch:
-    """Notes each call from `impl` into a function of a rewritten module, however it was reached."""
-
-    # Decorators stand between the two: what lies behind them counts.
-    BETWEEN = ("torch.utils._contextlib", "contextlib", "functools")
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.seen = 0
-
-    def __enter__(self) -> Watch:
-        self._before = sys.getprofile()
-        sys.setprofile(self._on_event)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._before)
-
-    def _on_event(self, frame: types.FrameType, event: str, _: object) -> None:
-        if event != "call":
-            return
-        name = self._module(frame)
-        self.seen += name.partition(".")[0] == "impl"
-        if is_within(name, REWRITTEN) and not is_within(name, ALLOWED):
-            caller = next(above for above in self._above(frame) if above not in self.BETWEEN)
-            if caller.partition(".")[0] == "impl":
-                self.calls.append(f"{caller} calls {name}.{frame.f_code.co_name}")
-
-    @staticmethod
-    def _module(frame: types.FrameType) -> str:
-        return str(frame.f_globals.get("__name__", ""))
-
-    def _above(self, frame: types.FrameType) -> Iterator[str]:
-        above = frame.f_back
-        while above is not None:
-            yield self._module(above)
-            above = above.f_back
-        yield ""
-
-
-def train() -> None:
-    amp, utils = importlib.import_module("impl.amp"), importlib.import_module("impl.nn.utils")
-    doubled = doubling(amp)
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    for step in range(3):
-        optimizer.zero_grad()
-        with amp.autocast("cpu", dtype=torch.bfloat16), amp.autocast("cpu", enabled=step > 0):
-            loss = doubled.apply(model(torch.ones(3, 4))).float().pow(2).mean()
-        scaler.scale([loss])[0].backward()
-        if step == 1:
-            model.weight.grad[0, 0] = float("inf")
-        scaler.unscale_(optimizer)
-        utils.clip_grad_norm_(model.parameters(), 1.0)
-        utils.clip_grads_with_norm_(model.parameters(), 1.0, utils.get_total_norm([model.weight.grad]))
-        utils.clip_grad_value_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-    copy = amp.GradScaler("cpu")
-    copy.load_state_dict(scaler.state_dict())
-    assert copy.get_scale() == scaler.get_scale()
-    amp.autocast("cpu")(model)(torch.ones(1, 4))
-    amp.is_autocast_available("cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        utils.clip_grad_norm(model.parameters(), 1.0)
-        for old in ("cpu", "cuda"):
-            older = importlib.import_module(f"impl.{old}.amp")
-            older.autocast(enabled=False)
-            older.GradScaler(enabled=False)
-
-
-def doubling(amp: Any) -> Any:
-    class Doubling(torch.autograd.Function):
-        @staticmethod
-        @amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        @amp.custom_bwd(device_type="cpu")
-        def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad * 2
-
-    return Doubling
-
-
-def test_a_training_step_calls_nothing_of_what_impl_rewrites() -> None:
-    with Watch() as watch:
-        train()
-    assert watch.seen > 20, "the watch saw hardly anything of impl run"
-    assert watch.calls == []
-
-
 @pytest.mark.parametrize(
-    "call",
+    ("module", "imported", "is_out_of_order"),
     [
-        lambda: torch.autocast("cpu"),
-        lambda: torch.amp.GradScaler("cpu", enabled=False).get_scale(),
-        lambda: torch.nn.utils.clip_grad_norm_([], 1.0),
-        lambda: torch.utils.swap_tensors,
+        ("_unit", "_collectives", False),
+        ("_collectives", "_unit", True),
+        ("_order", "_streams", True),
+        ("_state_dict.full", "_state_dict.local", False),
+        ("_state_dict.full", "_root", False),
+        ("_root", "_state_dict.full", True),
+        ("wrap", "fully_sharded_data_parallel", True),
     ],
-    ids=["autocast", "GradScaler", "clip_grad_norm_", "none of them"],
 )
-def test_the_watch_sees_through_any_disguise(request: pytest.FixtureRequest, call: Callable[[], Any]) -> None:
-    """The same code, once as if it stood in impl and once as it stands here."""
-    disguised = types.FunctionType(call.__code__, {"__name__": "impl.disguised", "torch": torch})
-    with Watch() as watch:
-        disguised()
-    assert bool(watch.calls) is (request.node.callspec.id != "none of them")
-    with Watch() as watch:
-        call()
-    assert watch.calls == []
+def test_an_import_out_of_order_is_seen(module: str, imported: str, is_out_of_order: bool) -> None:
+    path = f"{SHARDING}.{imported}"
+    found = out_of_order(read(f"{SHARDING}.{module}", f"import {path}", {path}))
+    assert found == ([path] if is_out_of_order else [])
