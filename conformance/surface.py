@@ -12,6 +12,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 # Modules whose public names are covered; where a name has several spellings the first one counts.
@@ -23,6 +24,7 @@ MODULES = (
     "cpu.amp",
     "nn.utils.clip_grad",
     "distributed.fsdp.wrap",
+    "distributed.fsdp.sharded_grad_scaler",
 )
 # Public by a spelling that no `__all__` lists, or listed and not ours.
 ADDED = ("nn.utils.get_total_norm", "nn.utils.clip_grads_with_norm_")
@@ -55,9 +57,7 @@ def names() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for module_path in MODULES:
         module = importlib.import_module(f"torch.{module_path}")
-        public = getattr(module, "__all__", None) or [
-            name for name in vars(module) if not name.startswith("_")
-        ]
+        public = getattr(module, "__all__", None) or _defined_in(module)
         for name in sorted(public):
             value = getattr(module, name)
             path = _shortest(module_path, name)
@@ -68,6 +68,15 @@ def names() -> dict[str, Any]:
             ):
                 found[path] = value
     return found | {path: resolve(path) for path in ADDED}
+
+
+def _defined_in(module: ModuleType) -> list[str]:
+    """Names without an underscore, but for what the module imports from elsewhere."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith(module.__name__)
+    ]
 
 
 def _shortest(module_path: str, name: str) -> str:

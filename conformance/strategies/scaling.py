@@ -127,8 +127,14 @@ class Rig:
         return self
 
     def backward(self, last: float | None = None, times: float = 1.0) -> None:
-        """Real gradients of a scaled loss; `last` goes into the last element of the last one."""
+        """Real gradients of a scaled loss; `last` goes into the last element of the last one.
+
+        Without any parameter that gets one, nothing but the scale begins.
+        """
         wanted = [gradient for gradient in self._gradients if gradient.dtype is not None]
+        if not wanted:
+            self.used()
+            return
         if last is not None:
             wanted[-1] = dataclasses.replace(wanted[-1], last=last)
         having = [p for p, g in zip(self.parameters, self._gradients, strict=True) if g.dtype is not None]

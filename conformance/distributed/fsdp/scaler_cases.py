@@ -1,0 +1,235 @@
+"""What ranks do with sharded scalers: each makes the calls of a plan on gradients of its own, and tells what they did.
+
+`Plan` is the whole of it: drawn or written in the parent, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+from conformance import seeding
+from conformance.library import load_library
+from conformance.outcome import Outcome, observe
+from conformance.ranks import Rank
+from conformance.strategies.gradients import Gradient
+from conformance.strategies.scaling import Rig, TakesScaler, pickled
+
+SCALER = "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of `Player`, the optimizer that it is about, and its argument; `on`: by these ranks alone."""
+
+    name: str
+    which: int = 0
+    given: Any = None
+    on: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each rank has and which calls it makes."""
+
+    parts: tuple[tuple[tuple[Gradient, ...], ...], ...]  # by rank, then by optimizer
+    calls: tuple[Call, ...]
+    optimizers: tuple[str, ...] = ("sgd",)
+    positional: tuple[Any, ...] = ()  # what the scaler is made with, after the device
+    options: Mapping[str, Any] = field(default_factory=dict)
+    groups: int = 1  # parts of the world, as neighbours, each of which decides for itself
+
+
+class Player:
+    """One rank's parts and optimizers, under one scaler of the library's."""
+
+    def __init__(self, rank: Rank, library: str, plan: Plan, group: dist.ProcessGroup | None) -> None:
+        self._rank, self._device = rank.rank, rank.device.type
+        self._make = load_library(library).find(SCALER)
+        options = {**plan.options, **({} if group is None else {"process_group": group})}
+        scaler = self._make(self._device, *plan.positional, **options)
+        self._rigs = [
+            Rig(load_library(library), self._device, gradients, kind)
+            for gradients, kind in zip(plan.parts[rank.rank], plan.optimizers, strict=True)
+        ]
+        self._take(scaler)
+
+    def make(self, call: Call) -> Outcome | None:
+        if call.on is not None and self._rank not in call.on:
+            return None
+        rig = self._rigs[call.which]
+        return rig.did(lambda: getattr(self, call.name)(rig, call.given))
+
+    def _take(self, scaler: Any) -> None:
+        for rig in self._rigs:
+            rig.scaler = scaler
+
+    def backward(self, rig: Rig, fates: tuple[float | None, ...] | None) -> None:
+        """Real gradients, added to what is there; the rank's fate goes into the last element of the last one."""
+        rig.backward(fates[self._rank] if fates else None)
+
+    def zero_grad(self, rig: Rig, _: None) -> None:
+        rig.zero_grad()
+
+    def spoil(self, rig: Rig, value: float) -> None:
+        """Overwrite the gradients that the rank has."""
+        for parameter in rig.parameters:
+            if parameter.grad is not None:
+                parameter.grad.fill_(value)
+
+    def sparse(self, rig: Rig, values: torch.Tensor) -> None:
+        """A parameter of the values' dtype in each group's place, with a sparse gradient in which a row comes twice."""
+        parameter = torch.nn.Parameter(torch.zeros(4, dtype=values.dtype, device=self._device))
+        rows = torch.tensor([[0, 2, 2]], device=self._device)
+        parameter.grad = torch.sparse_coo_tensor(rows, values.to(self._device), (4,), check_invariants=False)
+        rig.parameters = [parameter]
+        rig.optimizer = torch.optim.SGD([parameter], lr=0.125)
+        rig.used()
+
+    def break_optimizer(self, rig: Rig, _: None) -> None:
+        """So that a check of it raises, wherever it looks for gradients."""
+        rig.optimizer.whole_groups, rig.optimizer.param_groups = rig.optimizer.param_groups, None
+
+    def mend_optimizer(self, rig: Rig, _: None) -> None:
+        rig.optimizer.param_groups = rig.optimizer.whole_groups
+
+    def scale(self, rig: Rig, outputs: Any) -> Any:
+        return rig.scaler.scale(outputs)
+
+    def unscale_(self, rig: Rig, _: None) -> Any:
+        return rig.scaler.unscale_(rig.optimizer)
+
+    def step(self, rig: Rig, _: None) -> Any:
+        return rig.scaler.step(rig.optimizer)
+
+    def step_with_closure(self, rig: Rig, _: None) -> Any:
+        return rig.scaler.step(rig.optimizer, closure=lambda: 0.0)
+
+    def update(self, rig: Rig, new_scale: Any) -> None:
+        rig.scaler.update(new_scale)
+        if isinstance(new_scale, torch.Tensor):
+            new_scale.zero_()  # it is the caller's again
+
+    def set(self, rig: Rig, numbers: Mapping[str, Any]) -> Any:
+        for name, number in numbers.items():
+            getattr(rig.scaler, f"set_{name}")(number)
+        return [getattr(rig.scaler, f"get_{name}")() for name in numbers]
+
+    def load_state_dict(self, rig: Rig, state: Mapping[str, Any]) -> Any:
+        return rig.scaler.load_state_dict(dict(state))
+
+    def resume(self, rig: Rig, _: None) -> None:
+        """Another scaler, otherwise made, goes on from the state dict."""
+        other = self._make(self._device, init_scale=2.0, growth_factor=7.0)
+        if state := rig.scaler.state_dict():
+            other.load_state_dict(state)
+        self._take(other)
+        rig.used()
+
+    def through_a_pickle(self, rig: Rig, _: None) -> None:
+        self._take(pickled(rig.scaler))
+        rig.used()
+
+    def through_a_deep_copy(self, rig: Rig, _: None) -> None:
+        self._take(copy.deepcopy(rig.scaler))
+        rig.used()
+
+    def hold_world(self, rig: Rig, _: None) -> None:
+        """As torch's scalers do from the start if the group is up when their module is imported."""
+        rig.scaler.process_group = dist.group.WORLD
+
+    def answers(self, rig: Rig, _: None) -> Any:
+        """What torch's scalers cannot tell."""
+        if not hasattr(rig.scaler, "step_was_taken"):
+            return None
+        return (
+            float(rig.scaler.found_inf(rig.optimizer)),
+            rig.scaler.step_was_taken(rig.optimizer),
+            rig.scaler.nonfinite_parameters(rig.optimizer),
+        )
+
+
+def play(rank: Rank, *, library: str, plan: Plan) -> list[Outcome | None]:
+    """The outcome of each call; None where the rank does not make it."""
+    with _group_of(rank, plan.groups) as group:
+        player = Player(rank, library, plan, group)
+        return [player.make(call) for call in plan.calls]
+
+
+@contextlib.contextmanager
+def _group_of(rank: Rank, groups: int) -> Iterator[dist.ProcessGroup | None]:
+    """The rank's own of several groups that share the world out; None if there is one."""
+    if groups == 1:
+        yield None
+        return
+    size = rank.world_size // groups
+    made = [dist.new_group(list(range(first, first + size))) for first in range(0, rank.world_size, size)]
+    try:
+        yield made[rank.rank // size]
+    finally:
+        for group in made:
+            dist.destroy_process_group(group)
+
+
+def in_anothers_group(rank: Rank, *, library: str) -> str:
+    """Each rank but the last is given a group of the last alone; what its check says."""
+    alone = dist.new_group([rank.world_size - 1])
+    scaler = load_library(library).find(SCALER)(rank.device.type, process_group=alone)
+    parameter = torch.nn.Parameter(torch.ones(1, device=rank.device))
+    scaler.scale(parameter.sum()).backward()
+    raised = observe(scaler.unscale_, torch.optim.SGD([parameter])).raised
+    if alone is not dist.GroupMember.NON_GROUP_MEMBER:
+        dist.destroy_process_group(alone)
+    return f"{raised}, gradient {parameter.grad.item():g}"
+
+
+def warned_in(rank: Rank, *, library: str) -> list[str]:
+    """The file that the warning about an optimizer's older protocol points to."""
+    scaler = load_library(library).find(SCALER)(rank.device.type)
+    parameter = torch.nn.Parameter(torch.ones(1, device=rank.device))
+    scaler.scale(parameter.sum()).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaler.step(TakesScaler([parameter]))
+    return [Path(warning.filename).name for warning in caught]
+
+
+def train(
+    rank: Rank,
+    *,
+    library: str,
+    low_precision: bool,
+    fates: tuple[tuple[float | None, ...], ...],
+    **options: Any,
+) -> list[Outcome]:
+    """torch's FSDP, a step for each of `fates`, in which a rank's fate is a factor of its inputs."""
+    seeding.seed_all()
+    half = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    model = FullyShardedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)),
+        device_id=rank.device,
+        use_orig_params=True,
+        mixed_precision=half if low_precision else None,
+    )
+    scaler = load_library(library).find(SCALER)(rank.device.type, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    seen: list[Outcome] = []
+    for step, factors in enumerate(fates):
+        inputs = torch.randn(4, 5, generator=seeding.generator(100 * step + rank.rank)).to(rank.device)
+        factor = factors[rank.rank]
+        optimizer.zero_grad()
+        loss = model(inputs if factor is None else inputs * factor).mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        seen.append(observe(scaler.step, optimizer, watch=list(model.parameters())))
+        seen.append(observe(lambda: (scaler.update(), scaler.state_dict())))
+    return seen

@@ -1,0 +1,75 @@
+"""What the parent makes of a plan that ranks played: comparison rank by rank, and plain answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from conformance.distributed.fsdp.scaler_cases import SCALER, Plan
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome
+from conformance.ranks import RankPool
+from conformance.ranks.trace import Collective
+
+CASES = "conformance.distributed.fsdp.scaler_cases"
+
+# Of each rank, the outcome of each call.
+Seen = Sequence[Sequence[Outcome]]
+
+
+def on_ranks(pool: RankPool, library: Library, case: str, **arguments: Any) -> list[Any]:
+    """What a case gave on every rank."""
+    library.find(SCALER)  # missing here rather than on the ranks, which is reported as such
+    return pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
+
+
+def outcomes(pool: RankPool, library: Library, plan: Plan) -> Seen:
+    return on_ranks(pool, library, "play", plan=plan)
+
+
+def assert_same_on_every_rank(pool: RankPool, reference: Library, subject: Library, plan: Plan) -> Seen:
+    """Both libraries' ranks play the plan; each call on each rank must have the same outcome. Gives the subject's."""
+    wanted, got = outcomes(pool, reference, plan), outcomes(pool, subject, plan)
+    for rank, (one, other) in enumerate(zip(wanted, got, strict=True)):
+        for call, outcome, theirs in zip(plan.calls, other, one, strict=True):
+            if theirs is None:
+                assert outcome is None
+                continue
+            try:
+                assert_same_outcome(theirs, outcome)
+            except AssertionError as error:
+                error.add_note(f"on rank {rank} of {len(got)}, at {call}")
+                raise
+    return got
+
+
+def scales(seen: Seen) -> list[float]:
+    """Each rank's scale after the last call."""
+    return [calls[-1].watched["scaler"]["scale"] for calls in seen]
+
+
+def stepped(seen: Seen, plan: Plan) -> list[list[bool]]:
+    """For each rank, whether its parameters moved in each `step` of the plan; only where all have gradients."""
+    moved: list[list[bool]] = []
+    for calls in seen:
+        weights = [_weights(outcome) for outcome in calls]
+        moved.append(
+            [
+                not all(map(torch.equal, weights[place - 1], weights[place]))
+                for place, call in enumerate(plan.calls)
+                if call.name == "step"
+            ]
+        )
+    return moved
+
+
+def _weights(outcome: Outcome) -> list[torch.Tensor]:
+    states = [state["data"] if isinstance(state, dict) else state for state in outcome.watched["parameters"]]
+    return [state.values for state in states]
+
+
+def issued(pool: RankPool) -> list[list[Collective]]:
+    """By rank, the collectives of the case that was run last."""
+    return [list(trace) for trace in pool.traces]

@@ -1,0 +1,146 @@
+"""ShardedGradScaler where something goes wrong on one rank or on all, and where it is pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.scaler_cases import Call, Plan
+from conformance.distributed.fsdp.scaler_judging import (
+    assert_same_on_every_rank,
+    on_ranks,
+    outcomes,
+    scales,
+    stepped,
+)
+from conformance.library import Library
+from conformance.ranks import RankFault, RankPool
+from conformance.strategies.sharded_scaling import iteration, one_bad, parts
+
+EIGHT = {"init_scale": 8.0}
+PEERS_WAIT = "peers wait"
+
+FAILURES: dict[str, tuple[tuple[Call, ...], str]] = {
+    "a closure": (
+        (Call("backward"), Call("step_with_closure", on=(0,)), Call("step", on=(1,))),
+        "Closure use",
+    ),
+    "no scale": ((Call("backward", on=(1,)), Call("unscale_")), "Attempted unscale_ but _scale is None"),
+    "no scale, step": ((Call("backward", on=(1,)), Call("step")), "Attempted step but _scale is None"),
+    "no groups": ((Call("backward"), Call("break_optimizer", on=(0,)), Call("unscale_")), "NoneType"),
+    "no groups, step": ((Call("backward"), Call("break_optimizer", on=(0,)), Call("step")), "NoneType"),
+}
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.errors.told_to_peers")
+@pytest.mark.deviation("sharded_grad_scaler.failed_checks_are_told")
+@pytest.mark.parametrize("optimizer", ["sgd", "aware"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_one_rank_fails(
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], failure: str, optimizer: str
+) -> None:
+    """Its own error says why, the other's that a peer failed; once all have cleared their gradients they go on."""
+    calls, why = FAILURES[failure]
+    mending = (Call("mend_optimizer", on=(0,)),) if failure.startswith("no groups") else ()
+    failing = Plan(parts(2), calls, (optimizer,), options=EIGHT)
+    going_on = replace(failing, calls=(*calls, *mending, *iteration()))
+
+    def probe(library: Library) -> Any:
+        try:
+            seen = outcomes(ranks(2), library, failing)
+        except RankFault:
+            return PEERS_WAIT
+        errors = [[str(each.raised) for each in rank if each and each.raised] for rank in seen]
+        if not errors[1]:
+            return "the peer has stepped"
+        after = outcomes(ranks(2), library, going_on)
+        return errors, [rank[-2].raised for rank in after], scales(after)
+
+    def is_told(seen: Any) -> bool:
+        if isinstance(seen, str):
+            return False
+        [[own], [told]], late, scale = seen
+        return why in own and "another rank" in told and late == [None, None] and scale == [8.0, 8.0]
+
+    # torch does not reduce the check in step of an optimizer that skips for itself.
+    torchs = "the peer has stepped" if optimizer == "aware" and Call("unscale_") not in calls else PEERS_WAIT
+    deviation.judge(probe, torch_does=lambda seen: seen == torchs, we_do=is_told)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.errors.told_to_peers")
+def test_all_ranks_fail_alike(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    """Calls that all ranks are refused change nothing, and the next ones are as if they had not been."""
+    calls = (
+        *(Call(name) for name in ("unscale_", "step", "update", "backward", "step_with_closure", "update")),
+        *(Call(name) for name in ("unscale_", "unscale_", "step_with_closure", "step", "step", "unscale_")),
+        Call("update"),
+        *iteration(),
+    )
+    plan = Plan(parts(rank_pool.world_size), calls, ("recording",), options=EIGHT)
+    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.constructor.anothers_group")
+@pytest.mark.deviation("sharded_grad_scaler.anothers_group")
+def test_a_group_of_others(deviation: DeviationJudge, ranks: Callable[..., RankPool]) -> None:
+    deviation.judge(
+        lambda library: on_ranks(ranks(2), library, "in_anothers_group"),
+        torch_does=lambda seen: seen[0].startswith("AttributeError") and seen[0].endswith("gradient 1"),
+        we_do=lambda seen: (
+            seen[0].startswith("ValueError: rank 0 is not in the process_group")
+            and seen[0].endswith("gradient 65536")
+        ),
+    )
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.pickle.without_group")
+@pytest.mark.deviation("sharded_grad_scaler.pickles_without_its_group")
+@pytest.mark.parametrize("way", ["through_a_pickle", "through_a_deep_copy"])
+def test_pickles_of_the_default_group(
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], way: str
+) -> None:
+    calls = (*iteration(one_bad(1, 2)), Call("hold_world"), Call(way), *iteration(one_bad(1, 2)))
+    plan = Plan(parts(2), calls, options=EIGHT)
+
+    def probe(library: Library) -> Any:
+        seen = outcomes(ranks(2), library, plan)
+        return {str(each.raised) for rank in seen for each in rank}, stepped(seen, plan), scales(seen)
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: any("ProcessGroup" in text for text in seen[0]),
+        we_do=lambda seen: seen == ({"None"}, [[False, False]] * 2, [2.0, 2.0]),
+    )
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.pickle.without_group")
+@pytest.mark.deviation("sharded_grad_scaler.pickles_without_its_group")
+@pytest.mark.parametrize("way", ["through_a_pickle", "through_a_deep_copy"])
+def test_pickles_of_another_group(
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], way: str
+) -> None:
+    """No check until a group is assigned: the default one would be the wrong one."""
+    calls = (*iteration(), Call(way), *iteration(unscale=True), Call("hold_world"), *iteration())
+    plan = Plan(parts(2), calls, options=EIGHT, groups=2)
+
+    def probe(library: Library) -> Any:
+        seen = outcomes(ranks(2), library, plan)
+        return [[str(each.raised) for each in rank if each.raised] for rank in seen], stepped(seen, plan)
+
+    def is_ours(seen: Any) -> bool:
+        errors, moved = seen
+        lost = "RuntimeError: this ShardedGradScaler has no process group"
+        return moved == [[True, False, True]] * 2 and all(
+            [error.startswith(lost) for error in rank] == [True, True, False] for rank in errors
+        )
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: any("ProcessGroup" in text for rank in seen[0] for text in rank),
+        we_do=is_ours,
+    )

@@ -1,0 +1,331 @@
+"""ShardedGradScaler method by method: its constructor, scale, unscale_ and update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.scaler_cases import SCALER, Call, Plan
+from conformance.distributed.fsdp.scaler_judging import (
+    assert_same_on_every_rank,
+    issued,
+    outcomes,
+    scales,
+)
+from conformance.library import Library
+from conformance.outcome import assert_same_outcome, observe
+from conformance.ranks import RankPool
+from conformance.strategies.gradients import Gradient
+from conformance.strategies.scaling import Rig
+from conformance.strategies.sharded_scaling import iteration, one_bad, parts
+
+LOW = [torch.float16, torch.bfloat16]
+EIGHT = {"init_scale": 8.0}
+
+ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
+    "init_scale": st.sampled_from([1.0, 24.0, 3.0, 0.5]),
+    "growth_factor": st.sampled_from([2.0, 1.5, 10.0]),
+    "backoff_factor": st.sampled_from([0.5, 0.25, 0.75]),  # others: test_the_scale_moves_as_grad_scalers
+    "growth_interval": st.integers(1, 3),
+}
+
+
+# --- constructor
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.constructor.arguments")
+@given(options=st.fixed_dictionaries({}, optional=ARGUMENTS))
+def test_arguments_take_effect(
+    subject: Library, reference: Library, rank_pool: RankPool, options: dict[str, Any]
+) -> None:
+    calls: tuple[Call, ...] = ()
+    for fate in (None, None, math.inf, None):
+        calls += iteration(one_bad(0, rank_pool.world_size, fate) if fate else None)
+    plan = Plan(parts(rank_pool.world_size), calls, options=options)
+    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.constructor.arguments")
+def test_defaults_and_arguments_by_position(subject: Library, device: str) -> None:
+    scaler = subject.find(SCALER)(device)
+    assert (scaler.get_scale(), scaler.get_growth_interval(), scaler.is_enabled()) == (65536.0, 2000, True)
+    assert (scaler.get_backoff_factor(), scaler.get_growth_factor()) == (0.5, 2.0)
+    scaler = subject.find(SCALER)(device, 4.0, 0.25, 3.0, 7, True, None)
+    assert (scaler.get_scale(), scaler.get_growth_interval(), scaler.is_enabled()) == (4.0, 7, True)
+    assert (scaler.get_backoff_factor(), scaler.get_growth_factor()) == (0.25, 3.0)
+    assert subject.find(SCALER)(device, 4.0, 0.25, 3.0, 7, False).is_enabled() is False
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.constructor.bad_arguments")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"growth_factor": 1.0},
+        {"growth_factor": 0.5},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": "0.5"},
+        {"growth_factor": None},
+        {"scale": 2.0},
+        {"growth_factor": 1.0, "backoff_factor": 1.0, "enabled": False},
+    ],
+    ids=str,
+)
+def test_bad_arguments(subject: Library, reference: Library, device: str, arguments: dict[str, Any]) -> None:
+    def made(library: Library) -> dict[str, Any]:
+        return library.find(SCALER)(device, **arguments).state_dict()
+
+    assert_same_outcome(observe(made, reference), observe(made, subject))
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.constructor.device")
+@pytest.mark.parametrize("where", ["cpu", "cuda", "xpu", None])
+@pytest.mark.parametrize("cuda_is_there", [True, False])
+def test_device_and_the_warning_without_cuda(
+    subject: Library,
+    reference: Library,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str | None,
+    cuda_is_there: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda_is_there)
+
+    def made(library: Library) -> tuple[bool, dict[str, Any]]:
+        scaler = library.find(SCALER)() if where is None else library.find(SCALER)(where)
+        return scaler.is_enabled(), scaler.state_dict()
+
+    assert_same_outcome(observe(made, reference), observe(made, subject))
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.enabled.off")
+@pytest.mark.parametrize("optimizer", ["recording", "aware"])
+def test_switched_off(subject: Library, reference: Library, rank_pool: RankPool, optimizer: str) -> None:
+    fates = (math.inf,) * rank_pool.world_size
+    calls = (Call("scale", given=torch.ones(2)), *iteration(fates, unscale=True), Call("update", given=3.0))
+    plan = Plan(parts(rank_pool.world_size), calls, (optimizer,), options={"enabled": False})
+    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+    assert issued(rank_pool) == [[]] * rank_pool.world_size
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.is_a_grad_scaler")
+def test_is_a_grad_scaler(subject: Library, reference: Library, device: str) -> None:
+    """State dicts go from it to a GradScaler and back, and come from torch's."""
+    sharded, plain = subject.find(SCALER), subject.amp.GradScaler
+    assert issubclass(sharded, plain)
+    first = reference.find(SCALER)(device, 4.0, 0.25, 3.0, 7)
+    state = first.state_dict()
+    for kind in (sharded, plain, sharded, reference.find(SCALER)):
+        scaler = kind(device)
+        scaler.load_state_dict(state)
+        scaler.scale(torch.ones((), device=device))
+        state = scaler.state_dict()
+        assert state == first.state_dict()
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.is_a_grad_scaler")
+@pytest.mark.deviation("grad_scaler.scale_never_dies")
+def test_a_floor_of_ones_own(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+    calls = iteration((math.inf,) * rank_pool.world_size) * 3
+    plan = Plan(parts(rank_pool.world_size), calls, options=EIGHT)
+
+    def probe(library: Library) -> list[float]:
+        floor = {} if library.package == "torch" else {"min_scale": 2.0}
+        return scales(outcomes(rank_pool, library, replace(plan, options=EIGHT | floor)))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == [1.0] * rank_pool.world_size,
+        we_do=lambda seen: seen == [2.0] * rank_pool.world_size,
+    )
+
+
+# --- scale
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.scale.multiplies")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+def test_scale(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
+    def scaled(library: Library) -> Any:
+        scaler = library.find(SCALER)(device, init_scale=24.0)
+        weight = torch.arange(6.0, device=device).to(dtype).reshape(2, 3).requires_grad_()
+        whole = scaler.scale(weight)
+        whole.abs().sum().backward()
+        nested = scaler.scale([weight[0], (weight[1], [weight.sum()]), map(torch.sum, weight)])
+        return whole, nested[:2], list(nested[2]), weight.grad
+
+    assert_same_outcome(observe(scaled, reference), observe(scaled, subject))
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.scale.multiplies")
+@pytest.mark.parametrize("outputs", [None, 3.0, [1.0], [torch.ones(2), None]], ids=str)
+def test_scale_of_what_is_no_tensor(subject: Library, reference: Library, device: str, outputs: Any) -> None:
+    def scaled(library: Library) -> Any:
+        return library.find(SCALER)(device).scale(outputs)
+
+    assert_same_outcome(observe(scaled, reference), observe(scaled, subject))
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.scale.low_precision_losses")
+@pytest.mark.deviation("sharded_grad_scaler.low_precision_losses")
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("shape", [(), (2,)], ids=str)
+@pytest.mark.parametrize("nested", [False, True])
+def test_low_precision_losses(
+    deviation: DeviationJudge, device: str, dtype: torch.dtype, shape: tuple[int, ...], nested: bool
+) -> None:
+    """The gradient that comes out is the scale, in the dtype of the loss."""
+
+    def probe(library: Library) -> Any:
+        scaler = library.find(SCALER)(device, init_scale=32768.0)
+        loss = torch.full(shape, 3.0, dtype=dtype, device=device, requires_grad=True)
+        scaled = scaler.scale([loss])[0] if nested else scaler.scale(loss)
+        scaled.sum().backward()
+        assert bool((loss.grad == 32768.0).all()), f"the gradient is {loss.grad}"
+        return scaled.dtype, bool((scaled.float() == 98304.0).all())
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == (dtype, dtype is torch.bfloat16),
+        we_do=lambda seen: seen == (torch.float32, True),
+    )
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.scale.any_device")
+@pytest.mark.deviation("sharded_grad_scaler.losses_on_any_device")
+def test_a_loss_on_the_meta_device(deviation: DeviationJudge, device: str) -> None:
+    def probe(library: Library) -> Any:
+        scaler = library.find(SCALER)(device)
+        scaler.scale(torch.ones((), device=device))
+        return observe(lambda: str(scaler.scale(torch.ones(2, device="meta")).device))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: str(seen.raised) == "AssertionError: Expected supported device, got meta",
+        we_do=lambda seen: seen.value == "meta",
+    )
+
+
+# --- unscale_
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.unscale_.divides")
+@pytest.mark.parametrize("scale", [3.0, 1024.0])
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32, torch.float64], ids=str)
+def test_unscale_divides(
+    subject: Library, reference: Library, rank_pool: RankPool, dtype: torch.dtype, scale: float
+) -> None:
+    """Also where a peer has inf, and not the gradients of another optimizer."""
+    world_size = rank_pool.world_size
+    calls: tuple[Call, ...] = ()
+    for fates in (None, one_bad(world_size - 1, world_size, math.nan)):
+        calls += (Call("backward", 0, fates), Call("backward", 1), Call("unscale_", 0))
+        calls += (Call("zero_grad", 1), Call("update"), Call("zero_grad"))
+    plan = Plan(
+        parts(world_size, optimizers=2, dtype=dtype), calls, ("sgd", "sgd"), options={"init_scale": scale}
+    )
+    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.unscale_.sparse")
+@pytest.mark.parametrize("value", [2.0, 40000.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_sparse_gradients(
+    subject: Library, reference: Library, rank_pool: RankPool, dtype: torch.dtype, value: float
+) -> None:
+    """On the last rank; in float16 two times 40000 in one row is inf, though neither is."""
+    values = torch.tensor([1.0, value, value]).to(dtype)
+    last = rank_pool.world_size - 1
+    calls = (
+        Call("backward"),
+        Call("sparse", given=values, on=(last,)),
+        Call("unscale_"),
+        Call("step"),
+        Call("update"),
+    )
+    plan = Plan(parts(last + 1), calls, options=EIGHT)
+    seen = assert_same_on_every_rank(rank_pool, reference, subject, plan)
+    skips = value == math.inf or (value > 2.0 and dtype is torch.float16)
+    assert scales(seen) == [4.0 if skips else 8.0] * (last + 1)
+
+
+# --- update
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.update.moves_the_scale")
+@pytest.mark.parametrize(
+    "new_scale",
+    [
+        4.0,
+        torch.tensor(2.0),
+        torch.tensor([2.0]),
+        torch.tensor([1.0, 2.0]),
+        torch.tensor(2.0, requires_grad=True),
+        torch.tensor(2.0, device="meta"),
+    ],
+    ids=str,
+)
+def test_new_scale(subject: Library, reference: Library, rank_pool: RankPool, new_scale: Any) -> None:
+    """Instead of the move that an inf has earned."""
+    world_size = rank_pool.world_size
+    calls = (*iteration(one_bad(0, world_size))[:-1], Call("update", given=new_scale), *iteration())
+    plan = Plan(parts(world_size), calls, options=EIGHT)
+    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.update.moves_the_scale")
+@pytest.mark.parametrize("interval", [1, 3])
+def test_growth_and_backoff(subject: Library, reference: Library, rank_pool: RankPool, interval: int) -> None:
+    """An inf, on whichever rank, begins the count anew; the counts go with a state dict."""
+    world_size = rank_pool.world_size
+    calls: tuple[Call, ...] = ()
+    for bad in (None, None, 0, None, None, world_size - 1, None, None, None, None):
+        calls += iteration(None if bad is None else one_bad(bad, world_size)) + (Call("resume"),) * (bad == 0)
+    plan = Plan(parts(world_size), calls, options=EIGHT | {"growth_interval": interval, "growth_factor": 3.0})
+    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.update.as_grad_scalers")
+@pytest.mark.deviation("sharded_grad_scaler.scale_moves_as_grad_scalers")
+def test_the_largest_scale(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+    small = (Gradient((3,), scale=1e-3),)
+    plan = Plan(
+        ((small,),) * rank_pool.world_size,
+        iteration(),
+        options={"init_scale": 3e38, "growth_interval": 1},
+    )
+    held = torch.tensor(3e38).item()
+    deviation.judge(
+        lambda library: scales(outcomes(rank_pool, library, plan)),
+        torch_does=lambda seen: seen == [math.inf] * rank_pool.world_size,
+        we_do=lambda seen: seen == [held] * rank_pool.world_size,
+    )
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.update.as_grad_scalers")
+@pytest.mark.deviation("sharded_grad_scaler.scale_moves_as_grad_scalers")
+@pytest.mark.parametrize("factor", [0.3, 0.9])
+def test_a_factor_that_float32_does_not_hold(
+    deviation: DeviationJudge, rank_pool: RankPool, device: str, factor: float
+) -> None:
+    """Rounded once, with the product; torch rounds the factor and then the product."""
+    fates = (math.inf,) * rank_pool.world_size
+    options = {"init_scale": 65521.0, "backoff_factor": factor}
+    plan = Plan(parts(rank_pool.world_size), iteration(fates) * 3, options=options)
+
+    def of_a_grad_scaler(library: Library) -> float:
+        rig = Rig(library, device, **options)
+        for _ in range(3):
+            list(rig.iteration(math.inf))
+        return rig.scaler.get_scale()
+
+    def probe(library: Library) -> set[bool]:
+        return {scale == of_a_grad_scaler(library) for scale in scales(outcomes(rank_pool, library, plan))}
+
+    deviation.judge(probe, torch_does=lambda seen: seen == {False}, we_do=lambda seen: seen == {True})

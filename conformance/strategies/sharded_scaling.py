@@ -1,0 +1,164 @@
+"""Plans for ranks under a sharded scaler, drawn where both libraries must do the same.
+
+Left out is what torch is known to do wrong, each a row of `deviations.toml`: optimizers that skip for themselves step
+by what their own rank found, cannot be unscaled beforehand, and do not mix with others under one scaler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from conformance.distributed.fsdp.scaler_cases import Call, Plan
+from conformance.strategies.gradients import LAYOUTS, Gradient
+from conformance.strategies.scaling import AMP_AWARE, PLAIN
+
+_BAD = (math.inf, -math.inf, math.nan)
+SCALES = st.sampled_from([0.5, 1.0, 3.0, 24.0])
+_DTYPES = st.sampled_from([torch.float32] * 3 + [torch.bfloat16, torch.float64, torch.float16, None])
+_NUMBERS = {
+    "growth_factor": st.sampled_from([1.5, 2.0, 4.0]),
+    "backoff_factor": st.sampled_from([0.5, 0.25]),
+    "growth_interval": st.integers(1, 3),
+}
+
+# A rank's part of two parameters, and of none; the shapes differ by rank.
+BARE = (Gradient((2,), None),)
+
+
+def part(rank: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Gradient, ...]:
+    """A rank's part: of four parameters in two groups, one empty and one without a gradient."""
+    first = 10 * rank + seed
+    return (
+        Gradient((3 + rank,), dtype, seed=first + 1),
+        Gradient((0,), dtype, seed=first + 2),
+        Gradient((2, 3), None),
+        Gradient((5,), dtype, seed=first + 3),
+    )
+
+
+def parts(world_size: int, *, bare: tuple[int, ...] = (), optimizers: int = 1, **more: Any) -> Any:
+    """Every rank's part for each of several optimizers; the ranks in `bare` have no gradients."""
+    return tuple(
+        tuple(BARE if rank in bare else part(rank, seed=100 * which, **more) for which in range(optimizers))
+        for rank in range(world_size)
+    )
+
+
+def one_bad(rank: int, world_size: int, value: float | None = math.inf) -> tuple[float | None, ...]:
+    """Fates of which one is not None: what overwrites the last element of that rank's last gradient."""
+    return tuple(value if each == rank else None for each in range(world_size))
+
+
+def iteration(
+    fates: tuple[float | None, ...] | None = None, *, which: int = 0, unscale: bool = False
+) -> tuple[Call, ...]:
+    """zero_grad, backward, perhaps unscale_, step, update."""
+    return (
+        Call("zero_grad", which),
+        Call("backward", which, fates),
+        *((Call("unscale_", which),) if unscale else ()),
+        Call("step", which),
+        Call("update", which),
+    )
+
+
+@st.composite
+def _gradients(draw: st.DrawFn) -> tuple[Gradient, ...]:
+    return tuple(
+        Gradient(
+            shape=draw(st.sampled_from([(), (0,), (1,), (7,), (3, 4), (33,)])),
+            dtype=draw(_DTYPES),
+            seed=draw(st.integers(0, 2**16)),
+            layout=draw(st.sampled_from(LAYOUTS)),
+        )
+        for _ in range(draw(st.integers(1, 5)))
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn, world_size: int) -> Plan:
+    """Any sequence of calls, made by all ranks, on one to three optimizers under one scaler."""
+    kinds = draw(st.sampled_from([PLAIN, AMP_AWARE]))
+    optimizers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3))
+    ranks = tuple(tuple(draw(_gradients()) for _ in optimizers) for _ in range(world_size))
+    # What torch's fused optimizers refuse is no business of the scaler's.
+    ranks = tuple(
+        tuple(
+            _in_one_dtype(some) if kind in AMP_AWARE else some
+            for some, kind in zip(rank, optimizers, strict=True)
+        )
+        for rank in ranks
+    )
+    calls: list[Call] = []
+    for _ in range(draw(st.integers(3, 6))):
+        calls += draw(_block(ranks, tuple(optimizers)))
+    options = {"init_scale": draw(SCALES), "enabled": draw(st.sampled_from([True] * 9 + [False]))}
+    options |= draw(st.fixed_dictionaries({}, optional=_NUMBERS))
+    return Plan(ranks, tuple(calls), tuple(optimizers), options=options)
+
+
+def _in_one_dtype(gradients: tuple[Gradient, ...]) -> tuple[Gradient, ...]:
+    return tuple(dataclasses.replace(g, dtype=g.dtype and torch.float32) for g in gradients)
+
+
+@st.composite
+def _block(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...]) -> list[Call]:
+    which = draw(st.integers(0, len(optimizers) - 1))
+    kind = draw(st.sampled_from(["iteration"] * 6 + ["scale", "set", "load", "resume", "new scale", "any"]))
+    match kind:
+        case "iteration":
+            return draw(_iteration(ranks, optimizers))
+        case "scale":
+            value = draw(st.sampled_from([1.0, -2.5, math.inf]))
+            nested = draw(st.booleans())
+            tensor = torch.tensor([value, 1.0])
+            return [Call("scale", which, [tensor, (tensor,)] if nested else tensor)]
+        case "set":
+            return [Call("set", which, draw(st.fixed_dictionaries({}, optional=_NUMBERS)))]
+        case "load":
+            state = {
+                "scale": draw(SCALES),
+                "growth_factor": 2.0,
+                "backoff_factor": 0.5,
+                "growth_interval": 2,
+                "_growth_tracker": draw(st.integers(0, 1)),
+            }
+            # Loading into a scaler that has no scale yet is a clause of GradScaler's.
+            return [Call("scale", which, torch.ones(())), Call("load_state_dict", which, state)]
+        case "resume":
+            return [Call("resume", which)]
+        case "new scale":
+            new = draw(SCALES)
+            return [
+                Call("update", which, draw(st.sampled_from([new, torch.tensor(new), torch.tensor([new])])))
+            ]
+    # In an order that nobody wants: all ranks alike are refused, or not.
+    names = ["zero_grad", "backward", "step", "update", "step"]
+    if optimizers[which] in PLAIN:
+        names += ["unscale_", "unscale_"]
+    return [Call(name, which) for name in draw(st.lists(st.sampled_from(names), max_size=6))]
+
+
+@st.composite
+def _iteration(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...]) -> list[Call]:
+    """Gradients of one or two backwards, a step of each optimizer, and an update."""
+    calls: list[Call] = []
+    for which, kind in enumerate(optimizers):
+        fate = st.sampled_from([None, None, *_BAD])
+        fates = tuple(draw(fate) for _ in ranks)
+        if kind in AMP_AWARE:
+            shows = all(rank[which][-1].dtype is not None and rank[which][-1].numel for rank in ranks)
+            fates = (math.inf if shows and draw(st.booleans()) else None,) * len(ranks)
+        calls += [Call("zero_grad", which), Call("backward", which, fates)]
+        if draw(st.booleans()):
+            calls.append(Call("backward", which))
+    for which, kind in enumerate(optimizers):
+        if kind in PLAIN and draw(st.booleans()):
+            calls.append(Call("unscale_", which))
+    calls += [Call("step", which) for which in draw(st.permutations(range(len(optimizers))))]
+    return [*calls, Call("update")]
