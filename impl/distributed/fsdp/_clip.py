@@ -65,3 +65,17 @@ def scale(
         return torch.float32
     clip_grads_with_norm_(with_grads, max_norm, norm, foreach)
     return reduce(torch.promote_types, (p.grad.dtype for p in with_grads if p.grad is not None))
+
+
+def refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
+    """
+    Raises:
+        RuntimeError: torch's, of clip_grad_norm_; on every rank, since all have the same norm.
+    Sync: one.
+    """
+    if not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )

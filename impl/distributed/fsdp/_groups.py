@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,36 @@ def predivide_factor(size: int) -> float:
     while size % factor == 0 and size / factor > factor:
         factor *= 2
     return float(factor)
+
+
+def groups_of(
+    strategy: ShardingStrategy, group: dist.ProcessGroup, between: dist.ProcessGroup | None
+) -> Groups:
+    """Who a unit deals to and replicates over, in `group` and, for hybrid strategies, `between`; none of one rank."""
+    several = group if group.size() > 1 else None
+    if between is not None:
+        return Groups(several, between if between.size() > 1 else None)
+    return Groups(None, several) if strategy is ShardingStrategy.NO_SHARD else Groups(several, None)
+
+
+def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
+    """What a group of one makes of a strategy; torch warns of that, and of NO_SHARD, and so do we."""
+    if world_size == 1:
+        if strategy is not ShardingStrategy.NO_SHARD:
+            warnings.warn(
+                f"FSDP is switching to use `NO_SHARD` instead of {strategy or ShardingStrategy.FULL_SHARD} since the "
+                "world size is 1.",
+                stacklevel=3,
+            )
+        return ShardingStrategy.NO_SHARD
+    if strategy is ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
+            "instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return strategy or ShardingStrategy.FULL_SHARD
 
 
 def groups_for(

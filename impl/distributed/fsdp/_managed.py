@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from impl.distributed.fsdp._flat_param import FlatParameter, Owned, Place
+from impl.distributed.fsdp._flat_param import FlatParameter
+from impl.distributed.fsdp._showing import Owned, Place
 
 # What wrappers put into names; the second one comes from activation checkpointing.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

@@ -131,3 +131,14 @@ class Root:
             while len(self._being_reduced) >= _WHOLE_AT_ONCE:
                 self.streams.wait(Lane.COMPUTE, self._being_reduced.pop(0)[1])
             self._being_reduced.append((buffer, self.streams.record(Lane.REDUCE)))
+
+
+def check_alike(wrappers: Sequence[Any]) -> None:
+    """
+    Raises:
+        ValueError: something that one root can have in one way alone is different in two of its wrappers.
+    """
+    for name in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
+        values = {getattr(one, name) for one in wrappers}
+        if len(values) != 1:
+            raise ValueError(f"Expects one homogeneous value for {name} but got {values}")

@@ -102,7 +102,39 @@ class Unit:
         assert self.shared is not None
         return self.shared
 
+    def check_device(self, compute_device: torch.device) -> None:
+        """
+        Raises:
+            RuntimeError: the parameters were moved to where they cannot be gathered from, or not moved there.
+        """
+        for flat in self.flats:
+            device = flat.flat_param.device
+            if not flat.offloads and device != compute_device:
+                raise RuntimeError(
+                    f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move the module to "
+                    f"{compute_device} before training."
+                )
+            if flat.offloads and device.type != "cpu":
+                raise RuntimeError(
+                    "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+                    f"{device}. Make sure to not move the module from CPU when offloading parameters."
+                )
+
     # Forward
+
+    def inputs_of_root(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of the outermost unit: on the device, and cast where its mixed precision says so."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor if tensor.device == device else tensor.to(device)
+
+        args, kwargs = replaced(args, moved), replaced(kwargs, moved)
+        mixed = self.plan.mixed_precision
+        if mixed.param_dtype is None or not mixed.cast_root_forward_inputs or self._is_in_full_precision():
+            return args, kwargs
+        return cast_floats(args, mixed.param_dtype), cast_floats(kwargs, mixed.param_dtype)
 
     def before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

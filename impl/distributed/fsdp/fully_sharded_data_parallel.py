@@ -14,17 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._clip import joint_norm, scale
+from impl.distributed.fsdp._buffers import cast_buffers
+from impl.distributed.fsdp._clip import joint_norm, refuse_nonfinite, scale
 from impl.distributed.fsdp._contained import watch_contained
-from impl.distributed.fsdp._flat_layout import aligned_elements, layout_of
-from impl.distributed.fsdp._flat_param import Flat, FlatParameter, Owned, dense_stride
-from impl.distributed.fsdp._groups import HYBRID, Groups, frees_after_forward, groups_for
+from impl.distributed.fsdp._flat_param import Flat, FlatParameter, flats_of
+from impl.distributed.fsdp._groups import (
+    HYBRID,
+    effective_strategy,
+    frees_after_forward,
+    groups_for,
+    groups_of,
+)
 from impl.distributed.fsdp._managed import clean_name, ignored_by, mark_managed, owned_by
-from impl.distributed.fsdp._nested import replaced
 from impl.distributed.fsdp._placement import broadcast_states, device_type_for, place
-from impl.distributed.fsdp._root import Root
+from impl.distributed.fsdp._root import Root, check_alike
+from impl.distributed.fsdp._showing import Owned
 from impl.distributed.fsdp._summon import Summoning, check, summoned
-from impl.distributed.fsdp._unit import Phase, Plan, Unit, cast_floats
+from impl.distributed.fsdp._unit import Phase, Plan, Unit
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from impl.nn.utils.clip_grad import clip_grad_norm_
@@ -34,10 +40,70 @@ __all__ = ["FullyShardedDataParallel"]
 _FLAT_PARAM = "_flat_param"
 _PREFIX = "_fsdp_wrapped_module."
 _FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+_NO_STATE_DICT = (
+    "FullyShardedDataParallel has no state dicts yet; save and load whole parameters by name inside "
+    "summon_full_params(module)"
+)
 _ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
 class FullyShardedDataParallel(nn.Module):
+    """Deals the parameters of a module, their gradients and what optimizers keep for them, to the ranks of a group.
+
+    Each wrapped module is a unit: its parameters are gathered before it computes, in forward and in backward, and
+    released afterwards; each rank averages and keeps the gradients of its own part, which is what the optimizer steps.
+    Wrap inner modules first, or say by `auto_wrap_policy` which; make the optimizer afterwards. Every rank has to build
+    the same module, and to run its units in the same order. The module may be called through its inner modules too.
+
+    Between forward and backward nobody sees whole parameters: `parameters()` are this rank's parts, 1-D. To read or to
+    write whole ones, use `summon_full_params`.
+
+    Args:
+        module: what to wrap. Parameters may have several dtypes, and be frozen in part; none may be 0-dim.
+        process_group: the ranks to deal to, by default all. Hybrid strategies take two: to deal, and to replicate.
+        sharding_strategy: FULL_SHARD, the default, has parameters whole while the unit computes; SHARD_GRAD_OP from
+            forward to the end of backward; NO_SHARD always. HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are the first two,
+            dealt inside one group and averaged over another.
+        cpu_offload: keep parameters and gradients on the CPU, where the optimizer steps them.
+        auto_wrap_policy: which inner modules become units; see `impl.distributed.fsdp.wrap`. A parameter that several
+            of them share is left to a unit around them.
+        backward_prefetch: gather the next unit before this one's gradients are computed, or after; None: when needed.
+        mixed_precision: dtypes to compute, to reduce and to keep buffers in. Parameters and `.grad` keep their own.
+        ignored_modules: modules whose parameters and buffers are left alone.
+        param_init_fn: called with each module on the meta device, to make its own parameters; without it, they are
+            made by `reset_parameters`.
+        device_id: where to compute. By default where the module is; for one on the CPU the accelerator, or where there
+            is none, the CPU.
+        sync_module_states: have all ranks begin with what the group's first rank has, parameters and buffers.
+        forward_prefetch: gather the next unit before this one computes, in the order of the iteration before.
+        limit_all_gathers: let the host wait rather than have more than two units gathered ahead.
+        use_orig_params: `parameters()` are the module's own, as views of this rank's part of them; without, they are
+            one `FlatParameter` a unit.
+        ignored_states: parameters, or modules, to leave alone.
+        device_mesh: instead of `process_group`: of one dimension, or of two, to replicate and to deal.
+
+    Raises:
+        ValueError: arguments exclude each other; a parameter is 0-dim or integer, or dealt already by a unit elsewhere.
+        RuntimeError: parameters lie on several devices.
+    Collectives: in the constructor, broadcasts if `sync_module_states`, and new groups for a hybrid strategy without
+        any. In forward and backward of each unit an all-gather, and a reduce-scatter of the gradients; SHARD_GRAD_OP
+        and the outermost unit gather once. Hybrid strategies add an all-reduce of each rank's part; NO_SHARD has an
+        all-reduce alone.
+    Source: torch.distributed.fsdp.FullyShardedDataParallel 2.13; differences: what torch's docstring lists as limits
+        works, but for gradients of gradients; parameters changed in place during forward are refused, and reading a
+        released one raises; no accelerator is needed. State dicts: not yet.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> model = FullyShardedDataParallel(nn.Linear(2, 1, bias=False), sharding_strategy=ShardingStrategy.NO_SHARD)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> [p.grad for p in model.parameters()]
+    [tensor([1., 1.])]
+    >>> optimizer.step()
+    >>> dist.destroy_process_group()
+    """
+
     def __init__(  # noqa: PLR0913, PLR0917  torch's sixteen
         self,
         module: nn.Module,
@@ -97,7 +163,7 @@ class FullyShardedDataParallel(nn.Module):
         self.process_group, self._inter_node_pg = groups
         self.rank = self.process_group.rank()
         self.world_size = self.process_group.size()
-        self.sharding_strategy = _effective(sharding_strategy, self.world_size)
+        self.sharding_strategy = effective_strategy(sharding_strategy, self.world_size)
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
@@ -115,14 +181,14 @@ class FullyShardedDataParallel(nn.Module):
             FullyShardedDataParallel,
         )
         owned = owned_by(module, self._ignored, _left_to_ancestor)
-        self._groups = self._own_groups()
+        self._groups = groups_of(self.sharding_strategy, *groups)
         if sync_module_states:
             outward_in = (
                 (self._inter_node_pg, self.process_group) if self._inter_node_pg else (self.process_group,)
             )
             broadcast_states(module, [one.parameter for one in owned], outward_in)
         self._buffer_dtypes = {clean_name(name): buffer.dtype for name, buffer in module.named_buffers()}
-        self._unit = Unit(module, self._flats(owned), self._groups, self._plan())
+        self._unit = Unit(module, self._flats_of(owned), self._groups, self._plan())
         mark_managed(owned)
         self._fsdp_wrapped_module = module
         for index, flat in enumerate(self._unit.flats):
@@ -158,7 +224,8 @@ class FullyShardedDataParallel(nn.Module):
         unit = self._unit
         root = self._root or self._find_root()
         if root.is_root(unit) and unit.phase is Phase.IDLE:
-            args, kwargs = self._begin_iteration(root, args, kwargs)
+            root.begin_iteration()
+            args, kwargs = unit.inputs_of_root(args, kwargs, self.compute_device)
         args, kwargs = unit.before_forward(args, kwargs)
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
@@ -169,7 +236,10 @@ class FullyShardedDataParallel(nn.Module):
         return output
 
     def check_is_root(self) -> bool:
-        """Whether no other FullyShardedDataParallel is around this one."""
+        """Whether no other FullyShardedDataParallel is around this one.
+
+        Source: torch's 2.13; differences: an inner one answers False also before the outer one has run.
+        """
         return self._find_root().is_root(self._unit)
 
     @staticmethod
@@ -179,7 +249,12 @@ class FullyShardedDataParallel(nn.Module):
         return [one for one in found if one.check_is_root()] if root_only else found
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply `fn` to every submodule and self, each with whole parameters; what it writes is kept."""
+        """Apply `fn` to every submodule and to self, each with whole parameters; what it writes is kept.
+
+        Raises:
+            ValueError: in the middle of a forward or backward, or inside `summon_full_params`.
+        Collectives: an all-gather of each unit; all ranks must call it.
+        """
         if self._unit.phase is not Phase.IDLE:
             raise ValueError(f"expected to be in states idle but current state is {self._unit.phase.value}")
         with self._summoned(
@@ -197,7 +272,22 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None]:
-        """Inside, parameters are whole: to be read, and with `writeback` to be written."""
+        """Inside, parameters are whole and have the names they had before wrapping.
+
+        Args:
+            module: any module; every FullyShardedDataParallel at and below it is summoned.
+            recurse: False summons `module` alone.
+            writeback: keep what is written to this rank's part. NO_SHARD keeps it in any case.
+            rank0_only: whole on the group's first rank alone; the others see their parts.
+            offload_to_cpu: whole on the CPU.
+            with_grads: gradients are whole too; with `use_orig_params`.
+
+        Raises:
+            NotImplementedError: `writeback` with `rank0_only`; `with_grads` without `use_orig_params` or with
+                `offload_to_cpu`; `offload_to_cpu` of what is not dealt.
+            AssertionError: in the middle of a forward or backward, or inside another summoning.
+        Collectives: an all-gather of each unit; with gradients an all-reduce and another one. All ranks must enter.
+        """
         wanted = Summoning(writeback, rank0_only, offload_to_cpu, with_grads)
         if recurse:
             found = FullyShardedDataParallel.fsdp_modules(module)
@@ -220,7 +310,13 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Backwards inside do not average gradients; the first one after it averages all that came together."""
+        """Backwards inside do not average gradients; the first one after it averages all that came together.
+
+        Meanwhile `.grad` is this rank's own, of whole parameters, so memory for it is needed.
+
+        Raises:
+            RuntimeError: this is not the outermost FullyShardedDataParallel.
+        """
         root = self._find_root()
         if not root.is_root(self._unit):
             raise RuntimeError(
@@ -241,23 +337,35 @@ class FullyShardedDataParallel(nn.Module):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Scale the gradients of all parameters in place so that their joint norm is at most `max_norm`."""
+        """Scale the gradients of all parameters in place so that their joint norm is at most `max_norm`.
+
+        Args:
+            max_norm: same unit as the gradients.
+            norm_type: the order of the norm; inf too.
+            error_if_nonfinite: raise, on every rank and before anything is changed, if the norm is inf or nan.
+            foreach: as in `impl.nn.utils.clip_grad_norm_`.
+
+        Returns:
+            The norm before clipping, 0-dim, in the dtype that the gradients' promote to.
+
+        Raises:
+            RuntimeError: this is not the outermost one; or the norm is not finite and that was to raise.
+        Sync: none, unless `error_if_nonfinite` or offloading.
+        Collectives: one all-gather of a number a rank for each group that parameters are dealt to; all ranks must call.
+        Source: torch's 2.13; differences: the last two arguments; the norm neither overflows nor underflows, and is
+            taken over the groups to which each unit is dealt, where torch takes the root's for all.
+        """
         root = self._find_root()
         if not root.is_root(self._unit):
             raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance")
         if all(unit.groups.shard is None for unit in root.units):
             return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
-        max_norm, norm_type = float(max_norm), float(norm_type)
         managed = {p for unit in root.units for flat in unit.flats for p in flat.stepped}
         others = [p for p in self.parameters() if p not in managed]
         loose = [p.grad for p in others if p.grad is not None]
-        norm = joint_norm(root.units, loose, norm_type, self.compute_device)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                "`error_if_nonfinite=False`"
-            )
+        norm = joint_norm(root.units, loose, float(norm_type), self.compute_device)
+        if error_if_nonfinite:
+            refuse_nonfinite(norm, float(norm_type))
         if self.cpu_offload.offload_params:
             norm = norm.cpu()
         with_grads = [p for p in (*managed, *others) if p.grad is not None]
@@ -267,10 +375,20 @@ class FullyShardedDataParallel(nn.Module):
                 f"the default dtype {torch.float32}",
                 stacklevel=2,
             )
-        return norm.to(scale(with_grads, max_norm, norm, foreach))
+        return norm.to(scale(with_grads, float(max_norm), norm, foreach))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have `hook` average gradients in place of the default."""
+        """Have `hook` average gradients in place of the default; to be called on the outermost one, once.
+
+        Args:
+            state: handed to the hook.
+            hook: `hook(state, gradient, output)`: the whole gradient of a flat, 1-D, and where this rank's part of the
+                average goes; of NO_SHARD `hook(state, gradient)`, which averages in place.
+
+        Raises:
+            AssertionError: this is not the outermost one, there is a hook already, or a strategy is hybrid.
+            ValueError: `hook` cannot be called.
+        """
         if not self.check_is_root():
             raise AssertionError("register_comm_hook can only be called on a root instance.")
         inner = self.fsdp_modules(self)
@@ -286,6 +404,16 @@ class FullyShardedDataParallel(nn.Module):
         for one in inner:
             one._unit.reduction.hook = hook
             one._unit.reduction.hook_state = state
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """
+        Raises:
+            NotImplementedError: what is registered are this rank's parts, which would load nowhere else.
+        """
+        raise NotImplementedError(_NO_STATE_DICT)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(_NO_STATE_DICT)
 
     # Names that are private in torch and used elsewhere.
 
@@ -325,15 +453,6 @@ class FullyShardedDataParallel(nn.Module):
 
     # Ours
 
-    def _own_groups(self) -> Groups:
-        group = self.process_group if self.process_group.size() > 1 else None
-        between = self._inter_node_pg
-        if between is not None:
-            return Groups(group, between if between.size() > 1 else None)
-        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
-            return Groups(None, group)
-        return Groups(group, None)
-
     def _plan(self) -> Plan:
         return Plan(
             frees_after_forward=frees_after_forward(self.sharding_strategy),
@@ -343,31 +462,17 @@ class FullyShardedDataParallel(nn.Module):
             full_precision_in_eval=self._use_full_prec_in_eval,
         )
 
-    def _flats(self, owned: list[Owned]) -> list[Flat]:
-        """One for each dtype, and what is frozen apart: nothing is kept ready for gradients it never has."""
-        kinds: dict[tuple[torch.dtype, bool], list[Owned]] = {}
-        for one in owned:
-            kinds.setdefault((one.parameter.dtype, one.parameter.requires_grad), []).append(one)
+    def _flats_of(self, owned: list[Owned]) -> list[Flat]:
         mixed = self.mixed_precision
-        flats: list[Flat] = []
-        for (dtype, _), same in kinds.items():
-            alignment = (
-                aligned_elements((mixed.param_dtype or dtype).itemsize) if self._use_orig_params else 1
-            )
-            shapes = [(one.name, one.parameter.shape, dense_stride(one.parameter)) for one in same]
-            flats.append(
-                Flat(
-                    same,
-                    layout_of(shapes, self._groups.shard_size, alignment),
-                    self._groups.shard_rank,
-                    compute_dtype=mixed.param_dtype,
-                    reduce_dtype=mixed.reduce_dtype,
-                    device=self.compute_device,
-                    offloads=self.cpu_offload.offload_params,
-                    use_orig_params=self._use_orig_params,
-                )
-            )
-        return flats
+        return flats_of(
+            owned,
+            self._groups,
+            compute_dtype=mixed.param_dtype,
+            reduce_dtype=mixed.reduce_dtype,
+            device=self.compute_device,
+            offloads=self.cpu_offload.offload_params,
+            use_orig_params=self._use_orig_params,
+        )
 
     def _claim_inner(self) -> None:
         for one in self.fsdp_modules(self):
@@ -384,9 +489,9 @@ class FullyShardedDataParallel(nn.Module):
         if self._root is None:
             outermost = self._outermost()
             found = self.fsdp_modules(outermost)
-            _check_alike(found)
+            check_alike(found)
             for one in found:
-                one._check_device()
+                one._unit.check_device(one.compute_device)
             root = Root(
                 outermost._unit,
                 [one._unit for one in found],
@@ -397,52 +502,9 @@ class FullyShardedDataParallel(nn.Module):
             for one in found:
                 one._root = root
                 one._unit.name = names[one] or type(one.module).__name__
-            outermost._cast_buffers(found)
+            cast_buffers(found, outermost.compute_device)
         assert self._root is not None
         return self._root
-
-    def _check_device(self) -> None:
-        for flat in self._unit.flats:
-            device = flat.flat_param.device
-            if not flat.offloads and device != self.compute_device:
-                raise RuntimeError(
-                    f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move the module to "
-                    f"{self.compute_device} before training."
-                )
-            if flat.offloads and device.type != "cpu":
-                raise RuntimeError(
-                    "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
-                    f"{device}. Make sure to not move the module from CPU when offloading parameters."
-                )
-
-    def _cast_buffers(self, found: list[FullyShardedDataParallel]) -> None:
-        """Each buffer as the innermost wrapper around it wants it."""
-        seen: set[Tensor] = set()
-        for one in reversed(found):
-            dtype = one.mixed_precision.buffer_dtype
-            for name, buffer in one.named_buffers():
-                if buffer in seen:
-                    continue
-                seen.add(buffer)
-                if clean_name(name) not in one._ignored.buffer_names:
-                    casts = dtype is not None and buffer.is_floating_point()
-                    buffer.data = buffer.to(self.compute_device, dtype if casts else None)
-
-    def _begin_iteration(
-        self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        root.begin_iteration()
-        device = self.compute_device
-
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor if tensor.device == device else tensor.to(device)
-
-        args, kwargs = replaced(args, moved), replaced(kwargs, moved)
-        mixed = self.mixed_precision
-        casts = mixed.cast_root_forward_inputs and (self.module.training or not self._use_full_prec_in_eval)
-        if mixed.param_dtype is not None and casts:
-            args, kwargs = cast_floats(args, mixed.param_dtype), cast_floats(kwargs, mixed.param_dtype)
-        return args, kwargs
 
     @contextlib.contextmanager
     def _summoned(self, wanted: Summoning) -> Generator[None]:
@@ -460,29 +522,3 @@ class FullyShardedDataParallel(nn.Module):
 def _rooted(wrapper: FullyShardedDataParallel | None) -> None:
     if wrapper is not None:
         wrapper._find_root()
-
-
-def _effective(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
-    if world_size == 1:
-        if strategy is not ShardingStrategy.NO_SHARD:
-            warnings.warn(
-                f"FSDP is switching to use `NO_SHARD` instead of {strategy or ShardingStrategy.FULL_SHARD} since the "
-                "world size is 1.",
-                stacklevel=3,
-            )
-        return ShardingStrategy.NO_SHARD
-    if strategy is ShardingStrategy.NO_SHARD:
-        warnings.warn(
-            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
-            "instead.",
-            FutureWarning,
-            stacklevel=3,
-        )
-    return strategy or ShardingStrategy.FULL_SHARD
-
-
-def _check_alike(wrappers: list[FullyShardedDataParallel]) -> None:
-    for name in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
-        values = {getattr(one, name) for one in wrappers}
-        if len(values) != 1:
-            raise ValueError(f"Expects one homogeneous value for {name} but got {values}")

@@ -1,0 +1,101 @@
+"""What modules see where their parameters were: leaves while the unit is whole, and something that rests meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+
+class ReleasedParameter(Tensor):
+    """Stands in a module for a parameter whose elements are dealt to the ranks; has its shape, dtype and device."""
+
+    _name: str
+
+    @staticmethod
+    def of(leaf: Tensor, name: str) -> ReleasedParameter:
+        made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
+            ReleasedParameter,
+            leaf.shape,
+            strides=leaf.stride(),
+            dtype=leaf.dtype,
+            device=leaf.device,
+            requires_grad=leaf.requires_grad,
+        )
+        made._name = name
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ReleasedParameter({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        name = next((a._name for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls)), "a parameter")
+        raise RuntimeError(
+            f"{func} was called with {name}, whose elements are dealt to the ranks; read it inside "
+            "FullyShardedDataParallel.summon_full_params(module)"
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module keeps a parameter."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter that a unit takes over, and every place in which its modules keep it."""
+
+    name: str  # from the unit's module, cleaned of what wrappers put in
+    parameter: nn.Parameter
+    places: tuple[Place, ...]
+
+
+class Showing:
+    """Puts one tensor for each parameter where the unit's modules look for it.
+
+    Args:
+        owned: the parameters.
+        as_parameters: what is shown are registered parameters, rather than plain attributes.
+    """
+
+    def __init__(self, owned: Sequence[Owned], as_parameters: bool) -> None:
+        # A module that watches its attributes (recurrent ones keep a list of their weights) has to be told.
+        self._watched: list[tuple[nn.Module, str, int]] = []
+        self._plain: list[tuple[dict[str, Any], str, int]] = []
+        for index, one in enumerate(owned):
+            for place in one.places:
+                module = place.module
+                if not as_parameters:
+                    module._parameters.pop(place.attribute, None)
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    names = module._parameters if as_parameters else module.__dict__
+                    self._plain.append((cast("dict[str, Any]", names), place.attribute, index))
+                else:
+                    self._watched.append((module, place.attribute, index))
+
+    def show(self, tensors: Sequence[Tensor]) -> None:
+        for names, attribute, index in self._plain:
+            names[attribute] = tensors[index]
+        for module, attribute, index in self._watched:
+            setattr(module, attribute, tensors[index])
+
+    def hide(self) -> None:
+        """Take them away, names and all."""
+        for names, attribute, _ in self._plain:
+            names.pop(attribute, None)
+        for module, attribute, _ in self._watched:
+            delattr(module, attribute)
+
+    def shown(self) -> Iterator[tuple[int, Tensor | None]]:
+        """What stands there now, with the number of the parameter it stands for."""
+        for names, attribute, index in self._plain:
+            yield index, names.get(attribute)
+        for module, attribute, index in self._watched:
+            yield index, getattr(module, attribute, None)
