@@ -32,9 +32,10 @@ LAYERS = (
 SHARDING = "impl.distributed.fsdp"
 WITHIN_SHARDING = (
     ("api", "_division", "_flat_layout", "_nested", "_order", "_streams"),
-    ("_flat_param", "_full_precision", "_groups"),
+    ("_full_precision", "_groups", "_showing"),
+    ("_flat_param",),
     ("_collectives", "_managed", "wrap"),
-    ("_gradients", "_placement"),
+    ("_buffers", "_gradients", "_placement"),
     ("_unit",),
     ("_clip", "_contained", "_root", "_summon"),
     ("_state_dict",),
