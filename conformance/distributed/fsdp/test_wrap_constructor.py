@@ -1,0 +1,141 @@
+"""What the constructor makes of a policy: which units, and with which arguments. The group has no peers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed, nn
+from torch.distributed.fsdp.api import MixedPrecision
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.wrapping import ONE_BY_ONE, SEEING_THE_TREE, Block, Policy, Tree, trees
+
+_WRAPPED = "_fsdp_wrapped_module"
+LINEAR_UNITS = [Policy("ModuleWrapPolicy", ("linear",)), Policy("lambda_auto_wrap_policy", ("linear",))]
+
+
+@pytest.fixture(autouse=True)
+def _group_without_peers() -> Iterator[None]:
+    """Two ranks, of which there is one: collectives return at once and move nothing."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    distributed.destroy_process_group()
+
+
+def sharded(library: Library, root: nn.Module, policy: Any, **kwargs: Any) -> nn.Module:
+    wrapper = library.distributed.fsdp.FullyShardedDataParallel
+    return wrapper(root, auto_wrap_policy=policy, device_id=torch.device("cpu"), **kwargs)
+
+
+def units(library: Library, model: nn.Module) -> list[tuple[str, Any]]:
+    """Each place of the tree by its name without wrappers; of a unit what its wrapper was told."""
+    wrapper = library.distributed.fsdp.FullyShardedDataParallel
+    found: list[tuple[str, Any]] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        plain = ".".join(part for part in name.split(".") if part != _WRAPPED)
+        is_unit = isinstance(module, wrapper)
+        told = (module.mixed_precision, module.forward_prefetch) if is_unit else type(module).__name__
+        found.append((plain, told))
+    return found
+
+
+@clause("distributed.fsdp.wrap.auto_wrap.units")
+@given(
+    tree=trees(shares=False),
+    policy=st.one_of(ONE_BY_ONE, SEEING_THE_TREE),
+    mixed_precision=st.sampled_from(
+        [
+            None,
+            MixedPrecision(torch.bfloat16),
+            MixedPrecision(torch.bfloat16, _module_classes_to_ignore=(nn.LayerNorm, Block)),
+        ]
+    ),
+    use_orig_params=st.booleans(),
+)
+def test_units_are_torchs(
+    subject: Library,
+    reference: Library,
+    tree: Tree,
+    policy: Policy,
+    mixed_precision: MixedPrecision | None,
+    use_orig_params: bool,
+) -> None:
+    """Frozen parameters among others in a unit are for use_orig_params alone, and torch warns of them."""
+    if not use_orig_params:
+        tree = dataclasses.replace(tree, frozen=())
+
+    def outcome(library: Library) -> Outcome:
+        built = tree.build()
+        given_kwargs = {
+            "ignored_modules": built.ignored,
+            "mixed_precision": mixed_precision,
+            "use_orig_params": use_orig_params,
+        }
+        return observe(
+            lambda: units(library, sharded(library, built.root, policy.of(library), **given_kwargs))
+        )
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.auto_wrap.wrapped_already")
+@pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
+def test_wrapped_already(subject: Library, reference: Library, policy: Policy) -> None:
+    def outcome(library: Library) -> Outcome:
+        inner = sharded(library, nn.Linear(3, 3), None)
+        root = nn.Sequential(nn.Linear(3, 3), nn.Sequential(inner))
+        refused = observe(sharded, library, root, policy.of(library))
+        return Outcome(units(library, root), raised=refused.raised, warned=refused.warned)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.auto_wrap.shared_modules")
+@pytest.mark.deviation("fsdp.shared_module_is_one_unit")
+@pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("parents", ["one", "two"])
+def test_a_module_at_two_places(
+    deviation: DeviationJudge, policy: Policy, use_orig_params: bool, parents: str
+) -> None:
+    def probe(library: Library) -> tuple[bool, bool]:
+        """Whether what stands at the two places is one object, and whether the second one is a wrapper."""
+        shared = nn.Linear(3, 3)
+        root = (
+            nn.Sequential(shared, shared)
+            if parents == "one"
+            else nn.Sequential(Block([shared]), Block([shared]))
+        )
+        sharded(library, root, policy.of(library), use_orig_params=use_orig_params)
+        first, second = root if parents == "one" else (block.part0 for block in root)
+        return first is second, isinstance(second, library.distributed.fsdp.FullyShardedDataParallel)
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen in ((False, False), (False, True)),
+        we_do=lambda seen: seen == (True, True),
+    )
+
+
+@clause("distributed.fsdp.wrap.auto_wrap.shared_parameters")
+@pytest.mark.deviation("fsdp.shared_parameter_is_one")
+@pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
+def test_a_parameter_in_two_units(deviation: DeviationJudge, policy: Policy) -> None:
+    def probe(library: Library) -> int:
+        """How many elements this rank's half has."""
+        one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        other.weight = one.weight
+        model = sharded(library, nn.Sequential(one, other), policy.of(library), use_orig_params=False)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    deviation.judge(probe, torch_does=lambda seen: seen == 16, we_do=lambda seen: seen == 8)
