@@ -27,7 +27,7 @@ from conformance.library import Library, load_library
 from conformance.outcome import Outcome, observe
 from conformance.ranks import Rank
 
-FSDP = "distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+FSDP = "distributed.fsdp.FullyShardedDataParallel"
 LEARNING_RATE, MOMENTUM = 0.05, 0.5
 
 

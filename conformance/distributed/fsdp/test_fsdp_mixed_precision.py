@@ -1,0 +1,207 @@
+"""Mixed precision: in which dtype parameters, reductions, buffers, inputs and gradients are, and what comes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.distributed.fsdp import precision_cases
+from conformance.distributed.fsdp.fsdp_cases import Setup, Training
+from conformance.distributed.fsdp.judging import (
+    assert_probes_agree,
+    assert_ranks_agree,
+    outcomes,
+    probed,
+    share_of_examples,
+)
+from conformance.distributed.fsdp.method_cases import SIMPLE, TREE
+from conformance.library import Library
+from conformance.outcome import Outcome
+from conformance.ranks import RankPool
+from conformance.strategies.sharding import WRAPS, steps, trainings
+from conformance.tolerances import Tolerance
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+LOW = (torch.bfloat16, torch.float16)
+WITHOUT_STATISTICS = ("affine", "linear", "normed", "lookup", "scaled", "tied", "idle")
+
+policies = st.fixed_dictionaries(
+    {},
+    optional={
+        "param_dtype": st.sampled_from([*LOW, torch.float32]),
+        "reduce_dtype": st.sampled_from([*LOW, torch.float32]),
+        "buffer_dtype": st.sampled_from([*LOW, torch.float32]),
+        "keep_low_precision_grads": st.booleans(),
+        "cast_forward_inputs": st.booleans(),
+        "cast_root_forward_inputs": st.booleans(),
+    },
+)
+
+
+def tolerance_of(policy: dict[str, Any]) -> Tolerance:
+    """Both sides round each gradient to the same dtypes, but may sum and divide it in another order before."""
+    dtypes = [policy.get(name) for name in ("param_dtype", "reduce_dtype")]
+    coarsest = next((dtype for dtype in LOW if dtype in dtypes), torch.float32)
+    return Tolerance(8, "three steps, each with a sum over the ranks and a quotient", coarsest, terms=1.0)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.trains")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@share_of_examples(0.7)
+@given(data=st.data(), policy=policies)
+def test_trains_in_mixed_precision(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    strategy: str,
+    data: st.DataObject,
+    policy: dict[str, Any],
+) -> None:
+    training = data.draw(
+        trainings(
+            strategy=strategy,
+            dtype=torch.float32,
+            schedule=steps(orders=("in turn", "no_sync")),
+            tree={"kinds": WITHOUT_STATISTICS},
+            wraps=tuple(wrap for wrap in WRAPS if wrap != "size"),
+            mixed_precision=policy,
+        ).filter(lambda drawn: not drawn.mixes_frozen_with_trained)
+    )
+    wanted, got = (
+        outcomes(rank_pool, library, "fsdp_cases:train", training=training)
+        for library in (reference, subject)
+    )
+    assert_ranks_agree(wanted, got, tolerance_of(policy))
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.explicit_full_precision")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float32_asked_for_is_no_mixed_precision(
+    subject: Library, rank_pool: RankPool, strategy: str
+) -> None:
+    policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
+    setups = [Setup(strategy), Setup(strategy, mixed_precision=policy)]
+    wanted, got = (
+        outcomes(rank_pool, subject, "fsdp_cases:train", training=Training(TREE, setup)) for setup in setups
+    )
+    assert_ranks_agree(wanted, got)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduce_dtype")
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
+    subject: Library,
+    rank_pool: RankPool,
+    strategy: str,
+    use_orig_params: bool,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    """The master weights stay in float32, whatever their gradients went through."""
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
+    setup = Setup(
+        strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params}, mixed_precision=policy
+    )
+    for outcome in probed(rank_pool, subject, precision_cases.gradients, setup, tree=SIMPLE):
+        assert outcome.raised is None, outcome.raised
+        whole = torch.cat([grad.values.reshape(-1) for grad in outcome.value["whole"].values()])
+        assert {state["value"].dtype for state in outcome.value["shards"].values()} == {torch.float32}
+        is_rounded = torch.equal(whole, whole.bfloat16().float())
+        # One rank alone has nothing to sum, so what was rounded before stays so.
+        assert is_rounded is (reduce_dtype is not torch.float32 or rank_pool.world_size == 1), whole
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.inside")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("wrap", ["root", "leaves"])
+@share_of_examples(0.5)
+@given(policy=policies, strategy=st.sampled_from(STRATEGIES), use_orig_params=st.booleans())
+def test_what_a_module_sees_inside(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    wrap: str,
+    training: bool,
+    policy: dict[str, Any],
+    strategy: str,
+    use_orig_params: bool,
+) -> None:
+    """The dtypes of inputs and parameters in forward, of the output, and of the input's gradient."""
+    setup = Setup(strategy, wrap=wrap, arguments={"use_orig_params": use_orig_params}, mixed_precision=policy)
+    assert_probes_agree(
+        rank_pool, (reference, subject), precision_cases.inside, setup, tree=SIMPLE, training=training
+    )
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.buffers")
+@pytest.mark.parametrize("buffer_dtype", [torch.bfloat16, torch.float16, None], ids=str)
+@pytest.mark.parametrize("wrap", ["root", "leaves"])
+def test_buffers_that_are_no_floats_keep_their_dtype(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    wrap: str,
+    buffer_dtype: torch.dtype | None,
+) -> None:
+    setup = Setup(wrap=wrap, mixed_precision={"buffer_dtype": buffer_dtype})
+    seen = assert_probes_agree(rank_pool, (reference, subject), precision_cases.buffers, setup)
+    for outcome in seen:
+        assert outcome.raised is None, outcome.raised
+        assert torch.int64 in outcome.value.values(), outcome.value
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.sequences")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "sequence", ["forward summon forward", "train eval", "train backward eval train backward"]
+)
+def test_forwards_of_every_kind_follow_each_other(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    strategy: str,
+    use_orig_params: bool,
+    sequence: str,
+) -> None:
+    setup = Setup(
+        strategy,
+        wrap="leaves",
+        arguments={"use_orig_params": use_orig_params},
+        mixed_precision={"param_dtype": torch.bfloat16},
+    )
+    tolerance = Tolerance(8, "two forwards and backwards", torch.bfloat16, terms=1.0)
+    seen = assert_probes_agree(
+        rank_pool,
+        (reference, subject),
+        precision_cases.in_sequence,
+        setup,
+        tolerance,
+        tree=SIMPLE,
+        calls=sequence,
+    )
+    assert_none_raised(seen)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_full_precision_in_eval_by_the_environment(
+    subject: Library, reference: Library, rank_pool: RankPool, strategy: str
+) -> None:
+    setup = Setup(strategy, wrap="leaves", mixed_precision={"param_dtype": torch.bfloat16})
+    seen = assert_probes_agree(
+        rank_pool, (reference, subject), precision_cases.full_precision_in_eval, setup, tree=SIMPLE
+    )
+    assert_none_raised(seen)
+    assert seen[0].value == {"": "bfloat16", "1": "float32", "0": "bfloat16"}
+
+
+def assert_none_raised(seen: list[Outcome]) -> None:
+    for outcome in seen:
+        assert outcome.raised is None, outcome.raised
