@@ -264,7 +264,6 @@ class Unit:
         self._in_graph = [
             flat.expose(dtype) for flat, dtype in zip(self.flats, self._dtypes or (), strict=True)
         ]
-        root.streams.reads(Lane.COMPUTE, self)
 
     def gather(self, full_precision: bool = False) -> None:
         """Fill the wholes, in the GATHER lane; nothing if they are filled with what the shards hold."""
@@ -278,9 +277,8 @@ class Unit:
         root = self.root
         root.admit()
         with root.streams.on(Lane.GATHER):
-            root.streams.writes(Lane.GATHER, self)
             for flat, dtype in zip(self.flats, wanted, strict=True):
-                gather(flat, flat.whole(dtype), self.groups)
+                gather(flat, flat.whole(dtype), self.groups, self.name)
         self._gathered = root.streams.record(Lane.GATHER)
         self._dtypes = wanted
         if self._is_kept_after_forward():
@@ -296,7 +294,6 @@ class Unit:
         self._dtypes = None
         self._was_prefetched = False
         root = self.root
-        root.streams.frees(Lane.COMPUTE, self)
         root.note_released(root.streams.record(Lane.COMPUTE))
 
     def _conceal(self) -> None:
@@ -373,8 +370,7 @@ class Unit:
             join(flat.layout, grads, views, buffer)
         root.streams.wait(Lane.REDUCE, root.streams.record(Lane.COMPUTE))
         with root.streams.on(Lane.REDUCE):
-            root.streams.reads(Lane.REDUCE, gradients)
-            reduced = self.reduction(buffer, flat.layout.shard_numel)
+            reduced = self.reduction(buffer, flat.layout.shard_numel, self.name)
             gradients.add(reduced)
         root.keep_until_reduced(buffer)
 
