@@ -235,7 +235,7 @@ def test_foreach_where_the_device_has_none(
 
 EXTREMES = {
     "overflow in float32": Gradient((64,), torch.float32, scale=1e20),
-    "overflow in float16": Gradient((64,), torch.float16, scale=2e4),
+    "overflow in float16": Gradient((256,), torch.float16, scale=8e3),  # eight sigma from inf, for any seed
     "underflow in float32": Gradient((64,), torch.float32, scale=1e-25),
 }
 
