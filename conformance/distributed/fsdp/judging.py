@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import settings
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, Training, train_unsharded
+from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, Step, Training, train_unsharded
 from conformance.distributed.fsdp.method_cases import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.library import Library
@@ -86,6 +86,17 @@ def assert_probes_agree(
     wanted, got = (probed(pool, library, asks, setup, **arguments) for library in libraries)
     assert_ranks_agree(wanted, got, tolerance)
     return got
+
+
+def unsharded_gradients(setup: Setup, world_size: int, rank: int) -> dict[str, torch.Tensor]:
+    """Those of one step of the probes' module."""
+    return train_unsharded(Training(TREE, setup, (Step(),)), world_size)[rank]["whole_gradients"]
+
+
+def assert_close_gradients(
+    wanted: Mapping[str, torch.Tensor], got: Mapping[str, Any], tolerance: Tolerance
+) -> None:
+    _assert_equal("gradients", dict(wanted), dict(got), tolerance)
 
 
 def _without_layout(outcome: Outcome) -> Outcome:

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from conformance.clauses import clause
 from conformance.distributed.fsdp import clip_cases
-from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, train_unsharded
-from conformance.distributed.fsdp.judging import assert_probes_agree, probed, share_of_examples
-from conformance.distributed.fsdp.method_cases import SIMPLE, TREE
+from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.judging import (
+    assert_probes_agree,
+    probed,
+    share_of_examples,
+    unsharded_gradients,
+)
+from conformance.distributed.fsdp.method_cases import SIMPLE
 from conformance.library import Library
 from conformance.ranks import RankPool
 from conformance.tolerances import ONE_STEP, Tolerance
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 NORM_TYPES = [2.0, 1.0, 3, 0.5, math.inf, "inf", -math.inf]
-
-
-def unsharded_gradients(setup: Setup, world_size: int, rank: int) -> dict[str, torch.Tensor]:
-    training = Training(TREE, setup, (Step(),))
-    return train_unsharded(training, world_size)[rank]["whole_gradients"]
 
 
 def joint_norm(gradients: dict[str, torch.Tensor], norm_type: Any) -> torch.Tensor:

@@ -1,0 +1,175 @@
+"""Probes of no_sync, of hooks that users register, and of communication hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._comm_hooks import default_hooks
+
+from conformance.distributed.fsdp.fsdp_cases import clean, gathered_gradients, state_of
+from conformance.distributed.fsdp.method_cases import Lab, tried
+from conformance.distributed.fsdp.module_trees import out_of_form
+
+# -- no_sync
+
+
+def inside_no_sync(lab: Lab) -> list[Any]:
+    """What this rank's parameters and gradients are after a backward in no_sync, and after one behind it."""
+    with lab.model.no_sync():
+        lab.backward(0)
+    unreduced = {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}
+    lab.backward(1)
+    return [unreduced, {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}]
+
+
+def no_sync_and_restored(lab: Lab, *, nested: bool) -> dict[str, Any]:
+    """An exception inside, or one no_sync in another: afterwards gradients are reduced again."""
+
+    def raises() -> None:
+        with lab.model.no_sync():
+            raise KeyError("planted")
+
+    def enters_twice() -> None:
+        with lab.model.no_sync(), lab.model.no_sync():
+            lab.backward()
+
+    raised = tried(enters_twice if nested else raises)
+    lab.backward(1)
+    return {"raised": raised, "whole": gathered_gradients(lab.library, lab.model)}
+
+
+def no_sync_of_an_inner_unit(lab: Lab) -> Any:
+    lab.backward()
+    return tried(lambda: lab.units[1].no_sync().__enter__())
+
+
+def no_sync_in_forward(lab: Lab) -> Any:
+    seen: list[Any] = []
+    lab.model.head.register_forward_pre_hook(
+        lambda *_: seen.append(tried(lambda: lab.model.no_sync().__enter__()))
+    )
+    lab.forward()
+    return seen
+
+
+# -- users' hooks
+
+
+def hooks_of_modules(lab: Lab, *, on: str) -> dict[str, Any]:
+    """Every kind of hook that a module takes, on the root, on a unit, or on the module that a unit wraps."""
+    module = {"root": lab.model, "unit": lab.units[1], "wrapped": lab.units[1].module}[on]
+    events: list[Any] = []
+
+    def note(kind: str) -> Any:
+        def hook(_: Any, *given: Any) -> None:
+            shapes = {clean(name): tuple(parameter.shape) for name, parameter in module.named_parameters()}
+            events.append([kind, _described(given), shapes if on == "wrapped" else len(shapes)])
+
+        return hook
+
+    module.register_forward_pre_hook(note("forward pre"))
+    module.register_forward_hook(note("forward"))
+    module.register_full_backward_pre_hook(note("backward pre"))
+    module.register_full_backward_hook(note("backward"))
+    lab.backward()
+    return {"events": events, "whole": gathered_gradients(lab.library, lab.model)}
+
+
+def _described(given: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        return [tuple(given.shape), str(given.dtype)]
+    if isinstance(given, (tuple, list)):
+        return [_described(item) for item in given]
+    return type(given).__name__
+
+
+def hooks_that_change(lab: Lab) -> dict[str, Any]:
+    """Hooks that replace inputs, outputs and gradients."""
+    unit = lab.units[1]
+    unit.register_forward_pre_hook(lambda _, args: (args[0] * 2.0,))
+    unit.register_forward_hook(lambda *given: given[2] * 0.5)
+    unit.register_full_backward_hook(
+        lambda _, inputs, __: tuple(grad if grad is None else grad * 3.0 for grad in inputs)
+    )
+    loss = lab.backward()
+    return {"loss": loss, "whole": gathered_gradients(lab.library, lab.model)}
+
+
+def hooks_of_tensors(lab: Lab) -> dict[str, Any]:
+    """On a parameter, on the input and on the output."""
+    events: list[Any] = []
+    for name, parameter in lab.model.named_parameters():
+        if parameter.numel():
+            parameter.register_post_accumulate_grad_hook(_noting(events, clean(name)))
+    batch = lab.tree.batch(0, lab.rank.rank)
+    batch.x.register_hook(lambda grad: events.append(["input", tuple(grad.shape)]) or grad * 2)
+    output = out_of_form(lab.model(batch.x, ids=batch.ids))
+    output.register_hook(lambda grad: events.append(["output", tuple(grad.shape)]))
+    output.sum().backward()
+    return {"events": sorted(events, key=str), "input gradient": batch.x.grad}
+
+
+def _noting(events: list[Any], name: str) -> Any:
+    return lambda _: events.append(name)
+
+
+# -- communication hooks
+
+
+class Told:
+    """State of a hook of our own: what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+
+def local_sum(told: Told, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """Sums over the ranks without dividing, so that whoever divides behind it is seen."""
+    told.seen.append([tuple(grad.shape), str(grad.dtype), output is not None and tuple(output.shape)])
+    dist.all_reduce(grad)
+    if output is not None:
+        rank = dist.get_rank()
+        output.copy_(grad.chunk(dist.get_world_size())[rank])
+
+
+def comm_hook(lab: Lab, *, hook: str, backwards: int = 1, no_sync: bool = False) -> dict[str, Any]:
+    """`hook` is the name of one of torch's, or `own`."""
+    if hook == "own":
+        state: Any = Told()
+        lab.model.register_comm_hook(state, local_sum)
+    else:
+        state = _state_of(hook)
+        lab.model.register_comm_hook(state, getattr(default_hooks, hook))
+    for number in range(backwards):
+        is_last = number == backwards - 1
+        with lab.model.no_sync() if no_sync and not is_last else contextlib.nullcontext():
+            lab.backward(number)
+    return {
+        "gradients": lab.gradients(),
+        "told": state.seen if hook == "own" else None,
+        "whole": gathered_gradients(lab.library, lab.model),
+    }
+
+
+def _state_of(hook: str) -> Any:
+    if hook.endswith("compress_hook"):
+        kind = torch.float16 if hook.startswith("fp16") else torch.bfloat16
+        return default_hooks.LowPrecisionState(dist.group.WORLD, parameter_type=kind)
+    return default_hooks.DefaultState(dist.group.WORLD)
+
+
+def comm_hook_refused(lab: Lab, *, why: str) -> Any:
+    match why:
+        case "an inner unit":
+            lab.forward()
+            return tried(lambda: lab.units[1].register_comm_hook(None, local_sum))
+        case "twice":
+            lab.model.register_comm_hook(Told(), local_sum)
+            return tried(lambda: lab.model.register_comm_hook(Told(), local_sum))
+        case "no callable":
+            return tried(lambda: lab.model.register_comm_hook(None, "no hook"))
+        case _:
+            return tried(lambda: lab.model.register_comm_hook(Told(), local_sum))
