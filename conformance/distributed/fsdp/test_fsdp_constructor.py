@@ -1,0 +1,108 @@
+"""Wrapping: what is refused or warned about, modules on the meta device, states that are made equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import StaleRow
+from conformance.distributed.fsdp.construct_cases import WAYS
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
+from conformance.distributed.fsdp.judging import assert_like_unsharded, assert_ranks_agree, outcomes
+from conformance.distributed.fsdp.method_cases import TREE
+from conformance.library import Library
+from conformance.outcome import Outcome
+from conformance.ranks import RankFault, RankPool
+from conformance.results import unavailable
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+HYBRID = Setup("HYBRID_SHARD", ranks="meshes", shards=2)
+
+
+def agreed(
+    pool: RankPool, libraries: tuple[Library, Library], case: str, **arguments: object
+) -> list[Outcome]:
+    wanted, got = (outcomes(pool, library, f"construct_cases:{case}", **arguments) for library in libraries)
+    assert_ranks_agree(wanted, got)
+    return got
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
+@pytest.mark.parametrize("way", WAYS)
+def test_arguments_are_taken_or_refused_as_by_torch(
+    subject: Library, reference: Library, rank_pool: RankPool, way: str
+) -> None:
+    agreed(rank_pool, (reference, subject), "construct", way=way)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.meta_device")
+@pytest.mark.parametrize("by", ["reset", "function", "no reset"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_modules_on_the_meta_device_are_built_by_wrapping(
+    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, by: str
+) -> None:
+    agreed(rank_pool, (reference, subject), "materialised", strategy=strategy, by=by)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.sync_module_states")
+@pytest.mark.reference_limit("fsdp.sync_module_states")
+def test_torch_cannot_synchronise_on_a_cpu() -> None:
+    with RankPool(2) as pool:
+        setup = Setup(arguments={"sync_module_states": True})
+        seen = outcomes(pool, Library("torch"), "construct_cases:synchronised", setup=setup)
+        if all(outcome.raised is None for outcome in seen):
+            raise StaleRow("torch synchronises states on a CPU")
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.sync_module_states")
+@pytest.mark.parametrize("wrap", ["root", "leaves"])
+@pytest.mark.parametrize(("setup", "all_ranks"), [(Setup(), 2), (Setup("NO_SHARD"), 3), (HYBRID, 4)], ids=str)
+def test_every_rank_begins_with_the_first_ones_states(
+    subject: Library, ranks: Callable[..., RankPool], setup: Setup, all_ranks: int, wrap: str
+) -> None:
+    if subject.package == "torch":
+        unavailable("the reference cannot run here: fsdp.sync_module_states")
+    setup = replace(setup, wrap=wrap, arguments={"sync_module_states": True})
+    first = TREE.build()
+    for outcome in outcomes(ranks(all_ranks), subject, "construct_cases:synchronised", setup=setup):
+        assert outcome.raised is None, outcome.raised
+        for name, parameter in first.named_parameters():
+            assert torch.equal(outcome.value["whole"][name].values, parameter.detach()), name
+        for name, buffer in first.named_buffers():
+            assert torch.equal(outcome.value["buffers"][name].values, buffer + 1), name
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
+@pytest.mark.reference_limit("fsdp.cpu_offload")
+def test_torch_cannot_offload_parameters_on_a_cpu() -> None:
+    with RankPool(2) as pool:
+        training = Training(TREE, Setup(offload_params=True))
+        try:
+            seen = outcomes(pool, Library("torch"), "fsdp_cases:train", training=training)
+        except RankFault:
+            return
+        if all(outcome.raised is None for outcome in seen):
+            raise StaleRow("torch offloads parameters on a CPU")
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trains_with_parameters_offloaded(
+    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, use_orig_params: bool
+) -> None:
+    """As without it: against torch, and against one process. Also where gradients accumulate in no_sync."""
+    if subject.package == "torch":
+        unavailable("the reference cannot run here: fsdp.cpu_offload")
+    plain = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    steps = (Step(), Step(forwards=2, order="no_sync"), Step(before="eval"))
+    tree = replace(TREE, dtype=torch.float64)
+    offloaded = Training(tree, replace(plain, offload_params=True), steps)
+    got = outcomes(rank_pool, subject, "fsdp_cases:train", training=offloaded)
+    assert_like_unsharded(got, offloaded)
+    wanted = outcomes(rank_pool, reference, "fsdp_cases:train", training=Training(tree, plain, steps))
+    assert_ranks_agree(wanted, got)
