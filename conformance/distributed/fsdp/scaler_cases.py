@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,8 +42,7 @@ class Plan:
     parts: tuple[tuple[tuple[Gradient, ...], ...], ...]  # by rank, then by optimizer
     calls: tuple[Call, ...]
     optimizers: tuple[str, ...] = ("sgd",)
-    positional: tuple[Any, ...] = ()  # what the scaler is made with, after the device
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # what the scaler is made with
     groups: int = 1  # parts of the world, as neighbours, each of which decides for itself
 
 
@@ -56,7 +53,7 @@ class Player:
         self._rank, self._device = rank.rank, rank.device.type
         self._make = load_library(library).find(SCALER)
         options = {**plan.options, **({} if group is None else {"process_group": group})}
-        scaler = self._make(self._device, *plan.positional, **options)
+        scaler = self._make(self._device, **options)
         self._rigs = [
             Rig(load_library(library), self._device, gradients, kind)
             for gradients, kind in zip(plan.parts[rank.rank], plan.optimizers, strict=True)
@@ -87,7 +84,7 @@ class Player:
                 parameter.grad.fill_(value)
 
     def sparse(self, rig: Rig, values: torch.Tensor) -> None:
-        """A parameter of the values' dtype in each group's place, with a sparse gradient in which a row comes twice."""
+        """One parameter instead of all, with a sparse gradient in which a row comes twice."""
         parameter = torch.nn.Parameter(torch.zeros(4, dtype=values.dtype, device=self._device))
         rows = torch.tensor([[0, 2, 2]], device=self._device)
         parameter.grad = torch.sparse_coo_tensor(rows, values.to(self._device), (4,), check_invariants=False)
@@ -192,15 +189,14 @@ def in_anothers_group(rank: Rank, *, library: str) -> str:
     return f"{raised}, gradient {parameter.grad.item():g}"
 
 
-def warned_in(rank: Rank, *, library: str) -> list[str]:
-    """The file that the warning about an optimizer's older protocol points to."""
+def older_protocol(rank: Rank, *, library: str) -> tuple[Outcome, bool]:
+    """The step of an optimizer that takes the scaler, and whether that is what it got."""
     scaler = load_library(library).find(SCALER)(rank.device.type)
     parameter = torch.nn.Parameter(torch.ones(1, device=rank.device))
     scaler.scale(parameter.sum()).backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        scaler.step(TakesScaler([parameter]))
-    return [Path(warning.filename).name for warning in caught]
+    optimizer = TakesScaler([parameter])
+    outcome = observe(scaler.step, optimizer, watch=[parameter])
+    return outcome, [id(each) for each in optimizer.scalers] == [id(scaler)]
 
 
 def train(
