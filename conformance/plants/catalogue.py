@@ -13,6 +13,7 @@ from conformance.plants import (  # noqa: F401 to import an area is to enter its
     amp_grad_scaler_unscale,
     amp_grad_scaler_update,
     amp_older_spellings,
+    distributed_fsdp_sharded_grad_scaler,
     distributed_fsdp_wrap,
     generated,
     nn_utils_clip_grad_dtensor,
