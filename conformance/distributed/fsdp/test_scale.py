@@ -1,0 +1,113 @@
+"""World sizes up to 4096, on one rank: collectives of a fake process group return at once and move nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.ranks.trace import Collective, report_collectives
+
+SMALL = 8
+WORLD_SIZES = [64, 512, 4096]
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP"]
+WIDTH, UNITS = 96, 3  # a unit has 9312 parameters: each of 4096 ranks has some
+
+
+@contextmanager
+def world_of(size: int) -> Iterator[None]:
+    hook = sys.excepthook  # making a group puts one of its own there
+    distributed.init_process_group("fake", store=FakeStore(), rank=size // 2, world_size=size)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+        sys.excepthook = hook
+
+
+def wrapped(library: Library, strategy: str, use_orig_params: bool = False) -> nn.Module:
+    fsdp = library.distributed.fsdp
+    torch.manual_seed(0)
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return fsdp.FullyShardedDataParallel(
+            module,
+            sharding_strategy=fsdp.ShardingStrategy[strategy],
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+
+    return wrap(nn.Sequential(*(wrap(nn.Linear(WIDTH, WIDTH)) for _ in range(UNITS))))
+
+
+def trained(model: nn.Module) -> list[Collective]:
+    """The collectives of the second step of two."""
+    seen: list[Collective] = []
+    for _ in range(2):
+        seen.clear()
+        reporting = report_collectives(seen.append)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        del reporting
+    return seen
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@clause("distributed.fsdp.scale.memory")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_a_rank_keeps_its_part(subject: Library, size: int, strategy: str, use_orig_params: bool) -> None:
+    with world_of(size):
+        model = wrapped(subject, strategy, use_orig_params)
+        trained(model)
+        kept = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for parameter in model.parameters()
+            for tensor in (parameter, parameter.grad)
+            if tensor is not None
+        }
+    elements = UNITS * (WIDTH * WIDTH + WIDTH)
+    fair = 2 * elements // size
+    assert sum(kept.values()) // 4 <= fair + 2 * UNITS, f"{sum(kept.values()) // 4} elements, fair are {fair}"
+
+
+@clause("distributed.fsdp.scale.collectives")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_a_step_has_as_many_collectives(subject: Library, size: int, strategy: str) -> None:
+    counts: list[Counter[str]] = []
+    for one in (SMALL, size):
+        with world_of(one):
+            counts.append(Counter(call.name for call in trained(wrapped(subject, strategy))))
+    assert counts[0] == counts[1]
+    assert counts[0].total() > 0
+
+
+@clause("distributed.fsdp.scale.construction")
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_wrapping_takes_as_many_operators(subject: Library, size: int) -> None:
+    counts: list[int] = []
+    for one in (SMALL, size):
+        with world_of(one), Counting() as counting:
+            wrapped(subject, "FULL_SHARD")
+        counts.append(counting.calls.total())
+    assert counts[0] == counts[1]
