@@ -31,7 +31,9 @@ LAYERS = (
 # Inside this package a module may import what stands in a row above its own, and nothing else of the package.
 SHARDING = "impl.distributed.fsdp"
 WITHIN_SHARDING = (
-    ("api", "_division", "_flat_layout", "_nested", "_order", "_streams"),
+    ("_board",),
+    ("_watch",),
+    ("api", "_agreement", "_division", "_flat_layout", "_nested", "_order", "_streams"),
     ("_full_precision", "_groups", "_showing"),
     ("_flat_param",),
     ("_collectives", "_managed", "wrap"),

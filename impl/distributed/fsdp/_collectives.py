@@ -32,8 +32,8 @@ _Hook = Callable[..., Any]
 
 
 @torch.no_grad()
-def gather(flat: Flat, whole: Whole, groups: Groups) -> None:
-    """Fill a whole from every rank's shard.
+def gather(flat: Flat, whole: Whole, groups: Groups, name: str) -> None:
+    """Fill a whole of the unit `name` from every rank's shard.
 
     Collectives: one all-gather over the group that the flat is dealt to; none if it is dealt to nobody.
     """
@@ -45,17 +45,17 @@ def gather(flat: Flat, whole: Whole, groups: Groups) -> None:
         whole.flat.copy_(shard, non_blocking=True)
         return
     mine = shard.to(whole.flat.device, whole.flat.dtype, non_blocking=True)
-    _all_gather(groups.shard, whole.flat, mine).wait()
+    groups.agreements[groups.shard].run(f"gathered '{name}'", _all_gather, groups.shard, whole.flat, mine)
 
 
 @torch.no_grad()
-def gathered_like(flat: Flat, shard: Tensor, groups: Groups) -> Tensor:
+def gathered_like(flat: Flat, shard: Tensor, groups: Groups, name: str) -> Tensor:
     """The whole [padded_numel] of any tensor that is dealt as the flat is; collectives as `gather`."""
     if groups.shard is None:
         return shard
     mine = shard.to(flat.device)
     whole = mine.new_empty(flat.layout.padded_numel)
-    _all_gather(groups.shard, whole, mine).wait()
+    groups.agreements[groups.shard].run(f"gathered '{name}'", _all_gather, groups.shard, whole, mine)
     return whole
 
 
@@ -87,16 +87,19 @@ class Reduction:
         return self.hook in _LOW_PRECISION
 
     @torch.no_grad()
-    def __call__(self, buffer: Tensor, shard_numel: int) -> Tensor:
-        """Average a buffer [padded_numel] over all ranks; this rank's shard [shard_numel] of the result.
+    def __call__(self, buffer: Tensor, shard_numel: int, name: str) -> Tensor:
+        """Average a buffer [padded_numel] of the unit `name` over all ranks; this rank's shard [shard_numel] of it.
 
         The buffer is overwritten. The result has its dtype, and lies in the buffer itself where nothing is dealt.
         Collectives: a reduce-scatter where parameters are dealt, an all-reduce where they are replicated.
         """
+        entry = f"reduced '{name}'"
         if self.hook is None:
-            return self._averaged(buffer, shard_numel)
+            return self._averaged(buffer, shard_numel, entry)
         if self.hook in _LOW_PRECISION:
-            return self._averaged(buffer.to(_LOW_PRECISION[self.hook]), shard_numel)
+            return self._averaged(buffer.to(_LOW_PRECISION[self.hook]), shard_numel, entry)
+        for group, agreement in self.groups.agreements.items():
+            agreement.note(entry, group, buffer.is_cpu)
         if self.groups.shard is None:
             self.hook(self.hook_state, buffer)
             return buffer
@@ -104,7 +107,7 @@ class Reduction:
         self.hook(self.hook_state, buffer, output)
         return output
 
-    def _averaged(self, buffer: Tensor, shard_numel: int) -> Tensor:
+    def _averaged(self, buffer: Tensor, shard_numel: int, entry: str) -> Tensor:
         groups = self.groups
         divisor = self._after
         if buffer.dtype is torch.float16:
@@ -116,9 +119,10 @@ class Reduction:
         output = buffer
         if groups.shard is not None:
             output = buffer.new_empty(shard_numel)
-            _reduce_scatter(groups.shard, output, buffer).wait()
+            groups.agreements[groups.shard].run(entry, _reduce_scatter, groups.shard, output, buffer)
         if groups.replicate is not None:
-            groups.replicate.allreduce([output]).wait()
+            all_reduce = dist.ProcessGroup.allreduce
+            groups.agreements[groups.replicate].run(entry, all_reduce, groups.replicate, [output])
         if divisor > 1:
             output.div_(divisor)
         return output

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from impl.distributed.fsdp._agreement import Agreement, agreement_about
 from impl.distributed.fsdp.api import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -36,6 +38,11 @@ class Groups:
     def size(self) -> int:
         """Ranks over which a gradient is averaged."""
         return self.shard_size * (self.replicate.size() if self.replicate is not None else 1)
+
+    @cached_property
+    def agreements(self) -> dict[dist.ProcessGroup, Agreement]:
+        """About the order of the collectives in each group."""
+        return {group: agreement_about(group) for group in (self.shard, self.replicate) if group is not None}
 
 
 def frees_after_forward(strategy: ShardingStrategy) -> bool:

@@ -1,0 +1,162 @@
+"""Whether the ranks of a process group issue the same collectives in the same order.
+
+Collectives have no names: when ranks issue them in another order, equal sizes give wrong numbers in silence and unequal
+ones a hang or the end of a process. So each rank notes what it issues, `gathered 'blocks.1'`, and the ranks compare
+through the group's store. No collective is added.
+
+- *After each step* a thread, the watch, compares a digest of the step's collectives with that of the rank that was
+  first there. A step does not end before the comparison of the step before it.
+- *Before a collective* that never came after its predecessor yet, where waiting for collectives holds up the host
+  (gloo): the first step, and any change of order. A difference is found before anything is sent. Where the predecessor
+  was once followed by another collective, this rank waits until all have said what they do now, 10 s at most.
+- *In a collective* that takes longer than 5 s, the watches compare the step so far. One that fails, or reaches the
+  group's time-out, has the watches called: a rank that does not answer has ended or is stopped, and is named.
+
+The first difference is the verdict. The watches, which look once a second, carry it to all ranks, where it is raised at
+once from a collective that waits, else at the next one or at the end of the step; a group that differed stays refused.
+With nccl the host does not wait in collectives: the verdict is logged too, since a host that waits for the device
+cannot be interrupted, and a rank that died is nccl's own watchdog's to find, which does not name it.
+Orders that change in the same way on all ranks are right. Where ranks part at a collective after which all of them have
+gone either way before, the digests alone tell.
+Where the store cannot serve, or is gone while collectives go well, nothing is compared.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.distributed.fsdp._board import board_of
+from impl.distributed.fsdp._watch import Past, Watch
+
+_SLICE = timedelta(seconds=1)
+_MEETING_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.05
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+
+
+class Agreement:
+    """What one rank holds of it for one process group; opened by the first collective."""
+
+    def __init__(self) -> None:
+        self._past = Past()
+        self._watch: Watch | None = None
+        self._is_open = False
+        self._followers: dict[str, set[str]] = {}
+        self._known: set[str] = set()  # what has come after the last collective
+
+    def run(
+        self, entry: str, collective: Callable[..., dist.Work], group: dist.ProcessGroup, *tensors: Any
+    ) -> None:
+        """Note a collective, issue it, and wait for it as its backend does.
+
+        Args:
+            entry: what this rank did, as an error shall say it.
+            collective: takes the group and the tensors.
+        """
+        self.note(entry, group, _is_on_host(tensors[0]))
+        if self._watch is None or not _is_on_host(tensors[0]):
+            collective(group, *tensors).wait()
+            return
+        try:
+            self._wait(collective(group, *tensors), self._watch)
+        except RuntimeError as error:
+            raise RuntimeError(self._watch.explained(entry)) from error
+
+    def note(self, entry: str, group: dist.ProcessGroup, on_host: bool) -> None:
+        """
+        Raises:
+            RuntimeError: the ranks issue different collectives, now or earlier.
+        """
+        if not self._is_open:
+            self._open(group, on_host)
+        watch = self._watch
+        if watch is None:
+            return
+        if watch.verdict:
+            raise RuntimeError(watch.verdict)
+        if entry not in self._known:
+            if on_host:
+                self._meet(entry, watch)
+            self._known.add(entry)
+        self._past.now.entries.append(entry)
+        self._known = self._followers.setdefault(entry, set())
+
+    def end_step(self) -> None:
+        """Have the watch compare what came since the last end.
+
+        Raises:
+            RuntimeError: the ranks issue different collectives.
+        """
+        watch = self._watch
+        if watch is not None:
+            if self._past.now.entries:
+                watch.compare(self._past.close())
+            if watch.verdict:
+                raise RuntimeError(watch.verdict)
+
+    def _open(self, group: dist.ProcessGroup, on_host: bool) -> None:
+        self._is_open = True
+        board = board_of(group)
+        if board is not None:
+            ranks = dist.get_process_group_ranks(group)
+            self._watch = Watch(board, self._past, ranks, host_may_wait_unseen=not on_host)
+            # Also at exit: a thread that is inside the store when the interpreter ends would take the process down.
+            weakref.finalize(group, self._watch.stop)
+
+    def _meet(self, entry: str, watch: Watch) -> None:
+        """Compare before anything is sent. Where no rank knows a follower yet, all of them come here and claim."""
+        number = self._past.now.stop
+        board = watch.board
+        try:
+            rank, first = board.claim(f"at/{number}", entry)
+            if first != entry:
+                watch.tell_difference(entry, rank, first)
+            elif self._known:
+                self._past.meetings.add(number)
+                board.count_up(f"met/{number}")
+                if rank == board.rank:
+                    watch.announce_meeting(number, entry)
+                self._wait_for_all(number, watch)
+        except dist.DistError:  # without a store, go on as without any check
+            return
+        if watch.verdict:
+            raise RuntimeError(watch.verdict)
+
+    def _wait_for_all(self, number: int, watch: Watch) -> None:
+        end = time.monotonic() + _MEETING_S
+        pause_s = _FIRST_PAUSE_S
+        while not watch.verdict and time.monotonic() < end:
+            if watch.board.counted(f"met/{number}") >= watch.board.size:
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    @staticmethod
+    def _wait(work: dist.Work, watch: Watch) -> None:
+        while True:
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what the collective failed with
+                    return
+                if watch.verdict:
+                    raise
+            else:
+                return
+
+
+def agreement_about(group: dist.ProcessGroup) -> Agreement:
+    """The one that all units over a group have."""
+    return _agreements.setdefault(group, Agreement())
+
+
+def _is_on_host(given: Tensor | list[Tensor]) -> bool:
+    return (given[0] if isinstance(given, list) else given).is_cpu

@@ -1,0 +1,104 @@
+"""What the ranks of a group tell each other beside its collectives, through the store that the group was made with.
+
+A store serves one short request at a time over a connection of its own, so that nothing here waits for a collective.
+Keys are this rank's group's alone: torch gives each group a prefix, and a group that is made again over the same store
+gets another *generation*.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+# How long a message that was announced may take to arrive.
+_ARRIVES = timedelta(seconds=5)
+_LOOK_S = 0.01
+
+
+class Board:
+    """Made by `board_of`. Every method raises a RuntimeError when the store is gone."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._read = 0  # messages
+
+    def claim(self, name: str, value: str) -> tuple[int, str]:
+        """Who was the first to claim `name`, and the value that it brought."""
+        mine = f"{self.rank} {value}"
+        rank, _, first = self._store.compare_set(name, "", mine).decode().partition(" ")
+        return int(rank), first
+
+    def show(self, name: str, value: str) -> None:
+        self._store.set(name, value)
+
+    def shown(self, name: str) -> str:
+        """What some rank shows, or is about to."""
+        self._store.wait([name], _ARRIVES)
+        return self._store.get(name).decode()
+
+    def remove(self, name: str) -> None:
+        self._store.delete_key(name)
+
+    def count_up(self, name: str) -> None:
+        self._store.add(name, 1)
+
+    def counted(self, name: str) -> int:
+        return self._store.add(name, 0)
+
+    def post(self, message: Any) -> int:
+        """Leave a message for all; its number."""
+        number = self._store.add("posted", 1)
+        self._store.set(f"message/{number}", json.dumps(message))
+        return number
+
+    def news(self) -> list[tuple[int, Any]]:
+        """The messages that came since this was last asked, this rank's own too."""
+        found: list[tuple[int, Any]] = []
+        for number in range(self._read + 1, self.counted("posted") + 1):
+            if not self._store.check([f"message/{number}"]):
+                break  # announced and not there yet
+            found.append((number, json.loads(self._store.get(f"message/{number}"))))
+            self._read = number
+        return found
+
+    def answer(self, number: int, text: str) -> None:
+        self._store.set(_answer(number, self.rank), text)
+
+    def answers(self, number: int, within_s: float) -> dict[int, str]:
+        """What came in answer to a message, by rank; returns early when all have answered."""
+        end = time.monotonic() + within_s
+        ranks = range(self.size)
+        while not self._store.check([_answer(number, rank) for rank in ranks]) and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        silent = self._silent(number, ranks)
+        return {rank: self._store.get(_answer(number, rank)).decode() for rank in ranks if rank not in silent}
+
+    def _silent(self, number: int, ranks: Sequence[int]) -> set[int]:
+        """By halves: a store says of many keys at once whether all are there."""
+        if self._store.check([_answer(number, rank) for rank in ranks]):
+            return set()
+        if len(ranks) == 1:
+            return set(ranks)
+        half = len(ranks) // 2
+        return self._silent(number, ranks[:half]) | self._silent(number, ranks[half:])
+
+
+def _answer(number: int, rank: int) -> str:
+    return f"answer/{number}/{rank}"
+
+
+def board_of(group: dist.ProcessGroup) -> Board | None:
+    """None where the store cannot serve: a fake process group's, or a backend's that keeps none."""
+    try:
+        store = group.get_group_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  no stub
+        generation = (store.add("impl.fsdp/joined", 1) - 1) // group.size()
+        return Board(dist.PrefixStore(f"impl.fsdp/{generation}", store), group.rank(), group.size())
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None

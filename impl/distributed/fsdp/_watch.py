@@ -1,0 +1,249 @@
+"""The thread that compares this rank's collectives with the others' while the main thread computes.
+
+`_agreement.py` says when; here stands how. What ranks compare are *stretches* of their collectives. The rank that ends
+a step first shows its stretch, the others compare digests with it and look at the stretch where those differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from impl.distributed.fsdp._board import Board
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # between looks at the board
+_LOOKS_A_SECOND = 256  # of all ranks of a group, at most: one process serves the store
+_LONG_S = 5.0  # for a collective, and for a comparison
+_KEPT_STRETCHES = 64
+_KEPT_STEPS = 8  # in the store, of those that this rank was the first to end
+_NAMED_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Collectives in the order in which a rank issued them; `start` counts those before."""
+
+    start: int
+    entries: list[str] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.entries)
+
+    def digest(self) -> str:
+        text = "\n".join([str(self.start), *self.entries])
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class Past:
+    """The last stretches of this rank. The thread that issues collectives writes, the watch reads."""
+
+    def __init__(self) -> None:
+        self.now = Stretch(0)
+        self.meetings: set[int] = (
+            set()
+        )  # collectives before which this rank itself tells the others that it is there
+        self._kept = deque([self.now], maxlen=_KEPT_STRETCHES)
+
+    def close(self) -> Stretch:
+        closed = self.now
+        self.now = Stretch(closed.stop)
+        self._kept.append(self.now)
+        return closed
+
+    def difference(self, other: Stretch) -> tuple[str, str] | None:
+        """Ours and theirs, where they first differ."""
+        for mine in list(self._kept):
+            for number in range(max(mine.start, other.start), min(mine.stop, other.stop)):
+                ours, theirs = mine.entries[number - mine.start], other.entries[number - other.start]
+                if ours != theirs:
+                    return ours, theirs
+        return None
+
+
+class Watch:
+    """One process group's.
+
+    Args:
+        ranks: of the group, by their numbers in the default group.
+        host_may_wait_unseen: the main thread may be where it cannot be told a verdict.
+    """
+
+    def __init__(self, board: Board, past: Past, ranks: list[int], host_may_wait_unseen: bool) -> None:
+        self.board = board
+        self.verdict = ""  # why this group's collectives are refused from now on
+        self._past = past
+        self._ranks = ranks
+        self._logs = host_may_wait_unseen
+        self._look_s = max(_LOOK_S, board.size / _LOOKS_A_SECOND)
+        self._closed: queue.SimpleQueue[Stretch | None] = queue.SimpleQueue()  # None: stop
+        self._turn = threading.Semaphore(1)
+        self._is_over = False
+        self._steps = 0
+        self._shown: deque[int] = deque()
+        self._pending: list[Any] = []  # stretches that this rank has not come to yet
+        self._position = (0, 0.0)  # how many collectives were issued, and since when
+        self._thread = threading.Thread(target=self._run, name="FSDP's order of collectives", daemon=True)
+        self._thread.start()
+
+    # Called by the thread that issues collectives
+
+    def compare(self, stretch: Stretch) -> None:
+        """Compare in the background, once the stretch before is done with."""
+        if not self._is_over:
+            self._turn.acquire(timeout=_LONG_S)
+            self._closed.put(stretch)
+
+    def stop(self) -> None:
+        self._closed.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _LOOK_S)
+
+    def announce_meeting(self, number: int, entry: str) -> None:
+        """Have the watches of ranks that do something else at this number say so."""
+        self._post("meeting", start=number, entries=[entry])
+
+    def tell_difference(self, ours: str, rank: int, theirs: str) -> None:
+        self._tell(
+            f"the ranks issue different collectives: rank {self._ranks[self.board.rank]} {ours} where rank "
+            f"{self._ranks[rank]} {theirs}; every rank must run the wrapped modules in the same order"
+        )
+
+    def explained(self, entry: str) -> str:
+        """The verdict about a collective that failed, or that waited until there was one."""
+        if self.verdict:
+            return self.verdict
+        failed = f"rank {self._ranks[self.board.rank]} {entry} in vain"
+        try:
+            now = self._past.now
+            self._post("stretch", start=now.start, entries=now.entries)
+            answers = self.board.answers(self._post("call"), within_s=3 * self._look_s)
+            if not self.verdict:
+                self._tell(f"{failed}; {self._whereabouts(answers)}")
+        except dist.DistError:
+            return (
+                f"{failed}; the store does not answer either, so the process that keeps it has ended: rank 0's, "
+                "unless a launcher keeps it"
+            )
+        return self.verdict
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    stretch = self._closed.get(timeout=self._look_s)
+                except queue.Empty:
+                    self._look_at_the_clock()
+                    self._read_board()
+                    continue
+                if stretch is None:
+                    return
+                self._compare(stretch)
+                self._read_board()
+                self._turn.release()
+        except dist.DistError as error:
+            _log.debug("the order of collectives is not compared any more: %s", error)
+        finally:
+            self._is_over = True
+            self._turn.release()
+
+    def _compare(self, stretch: Stretch) -> None:
+        step, self._steps = self._steps, self._steps + 1
+        digest = stretch.digest()
+        rank, first = self.board.claim(f"step/{step}", digest)
+        if rank == self.board.rank:
+            self._show(step, stretch)
+        elif first != digest:
+            self._judge(rank, Stretch(**json.loads(self.board.shown(f"stretch/{step}"))))
+
+    def _show(self, step: int, stretch: Stretch) -> None:
+        self.board.show(f"stretch/{step}", json.dumps({"start": stretch.start, "entries": stretch.entries}))
+        self._shown.append(step)
+        if len(self._shown) > _KEPT_STEPS:
+            old = self._shown.popleft()
+            self.board.remove(f"step/{old}")
+            self.board.remove(f"stretch/{old}")
+
+    def _judge(self, rank: int, other: Stretch) -> bool:
+        """Whether another rank's stretch is, as far as both have come, the same as ours."""
+        found = self._past.difference(other)
+        if found is not None:
+            self.tell_difference(found[0], rank, found[1])
+        return found is None
+
+    def _look_at_the_clock(self) -> None:
+        """Show the others a step that does not go on."""
+        now, (position, since_s) = self._past.now, self._position
+        if now.stop != position:
+            self._position = (now.stop, time.monotonic())
+        elif now.entries and time.monotonic() - since_s > _LONG_S:
+            self._post("stretch", start=now.start, entries=now.entries)
+            self._position = (position, float("inf"))
+
+    def _read_board(self) -> None:
+        messages = [*self._pending, *self.board.news()]
+        self._pending = [message for message in messages if not self._is_done_with(*message)]
+
+    def _is_done_with(self, number: int, message: Any) -> bool:
+        rank = message["rank"]
+        match message["kind"]:
+            case "verdict":
+                self._adopt(message["text"])
+            case "call":
+                entries = self._past.now.entries
+                last = f"last {entries[-1]}" if entries else "stands between two steps"
+                self.board.answer(number, f"{self._past.now.stop} {last}")
+            case kind if rank != self.board.rank:
+                other = Stretch(message["start"], message["entries"])
+                has_come_to_it = self._past.now.stop >= other.stop  # asked first: this rank goes on meanwhile
+                is_same = self._judge(rank, other)
+                if not has_come_to_it:
+                    return not is_same
+                if kind == "meeting" and is_same and other.start not in self._past.meetings:
+                    self.board.count_up(f"met/{other.start}")
+            case _:
+                pass
+        return True
+
+    def _post(self, kind: str, **content: Any) -> int:
+        return self.board.post({"kind": kind, "rank": self.board.rank, **content})
+
+    def _tell(self, verdict: str) -> None:
+        self._adopt(verdict)
+        self._post("verdict", text=verdict)
+
+    def _adopt(self, verdict: str) -> None:
+        if not self.verdict:
+            self.verdict = verdict
+            if self._logs:
+                _log.error("%s", verdict)
+
+    def _whereabouts(self, answers: dict[int, str]) -> str:
+        """Of the ranks that do not answer, or else of those that have not come as far."""
+        silent = [rank for rank in range(self.board.size) if rank not in answers]
+        if silent:
+            return f"{self._named(silent)}: no answer, so ended or stopped"
+        counts = {rank: int(answer.partition(" ")[0]) for rank, answer in answers.items()}
+        behind = [rank for rank, count in counts.items() if count < max(counts.values())]
+        told = "; ".join(
+            f"{self._named([rank])} {answers[rank].partition(' ')[2]}" for rank in behind[:_NAMED_RANKS]
+        )
+        return told or "all ranks answer"
+
+    def _named(self, ranks: list[int]) -> str:
+        shown = ", ".join(str(self._ranks[rank]) for rank in ranks[:_NAMED_RANKS])
+        more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
