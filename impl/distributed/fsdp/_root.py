@@ -77,11 +77,13 @@ class Root:
     def end_backward(self) -> None:
         """Close every unit; COMPUTE waits for the gradients."""
         for unit in self.units:
-            unit.end_of_backward()
+            unit.close_backward()
         self.streams.wait(Lane.COMPUTE, self.streams.record(Lane.REDUCE))
         if any(flat.offloads for unit in self.units for flat in unit.flats):
             self.streams.block(self.streams.record(Lane.COMPUTE))  # the host reads what was copied to it
         self._being_reduced.clear()
+        for unit in self.units:
+            unit.show_gradients()
         self._order.next_iteration()
         self._is_in_backward = False
         self._end_step()

@@ -235,8 +235,8 @@ class Unit:
         if self.plan.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_for_backward()
 
-    def end_of_backward(self) -> None:
-        """Close what the graph left open."""
+    def close_backward(self) -> None:
+        """Do what the graph left open."""
         self.awaits_backward = False
         has_grads = any(leaf.grad is not None for whole in self._in_graph for leaf in whole.trainable)
         if self.phase is Phase.BACKWARD or has_grads:
@@ -247,6 +247,9 @@ class Unit:
             hook.remove()
         self._input_hooks.clear()
         self._open_inputs = 0
+
+    def show_gradients(self) -> None:
+        """Have `.grad` hold what this backward left."""
         for gradients in self.gradients:
             gradients.end_backward(synced=self.root.syncs)
 
