@@ -6,7 +6,6 @@ its units ends it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,12 +42,12 @@ class Root:
         self._outermost = outermost
         self._limits_gathers = limits_gathers
         self._order: Order[Unit] = Order()
-        self._released: deque[Any] = deque()
+        self._forwards = 0  # that are under way, one inside the other
+        self._released: dict[Unit, Any] = {}  # whose memory is still theirs, with the event of its last use
         self._is_in_backward = False
         self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._being_reduced: list[tuple[Tensor, Any]] = []
-        self._agreements = list({one: None for unit in units for one in unit.groups.agreements.values()})
         for unit in units:
             unit.shared = self
 
@@ -59,19 +58,20 @@ class Root:
     def is_root(self, unit: Unit) -> bool:
         return unit is self._outermost
 
-    def begin_iteration(self) -> None:
-        """Gathers see what the optimizer wrote."""
-        if self._is_in_backward:
-            return
-        self._end_step()
+    def shards_were_written(self) -> None:
+        """Gathers see what COMPUTE has written so far."""
+        self.streams.wait(Lane.GATHER, self.streams.record(Lane.COMPUTE))
+
+    def _begin_iteration(self) -> None:
         if not any(unit.awaits_backward for unit in self.units):
             self._order.next_iteration()
-        self.streams.wait(Lane.GATHER, self.streams.record(Lane.COMPUTE))
+        self.shards_were_written()
 
     def begin_backward(self) -> None:
         """Have autograd call `end_backward` when the backward that is running is done."""
         if not self._is_in_backward:
             self._is_in_backward = True
+            self.shards_were_written()
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
@@ -84,21 +84,28 @@ class Root:
         self._being_reduced.clear()
         for unit in self.units:
             unit.show_gradients()
+        self._free_released()
         self._order.next_iteration()
         self._is_in_backward = False
-        self._end_step()
-
-    def _end_step(self) -> None:
-        for agreement in self._agreements:
-            agreement.end_step()
 
     def note_begun(self, unit: Unit) -> None:
-        if not self._is_in_backward:
-            self._order.begin_forward(unit)
+        """A forward begins; an iteration too, if it is inside of no other."""
+        if self._is_in_backward:
+            return
+        if self._forwards == 0:
+            self._begin_iteration()
+        self._forwards += 1
+        self._order.begin_forward(unit)
 
     def note_ended(self, unit: Unit) -> None:
+        if self._is_in_backward:
+            return
+        self._order.end_forward(unit)
+        self._leave_forward()
+
+    def note_abandoned(self) -> None:
         if not self._is_in_backward:
-            self._order.end_forward(unit)
+            self._leave_forward()
 
     def next_in_forward(self, unit: Unit) -> Unit | None:
         return self._order.after_in_forward(unit)
@@ -106,16 +113,27 @@ class Root:
     def next_in_backward(self, unit: Unit) -> Unit | None:
         return self._order.after_in_backward(unit)
 
-    def admit(self) -> None:
-        """Wait until another unit may become whole."""
-        while self._released and (not self._limits_gathers or len(self._released) >= _WHOLE_AT_ONCE):
-            event = self._released.popleft()
-            self.streams.wait(Lane.GATHER, event)
-            if self._limits_gathers:
-                self.streams.block(event)
+    def admit(self, unit: Unit) -> None:
+        """Wait until a unit may become whole.
 
-    def note_released(self, event: Any) -> None:
-        self._released.append(event)
+        The memory of the unit that was released last is not what it gets: so it is gathered while that one computes.
+        """
+        if unit in self._released:
+            self._free(unit)
+        while len(self._released) >= _WHOLE_AT_ONCE:
+            oldest = next(iter(self._released))
+            if self._limits_gathers:
+                self.streams.block(self._released[oldest])
+            self._free(oldest)
+
+    def note_released(self, unit: Unit) -> None:
+        """Free a unit's memory once GATHER, which fills it again, waits for COMPUTE, which may still read it."""
+        if not self.streams.is_async:
+            unit.free()
+            return
+        self._released[unit] = self.streams.record(Lane.COMPUTE)
+        if self._forwards == 0 and not self._is_in_backward:
+            self._free_released()
 
     def buffer(self, flat: Flat, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """Memory for all gradients of a flat, [padded_numel], and views of it in the parameters' shapes.
@@ -140,6 +158,19 @@ class Root:
             while len(self._being_reduced) >= _WHOLE_AT_ONCE:
                 self.streams.wait(Lane.COMPUTE, self._being_reduced.pop(0)[1])
             self._being_reduced.append((buffer, self.streams.record(Lane.REDUCE)))
+
+    def _leave_forward(self) -> None:
+        self._forwards -= 1
+        if self._forwards == 0:
+            self._free_released()
+
+    def _free_released(self) -> None:
+        for unit in list(self._released):
+            self._free(unit)
+
+    def _free(self, unit: Unit) -> None:
+        self.streams.wait(Lane.GATHER, self._released.pop(unit))
+        unit.free()
 
 
 def check_alike(wrappers: Sequence[Any]) -> None:

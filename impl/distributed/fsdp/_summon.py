@@ -65,13 +65,20 @@ def summoned(unit: Unit, wanted: Summoning, is_rank0: bool) -> Generator[None]:
     if unit.phase is not Phase.IDLE:
         raise AssertionError("Cannot manually unshard parameters during forward/backward")
     unit.release()
+    for flat in unit.flats:
+        flat.take_back_changes()
+    unit.root.shards_were_written()
+    unit.root.admit(unit)
     shows = is_rank0 or not wanted.rank0_only
+    keeps = shows and not wanted.offload_to_cpu
     exposures = [
         _Exposure(unit, flat, gradients, wanted)
         for flat, gradients in zip(unit.flats, unit.gradients, strict=True)
     ]
     for exposure in exposures:
         exposure.begin(shows)
+    if not keeps:
+        unit.root.note_released(unit)
     unit.phase = Phase.SUMMONED
     try:
         yield
@@ -79,6 +86,8 @@ def summoned(unit: Unit, wanted: Summoning, is_rank0: bool) -> Generator[None]:
         unit.phase = Phase.IDLE
         for exposure in exposures if shows else ():
             exposure.end()
+        if keeps:
+            unit.root.note_released(unit)
 
 
 class _Exposure:
@@ -96,20 +105,17 @@ class _Exposure:
 
     def begin(self, shows: bool) -> None:
         flat, unit = self._flat, self._unit
-        flat.take_back_changes()
         whole = flat.whole(flat.dtype)
         streams = unit.root.streams
         with streams.on(Lane.GATHER):
-            gather(flat, whole, unit.groups, unit.name)
+            gather(flat, whole, unit.groups)
         streams.wait(Lane.COMPUTE, streams.record(Lane.GATHER))
         grads = self._gathered_grads() if self._wanted.with_grads else None
         if not shows:
-            flat.free()
             return
         self._whole = whole.flat
         if self._wanted.offload_to_cpu and flat.is_dealt:
             self._whole = torch.empty_like(whole.flat, device="cpu").copy_(whole.flat)
-            flat.free()
         self._views = flat.views_of(self._whole)
         self._show()
         if grads is not None:
@@ -127,7 +133,6 @@ class _Exposure:
         flat.conceal()
         if self._wanted.with_grads and self._grad_shard is not None:
             self._gradients.show(self._grad_shard)
-        flat.free()
 
     def _show(self) -> None:
         flat = self._flat
@@ -157,7 +162,7 @@ class _Exposure:
         self._grad_shard = shard
         if shard is None:
             shard = flat.flat_param.new_zeros(flat.layout.shard_numel)
-        return gathered_like(flat, shard, groups, self._unit.name)
+        return gathered_like(flat, shard, groups)
 
     def _write_back(self) -> None:
         flat = self._flat

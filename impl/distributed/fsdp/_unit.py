@@ -62,10 +62,12 @@ class Shared(Protocol):
     def begin_backward(self) -> None: ...
     def note_begun(self, unit: Unit) -> None: ...
     def note_ended(self, unit: Unit) -> None: ...
+    def note_abandoned(self) -> None: ...
     def next_in_forward(self, unit: Unit) -> Unit | None: ...
     def next_in_backward(self, unit: Unit) -> Unit | None: ...
-    def admit(self) -> None: ...
-    def note_released(self, event: Any) -> None: ...
+    def shards_were_written(self) -> None: ...
+    def admit(self, unit: Unit) -> None: ...
+    def note_released(self, unit: Unit) -> None: ...
     def buffer(self, flat: Flat, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]: ...
     def keep_until_reduced(self, buffer: Tensor) -> None: ...
 
@@ -189,6 +191,7 @@ class Unit:
         if self.phase is Phase.FORWARD:
             self._depth = 0
             self.phase = Phase.IDLE
+            self.root.note_abandoned()
             self.release()
 
     # Backward
@@ -270,34 +273,40 @@ class Unit:
 
     def gather(self, full_precision: bool = False) -> None:
         """Fill the wholes, in the GATHER lane; nothing if they are filled with what the shards hold."""
-        for flat in self.flats:
-            flat.take_back_changes()
+        root = self.root
+        changed = [flat.take_back_changes() for flat in self.flats]
+        if any(changed):
+            root.shards_were_written()
         wanted = [self._dtype_now(flat, full_precision) for flat in self.flats]
         if self._dtypes is not None:
             if self._dtypes == wanted and (self.phase is not Phase.FORWARD or self._shards_are_as_gathered()):
                 return
             self.release()
-        root = self.root
-        root.admit()
+        root.admit(self)
         with root.streams.on(Lane.GATHER):
             for flat, dtype in zip(self.flats, wanted, strict=True):
-                gather(flat, flat.whole(dtype), self.groups, self.name)
+                gather(flat, flat.whole(dtype), self.groups)
         self._gathered = root.streams.record(Lane.GATHER)
         self._dtypes = wanted
         if self._is_kept_after_forward():
             self._shards_at_gather = [_versions_of(flat) for flat in self.flats]
 
     def release(self) -> None:
-        """Free the wholes; the modules see what rests in the leaves' place."""
+        """Do without the wholes; the modules see what rests in the leaves' place."""
         if self._dtypes is None:
             return
         self._conceal()
-        for flat in self.flats:
-            flat.free()
         self._dtypes = None
         self._was_prefetched = False
         root = self.root
-        root.note_released(root.streams.record(Lane.COMPUTE))
+        # It may have been gathered for nothing: what COMPUTE does from here on may be to write to the shards.
+        root.streams.wait(Lane.COMPUTE, self._gathered)
+        self._gathered = None
+        root.note_released(self)
+
+    def free(self) -> None:
+        for flat in self.flats:
+            flat.free()
 
     def _conceal(self) -> None:
         for flat in self.flats:

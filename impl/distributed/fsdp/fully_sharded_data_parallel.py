@@ -224,10 +224,9 @@ class FullyShardedDataParallel(nn.Module):
         unit = self._unit
         root = self._root or self._find_root()
         if root.is_root(unit) and unit.phase is Phase.IDLE:
-            root.begin_iteration()
             args, kwargs = unit.inputs_of_root(args, kwargs, self.compute_device)
-        args, kwargs = unit.before_forward(args, kwargs)
         try:
+            args, kwargs = unit.before_forward(args, kwargs)
             output = self._fsdp_wrapped_module(*args, **kwargs)
         except BaseException:
             unit.abandon_forward()
