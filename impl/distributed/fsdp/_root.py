@@ -48,6 +48,7 @@ class Root:
         self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._being_reduced: list[tuple[Tensor, Any]] = []
+        self._agreements = list({one: None for unit in units for one in unit.groups.agreements.values()})
         for unit in units:
             unit.shared = self
 
@@ -63,6 +64,7 @@ class Root:
         self.streams.wait(Lane.GATHER, self.streams.record(Lane.COMPUTE))
 
     def _begin_iteration(self) -> None:
+        self._end_step()
         if not any(unit.awaits_backward for unit in self.units):
             self._order.next_iteration()
         self.shards_were_written()
@@ -87,6 +89,11 @@ class Root:
         self._free_released()
         self._order.next_iteration()
         self._is_in_backward = False
+        self._end_step()
+
+    def _end_step(self) -> None:
+        for agreement in self._agreements:
+            agreement.end_step()
 
     def note_begun(self, unit: Unit) -> None:
         """A forward begins; an iteration too, if it is inside of no other."""

@@ -108,7 +108,7 @@ class _Exposure:
         whole = flat.whole(flat.dtype)
         streams = unit.root.streams
         with streams.on(Lane.GATHER):
-            gather(flat, whole, unit.groups)
+            gather(flat, whole, unit.groups, unit.name)
         streams.wait(Lane.COMPUTE, streams.record(Lane.GATHER))
         grads = self._gathered_grads() if self._wanted.with_grads else None
         if not shows:
@@ -162,7 +162,7 @@ class _Exposure:
         self._grad_shard = shard
         if shard is None:
             shard = flat.flat_param.new_zeros(flat.layout.shard_numel)
-        return gathered_like(flat, shard, groups)
+        return gathered_like(flat, shard, groups, self._unit.name)
 
     def _write_back(self) -> None:
         flat = self._flat

@@ -285,7 +285,7 @@ class Unit:
         root.admit(self)
         with root.streams.on(Lane.GATHER):
             for flat, dtype in zip(self.flats, wanted, strict=True):
-                gather(flat, flat.whole(dtype), self.groups)
+                gather(flat, flat.whole(dtype), self.groups, self.name)
         self._gathered = root.streams.record(Lane.GATHER)
         self._dtypes = wanted
         if self._is_kept_after_forward():
