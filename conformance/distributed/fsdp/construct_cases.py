@@ -66,16 +66,6 @@ def _with_a_scalar(site: Site) -> nn.Module:
     return site.model
 
 
-def _mixed_dtypes(site: Site) -> nn.Module:
-    site.model.head.bfloat16()
-    return site.model
-
-
-def _partly_frozen(site: Site) -> nn.Module:
-    site.model.head.bias.requires_grad_(False)
-    return site.model
-
-
 def _wrapped_twice(site: Site) -> Any:
     site.model.head = site.wrap(site.model.head)
     return site.wrap(auto_wrap_policy=site.leaf_by_leaf())
@@ -109,11 +99,6 @@ WAYS: dict[str, Callable[[Site], Any]] = {
     ),
     "a mesh of two dimensions that is not hybrid": lambda site: site.wrap(device_mesh=mesh_of(site.rank, 1)),
     "a scalar parameter": lambda site: site.wrap(_with_a_scalar(site)),
-    "several dtypes in a unit": lambda site: site.wrap(_mixed_dtypes(site)),
-    "frozen in part": lambda site: site.wrap(_partly_frozen(site)),
-    "frozen in part, with original parameters": lambda site: site.wrap(
-        _partly_frozen(site), use_orig_params=True
-    ),
     "no sharding": lambda site: site.wrap(sharding_strategy=site.strategy("NO_SHARD")),
     "a container": lambda site: site.wrap(nn.ModuleList([nn.Linear(2, 2)])),
     "wrapped inside already": _wrapped_twice,

@@ -1,0 +1,93 @@
+"""What torch's class refuses or gets wrong, on small modules of their own; a rank returns what it ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from conformance.distributed.fsdp.fsdp_cases import FSDP, gathered_gradients, groups_put_back, mesh_of
+from conformance.library import load_library
+from conformance.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+_BACKWARDS = 2
+
+
+class Shifted(nn.Module):
+    """Has parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.shift = nn.Parameter(torch.zeros(5, 1, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).double() + self.shift.sum()
+
+
+class OneElement(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def _half_frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    module[0].requires_grad_(False)
+    return module
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "half frozen": _half_frozen,
+    "several dtypes": Shifted,
+    "one element": OneElement,
+    "float64": lambda: nn.Linear(3, 4).double(),
+    "plain": lambda: nn.Linear(3, 4),
+}
+
+
+def built(module: str) -> nn.Module:
+    made = MODULES[module]()
+    with torch.no_grad():
+        for number, parameter in enumerate(made.parameters()):
+            values = torch.linspace(-1, 1, parameter.numel() + number, dtype=torch.float64)[number:]
+            parameter.copy_(values.view(parameter.shape))
+    return made
+
+
+def accumulated(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    """The losses of backwards that accumulate."""
+    dtype = min((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
+    losses = []
+    for number in range(_BACKWARDS):
+        x = torch.linspace(0, 1 + number, 15, dtype=dtype).view(5, 3) - rank * 0.25
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def accumulate(
+    rank: Rank, *, library: str, module: str, replicas: bool = False, clips: bool = False, on: str = "cpu"
+) -> Outcome:
+    """`replicas` are as many as ranks, none of which is shared; `on` is the device that is named, or none."""
+    found, plain = load_library(library), built(module)
+
+    def run() -> dict[str, Any]:
+        arguments: dict[str, Any] = {"device_id": torch.device(on)} if on else {}
+        if replicas:
+            arguments["device_mesh"] = mesh_of(rank, 1)
+            arguments["sharding_strategy"] = found.distributed.fsdp.ShardingStrategy.HYBRID_SHARD
+        model = found.find(FSDP)(plain, **arguments)
+        losses = accumulated(model, rank.rank)
+        norm = model.clip_grad_norm_(0.5) if clips else None
+        return {"losses": losses, "norm": norm, "whole": gathered_gradients(found, model)}
+
+    with groups_put_back():
+        return observe(run)

@@ -1,0 +1,145 @@
+"""Limits and faults of torch's class that are lifted: each is a row of deviations.toml, asserted on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, zero_for_none
+from conformance.distributed.fsdp.judging import assert_close_gradients, assert_like_unsharded, outcomes
+from conformance.distributed.fsdp.lifted_cases import accumulated, built
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.library import Library
+from conformance.outcome import Outcome
+from conformance.ranks import RankPool
+from conformance.tolerances import ONE_STEP
+
+Seen = Sequence[Outcome]
+
+
+def averaged_gradients(module: str, ranks: int) -> dict[str, torch.Tensor]:
+    replicas = [built(module) for _ in range(ranks)]
+    for rank, replica in enumerate(replicas):
+        accumulated(replica, rank)
+    gradients = [{n: zero_for_none(p) for n, p in replica.named_parameters()} for replica in replicas]
+    return {name: torch.stack([each[name] for each in gradients]).mean(0) for name in gradients[0]}
+
+
+def has_averaged(seen: Seen, module: str) -> bool:
+    """Whether every rank has what one process has without sharding."""
+    wanted = averaged_gradients(module, len(seen))
+    try:
+        for outcome in seen:
+            assert outcome.raised is None
+            assert_close_gradients(wanted, outcome.value["whole"], ONE_STEP)
+    except AssertionError:
+        return False
+    return True
+
+
+def raised(seen: Seen, kind: type[Exception], text: str) -> bool:
+    return all(
+        outcome.raised is not None and outcome.raised.kind is kind and text in outcome.raised.text
+        for outcome in seen
+    )
+
+
+def accumulate(pool: RankPool, **arguments: Any) -> Any:
+    return lambda library: outcomes(pool, library, "lifted_cases:accumulate", **arguments)
+
+
+@clause("distributed.fsdp.fsdp_lifted.frozen_in_part")
+@pytest.mark.deviation("fsdp.frozen_in_part")
+def test_frozen_and_trained_parameters_share_a_unit(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+    deviation.judge(
+        accumulate(rank_pool, module="half frozen"),
+        torch_does=lambda seen: raised(seen, ValueError, "uniform `requires_grad`"),
+        we_do=lambda seen: has_averaged(seen, "half frozen"),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.several_dtypes")
+@pytest.mark.deviation("fsdp.several_dtypes")
+def test_parameters_of_several_dtypes_share_a_unit(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+    deviation.judge(
+        accumulate(rank_pool, module="several dtypes"),
+        torch_does=lambda seen: raised(seen, ValueError, "uniform dtype"),
+        we_do=lambda seen: has_averaged(seen, "several dtypes"),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.one_element")
+@pytest.mark.deviation("fsdp.unit_of_one_element")
+def test_a_unit_of_one_element_accumulates(deviation: DeviationJudge, ranks: Any) -> None:
+    deviation.judge(
+        accumulate(ranks(2), module="one element"),
+        torch_does=lambda seen: seen[0].raised is None and not has_averaged(seen, "one element"),
+        we_do=lambda seen: has_averaged(seen, "one element"),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.float64_clipped")
+@pytest.mark.deviation("fsdp.float64_clipped")
+def test_float64_gradients_are_clipped(deviation: DeviationJudge, ranks: Any) -> None:
+    flat = torch.cat([grad.reshape(-1) for grad in averaged_gradients("float64", 2).values()])
+    norm = torch.linalg.vector_norm(flat)
+    deviation.judge(
+        accumulate(ranks(2), module="float64", clips=True),
+        torch_does=lambda seen: raised(seen, RuntimeError, "without narrowing"),
+        we_do=lambda seen: all(
+            outcome.raised is None and ONE_STEP.excess(norm, outcome.value["norm"].values) is None
+            for outcome in seen
+        ),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.replicas_of_one")
+@pytest.mark.deviation("fsdp.replicas_of_one")
+def test_replicas_that_nobody_shares_are_averaged(deviation: DeviationJudge, ranks: Any) -> None:
+    deviation.judge(
+        accumulate(ranks(2), module="plain", replicas=True),
+        torch_does=lambda seen: seen[0].raised is None and not has_averaged(seen, "plain"),
+        we_do=lambda seen: has_averaged(seen, "plain"),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.without_accelerator")
+@pytest.mark.deviation("fsdp.without_accelerator")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="unavailable: a machine without accelerator")
+def test_a_machine_without_accelerator_needs_no_device(
+    deviation: DeviationJudge, rank_pool: RankPool
+) -> None:
+    deviation.judge(
+        accumulate(rank_pool, module="plain", on=""),
+        torch_does=lambda seen: raised(seen, RuntimeError, "no accelerator device is detected"),
+        we_do=lambda seen: has_averaged(seen, "plain"),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.reentrant_regions")
+@pytest.mark.deviation("fsdp.reentrant_regions")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_reentrant_regions_follow_each_other_in_a_unit(
+    deviation: DeviationJudge, ranks: Any, strategy: str, use_orig_params: bool
+) -> None:
+    tree = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"), Leaf("affine", 3)), checkpointing="reentrant"))
+    setup = Setup(strategy, arguments={"use_orig_params": use_orig_params})
+    training = Training(tree, setup, (Step(), Step()))
+
+    def probe(library: Library) -> Seen:
+        return outcomes(ranks(2), library, "fsdp_cases:train", training=training)
+
+    def trains(seen: Seen) -> bool:
+        try:
+            assert_like_unsharded(seen, training)
+        except AssertionError:
+            return False
+        return True
+
+    deviation.judge(probe, torch_does=lambda seen: raised(seen, RuntimeError, ""), we_do=trains)
