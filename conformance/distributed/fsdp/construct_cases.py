@@ -71,6 +71,7 @@ def _wrapped_twice(site: Site) -> Any:
     return site.wrap(auto_wrap_policy=site.leaf_by_leaf())
 
 
+THE_ROOT_IGNORED = "the root ignored"
 WAYS: dict[str, Callable[[Site], Any]] = {
     "group and mesh": lambda site: site.wrap(
         process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (site.rank.world_size,))
@@ -84,7 +85,7 @@ WAYS: dict[str, Callable[[Site], Any]] = {
     "ignored modules that are none": lambda site: site.wrap(ignored_modules=[site.model.head.weight]),
     "ignored states that are none": lambda site: site.wrap(ignored_states=[1, 2]),
     "ignored modules that do not iterate": lambda site: site.wrap(ignored_modules=site.model.head),
-    "the root ignored": lambda site: site.wrap(ignored_modules=[site.model]),
+    THE_ROOT_IGNORED: lambda site: site.wrap(ignored_modules=[site.model]),
     "a unit ignored": lambda site: site.wrap(ignored_modules=[site.wrap(site.model.head)]),
     "hybrid without groups": lambda site: site.wrap(sharding_strategy=site.strategy("HYBRID_SHARD")),
     "hybrid with one group": lambda site: site.wrap(

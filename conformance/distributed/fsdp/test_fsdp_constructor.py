@@ -10,7 +10,7 @@ import torch
 
 from conformance.clauses import clause
 from conformance.deviations import StaleRow
-from conformance.distributed.fsdp.construct_cases import WAYS
+from conformance.distributed.fsdp.construct_cases import THE_ROOT_IGNORED, WAYS
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import assert_like_unsharded, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.method_cases import TREE
@@ -32,11 +32,28 @@ def agreed(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != THE_ROOT_IGNORED])
 def test_arguments_are_taken_or_refused_as_by_torch(
     subject: Library, reference: Library, rank_pool: RankPool, way: str
 ) -> None:
     agreed(rank_pool, (reference, subject), "construct", way=way)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
+def test_ignoring_the_root_warns(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    """torch's warning ends with another module than the one that it is about."""
+    wanted, got = (
+        [_with_short_warnings(outcome) for outcome in seen]
+        for seen in (
+            outcomes(rank_pool, library, "construct_cases:construct", way=THE_ROOT_IGNORED)
+            for library in (reference, subject)
+        )
+    )
+    assert_ranks_agree(wanted, got)
+
+
+def _with_short_warnings(outcome: Outcome) -> Outcome:
+    return replace(outcome, warned=tuple((kind, text.partition(": ")[0]) for kind, text in outcome.warned))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.meta_device")
