@@ -205,6 +205,33 @@ def classes_not_shown(original: Any, self: Any) -> str:
     return object.__repr__(self)
 
 
+@_in_method(
+    "ModuleWrapPolicy", "_run_policy", "classes_part_places", "Each place of a module gets a copy of its own."
+)
+def classes_part_places(original: Any, self: Any, root_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    met: set[nn.Module] = set()
+    for parent in list(root_module.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in met:
+                setattr(parent, name, copy.deepcopy(child))
+            elif child is not None:
+                met.add(child)
+    return original(self, root_module, *args, **kwargs)
+
+
+@_in_method(
+    "ModuleWrapPolicy", "_run_policy", "classes_untie", "Modules that share a parameter get one each."
+)
+def classes_untie(original: Any, self: Any, root_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    met: set[nn.Parameter] = set()
+    for module in root_module.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter in met:
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+            met.add(parameter)
+    return original(self, root_module, *args, **kwargs)
+
+
 def _remember(original: Any, self: Any, module_classes: Any) -> None:
     original(self, module_classes)
     self._given_classes = module_classes

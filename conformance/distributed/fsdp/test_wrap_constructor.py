@@ -88,7 +88,7 @@ def test_units_are_torchs(
     assert_same_outcome(outcome(reference), outcome(subject))
 
 
-@clause("distributed.fsdp.wrap.auto_wrap.wrapped_already")
+@clause("distributed.fsdp.wrap.auto_wrap.units")
 @pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
 def test_wrapped_already(subject: Library, reference: Library, policy: Policy) -> None:
     def outcome(library: Library) -> Outcome:
@@ -100,7 +100,7 @@ def test_wrapped_already(subject: Library, reference: Library, policy: Policy) -
     assert_same_outcome(outcome(reference), outcome(subject))
 
 
-@clause("distributed.fsdp.wrap.auto_wrap.shared_modules")
+@clause("distributed.fsdp.wrap.auto_wrap.shared")
 @pytest.mark.deviation("fsdp.shared_module_is_one_unit")
 @pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -127,7 +127,7 @@ def test_a_module_at_two_places(
     )
 
 
-@clause("distributed.fsdp.wrap.auto_wrap.shared_parameters")
+@clause("distributed.fsdp.wrap.auto_wrap.shared")
 @pytest.mark.deviation("fsdp.shared_parameter_is_one")
 @pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
 def test_a_parameter_in_two_units(deviation: DeviationJudge, policy: Policy) -> None:
