@@ -26,6 +26,8 @@ MODULES = (
     "distributed.fsdp.wrap",
     "distributed.fsdp.sharded_grad_scaler",
 )
+# A class whose clauses are being written: they may name what it has, which need not all be named yet.
+BEGUN = ("distributed.fsdp.FullyShardedDataParallel",)
 # Public by a spelling that no `__all__` lists, or listed and not ours.
 ADDED = ("nn.utils.get_total_norm", "nn.utils.clip_grads_with_norm_")
 LEFT_OUT = {
@@ -92,18 +94,26 @@ def items() -> tuple[Item, ...]:
     return tuple(item for path, value in names().items() for item in _items_of(path, value))
 
 
+@functools.cache
+def begun_items() -> tuple[Item, ...]:
+    return tuple(item for path in BEGUN for item in _items_of(path, resolve(path)))
+
+
 def _items_of(path: str, value: Any) -> Iterator[Item]:
     yield Item(path)
     if inspect.isclass(value):
         if issubclass(value, enum.Enum):
             return
-        for method, function in vars(value).items():
+        for method, attribute in vars(value).items():
+            is_static = isinstance(attribute, staticmethod)
+            function = attribute.__func__ if isinstance(attribute, (staticmethod, classmethod)) else attribute
             if inspect.isfunction(function) and (
                 method in ("__init__", *_DUNDER_METHODS) or not method.startswith("_")
             ):
                 if method != "__init__":
                     yield Item(path, method)
-                yield from (Item(path, method, name) for name in parameters(function)[1:])
+                given = parameters(function)[0 if is_static else 1 :]
+                yield from (Item(path, method, name) for name in given)
     else:
         yield from (Item(path, "", name) for name in parameters(value))
 
