@@ -190,6 +190,8 @@ def attributes(lab: Lab) -> dict[str, Any]:
         "names": [name for name, _ in model.named_parameters()],
         "buffers": [name for name, _ in model.named_buffers()],
         "prefixed": [name for name, _ in model.named_parameters(prefix="a")],
+        "own": [name for name, _ in model.named_parameters("a", False)],
+        "prefixed buffers": [name for name, _ in model.named_buffers("a", recurse=True)],
         "repr": repr(model),
     }
 
