@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +88,9 @@ class Player:
         """One parameter instead of all, with a sparse gradient in which a row comes twice."""
         parameter = torch.nn.Parameter(torch.zeros(4, dtype=values.dtype, device=self._device))
         rows = torch.tensor([[0, 2, 2]], device=self._device)
-        parameter.grad = torch.sparse_coo_tensor(rows, values.to(self._device), (4,), check_invariants=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about sparse tensors at large, once a process
+            parameter.grad = torch.sparse_coo_tensor(rows, values.to(self._device), (4,))
         rig.parameters = [parameter]
         rig.optimizer = torch.optim.SGD([parameter], lr=0.125)
         rig.used()
