@@ -169,6 +169,8 @@ class Root:
     def _leave_forward(self) -> None:
         self._forwards -= 1
         if self._forwards == 0:
+            for unit in self.units:
+                unit.release_unused()
             self._free_released()
 
     def _free_released(self) -> None:

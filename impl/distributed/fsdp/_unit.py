@@ -304,6 +304,11 @@ class Unit:
         self._gathered = None
         root.note_released(self)
 
+    def release_unused(self) -> None:
+        """Release what was gathered ahead for a forward that did not come: the shards may change before one does."""
+        if self._was_prefetched:
+            self.release()
+
     def free(self) -> None:
         for flat in self.flats:
             flat.free()
