@@ -21,6 +21,7 @@ from conformance.strategies.wrapping import (
     SEEING_THE_TREE,
     Block,
     Built,
+    Node,
     Policy,
     Tree,
     WiderBlock,
@@ -235,6 +236,37 @@ def test_arguments_are_each_modules_own(subject: Library, reference: Library, po
             first = _run(made, built, kwargs)
             first[0][1]["mixed_precision"] = "changed"
             return first, kwargs, _run(made, built, kwargs)
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+def first_places(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """For each name the first one of the same object."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(found), name) for name, found in named}
+
+
+@clause("distributed.fsdp.wrap.policies.chosen_from_the_tree")
+@pytest.mark.parametrize(
+    "policy",
+    [Policy("ModuleWrapPolicy", ("linear",)), Policy("CustomPolicy", answers=(("linear", True),))],
+    ids=["ModuleWrapPolicy", "CustomPolicy"],
+)
+def test_the_tree_stays_as_it_is(subject: Library, reference: Library, policy: Policy) -> None:
+    """A shared module and a shared parameter stay shared."""
+
+    def outcome(library: Library) -> Outcome:
+        shared, linear = Node("shared"), Node("linear")
+        built = Tree(Node("block", (shared, Node("list", (shared, linear)), linear)), is_tied=True).build()
+
+        def run() -> Any:
+            _run(policy.of(library), built, {})
+            return (
+                first_places(built.root.named_modules(remove_duplicate=False)),
+                first_places(built.root.named_parameters(remove_duplicate=False)),
+            )
 
         return observe(run)
 
