@@ -20,9 +20,17 @@ def inside_no_sync(lab: Lab) -> list[Any]:
     """What this rank's parameters and gradients are after a backward in no_sync, and after one behind it."""
     with lab.model.no_sync():
         lab.backward(0)
-    unreduced = {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}
+    unreduced = {name: _unpadded(state_of(parameter)) for name, parameter in lab.model.named_parameters()}
     lab.backward(1)
     return [unreduced, {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}]
+
+
+def _unpadded(state: dict[str, Any]) -> dict[str, Any]:
+    """A whole flat gradient may end in padding, which is zero."""
+    grad = state["grad"]
+    if grad is None or grad.dim() != 1 or not grad.any():
+        return state
+    return {**state, "grad": grad[: int(grad.nonzero()[-1]) + 1]}
 
 
 def no_sync_and_restored(lab: Lab, *, nested: bool) -> dict[str, Any]:
@@ -65,8 +73,8 @@ def hooks_of_modules(lab: Lab, *, on: str) -> dict[str, Any]:
 
     def note(kind: str) -> Any:
         def hook(_: Any, *given: Any) -> None:
-            shapes = {clean(name): tuple(parameter.shape) for name, parameter in module.named_parameters()}
-            events.append([kind, _described(given), shapes if on == "wrapped" else len(shapes)])
+            weight = tuple(module.inner.weight.shape) if on == "wrapped" else None
+            events.append([kind, _described(given), weight])
 
         return hook
 
@@ -99,17 +107,24 @@ def hooks_that_change(lab: Lab) -> dict[str, Any]:
 
 
 def hooks_of_tensors(lab: Lab) -> dict[str, Any]:
-    """On a parameter, on the input and on the output."""
+    """On the input and on the output."""
     events: list[Any] = []
-    for name, parameter in lab.model.named_parameters():
-        if parameter.numel():
-            parameter.register_post_accumulate_grad_hook(_noting(events, clean(name)))
     batch = lab.tree.batch(0, lab.rank.rank)
     batch.x.register_hook(lambda grad: events.append(["input", tuple(grad.shape)]) or grad * 2)
     output = out_of_form(lab.model(batch.x, ids=batch.ids))
     output.register_hook(lambda grad: events.append(["output", tuple(grad.shape)]))
     output.sum().backward()
-    return {"events": sorted(events, key=str), "input gradient": batch.x.grad}
+    return {"events": events, "input gradient": batch.x.grad}
+
+
+def hooks_of_parameters(lab: Lab) -> list[str]:
+    """On what `named_parameters` holds on this rank."""
+    events: list[str] = []
+    for name, parameter in lab.model.named_parameters():
+        if parameter.numel():
+            parameter.register_post_accumulate_grad_hook(_noting(events, clean(name)))
+    lab.backward()
+    return sorted(events)
 
 
 def _noting(events: list[Any], name: str) -> Any:
@@ -128,7 +143,8 @@ class Told:
 
 def local_sum(told: Told, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
     """Sums over the ranks without dividing, so that whoever divides behind it is seen."""
-    told.seen.append([tuple(grad.shape), str(grad.dtype), output is not None and tuple(output.shape)])
+    parts = None if output is None else grad.numel() // output.numel()
+    told.seen.append([grad.dim(), str(grad.dtype), parts])
     dist.all_reduce(grad)
     if output is not None:
         rank = dist.get_rank()

@@ -60,7 +60,8 @@ def in_sequence(lab: Lab, *, calls: str) -> list[Any]:
             lab.model.zero_grad()
         else:
             lab.model.train(name != "eval")
-            seen.append(out_of_form(lab.forward(number)))
+            with torch.set_grad_enabled(name != "eval"):
+                seen.append(out_of_form(lab.forward(number)))
     return seen
 
 
