@@ -1,0 +1,199 @@
+"""Wrapping by hand, inside `enable_wrap` and outside; a stand-in takes the wrapper's place."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from torch import nn
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.wrapping import Wrapper
+
+
+def _made(module: nn.Module, **kwargs: Any) -> Any:
+    return ("made by a function", type(module).__name__, kwargs)
+
+
+def _told(wrapped: Any) -> Any:
+    """What came back from `wrap`, in plain words."""
+    if isinstance(wrapped, Wrapper):
+        return ("Wrapper", type(wrapped.module).__name__, wrapped.kwargs)
+    return type(wrapped).__name__ if isinstance(wrapped, nn.Module) else wrapped
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.wraps")
+@pytest.mark.parametrize("wrapper", [Wrapper, _made], ids=["class", "function"])
+@pytest.mark.parametrize("given_kwargs", [{}, {"a": 1}, {"a": 1, "b": [2]}], ids=str)
+@pytest.mark.parametrize("overrides", [{}, {"a": 3}, {"b": None, "c": 4}], ids=str)
+def test_wraps(
+    subject: Library,
+    reference: Library,
+    wrapper: Any,
+    given_kwargs: dict[str, Any],
+    overrides: dict[str, Any],
+) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        def run() -> Any:
+            with wrap.enable_wrap(wrapper_cls=wrapper, **given_kwargs) as entered:
+                first = wrap.wrap(nn.ReLU(), **overrides)
+                nested = wrap.wrap(first, a="outer") if wrapper is Wrapper else None
+                # Overrides hold for one module alone.
+                return entered, _told(first), _told(nested), _told(wrap.wrap(nn.Linear(2, 2)))
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.wraps")
+def test_wraps_the_very_module(subject: Library, reference: Library) -> None:
+    def outcome(library: Library) -> Outcome:
+        module = nn.Linear(2, 2)
+        with library.distributed.fsdp.wrap.enable_wrap(wrapper_cls=Wrapper):
+            return Outcome(library.distributed.fsdp.wrap.wrap(module).module is module)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.ends")
+@pytest.mark.parametrize(
+    "error", [None, ValueError, KeyboardInterrupt, GeneratorExit, StopIteration], ids=str
+)
+def test_ends(subject: Library, reference: Library, error: type[BaseException] | None) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        def run() -> Any:
+            raised = None
+            try:
+                with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+                    inside = _told(wrap.wrap(nn.ReLU()))
+                    if error is not None:
+                        raise error("inside")
+            except BaseException as found:
+                raised = type(found).__name__
+            after = _told(wrap.wrap(nn.ReLU(), b=2))
+            with wrap.enable_wrap(wrapper_cls=_made, b=2):
+                return raised, inside, after, _told(wrap.wrap(nn.ReLU()))
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.ends")
+def test_a_wrapper_that_raises(subject: Library, reference: Library) -> None:
+    def refuse(module: nn.Module) -> Any:
+        raise ValueError("not this one")
+
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        def run() -> Any:
+            with pytest.raises(ValueError, match="not this one"), wrap.enable_wrap(wrapper_cls=refuse):
+                wrap.wrap(nn.ReLU())
+            return _told(wrap.wrap(nn.ReLU()))
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.ends")
+def test_as_a_decorator(subject: Library, reference: Library) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        @wrap.enable_wrap(wrapper_cls=Wrapper, a=1)
+        def build() -> nn.Module:
+            return wrap.wrap(nn.ReLU())
+
+        return observe(lambda: (_told(build()), _told(wrap.wrap(nn.ReLU())), _told(build())))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.not_nested")
+def test_not_nested(subject: Library, reference: Library) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        def inner() -> None:
+            with wrap.enable_wrap(wrapper_cls=_made, b=2):
+                raise AssertionError("it was entered")
+
+        def run() -> Any:
+            with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+                refused = observe(inner).raised
+                still = _told(wrap.wrap(nn.ReLU()))
+            return refused, still, _told(wrap.wrap(nn.ReLU()))
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.in_every_thread")
+def test_in_every_thread(subject: Library, reference: Library) -> None:
+    def outcome(library: Library) -> Outcome:
+        wrap, found = library.distributed.fsdp.wrap, list[Any]()
+
+        def run() -> Any:
+            with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+                thread = threading.Thread(target=lambda: found.append(_told(wrap.wrap(nn.ReLU()))))
+                thread.start()
+                thread.join()
+            return found
+
+        return observe(run)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+_BAD_WRAPPERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "none": ((), {}),
+    "positional": ((Wrapper,), {}),
+    "None": ((), {"wrapper_cls": None}),
+    "no function": ((), {"wrapper_cls": 3}),
+    "an unknown argument": ((), {"wrapper_cls": nn.Linear, "unknown": 1}),
+}
+
+
+@clause("distributed.fsdp.wrap.enable_wrap.bad_arguments")
+@pytest.mark.parametrize("call", list(_BAD_WRAPPERS))
+def test_bad_wrappers(subject: Library, reference: Library, call: str) -> None:
+    args, kwargs = _BAD_WRAPPERS[call]
+
+    def outcome(library: Library) -> Outcome:
+        wrap = library.distributed.fsdp.wrap
+
+        def run() -> Any:
+            with wrap.enable_wrap(*args, **kwargs):
+                return _told(wrap.wrap(nn.ReLU()))
+
+        return observe(lambda: (observe(run).raised, _told(wrap.wrap(nn.ReLU()))))
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.wrap.outside")
+@pytest.mark.parametrize("kwargs", [{}, {"a": 1}, {"wrapper_cls": Wrapper}], ids=str)
+def test_outside(subject: Library, reference: Library, kwargs: dict[str, Any]) -> None:
+    def outcome(library: Library) -> Outcome:
+        module = nn.Linear(2, 2)
+        return observe(lambda: library.distributed.fsdp.wrap.wrap(module, **kwargs) is module)
+
+    assert_same_outcome(outcome(reference), outcome(subject))
+
+
+@clause("distributed.fsdp.wrap.wrap.outside")
+def test_outside_without_a_module(subject: Library, reference: Library) -> None:
+    assert_same_outcome(
+        observe(reference.distributed.fsdp.wrap.wrap), observe(subject.distributed.fsdp.wrap.wrap)
+    )
