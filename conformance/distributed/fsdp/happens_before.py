@@ -1,0 +1,172 @@
+"""What surely runs before what, worked out from a log of what the host issued to lanes; and what is left open.
+
+A lane (a stream) runs what it is given one after the other, beside the other lanes and the host. What holds lanes
+together: nothing runs before it was issued; a wait for an event comes after all that its lane was given before the
+event was recorded; a host that blocks on an event issues the rest after it.
+
+Two uses of a buffer, one of which writes, must be ordered. So must the uses of a buffer that was freed and whatever is
+put into its memory: an allocator gives memory back to the lane it was allocated in, for that lane's next allocation,
+and asks no other lane whether it has finished with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+# The lane of the host's own reads and writes.
+HOST = "host"
+# That of buffers which the log does not see allocated.
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Operation:
+    lane: str
+    name: str
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Allocation:
+    lane: str
+    buffer: int
+
+
+@dataclass(frozen=True)
+class Free:
+    """The host gave the buffer's memory back; lanes may have work left that uses it."""
+
+    buffer: int
+
+
+@dataclass(frozen=True)
+class Record:
+    lane: str
+    event: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    lane: str
+    event: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """The host went on after the event."""
+
+    event: int
+
+
+Entry = Operation | Allocation | Free | Record | Wait | Block
+# How much of each lane is surely done.
+Clock = dict[str, int]
+
+
+def hazards(log: Iterable[Entry]) -> list[str]:
+    """A sentence for each pair of uses that nothing holds apart, in the order of the log."""
+    replay = _Replay()
+    for entry in log:
+        replay.follow(entry)
+    return replay.found
+
+
+@dataclass(frozen=True)
+class _Use:
+    lane: str
+    tick: int
+    name: str
+
+    def is_done(self, clock: Clock) -> bool:
+        return clock.get(self.lane, 0) >= self.tick
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.lane})"
+
+
+@dataclass
+class _Buffer:
+    home: str = COMPUTE
+    is_freed: bool = False
+    # The last of each lane's, which comes after all others of the lane.
+    reads: dict[str, _Use] = field(default_factory=dict)
+    writes: dict[str, _Use] = field(default_factory=dict)
+
+
+class _Replay:
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self._clocks: defaultdict[str, Clock] = defaultdict(dict)
+        self._events: dict[int, Clock] = {}
+        self._buffers: defaultdict[int, _Buffer] = defaultdict(_Buffer)
+        self._freed_to: defaultdict[str, list[tuple[int, _Use]]] = defaultdict(list)
+
+    def follow(self, entry: Entry) -> None:
+        match entry:
+            case Operation():
+                self._operate(entry)
+            case Allocation(lane, buffer):
+                self._allocate(lane, buffer)
+            case Free(buffer):
+                self._free(buffer)
+            case Record(lane, event):
+                self._events[event] = dict(self._issue(lane))
+            case Wait(lane, event):
+                _advance(self._issue(lane), self._events[event])
+            case Block(event):
+                _advance(self._clocks[HOST], self._events[event])
+
+    def _issue(self, lane: str) -> Clock:
+        clock = self._clocks[lane]
+        _advance(clock, self._clocks[HOST])
+        return clock
+
+    def _operate(self, operation: Operation) -> None:
+        clock = self._issue(operation.lane)
+        tick = clock[operation.lane] = clock.get(operation.lane, 0) + 1
+        use = _Use(operation.lane, tick, operation.name)
+        for number in operation.reads:
+            buffer = self._used(number, use)
+            self._expect_done("reads", number, use, buffer.writes.values())
+            buffer.reads[use.lane] = use
+        for number in operation.writes:
+            buffer = self._used(number, use)
+            self._expect_done("writes", number, use, [*buffer.writes.values(), *buffer.reads.values()])
+            buffer.writes[use.lane] = use
+
+    def _used(self, number: int, use: _Use) -> _Buffer:
+        buffer = self._buffers[number]
+        if buffer.is_freed:
+            self.found.append(f"{use} uses buffer {number} after it was freed")
+        return buffer
+
+    def _expect_done(self, what: str, number: int, use: _Use, earlier: Iterable[_Use]) -> None:
+        clock = self._clocks[use.lane]
+        self.found += [
+            f"{use} {what} buffer {number} without waiting for {other}"
+            for other in earlier
+            if not other.is_done(clock)
+        ]
+
+    def _allocate(self, lane: str, number: int) -> None:
+        clock = self._issue(lane)
+        self.found += [
+            f"buffer {number} may get the memory of buffer {freed} before {use} is done with it"
+            for freed, use in self._freed_to.pop(lane, [])
+            if not use.is_done(clock)
+        ]
+        self._buffers[number] = _Buffer(home=lane)
+
+    def _free(self, number: int) -> None:
+        buffer = self._buffers[number]
+        buffer.is_freed = True
+        for use in (*buffer.reads.values(), *buffer.writes.values()):
+            self._freed_to[buffer.home].append((number, use))
+
+
+def _advance(clock: Clock, other: Clock) -> None:
+    for lane, tick in other.items():
+        clock[lane] = max(clock.get(lane, 0), tick)
