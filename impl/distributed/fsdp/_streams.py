@@ -1,14 +1,35 @@
 """One owner of streams and events: what may run beside what, and which waits hold it together.
 
 Work runs in three *lanes*. COMPUTE is the stream the user computes in. GATHER brings shards to the device, casts and
-gathers them. REDUCE sums gradients over the ranks. The waits:
+gathers them. REDUCE sums gradients over the ranks.
 
-- GATHER waits for COMPUTE when an iteration begins, since the optimizer wrote the shards there.
-- COMPUTE waits for a unit's gather before its forward and before its backward.
-- GATHER waits for the COMPUTE work before a release, when it is to fill storage again; where gathers are limited, the
-  host waits too, so that at most two units are whole.
-- REDUCE waits for COMPUTE before it reads a unit's gradients; their buffer is kept until COMPUTE has waited for REDUCE.
-- COMPUTE waits for REDUCE at the end of backward, since the optimizer reads the gradients there.
+What is written before it is read:
+
+- GATHER waits for COMPUTE when an outermost forward, a backward or summoning begins, and when the user put another
+  tensor in a parameter's place: an optimizer or the user may have written the shards there.
+- COMPUTE waits for a unit's gather before it reads the whole: in forward, in backward, summoned.
+- REDUCE waits for COMPUTE, which joins a unit's gradients, before it reads them.
+- COMPUTE waits for REDUCE at the end of backward, before `.grad` is shown; with parameters on the CPU the host waits
+  for COMPUTE too.
+
+What is read before it is written again, or its memory given away:
+
+- GATHER waits for the last work that read a released unit before the unit's memory is freed. It is GATHER's own and
+  goes to the next gather, so the unit that was released last keeps it meanwhile: the next one is gathered while that
+  one still computes. Where gathers are limited, the host waits as well before it issues another.
+- COMPUTE waits for a gather that nothing used before the unit is released: what follows may write to the shards.
+- The buffer in which gradients were joined is COMPUTE's memory; it is kept until COMPUTE has waited for its reduction,
+  which it does before a third one is kept, or at the end of backward.
+
+What this rests on:
+
+- Memory belongs to the stream that was current when it was allocated, by resizing a storage too, and goes back to that
+  stream alone. `record_stream` is never called, so how much memory is used does not depend on how fast the device is.
+- In autograd's hooks the current stream is that of the forward operator whose node is running; in the callback at the
+  end of backward it is that of whoever called backward, which has waited for all that accumulated gradients.
+- Waiting for a collective on a device holds up the current stream and not the host.
+
+The third form of the owner records: `conformance/meta/recording_streams.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +49,7 @@ class Lane(Enum):
 
 
 class Streams(Protocol):
-    """What each form does. An event is what `record` returned."""
+    """What each form does. An event is what `record` returned; None stands for one that has passed."""
 
     is_async: bool
 
