@@ -50,10 +50,6 @@ class Setup:
     )
 
     @property
-    def is_hybrid(self) -> bool:
-        return "HYBRID" in self.strategy
-
-    @property
     def uses_orig_params(self) -> bool:
         return bool(self.arguments.get("use_orig_params"))
 
@@ -86,18 +82,13 @@ def train(rank: Rank, *, library: str, training: Training) -> Outcome:
     """Wrap and train; the outcome's value is what this rank saw. Barriers stand around each step."""
 
     found = load_library(library)
-    plain = training.tree.build(_values(training, rank))
+    plain = training.tree.build()
 
     def run() -> dict[str, Any]:
         return _trained(rank, found, wrapped(rank, found, plain, training.setup), training)
 
     with groups_put_back():
         return observe(run)
-
-
-def _values(case: Training, rank: Rank) -> int:
-    """Where states are synchronised, only the first rank begins with the right ones."""
-    return rank.rank if case.setup.arguments.get("sync_module_states") else 0
 
 
 def _trained(rank: Rank, library: Library, model: nn.Module, case: Training) -> dict[str, Any]:
@@ -187,8 +178,7 @@ def clean(name: str) -> str:
 def wrapped(rank: Rank, library: Library, model: nn.Module, setup: Setup) -> Any:
     make = functools.partial(library.find(FSDP), **constructor_arguments(rank, library, model, setup))
     if setup.wrap == "manual":
-        inner = functools.partial(make, sync_module_states=setup.arguments.get("sync_module_states", False))
-        model.body.parts = nn.ModuleList(inner(part) for part in model.body.parts)
+        model.body.parts = nn.ModuleList(make(part) for part in model.body.parts)
     return make(model)
 
 
