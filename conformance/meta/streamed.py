@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,9 +59,10 @@ def log_of(program: Program, streams: RecordingStreams) -> list[Entry]:
 class Trains:
     setup: Setup
     tree: ModuleTree = PLAIN
+    steps: Sequence[Step] = STEPS
 
     def __call__(self) -> None:
-        outcome = train(RANK, library="impl", training=Training(self.tree, self.setup, STEPS))
+        outcome = train(RANK, library="impl", training=Training(self.tree, self.setup, self.steps))
         assert outcome.raised is None, outcome.raised
 
     def __str__(self) -> str:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.happens_before import HOST, Operation, hazards
+from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.distributed.fsdp.test_scale import world_of
 from conformance.meta.recording_streams import RecordingStreams
 from conformance.meta.streamed import (
@@ -30,6 +33,7 @@ from conformance.meta.streamed import (
     planted,
     skipping_model,
 )
+from conformance.strategies.sharding import trainings
 
 pytestmark = [
     pytest.mark.deadline(300),
@@ -158,3 +162,12 @@ def test_what_was_gathered_ahead_in_vain_is_gathered_anew_after_a_change(strateg
         fresh = skipping_model(strategy)
         change(fresh)
         assert torch.equal(seen, fresh(x, 3))
+
+
+@FULL
+@share_of_examples(0.3)
+@given(data=st.data(), strategy=st.sampled_from(STRATEGIES))
+def test_waits_hold_any_training_together(data: st.DataObject, strategy: str) -> None:
+    ranks = {"ranks": ("meshes",), "shards": 2} if "HYBRID" in strategy else {}
+    training = data.draw(trainings(strategy=strategy, **ranks))
+    assert recorded(Trains(training.setup, training.tree, training.steps), RecordingStreams()) == []
