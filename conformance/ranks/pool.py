@@ -54,6 +54,7 @@ class RankPool:
         start_s: limit for bringing the ranks up, and for importing a case's module.
         turns: a name shared by processes that shall take turns: while a case runs, one of the machine's CPU slots of
             that name is held for each rank (`slots`).
+        grace_s: how long ranks may take to notice another's failure, where what they say of it is asked for.
 
     Ranks have the environment variables of the parent's first rank. One thread at a time may use a pool.
     """
@@ -67,6 +68,7 @@ class RankPool:
         warm_up: tuple[str, Mapping[str, Any]] | None = None,
         start_s: float = 60.0,
         turns: str | None = None,
+        grace_s: float = _GRACE_S,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; a group has at least one rank")
@@ -78,6 +80,7 @@ class RankPool:
         self._warm_up = pickle.dumps(warm_up) if warm_up else None
         self._start_s = start_s
         self._turns = turns
+        self._grace_s = grace_s
         self._pace = _Pace()
         self._ranks: list[Handle] = []
         self._selector = selectors.DefaultSelector()
@@ -186,7 +189,7 @@ class RankPool:
         for rank, message in self._messages(clock):
             progress.take(rank.number, message)
             if isinstance(message, Failure):
-                clock.shorten(_GRACE_S)
+                clock.shorten(self._grace_s)
             elif isinstance(message, Resolved) and progress.resolved == self.world_size:
                 clock.restart(limit_s)
             if progress.is_over:

@@ -32,7 +32,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._board import board_of
+from impl.distributed.fsdp._board import STORE_IS_GONE, board_of
 from impl.distributed.fsdp._watch import Past, Watch
 
 _SLICE = timedelta(seconds=1)
@@ -75,7 +75,7 @@ class Agreement:
             RuntimeError: the ranks issue different collectives, now or earlier.
         """
         if not self._is_open:
-            self._open(group, on_host)
+            self._open(entry, group, on_host)
         watch = self._watch
         if watch is None:
             return
@@ -101,9 +101,14 @@ class Agreement:
             if watch.verdict:
                 raise RuntimeError(watch.verdict)
 
-    def _open(self, group: dist.ProcessGroup, on_host: bool) -> None:
+    def _open(self, entry: str, group: dist.ProcessGroup, on_host: bool) -> None:
+        try:
+            board = board_of(group)
+        except dist.DistError as error:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} {entry} in vain; the store does not answer, so {STORE_IS_GONE}"
+            ) from error
         self._is_open = True
-        board = board_of(group)
         if board is not None:
             ranks = dist.get_process_group_ranks(group)
             self._watch = Watch(board, self._past, ranks, host_may_wait_unseen=not on_host)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 # How long a message that was announced may take to arrive.
 _ARRIVES = timedelta(seconds=5)
 _LOOK_S = 0.01
+STORE_IS_GONE = "the process that keeps it has ended: rank 0's, unless a launcher keeps it"
 
 
 class Board:
@@ -95,10 +96,18 @@ def _answer(number: int, rank: int) -> str:
 
 
 def board_of(group: dist.ProcessGroup) -> Board | None:
-    """None where the store cannot serve: a fake process group's, or a backend's that keeps none."""
+    """None where the store cannot serve: a fake process group's, or a backend's that keeps none.
+
+    Raises:
+        DistError: the store is gone, so the rank that keeps it is too.
+    """
     try:
-        store = group.get_group_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  no stub
+        store = group.get_group_store()
+        # Before the connection of its own, which would be tried for minutes.
         generation = (store.add("impl.fsdp/joined", 1) - 1) // group.size()
-        return Board(dist.PrefixStore(f"impl.fsdp/{generation}", store), group.rank(), group.size())
+        own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
+    except dist.DistError:
+        raise
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
+    return Board(dist.PrefixStore(f"impl.fsdp/{generation}", own), group.rank(), group.size())

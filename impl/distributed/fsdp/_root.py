@@ -109,6 +109,8 @@ class Root:
             return
         self._order.end_forward(unit)
         self._leave_forward()
+        if self._forwards == 0 and not torch.is_grad_enabled():
+            self._end_step()  # no backward will
 
     def note_abandoned(self) -> None:
         if not self._is_in_backward:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from impl.distributed.fsdp._board import Board
+from impl.distributed.fsdp._board import STORE_IS_GONE, Board
 
 _log = logging.getLogger(__name__)
 
@@ -132,10 +132,7 @@ class Watch:
             if not self.verdict:
                 self._tell(f"{failed}; {self._whereabouts(answers)}")
         except dist.DistError:
-            return (
-                f"{failed}; the store does not answer either, so the process that keeps it has ended: rank 0's, "
-                "unless a launcher keeps it"
-            )
+            return f"{failed}; the store does not answer either, so {STORE_IS_GONE}"
         return self.verdict
 
     # The thread

@@ -1,0 +1,144 @@
+"""Three wrapped blocks and a head that ranks run in the order they are told, or in another; ranks that are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conformance import seeding
+from conformance.distributed.fsdp.fsdp_cases import FSDP
+from conformance.library import Library, load_library
+from conformance.ranks import Rank
+
+ASTRAY = 1  # the rank that parts from the others
+TIMEOUT_S = 20.0  # of the group over which ranks are killed
+_WIDTH = 4
+_TELLING_S = 15.0  # for the other ranks to raise too
+_PAUSE_S = 1.5
+
+
+class Block(nn.Sequential):
+    def __init__(self, hidden: int) -> None:
+        super().__init__(nn.Linear(_WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, _WIDTH))
+
+
+class Blocks(nn.Module):
+    def __init__(self, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for width in hidden)
+        self.head = nn.Linear(_WIDTH, 2)
+        self.order: Sequence[int] = range(len(hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Program:
+    """`orders` are the steps: which blocks all ranks run. In step `parts_at` one rank runs `astray` instead."""
+
+    orders: tuple[tuple[int, ...], ...] = ((0, 1, 2),) * 4
+    hidden: tuple[int, ...] = (8, 8, 8)
+    mode: str = "train"  # train, eval, or mixed: an evaluation before each step of training, and no_sync
+    astray: tuple[int, ...] = (0, 2, 1)
+    parts_at: int | None = None
+
+
+def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
+    """The outputs of each step and the parameters at the end. Whoever raises waits until the others do too."""
+    torch.manual_seed(0)
+    model = _wrapped(load_library(library), Blocks(program.hidden))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen: list[torch.Tensor] = []
+    step = 0
+    try:
+        for step, common in enumerate(program.orders):
+            is_astray = rank.rank == ASTRAY and step == program.parts_at
+            model.module.order = program.astray if is_astray else common
+            seen += _step(model, program.mode, seeding.generator(10 * step + rank.rank))
+            optimizer.step()
+            optimizer.zero_grad()
+    except Exception as error:
+        _wait_until_raised(rank.world_size)
+        raise RuntimeError(f"in step {step}: {error}") from error
+    return seen + [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _wrapped(library: Library, model: Blocks, group: dist.ProcessGroup | None = None) -> Any:
+    policy = library.distributed.fsdp.wrap.ModuleWrapPolicy({Block})
+    return library.find(FSDP)(
+        model, process_group=group, auto_wrap_policy=policy, device_id=torch.device("cpu")
+    )
+
+
+def _step(model: Any, mode: str, generator: torch.Generator) -> list[torch.Tensor]:
+    x = torch.randn(3, _WIDTH, generator=generator)
+    seen: list[torch.Tensor] = []
+    if mode in ("eval", "mixed"):
+        with torch.no_grad():
+            seen.append(model.eval()(x))
+        model.train()
+    if mode == "mixed":
+        with model.no_sync():
+            model(x).sum().backward()
+    if mode in ("train", "mixed"):
+        outputs = model(x)
+        outputs.sum().backward()
+        seen.append(outputs.detach())
+    return seen
+
+
+def _wait_until_raised(ranks: int) -> None:
+    """A rank that leaves first would be taken for a cause by the others."""
+    store = dist.distributed_c10d._get_default_store()
+    end = time.monotonic() + _TELLING_S
+    with contextlib.suppress(RuntimeError):  # the rank that serves the store may have died
+        store.add("raised", 1)
+        while store.add("raised", 0) < ranks and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_a_rank(rank: Rank, *, library: str, when: str, victim: int) -> None:
+    """Kill one rank: `before` it wraps, in the `middle` of a step, or in a `collective` that the others enter late.
+
+    What the others raise, after how many seconds, is told by raising it.
+    """
+    group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    assert isinstance(group, dist.ProcessGroup)
+    dist.barrier(group)
+    is_victim = rank.rank == victim
+    if is_victim and when == "before":
+        _die()
+    torch.manual_seed(0)
+    model = _wrapped(load_library(library), Blocks((8, 8, 8)), group)
+    began = time.monotonic()
+    try:
+        if when != "before":
+            _step(model, "train", seeding.generator(0))
+        if is_victim and when == "collective":
+            threading.Timer(_PAUSE_S / 3, _die).start()
+        elif is_victim:
+            model.module.blocks[1].register_forward_pre_hook(_die)
+        elif when == "collective":
+            time.sleep(_PAUSE_S)
+        _step(model, "train", seeding.generator(1))
+    except Exception as error:
+        _wait_until_raised(rank.world_size - 1)
+        raise RuntimeError(f"{error} [after {time.monotonic() - began:.1f} s]") from error

@@ -1,0 +1,148 @@
+"""Ranks that issue their collectives in another order than the others, and ranks that are lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.agreement_cases import ASTRAY, TIMEOUT_S, Program
+from conformance.library import Library
+from conformance.ranks import RankFault, RankPool, RanksDiverged
+
+CASES = "conformance.distributed.fsdp.agreement_cases"
+GRACE_S = 20.0
+WAYS = ((0, 1, 2), (0, 2, 1))
+DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0), (0, 1, 2))
+
+
+@dataclass
+class Seen:
+    """What each rank raised; if none did, whether the numbers are those of ranks that do the same."""
+
+    raised: dict[int, str] = field(default_factory=dict)
+    diverged: bool = False  # collectives of unequal sizes were issued
+    is_right: bool = False
+
+
+def seen_of(library: Library, program: Program) -> Seen:
+    with RankPool(2, grace_s=GRACE_S) as pool:
+        try:
+            together = pool.run(f"{CASES}:run", library=library.spec, program=replace(program, parts_at=None))
+            apart = pool.run(f"{CASES}:run", library=library.spec, program=program)
+        except RankFault as fault:
+            raised = {failure.rank: failure.text for failure in fault.scene.failures}
+            return Seen(raised, isinstance(fault, RanksDiverged))
+    pairs = zip(together[1 - ASTRAY], apart[1 - ASTRAY], strict=True)
+    return Seen(is_right=all(torch.equal(*pair) for pair in pairs))
+
+
+def tells_both_names(seen: Seen, program: Program) -> bool:
+    assert program.parts_at is not None
+    parted, told = (re.escape(f"rank {rank} gathered") for rank in (ASTRAY, 1 - ASTRAY))
+    names = rf"{parted} 'blocks\.2' where {told} 'blocks\.1'|{told} 'blocks\.1' where {parted} 'blocks\.2'"
+    steps = rf"in step ({program.parts_at}|{program.parts_at + 1}): "
+    return len(seen.raised) == 2 and all(
+        re.match(steps, text) and re.search(names, text) for text in seen.raised.values()
+    )
+
+
+def is_wrong_in_silence(seen: Seen) -> bool:
+    return not seen.raised and not seen.diverged and not seen.is_right
+
+
+@clause("distributed.fsdp.fsdp_agreement.parts_with_equal_sizes")
+@pytest.mark.deviation("fsdp.order_of_equal_sizes")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("parts_at", [0, 2])
+def test_equal_sizes_in_another_order(deviation: DeviationJudge, mode: str, parts_at: int) -> None:
+    program = Program(mode=mode, parts_at=parts_at)
+    deviation.judge(
+        lambda library: seen_of(library, program),
+        torch_does=is_wrong_in_silence,
+        we_do=lambda seen: tells_both_names(seen, program),
+    )
+
+
+@clause("distributed.fsdp.fsdp_agreement.parts_with_unequal_sizes")
+@pytest.mark.deviation("fsdp.order_of_unequal_sizes")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("hidden", [(8, 16, 24), (8, 24, 16)])
+@pytest.mark.parametrize("parts_at", [0, 2])
+def test_unequal_sizes_in_another_order(
+    deviation: DeviationJudge, mode: str, hidden: tuple[int, ...], parts_at: int
+) -> None:
+    program = Program(hidden=hidden, mode=mode, parts_at=parts_at)
+    deviation.judge(
+        lambda library: seen_of(library, program),
+        torch_does=lambda seen: seen.diverged,
+        we_do=lambda seen: tells_both_names(seen, program),
+    )
+
+
+@clause("distributed.fsdp.fsdp_agreement.parts_where_orders_change")
+@pytest.mark.deviation("fsdp.order_of_equal_sizes")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_alone_on_a_way_that_all_have_gone(deviation: DeviationJudge, mode: str) -> None:
+    program = Program((*WAYS, *WAYS, WAYS[0], WAYS[0], WAYS[0], WAYS[0]), mode=mode, parts_at=4)
+    deviation.judge(
+        lambda library: seen_of(library, program),
+        torch_does=is_wrong_in_silence,
+        we_do=lambda seen: tells_both_names(seen, program),
+    )
+
+
+@clause("distributed.fsdp.fsdp_agreement.changes_alike")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("mode", ["train", "eval", "mixed"])
+@pytest.mark.parametrize("more_ranks", [2, 3])
+def test_orders_that_change_on_all_ranks(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], mode: str, more_ranks: int
+) -> None:
+    program = Program(DROPPED, hidden=(8, 5, 11), mode=mode)
+    wanted, got = (
+        ranks(more_ranks).run(f"{CASES}:run", library=library.spec, program=program)
+        for library in (reference, subject)
+    )
+    for rank in range(more_ranks):
+        torch.testing.assert_close(got[rank], wanted[rank])
+
+
+def losses_told(library: Library, when: str, victim: int) -> dict[int, str]:
+    with RankPool(3, grace_s=GRACE_S) as pool:
+        try:
+            pool.run(f"{CASES}:lose_a_rank", library=library.spec, when=when, victim=victim)
+        except RankFault as fault:
+            return {f.rank: f.text for f in fault.scene.failures if f.rank != victim}
+    raise AssertionError("the rank was not killed")
+
+
+def is_named_in_time(told: dict[int, str], victim: int) -> bool:
+    return len(told) == 2 and all(
+        re.search(rf"rank {victim}\b", text)
+        and re.search(r"'blocks\.\d'|'Blocks'", text)
+        and float(text.rpartition("after ")[2].removesuffix(" s]")) < TIMEOUT_S
+        for text in told.values()
+    )
+
+
+@clause("distributed.fsdp.fsdp_agreement.lost_rank")
+@pytest.mark.deviation("fsdp.lost_rank_is_named")
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("when", ["before", "middle", "collective"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, victim: int) -> None:
+    """The first rank serves the store."""
+    deviation.judge(
+        lambda library: losses_told(library, when, victim),
+        torch_does=lambda told: not any(re.search(rf"rank {victim}\b", text) for text in told.values()),
+        we_do=lambda told: is_named_in_time(told, victim),
+    )
