@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.scaler_cases import Call, Plan
-from conformance.strategies.gradients import LAYOUTS, Gradient
+from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import AMP_AWARE, PLAIN
 
 _BAD = (math.inf, -math.inf, math.nan)
@@ -76,7 +76,6 @@ def _gradients(draw: st.DrawFn) -> tuple[Gradient, ...]:
             shape=draw(st.sampled_from([(), (0,), (1,), (7,), (3, 4), (33,)])),
             dtype=draw(_DTYPES),
             seed=draw(st.integers(0, 2**16)),
-            layout=draw(st.sampled_from(LAYOUTS)),
         )
         for _ in range(draw(st.integers(1, 5)))
     )
