@@ -76,6 +76,7 @@ class GradientShard:
         if not synced:
             if self._unreduced is not None:
                 self._show_unreduced()
+                self._call_hooks()
             return
         if self._averaged is None:
             return
@@ -83,6 +84,14 @@ class GradientShard:
         if self._keeps_low_precision:
             averaged = averaged.to(self._flat.compute_dtype)
         self.show(averaged)
+        self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        """Those that a user registered for after accumulation on the flat parameter, which autograd never sees."""
+        flat = self._flat
+        if not flat.use_orig_params:
+            for hook in list((flat.flat_param._post_accumulate_grad_hooks or {}).values()):
+                hook(flat.flat_param)
 
     def show(self, shard: Tensor) -> None:
         """Make [shard_numel] the `.grad` of what the optimizer steps."""

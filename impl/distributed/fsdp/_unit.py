@@ -37,6 +37,22 @@ class Phase(Enum):
     SUMMONED = "summoned"  # its parameters are whole for the user to read
 
 
+class TrainingState(Enum):
+    """What torch calls the phases, and what its errors name."""
+
+    IDLE = 1
+    FORWARD_BACKWARD = 2
+    SUMMON_FULL_PARAMS = 3
+
+
+_TORCHS_NAME = {
+    Phase.IDLE: TrainingState.IDLE,
+    Phase.FORWARD: TrainingState.FORWARD_BACKWARD,
+    Phase.BACKWARD: TrainingState.FORWARD_BACKWARD,
+    Phase.SUMMONED: TrainingState.SUMMON_FULL_PARAMS,
+}
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the constructor was told that matters while training."""
@@ -103,6 +119,10 @@ class Unit:
     def root(self) -> Shared:
         assert self.shared is not None
         return self.shared
+
+    @property
+    def training_state(self) -> TrainingState:
+        return _TORCHS_NAME[self.phase]
 
     def check_device(self, compute_device: torch.device) -> None:
         """

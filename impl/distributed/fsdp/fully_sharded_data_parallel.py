@@ -30,7 +30,7 @@ from impl.distributed.fsdp._placement import broadcast_states, device_type_for, 
 from impl.distributed.fsdp._root import Root, check_alike
 from impl.distributed.fsdp._showing import Owned
 from impl.distributed.fsdp._summon import Summoning, check, summoned
-from impl.distributed.fsdp._unit import Phase, Plan, Unit
+from impl.distributed.fsdp._unit import Phase, Plan, TrainingState, Unit
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from impl.nn.utils.clip_grad import clip_grad_norm_
@@ -254,8 +254,7 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: in the middle of a forward or backward, or inside `summon_full_params`.
         Collectives: an all-gather of each unit; all ranks must call it.
         """
-        if self._unit.phase is not Phase.IDLE:
-            raise ValueError(f"expected to be in states idle but current state is {self._unit.phase.value}")
+        self._check_idle()
         with self._summoned(
             Summoning(writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False)
         ):
@@ -321,6 +320,7 @@ class FullyShardedDataParallel(nn.Module):
             raise RuntimeError(
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module."
             )
+        self._check_idle()
         synced, root.syncs = root.syncs, False
         try:
             yield
@@ -357,6 +357,7 @@ class FullyShardedDataParallel(nn.Module):
         root = self._find_root()
         if not root.is_root(self._unit):
             raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance")
+        self._check_idle()
         if all(unit.groups.shard is None for unit in root.units):
             return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
         managed = {p for unit in root.units for flat in unit.flats for p in flat.stepped}
@@ -421,6 +422,14 @@ class FullyShardedDataParallel(nn.Module):
         return None if self._root is None else self._root.is_root(self._unit)
 
     @property
+    def training_state(self) -> TrainingState:
+        """What the unit is in the middle of; of the outermost one, also what any other is in the backward of."""
+        root = self._root
+        if root is not None and root.is_in_backward and root.is_root(self._unit):
+            return TrainingState.FORWARD_BACKWARD
+        return self._unit.training_state
+
+    @property
     def _handle(self) -> Flat | None:
         return self._unit.flats[0] if self._unit.flats else None
 
@@ -472,6 +481,12 @@ class FullyShardedDataParallel(nn.Module):
             offloads=self.cpu_offload.offload_params,
             use_orig_params=self._use_orig_params,
         )
+
+    def _check_idle(self) -> None:
+        if self.training_state is not TrainingState.IDLE:
+            raise ValueError(
+                f"expected to be in states {[TrainingState.IDLE]} but current state is {self.training_state}"
+            )
 
     def _claim_inner(self) -> None:
         for one in self.fsdp_modules(self):
