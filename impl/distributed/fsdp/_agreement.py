@@ -23,6 +23,7 @@ Where the store cannot serve, or is gone while collectives go well, nothing is c
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable
@@ -30,7 +31,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from impl.distributed.fsdp._board import STORE_IS_GONE, board_of
 from impl.distributed.fsdp._watch import Past, Watch
@@ -38,6 +38,8 @@ from impl.distributed.fsdp._watch import Past, Watch
 _SLICE = timedelta(seconds=1)
 _MEETING_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.05
+# What has come after a collective, and what has come after that.
+_Followers = dict[str, "_Followers"]
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
 
 
@@ -48,8 +50,8 @@ class Agreement:
         self._past = Past()
         self._watch: Watch | None = None
         self._is_open = False
-        self._followers: dict[str, set[str]] = {}
-        self._known: set[str] = set()  # what has come after the last collective
+        self._followers: dict[str, _Followers] = {}
+        self._known: _Followers = {}  # what has come after the last collective
 
     def run(
         self, entry: str, collective: Callable[..., dist.Work], group: dist.ProcessGroup, *tensors: Any
@@ -60,14 +62,20 @@ class Agreement:
             entry: what this rank did, as an error shall say it.
             collective: takes the group and the tensors.
         """
-        self.note(entry, group, _is_on_host(tensors[0]))
-        if self._watch is None or not _is_on_host(tensors[0]):
+        on_host = (tensors[0][0] if type(tensors[0]) is list else tensors[0]).is_cpu
+        self.note(entry, group, on_host)
+        watch = self._watch
+        if watch is None or not on_host:
             collective(group, *tensors).wait()
             return
         try:
-            self._wait(collective(group, *tensors), self._watch)
+            work = collective(group, *tensors)
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                _wait_on(work, watch)
         except RuntimeError as error:
-            raise RuntimeError(self._watch.explained(entry)) from error
+            raise RuntimeError(watch.explained(entry)) from error
 
     def note(self, entry: str, group: dist.ProcessGroup, on_host: bool) -> None:
         """
@@ -81,12 +89,13 @@ class Agreement:
             return
         if watch.verdict:
             raise RuntimeError(watch.verdict)
-        if entry not in self._known:
+        known = self._known.get(entry)
+        if known is None:
             if on_host:
                 self._meet(entry, watch)
-            self._known.add(entry)
+            known = self._known[entry] = self._followers.setdefault(entry, {})
         self._past.now.entries.append(entry)
-        self._known = self._followers.setdefault(entry, set())
+        self._known = known
 
     def end_step(self) -> None:
         """Have the watch compare what came since the last end.
@@ -143,25 +152,17 @@ class Agreement:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    @staticmethod
-    def _wait(work: dist.Work, watch: Watch) -> None:
-        while True:
-            try:
-                work.wait(_SLICE)
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises what the collective failed with
-                    return
-                if watch.verdict:
-                    raise
-            else:
-                return
-
 
 def agreement_about(group: dist.ProcessGroup) -> Agreement:
     """The one that all units over a group have."""
     return _agreements.setdefault(group, Agreement())
 
 
-def _is_on_host(given: Tensor | list[Tensor]) -> bool:
-    return (given[0] if isinstance(given, list) else given).is_cpu
+def _wait_on(work: dist.Work, watch: Watch) -> None:
+    """Wait slice by slice; raises when there is a verdict, or what the collective failed with."""
+    while not work.is_completed():
+        if watch.verdict:
+            raise RuntimeError(watch.verdict)
+        with contextlib.suppress(RuntimeError):
+            work.wait(_SLICE)
+    work.wait()
