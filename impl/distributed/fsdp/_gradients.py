@@ -39,6 +39,11 @@ class GradientShard:
         elif self._averaged is None:
             self._averaged = self._taken_from_grad()
 
+    def abandon_backward(self) -> None:
+        """`.grad` stays as it is, and counts; so do backwards that did not synchronise."""
+        if self._unreduced is None:
+            self._averaged = None
+
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         flat = self._flat
         if self._unreduced is None:

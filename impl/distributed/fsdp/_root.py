@@ -6,6 +6,7 @@ its units ends it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,16 @@ from impl.distributed.fsdp._unit import Unit
 
 # The unit that computes, and the one that is gathered meanwhile.
 _WHOLE_AT_ONCE = 2
+
+
+class _EndOfBackward:
+    """What autograd calls at the end of a backward; it keeps it alive for as long as the backward runs."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    def __call__(self) -> None:
+        self._root.end_backward()
 
 
 class Root:
@@ -44,7 +55,7 @@ class Root:
         self._order: Order[Unit] = Order()
         self._forwards = 0  # that are under way, one inside the other
         self._released: dict[Unit, Any] = {}  # whose memory is still theirs, with the event of its last use
-        self._is_in_backward = False
+        self._ending: weakref.ref[_EndOfBackward] | None = None  # what autograd holds while a backward runs
         self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._being_reduced: list[tuple[Tensor, Any]] = []
@@ -54,7 +65,17 @@ class Root:
 
     @property
     def is_in_backward(self) -> bool:
-        return self._is_in_backward
+        self.settle()
+        return self._ending is not None
+
+    def settle(self) -> None:
+        """A backward that raised is over without having ended: autograd has let go of what it was to call."""
+        if self._ending is not None and self._ending() is None:
+            self._ending = None
+            for unit in self.units:
+                unit.abandon_backward()
+            self._free_released()
+            self._order.next_iteration()
 
     def is_root(self, unit: Unit) -> bool:
         return unit is self._outermost
@@ -71,10 +92,11 @@ class Root:
 
     def begin_backward(self) -> None:
         """Have autograd call `end_backward` when the backward that is running is done."""
-        if not self._is_in_backward:
-            self._is_in_backward = True
+        if not self.is_in_backward:
             self.shards_were_written()
-            Variable._execution_engine.queue_callback(self.end_backward)
+            ending = _EndOfBackward(self)
+            self._ending = weakref.ref(ending)
+            Variable._execution_engine.queue_callback(ending)
 
     def end_backward(self) -> None:
         """Close every unit; COMPUTE waits for the gradients."""
@@ -88,7 +110,7 @@ class Root:
             unit.show_gradients()
         self._free_released()
         self._order.next_iteration()
-        self._is_in_backward = False
+        self._ending = None
         self._end_step()
 
     def _end_step(self) -> None:
@@ -97,7 +119,7 @@ class Root:
 
     def note_begun(self, unit: Unit) -> None:
         """A forward begins; an iteration too, if it is inside of no other."""
-        if self._is_in_backward:
+        if self.is_in_backward:
             return
         if self._forwards == 0:
             self._begin_iteration()
@@ -105,7 +127,7 @@ class Root:
         self._order.begin_forward(unit)
 
     def note_ended(self, unit: Unit) -> None:
-        if self._is_in_backward:
+        if self.is_in_backward:
             return
         self._order.end_forward(unit)
         self._leave_forward()
@@ -113,7 +135,7 @@ class Root:
             self._end_step()  # no backward will
 
     def note_abandoned(self) -> None:
-        if not self._is_in_backward:
+        if not self.is_in_backward:
             self._leave_forward()
 
     def next_in_forward(self, unit: Unit) -> Unit | None:
@@ -141,7 +163,7 @@ class Root:
             unit.free()
             return
         self._released[unit] = self.streams.record(Lane.COMPUTE)
-        if self._forwards == 0 and not self._is_in_backward:
+        if self._forwards == 0 and not self.is_in_backward:
             self._free_released()
 
     def buffer(self, flat: Flat, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:

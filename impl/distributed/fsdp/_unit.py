@@ -75,6 +75,7 @@ class Shared(Protocol):
     syncs: bool
 
     def is_root(self, unit: Unit) -> bool: ...
+    def settle(self) -> None: ...
     def begin_backward(self) -> None: ...
     def note_begun(self, unit: Unit) -> None: ...
     def note_ended(self, unit: Unit) -> None: ...
@@ -162,6 +163,7 @@ class Unit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the parameters whole and seen; the inputs, cast where the unit's mixed precision says so."""
+        self.root.settle()
         if self.phase is Phase.SUMMONED:
             raise RuntimeError(
                 f"the forward of {self.name} was called inside summon_full_params(), which shows its parameters to be "
@@ -219,6 +221,7 @@ class Unit:
     def before_backward(self, gradient: Tensor) -> None:
         """Make the parameters whole for the gradients that are about to be computed."""
         del gradient
+        self.root.settle()
         if self.phase is Phase.BACKWARD:
             return
         if self.phase is not Phase.IDLE:
@@ -258,6 +261,18 @@ class Unit:
         if self.plan.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_for_backward()
 
+    def abandon_backward(self) -> None:
+        """The backward raised: drop what it has not shown in `.grad`. No collective, since peers may go on."""
+        self.phase = Phase.IDLE
+        self.awaits_backward = False
+        for whole in self._in_graph:
+            for leaf in whole.trainable:
+                leaf.grad = None
+        self.release()
+        self._forget_inputs()
+        for gradients in self.gradients:
+            gradients.abandon_backward()
+
     def close_backward(self) -> None:
         """Do what the graph left open."""
         self.awaits_backward = False
@@ -266,6 +281,9 @@ class Unit:
             self.finish_backward()
         elif self.is_gathered and self._is_freed_in_backward():
             self.release()  # prefetched, and not needed after all
+        self._forget_inputs()
+
+    def _forget_inputs(self) -> None:
         for hook in self._input_hooks:
             hook.remove()
         self._input_hooks.clear()

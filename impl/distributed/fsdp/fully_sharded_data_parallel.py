@@ -444,6 +444,8 @@ class FullyShardedDataParallel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Move or cast: on the shards, which the parameters follow."""
         unit = self._unit
+        if self._root is not None:
+            self._root.settle()
         if unit.phase is not Phase.IDLE:
             raise RuntimeError(f"the parameters cannot be moved or cast in the middle of {unit.phase.value}")
         unit.release()
@@ -523,7 +525,7 @@ class FullyShardedDataParallel(nn.Module):
     @contextlib.contextmanager
     def _summoned(self, wanted: Summoning) -> Generator[None]:
         check(wanted, self._use_orig_params, self._groups.shard is not None or not self._unit.flats)
-        self._find_root()
+        self._find_root().settle()
         with summoned(self._unit, wanted, self.rank == 0):
             yield
 

@@ -1,0 +1,63 @@
+"""What sharded training of impl does after something raised: nothing of it may show later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conformance.meta.streamed import PLAIN, call, loss_of, model_of, world_of
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("raised in backward")
+
+
+def seeded_model() -> Any:
+    torch.manual_seed(0)
+    return model_of()
+
+
+def gradients_of_a_step(model: nn.Module) -> list[Tensor]:
+    loss_of(call(model, PLAIN, PLAIN.batch(0, 0))).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def raise_in_backward(model: Any) -> None:
+    hook = model.body.parts[0].register_forward_hook(lambda module, args, output: Raising.apply(output))
+    loss = loss_of(call(model, PLAIN, PLAIN.batch(0, 0)))
+    hook.remove()
+    with pytest.raises(ValueError, match="raised in backward"):
+        loss.backward()
+
+
+def test_the_step_after_a_backward_that_raised() -> None:
+    with world_of(1):  # where nothing is made up: the collectives of a fake group move nothing
+        wanted = gradients_of_a_step(seeded_model())
+    with world_of(1):
+        model = seeded_model()
+        raise_in_backward(model)
+        for parameter in model.parameters():
+            parameter.grad = None
+        got = gradients_of_a_step(model)
+    assert len(got) == len(wanted) > 0
+    torch.testing.assert_close(got, wanted)
+
+
+def test_gradients_from_before_a_backward_that_raised_are_kept() -> None:
+    with world_of(4):
+        model = seeded_model()
+        before = gradients_of_a_step(model)
+        raise_in_backward(model)
+        assert model.training_state.name == "IDLE"
+        kept = [p.grad for p in model.parameters()]
+    assert len(kept) == len(before) > 0
+    assert all(grad is not None for grad in kept)
