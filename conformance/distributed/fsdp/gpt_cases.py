@@ -52,7 +52,7 @@ def train_whole(steps: int) -> list[float]:
         losses = [_loss(model, _part(step, part)) / PARTS for part in range(PARTS)]
         for loss in losses:
             loss.backward()
-        return sum(float(loss) for loss in losses)
+        return sum(float(loss.detach()) for loss in losses)
 
     return _train(model, backward, steps)
 

@@ -91,3 +91,31 @@ def accumulate(
 
     with groups_put_back():
         return observe(run)
+
+
+def output_after_a_step(rank: Rank, *, library: str, evaluates: bool) -> Outcome:
+    """What the model makes of one input after a step, between whose backward and itself it may have been evaluated."""
+    found, plain = load_library(library), built("plain")
+
+    def run() -> torch.Tensor:
+        model = found.find(FSDP)(plain, device_id=torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        accumulated(model, rank.rank)
+        with torch.no_grad():
+            if evaluates:
+                model(torch.ones(1, 3))
+            optimizer.step()
+            return model(torch.ones(1, 3))
+
+    return observe(run)
+
+
+def output_of_an_inner_module(rank: Rank, *, library: str) -> Outcome:
+    """A module inside a unit, called by itself."""
+    found, plain = load_library(library), nn.Sequential(built("plain"), nn.Linear(4, 2))
+
+    def run() -> torch.Tensor:
+        model = found.find(FSDP)(plain, device_id=torch.device("cpu"), use_orig_params=True)
+        return model.module[0](torch.ones(1, 3)).detach()
+
+    return observe(run)

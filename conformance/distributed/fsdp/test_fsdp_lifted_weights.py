@@ -1,0 +1,70 @@
+"""Weights that torch's class computes with although they have changed, or cannot compute with at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.judging import outcomes
+from conformance.distributed.fsdp.lifted_cases import built
+from conformance.distributed.fsdp.test_fsdp_lifted import Seen, averaged_gradients, raised
+from conformance.library import Library
+from conformance.ranks import RankPool
+from conformance.tolerances import ONE_STEP
+
+RANKS = 2
+
+
+def output_without_sharding(steps: bool) -> torch.Tensor:
+    model = built("plain")
+    gradients = averaged_gradients("plain", RANKS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.sub_(gradients[name], alpha=0.5 if steps else 0.0)
+        return model(torch.ones(1, 3))
+
+
+def gave(seen: Seen, wanted: torch.Tensor) -> bool:
+    return all(
+        outcome.raised is None and ONE_STEP.excess(wanted, outcome.value.values) is None for outcome in seen
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.steps_are_seen")
+@pytest.mark.deviation("fsdp.step_after_evaluation")
+def test_a_step_after_an_evaluation_is_seen(
+    deviation: DeviationJudge, ranks: Callable[..., RankPool]
+) -> None:
+    def probe(library: Library) -> Seen:
+        return outcomes(ranks(RANKS), library, "lifted_cases:output_after_a_step", evaluates=True)
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: gave(seen, output_without_sharding(steps=False)),
+        we_do=lambda seen: gave(seen, output_without_sharding(steps=True)),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.steps_are_seen")
+def test_a_step_is_seen(subject: Library, ranks: Callable[..., RankPool]) -> None:
+    seen = outcomes(ranks(RANKS), subject, "lifted_cases:output_after_a_step", evaluates=False)
+    assert gave(seen, output_without_sharding(steps=True)), seen
+
+
+@clause("distributed.fsdp.fsdp_lifted.inner_modules")
+@pytest.mark.deviation("fsdp.forward_of_an_inner_module")
+def test_a_module_inside_a_unit_is_called(deviation: DeviationJudge, ranks: Callable[..., RankPool]) -> None:
+    def probe(library: Library) -> Seen:
+        return outcomes(ranks(RANKS), library, "lifted_cases:output_of_an_inner_module")
+
+    with torch.no_grad():
+        wanted = built("plain")(torch.ones(1, 3))
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: raised(seen, RuntimeError, ""),
+        we_do=lambda seen: gave(seen, wanted),
+    )
