@@ -119,3 +119,56 @@ def output_of_an_inner_module(rank: Rank, *, library: str) -> Outcome:
         return model.module[0](torch.ones(1, 3)).detach()
 
     return observe(run)
+
+
+class Doubling(nn.Linear):
+    """Changes its own weight while it computes."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return super().forward(input)
+
+
+def weight_changed_in_forward(rank: Rank, *, library: str) -> Outcome:
+    """The whole weight afterwards, which began with ones."""
+    found, plain = load_library(library), Doubling(3, 4)
+    nn.init.ones_(plain.weight)
+
+    def run() -> torch.Tensor:
+        fsdp = found.find(FSDP)
+        model = fsdp(plain, device_id=torch.device("cpu"))
+        model(torch.ones(1, 3)).sum().backward()
+        with fsdp.summon_full_params(model):
+            return model.module.weight.detach().clone()
+
+    return observe(run)
+
+
+def tied_in_two_units(rank: Rank, *, library: str) -> Outcome:
+    """How many parameters are left to step where two units, wrapped by hand, have one between them."""
+    found = load_library(library)
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    second.weight = first.weight
+
+    def run() -> int:
+        cpu = torch.device("cpu")
+        fsdp = found.find(FSDP)
+        units = nn.Sequential(fsdp(first, device_id=cpu), fsdp(second, device_id=cpu))
+        return len(list(fsdp(units, device_id=cpu).parameters()))
+
+    return observe(run)
+
+
+def clipped_with_an_inf(rank: Rank, *, library: str) -> Outcome:
+    """Clipping that is to refuse: one rank's gradients have an inf."""
+    found, plain = load_library(library), built("plain")
+
+    def run() -> torch.Tensor:
+        model = found.find(FSDP)(plain, device_id=torch.device("cpu"))
+        accumulated(model, rank.rank)
+        if rank.rank == 0:
+            next(model.parameters()).grad[0] = torch.inf
+        return model.clip_grad_norm_(0.5, error_if_nonfinite=True, foreach=False)
+
+    return observe(run)

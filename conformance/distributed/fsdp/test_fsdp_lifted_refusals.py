@@ -1,0 +1,47 @@
+"""What would be lost in silence is refused, on every rank and in words that name it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.judging import outcomes
+from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
+from conformance.library import Library
+from conformance.ranks import RankPool
+
+Ranks = Callable[..., RankPool]
+
+
+def asked(ranks: Ranks, case: str) -> Callable[[Library], Seen]:
+    return lambda library: outcomes(ranks(2), library, f"lifted_cases:{case}")
+
+
+@clause("distributed.fsdp.fsdp_lifted.change_in_forward")
+def test_a_weight_changed_in_forward_is_not_lost(subject: Library, ranks: Ranks) -> None:
+    seen = asked(ranks, "weight_changed_in_forward")(subject)
+    kept = all(outcome.raised is None and bool((outcome.value.values == 2).all()) for outcome in seen)
+    assert kept or raised(seen, RuntimeError, ""), seen
+
+
+@clause("distributed.fsdp.fsdp_lifted.tied_in_two_units")
+@pytest.mark.deviation("fsdp.tied_in_two_units")
+def test_a_parameter_has_one_unit(deviation: DeviationJudge, ranks: Ranks) -> None:
+    deviation.judge(
+        asked(ranks, "tied_in_two_units"),
+        torch_does=lambda seen: all(outcome.raised is None and outcome.value == 2 for outcome in seen),
+        we_do=lambda seen: raised(seen, ValueError, "is the same parameter as weight"),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.nonfinite_is_refused")
+@pytest.mark.deviation("fsdp.clip_can_refuse")
+def test_clipping_refuses_an_inf_of_another_rank(deviation: DeviationJudge, ranks: Ranks) -> None:
+    deviation.judge(
+        asked(ranks, "clipped_with_an_inf"),
+        torch_does=lambda seen: raised(seen, TypeError, "error_if_nonfinite"),
+        we_do=lambda seen: raised(seen, RuntimeError, "non-finite"),
+    )
