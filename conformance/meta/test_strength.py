@@ -17,7 +17,7 @@ import pytest
 from conformance import surface
 from conformance.clauses import all_clauses
 from conformance.library import Library
-from conformance.plants import CATALOGUE
+from conformance.plants import CATALOGUE, find
 from conformance.ranks.soak import marked_processes
 from conformance.strength import Idle, Kill, Kills, plant_ids, read_kills, write_kills
 from conformance.strength.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
@@ -58,9 +58,17 @@ def carried_out(worker: Worker, trial: Trial[Any]) -> Any:
         return ended.value
 
 
-@pytest.mark.profile("full")
+def faults() -> list[Any]:
+    """Those of sharding take ranks to be seen and half an hour to be tried, which is for the nightly profile."""
+    sharding = {one: find(one).breaks.startswith("distributed.") for one in plant_ids()}
+    return [
+        pytest.param(one, marks=pytest.mark.profile("deep" if is_slow else "full"))
+        for one, is_slow in sharding.items()
+    ]
+
+
 @pytest.mark.deadline(330)
-@pytest.mark.parametrize("plant_id", plant_ids())
+@pytest.mark.parametrize("plant_id", faults())
 def test_the_suite_turns_red(worker: Worker, subject: Library, plant_id: str) -> None:
     kill = carried_out(worker, killing(subject.package, plant_id))
     assert kill.is_due, (

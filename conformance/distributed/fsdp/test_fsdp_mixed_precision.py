@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
@@ -60,6 +60,10 @@ def tolerance_of(policy: dict[str, Any]) -> Tolerance:
     return Tolerance(8, "three steps, each with a sum over the ranks and a quotient", coarsest, terms=1.0)
 
 
+# How torch's training ends where a gradient in low precision has been kept for a parameter in float32.
+CANNOT_ASSIGN = "attempting to assign a gradient with dtype"
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.trains")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @share_of_examples(0.7)
@@ -86,6 +90,9 @@ def test_trains_in_mixed_precision(
         outcomes(rank_pool, library, "fsdp_cases:train", training=training)
         for library in (reference, subject)
     )
+    if any(outcome.raised is not None and CANNOT_ASSIGN in outcome.raised.text for outcome in wanted):
+        assert all(outcome.raised is None for outcome in got), got
+        reject()
     assert_ranks_agree(wanted, got, tolerance_of(policy))
 
 

@@ -71,5 +71,7 @@ def test_trains_replicas(
 def test_what_is_ignored_stays_each_ranks_own(
     subject: Library, reference: Library, rank_pool: RankPool, ignored: str, data: st.DataObject
 ) -> None:
-    training = data.draw(trainings(strategy="FULL_SHARD", ignored=ignored, wraps=("root", "leaves", "size")))
+    trained = trainings(strategy="FULL_SHARD", ignored=ignored, wraps=("root", "leaves", "size"))
+    # In a world of one torch leaves a unit that is frozen without its registered parameters.
+    training = data.draw(trained.filter(lambda one: not one.mixes_frozen_with_trained))
     assert_trains(rank_pool, reference, subject, training)
