@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -54,28 +54,13 @@ def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Te
 
 
 def scale(
-    parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor, foreach: bool | None
+    with_grads: Sequence[nn.Parameter], max_norm: float, norm: Tensor, foreach: bool | None
 ) -> torch.dtype:
     """Scale gradients in place so that a joint norm of `norm` comes to at most `max_norm`; the dtype theirs promote to.
 
     f32 if there are none.
     """
-    with_grads = [p for p in parameters if p.grad is not None]
     if not with_grads:
         return torch.float32
     clip_grads_with_norm_(with_grads, max_norm, norm, foreach)
     return reduce(torch.promote_types, (p.grad.dtype for p in with_grads if p.grad is not None))
-
-
-def refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
-    """
-    Raises:
-        RuntimeError: torch's, of clip_grad_norm_; on every rank, since all have the same norm.
-    Sync: one.
-    """
-    if not norm.isfinite():
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-            "`error_if_nonfinite=False`"
-        )

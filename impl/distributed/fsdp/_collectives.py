@@ -45,7 +45,7 @@ def gather(flat: Flat, whole: Whole, groups: Groups, name: str) -> None:
         whole.flat.copy_(shard, non_blocking=True)
         return
     mine = shard.to(whole.flat.device, whole.flat.dtype, non_blocking=True)
-    groups.agreements[groups.shard].run(f"gathered '{name}'", _all_gather, groups.shard, whole.flat, mine)
+    _gather_into(whole.flat, mine, groups, groups.shard, name)
 
 
 @torch.no_grad()
@@ -55,8 +55,12 @@ def gathered_like(flat: Flat, shard: Tensor, groups: Groups, name: str) -> Tenso
         return shard
     mine = shard.to(flat.device)
     whole = mine.new_empty(flat.layout.padded_numel)
-    groups.agreements[groups.shard].run(f"gathered '{name}'", _all_gather, groups.shard, whole, mine)
+    _gather_into(whole, mine, groups, groups.shard, name)
     return whole
+
+
+def _gather_into(whole: Tensor, mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> None:
+    groups.agreements[group].run(f"gathered '{name}'", _all_gather, group, whole, mine)
 
 
 def join(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor) -> None:

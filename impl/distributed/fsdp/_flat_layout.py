@@ -39,15 +39,13 @@ class Piece:
 
     offset: int  # of its first element, in the shard
     numel: int
-    begin: int  # of its first element, in the parameter
 
 
 @dataclass(frozen=True)
 class FlatLayout:
     slots: tuple[Slot, ...]
-    numel: (
-        int  # with what was put between and behind the parameters, without the tail that evens out the shards
-    )
+    # With what was put between and behind the parameters, without the tail that evens out the shards.
+    numel: int
     world: int
 
     @property
@@ -62,7 +60,7 @@ class FlatLayout:
         """None if the rank owns nothing of the parameter."""
         first = rank * self.shard_numel
         start, stop = max(slot.start, first), min(slot.stop, first + self.shard_numel)
-        return Piece(start - first, stop - start, start - slot.start) if start < stop else None
+        return Piece(start - first, stop - start) if start < stop else None
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:

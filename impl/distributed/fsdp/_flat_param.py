@@ -27,6 +27,7 @@ from impl.distributed.fsdp._flat_layout import (
 )
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._showing import Owned, ReleasedParameter, Showing
+from impl.distributed.fsdp.api import MixedPrecision
 
 
 class FlatParameter(nn.Parameter):
@@ -197,12 +198,8 @@ class Flat:
     def rest_as_views(self) -> None:
         """Point the user's parameters into the shard: 1-D pieces of it, and whole where nothing is dealt."""
         shard = self.flat_param.data
-        if self.is_dealt:
-            parts = shard.split_with_sizes(self._sizes)
-            nothing = shard.new_empty(0)
-            views = [nothing if number is None else parts[number] for number in self._numbers]
-        else:
-            views = [_over(shard, slot) for slot in self.layout.slots]
+        nothing = shard.new_empty(0)
+        views = [nothing if piece is None else piece for piece in self.pieces_of(shard)]
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
         self.resting = list(self.parameters)
@@ -297,7 +294,7 @@ class Flat:
     def pieces_of(self, flat_shard: Tensor) -> list[Tensor | None]:
         """Cut a tensor like the shard into what belongs to each parameter, shaped as this rank's part of it."""
         if not self.is_dealt:
-            return [_over(flat_shard, slot) for slot in self.layout.slots]
+            return [*self.views_of(flat_shard)]
         parts = flat_shard.split_with_sizes(self._sizes)
         return [None if number is None else parts[number] for number in self._numbers]
 
@@ -322,9 +319,8 @@ class Flat:
 def flats_of(  # noqa: PLR0913  what a unit was told
     owned: Sequence[Owned],
     groups: Groups,
+    mixed_precision: MixedPrecision,
     *,
-    compute_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
     device: torch.device,
     offloads: bool,
     use_orig_params: bool,
@@ -335,15 +331,16 @@ def flats_of(  # noqa: PLR0913  what a unit was told
         kinds.setdefault((one.parameter.dtype, one.parameter.requires_grad), []).append(one)
     flats: list[Flat] = []
     for (dtype, _), same in kinds.items():
-        alignment = aligned_elements((compute_dtype or dtype).itemsize) if use_orig_params else 1
+        itemsize = (mixed_precision.param_dtype or dtype).itemsize
+        alignment = aligned_elements(itemsize) if use_orig_params else 1
         shapes = [(one.name, one.parameter.shape, _dense_stride(one.parameter)) for one in same]
         flats.append(
             Flat(
                 same,
                 layout_of(shapes, groups.shard_size, alignment),
                 groups.shard_rank,
-                compute_dtype=compute_dtype,
-                reduce_dtype=reduce_dtype,
+                compute_dtype=mixed_precision.param_dtype,
+                reduce_dtype=mixed_precision.reduce_dtype,
                 device=device,
                 offloads=offloads,
                 use_orig_params=use_orig_params,

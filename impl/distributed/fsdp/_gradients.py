@@ -132,12 +132,8 @@ class GradientShard:
             return None
         return self._taken_from_grad()
 
-    def _holders(self) -> list[Tensor]:
-        flat = self._flat
-        return list(flat.stepped)
-
     def _is_cleared(self) -> bool:
-        return all(parameter.grad is None for parameter in self._holders())
+        return all(parameter.grad is None for parameter in self._flat.stepped)
 
     def _taken_from_grad(self) -> Tensor | None:
         flat = self._flat

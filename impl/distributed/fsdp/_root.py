@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._managed import clean_name
 from impl.distributed.fsdp._order import Order
 from impl.distributed.fsdp._streams import Lane, Streams, streams_for
 from impl.distributed.fsdp._unit import Unit
@@ -204,6 +205,24 @@ class Root:
     def _free(self, unit: Unit) -> None:
         self.streams.wait(Lane.GATHER, self._released.pop(unit))
         unit.free()
+
+
+def root_over(wrappers: Sequence[Any], device: torch.device) -> Root:
+    """The root of wrappers that lie inside one another, the outermost first; each has to fit its root, and its device.
+
+    Raises:
+        ValueError: they differ in what a root can have in one way alone.
+        RuntimeError: the parameters of one are not where it computes.
+    """
+    check_alike(wrappers)
+    for one in wrappers:
+        one._unit.check_device(one.compute_device)
+    outermost = wrappers[0]
+    names = {one: clean_name(f"{name}.").rstrip(".") for name, one in outermost.named_modules()}
+    for one in wrappers:
+        one._unit.name = names[one] or type(one.module).__name__
+    units = [one._unit for one in wrappers]
+    return Root(outermost._unit, units, device, outermost.limit_all_gathers)
 
 
 def check_alike(wrappers: Sequence[Any]) -> None:

@@ -101,7 +101,6 @@ class _Exposure:
         self._whole = torch.empty(0)  # [padded_numel], what is shown
         self._views: list[Tensor] = []
         self._grad_shard: Tensor | None = None
-        self._grad_views: list[Tensor] = []
 
     def begin(self, shows: bool) -> None:
         flat, unit = self._flat, self._unit
@@ -144,8 +143,7 @@ class _Exposure:
 
     def _show_grads(self, grads: Tensor) -> None:
         flat = self._flat
-        self._grad_views = flat.views_of(grads)
-        for parameter, grad in zip(flat.parameters, self._grad_views, strict=True):
+        for parameter, grad in zip(flat.parameters, flat.views_of(grads), strict=True):
             parameter.grad = grad if parameter.requires_grad else None
 
     def _gathered_grads(self) -> Tensor | None:
@@ -174,7 +172,7 @@ class _Exposure:
             return  # the shard is what was shown
         first = flat.rank * flat.layout.shard_numel if flat.is_dealt else 0
         flat.flat_param.data.copy_(self._whole[first : first + flat.layout.shard_numel])
-        if self._grad_shard is not None and self._grad_views:
+        if self._grad_shard is not None:
             grads = torch.zeros(flat.layout.padded_numel, dtype=self._grad_shard.dtype, device=flat.device)
             for parameter, target in zip(flat.parameters, flat.views_of(grads), strict=True):
                 if parameter.grad is not None:

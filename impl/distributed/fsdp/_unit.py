@@ -169,9 +169,8 @@ class Unit:
                 f"the forward of {self.name} was called inside summon_full_params(), which shows its parameters to be "
                 "read and written; leave the context first"
             )
-        if (
-            self.phase is Phase.BACKWARD
-        ):  # recomputed for its own backward: the inputs were cast the first time
+        # Recomputed for its own backward: the inputs were cast the first time.
+        if self.phase is Phase.BACKWARD:
             return args, kwargs
         self._depth += 1
         if self._depth > 1:
@@ -239,10 +238,10 @@ class Unit:
         if self.plan.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_for_backward()
 
-    def finish_if_complete(self, gradient: Tensor | None = None) -> None:
-        """Finish as soon as nothing in the graph will read the leaves again."""
-        if gradient is not None:
-            self._open_inputs -= 1
+    def finish_if_complete(self, gradient: Tensor) -> None:
+        """An input has its gradient: finish as soon as nothing in the graph will read the leaves again."""
+        del gradient
+        self._open_inputs -= 1
         if self.phase is Phase.BACKWARD and self._has_all_gradients():
             self.finish_backward()
 
@@ -296,11 +295,11 @@ class Unit:
 
     # Gathering and releasing
 
-    def make_whole(self, full_precision: bool = False) -> None:
+    def make_whole(self) -> None:
         """Gather what is not whole yet, and have the modules see it; COMPUTE waits."""
         if not self.flats:
             return
-        self.gather(full_precision)
+        self.gather()
         root = self.root
         root.streams.wait(Lane.COMPUTE, self._gathered)
         self._gathered = None
@@ -309,13 +308,13 @@ class Unit:
             flat.expose(dtype) for flat, dtype in zip(self.flats, self._dtypes or (), strict=True)
         ]
 
-    def gather(self, full_precision: bool = False) -> None:
+    def gather(self) -> None:
         """Fill the wholes, in the GATHER lane; nothing if they are filled with what the shards hold."""
         root = self.root
         changed = [flat.take_back_changes() for flat in self.flats]
         if any(changed):
             root.shards_were_written()
-        wanted = [self._dtype_now(flat, full_precision) for flat in self.flats]
+        wanted = [self._dtype_now(flat) for flat in self.flats]
         if self._dtypes is not None:
             if self._dtypes == wanted and (self.phase is not Phase.FORWARD or self._shards_are_as_gathered()):
                 return
@@ -376,8 +375,8 @@ class Unit:
             return self.plan.mixed_precision.param_dtype is not None
         return self.root.syncs or self.plan.frees_after_forward
 
-    def _dtype_now(self, flat: Flat, full_precision: bool) -> torch.dtype:
-        return flat.dtype if full_precision or self._is_in_full_precision() else flat.compute_dtype
+    def _dtype_now(self, flat: Flat) -> torch.dtype:
+        return flat.dtype if self._is_in_full_precision() else flat.compute_dtype
 
     def _is_in_full_precision(self) -> bool:
         module = self._module()

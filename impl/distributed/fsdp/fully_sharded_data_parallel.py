@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._buffers import cast_buffers
-from impl.distributed.fsdp._clip import joint_norm, refuse_nonfinite, scale
+from impl.distributed.fsdp._clip import joint_norm, scale
 from impl.distributed.fsdp._contained import watch_contained
 from impl.distributed.fsdp._flat_param import Flat, FlatParameter, flats_of
 from impl.distributed.fsdp._groups import (
@@ -25,15 +25,14 @@ from impl.distributed.fsdp._groups import (
     groups_for,
     groups_of,
 )
-from impl.distributed.fsdp._managed import clean_name, ignored_by, mark_managed, owned_by
+from impl.distributed.fsdp._managed import ignored_by, mark_managed, owned_by
 from impl.distributed.fsdp._placement import broadcast_states, device_type_for, place
-from impl.distributed.fsdp._root import Root, check_alike
-from impl.distributed.fsdp._showing import Owned
+from impl.distributed.fsdp._root import Root, root_over
 from impl.distributed.fsdp._summon import Summoning, check, summoned
 from impl.distributed.fsdp._unit import Phase, Plan, TrainingState, Unit
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
-from impl.nn.utils.clip_grad import clip_grad_norm_
+from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -183,12 +182,17 @@ class FullyShardedDataParallel(nn.Module):
         owned = owned_by(module, self._ignored, _left_to_ancestor)
         self._groups = groups_of(self.sharding_strategy, *groups)
         if sync_module_states:
-            outward_in = (
-                (self._inter_node_pg, self.process_group) if self._inter_node_pg else (self.process_group,)
-            )
+            outward_in = [group for group in reversed(groups) if group is not None]
             broadcast_states(module, [one.parameter for one in owned], outward_in)
-        self._buffer_dtypes = {clean_name(name): buffer.dtype for name, buffer in module.named_buffers()}
-        self._unit = Unit(module, self._flats_of(owned), self._groups, self._plan())
+        flats = flats_of(
+            owned,
+            self._groups,
+            self.mixed_precision,
+            device=self.compute_device,
+            offloads=self.cpu_offload.offload_params,
+            use_orig_params=use_orig_params,
+        )
+        self._unit = Unit(module, flats, self._groups, self._plan())
         mark_managed(owned)
         self._fsdp_wrapped_module = module
         for index, flat in enumerate(self._unit.flats):
@@ -472,18 +476,6 @@ class FullyShardedDataParallel(nn.Module):
             full_precision_in_eval=self._use_full_prec_in_eval,
         )
 
-    def _flats_of(self, owned: list[Owned]) -> list[Flat]:
-        mixed = self.mixed_precision
-        return flats_of(
-            owned,
-            self._groups,
-            compute_dtype=mixed.param_dtype,
-            reduce_dtype=mixed.reduce_dtype,
-            device=self.compute_device,
-            offloads=self.cpu_offload.offload_params,
-            use_orig_params=self._use_orig_params,
-        )
-
     def _check_idle(self) -> None:
         if self.training_state is not TrainingState.IDLE:
             raise ValueError(
@@ -505,19 +497,9 @@ class FullyShardedDataParallel(nn.Module):
         if self._root is None:
             outermost = self._outermost()
             found = self.fsdp_modules(outermost)
-            check_alike(found)
-            for one in found:
-                one._unit.check_device(one.compute_device)
-            root = Root(
-                outermost._unit,
-                [one._unit for one in found],
-                outermost.compute_device,
-                self.limit_all_gathers,
-            )
-            names = {one: clean_name(f"{name}.").rstrip(".") for name, one in outermost.named_modules()}
+            root = root_over(found, outermost.compute_device)
             for one in found:
                 one._root = root
-                one._unit.name = names[one] or type(one.module).__name__
             cast_buffers(found, outermost.compute_device)
         assert self._root is not None
         return self._root

@@ -309,13 +309,19 @@ def _norm_of(gradients: _Gradients, norm_type: float, error_if_nonfinite: bool) 
         total_norm = _norm_by_operators(gradients, norm_type)
     else:
         total_norm = _norm_by_kernels(gradients.ordinary, norm_type)
-    if error_if_nonfinite and not total_norm.isfinite():
+    if error_if_nonfinite:
+        refuse_nonfinite(total_norm, norm_type)
+    return total_norm
+
+
+def refuse_nonfinite(total_norm: Tensor, norm_type: float) -> None:
+    """Raise torch's error if the norm is inf or nan. Sync: one."""
+    if not total_norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
             "clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
             "set `error_if_nonfinite=False`"
         )
-    return total_norm
 
 
 def _norm_is_defined(tensors: list[Tensor], norm_type: float) -> bool:
