@@ -99,6 +99,12 @@ def begun_items() -> tuple[Item, ...]:
     return tuple(item for path in BEGUN for item in _items_of(path, resolve(path)))
 
 
+@functools.cache
+def owners() -> frozenset[str]:
+    """What methods and parameters are part of: every name, also of a class that is begun."""
+    return frozenset((*names(), *BEGUN))
+
+
 def _items_of(path: str, value: Any) -> Iterator[Item]:
     yield Item(path)
     if inspect.isclass(value):

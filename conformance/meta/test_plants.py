@@ -11,7 +11,7 @@ import pytest
 from conformance.library import Library, load_library
 from conformance.outcome import observe
 from conformance.plants import CATALOGUE
-from conformance.plants.plant import subclass
+from conformance.plants.plant import in_method, subclass
 
 
 def members(made: type) -> dict[str, Any]:
@@ -25,6 +25,17 @@ def test_a_subclass_with_nothing_in_it_replaces_nothing() -> None:
     assert members(made) == members(subclass(dict, {}))
     assert members(made) != members(subclass(dict, {"__qualname__": "other"}))
     assert members(made) != members(subclass(dict, {"get": None}))
+
+
+class _WithStatic:
+    @staticmethod
+    def twice(value: int) -> int:
+        return 2 * value
+
+
+def test_what_is_static_stays_static() -> None:
+    made = in_method("twice", lambda original, value: original(value) + 1)(_WithStatic)
+    assert made.twice(3) == made().twice(3) == 7
 
 
 @pytest.mark.parametrize("plant_id", list(CATALOGUE))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from conformance import surface
+from conformance.clauses import all_clauses
 from conformance.plants.plant import Plant, subclass
 
 _MISSING = object()
@@ -42,8 +43,8 @@ def has_effect(item: surface.Item) -> bool:
 def plant_ids() -> dict[str, surface.Item]:
     """Every generated fault, and the surface item it breaks."""
     found: dict[str, surface.Item] = {}
-    for item in surface.items():
-        value = surface.names()[item.path]
+    for item in (*surface.items(), *_claimed_items()):
+        value = surface.resolve(item.path)
         if item.parameter:
             if has_effect(item):
                 found[f"ignore:{item}"] = item
@@ -57,6 +58,12 @@ def plant_ids() -> dict[str, surface.Item]:
         else:
             found[f"skip:{item}"] = item
     return found
+
+
+def _claimed_items() -> list[surface.Item]:
+    """Of a class that is begun, what a clause is about."""
+    covered = {name for clause in all_clauses().values() for name in clause.covers}
+    return [item for item in surface.begun_items() if str(item) in covered]
 
 
 def find(plant_id: str) -> Plant:

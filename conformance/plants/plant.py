@@ -73,9 +73,13 @@ def in_methods(faults: Mapping[str, Fault]) -> Make:
 
 
 def subclass(original: type, members: Mapping[str, Any]) -> type:
-    """A subclass under the original's own name, by which a pickle finds it."""
+    """A subclass under the original's own name, by which a pickle finds it; what is static there is static here."""
     place = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (original,), {**place, **members})
+    static = {
+        name for name in members if isinstance(inspect.getattr_static(original, name, None), staticmethod)
+    }
+    own = {name: staticmethod(member) if name in static else member for name, member in members.items()}
+    return type(original.__name__, (original,), {**place, **own})
 
 
 def _framed(original: Callable[..., Any], fault: Fault) -> Callable[..., Any]:

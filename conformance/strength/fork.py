@@ -72,8 +72,8 @@ def serve(tasks: connection.Connection, package: str, profile: str, folder: Path
 
 
 def _test_files() -> list[str]:
-    stems = [HERE.joinpath(*area.split(".")) for area in sorted({c.area for c in all_clauses().values()})]
-    return [str(file) for stem in stems for file in sorted(stem.parent.glob(f"test_{stem.name}*.py"))]
+    folders = {HERE.joinpath(*c.area.split(".")).parent for c in all_clauses().values()}
+    return [str(file) for folder in sorted(folders) for file in sorted(folder.glob("test_*.py"))]
 
 
 class _Forking:

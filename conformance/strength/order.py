@@ -49,7 +49,7 @@ def lineage(item: str) -> list[str]:
     """`amp.GradScaler.step(args)`, `amp.GradScaler.step`, `amp.GradScaler`."""
     name, parenthesis, _ = item.partition("(")
     owner = name.rpartition(".")[0]
-    return [*([item] if parenthesis else []), name, *([owner] if owner in surface.names() else [])]
+    return [*([item] if parenthesis else []), name, *([owner] if owner in surface.owners() else [])]
 
 
 def is_about(item: str, name: str) -> bool:
