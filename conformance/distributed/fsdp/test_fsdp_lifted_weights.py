@@ -9,9 +9,12 @@ import torch
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
-from conformance.distributed.fsdp.judging import outcomes
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
+from conformance.distributed.fsdp.judging import assert_like_unsharded, outcomes
 from conformance.distributed.fsdp.lifted_cases import built
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, averaged_gradients, raised
+from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
 from conformance.library import Library
 from conformance.ranks import RankPool
 from conformance.tolerances import ONE_STEP
@@ -67,4 +70,32 @@ def test_a_module_inside_a_unit_is_called(deviation: DeviationJudge, ranks: Call
         probe,
         torch_does=lambda seen: raised(seen, RuntimeError, ""),
         we_do=lambda seen: gave(seen, wanted),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.tied_in_low_precision")
+@pytest.mark.deviation("fsdp.tied_in_low_precision")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_gradients_in_low_precision_are_shown_at_both_places_of_a_parameter(
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], keeps: bool
+) -> None:
+    policy = {"param_dtype": torch.bfloat16, "keep_low_precision_grads": keeps}
+    setup = Setup("NO_SHARD", arguments={"use_orig_params": True}, mixed_precision=policy)
+    steps = (Step(forwards=2, order="in turn" if keeps else "no_sync"),)
+    training = Training(ModuleTree(Group((Leaf("tied"),))), setup, steps)
+
+    def probe(library: Library) -> Seen:
+        return outcomes(ranks(RANKS), library, "fsdp_cases:train", training=training)
+
+    def trains(seen: Seen) -> bool:
+        try:
+            assert_like_unsharded(seen, training, tolerance_of(policy))
+        except AssertionError:
+            return False
+        return True
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: raised(seen, RuntimeError, "attempting to assign a gradient with dtype"),
+        we_do=trains,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
@@ -38,6 +38,14 @@ def _keeps_what_it_can(policy: dict[str, Any]) -> bool:
     return not policy.get("keep_low_precision_grads") or len(dtypes) == 1
 
 
+def _shows_low_precision_twice(training: Training) -> bool:
+    """torch cannot show a gradient in low precision at a parameter's second place: a row of deviations.toml."""
+    keeps = (training.setup.mixed_precision or {}).get("keep_low_precision_grads")
+    accumulates = any(step.order == "no_sync" for step in training.steps)
+    is_tied = any(leaf.kind == "tied" for leaf in training.tree.body.leaves())
+    return is_tied and training.setup.uses_orig_params and bool(keeps or accumulates)
+
+
 policies = st.fixed_dictionaries(
     {},
     optional={
@@ -60,10 +68,6 @@ def tolerance_of(policy: dict[str, Any]) -> Tolerance:
     return Tolerance(8, "three steps, each with a sum over the ranks and a quotient", coarsest, terms=1.0)
 
 
-# How torch's training ends where a gradient in low precision has been kept for a parameter in float32.
-CANNOT_ASSIGN = "attempting to assign a gradient with dtype"
-
-
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.trains")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @share_of_examples(0.7)
@@ -84,15 +88,12 @@ def test_trains_in_mixed_precision(
             tree={"kinds": WITHOUT_STATISTICS},
             wraps=tuple(wrap for wrap in WRAPS if wrap != "size"),
             mixed_precision=policy,
-        ).filter(lambda drawn: not drawn.mixes_frozen_with_trained)
+        ).filter(lambda drawn: not (drawn.mixes_frozen_with_trained or _shows_low_precision_twice(drawn)))
     )
     wanted, got = (
         outcomes(rank_pool, library, "fsdp_cases:train", training=training)
         for library in (reference, subject)
     )
-    if any(outcome.raised is not None and CANNOT_ASSIGN in outcome.raised.text for outcome in wanted):
-        assert all(outcome.raised is None for outcome in got), got
-        reject()
     assert_ranks_agree(wanted, got, tolerance_of(policy))
 
 
@@ -132,6 +133,26 @@ def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
         is_rounded = torch.equal(whole, whole.bfloat16().float())
         # One rank alone has nothing to sum, so what was rounded before stays so.
         assert is_rounded is (reduce_dtype is not torch.float32 or rank_pool.world_size == 1), whole
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.kept_in_low_precision")
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_kept_in_low_precision(
+    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, use_orig_params: bool, name: str
+) -> None:
+    setup = Setup(
+        strategy,
+        wrap="leaves",
+        arguments={"use_orig_params": use_orig_params},
+        mixed_precision={name: torch.bfloat16, "keep_low_precision_grads": True},
+    )
+    tolerance = tolerance_of({name: torch.bfloat16})
+    seen = assert_probes_agree(
+        rank_pool, (reference, subject), precision_cases.gradients, setup, tolerance, tree=SIMPLE
+    )
+    assert_none_raised(seen)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.inside")

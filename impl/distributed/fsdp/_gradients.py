@@ -86,7 +86,7 @@ class GradientShard:
         if self._averaged is None:
             return
         averaged, self._averaged = self._averaged, None
-        if self._keeps_low_precision:
+        if self._keeps_low_precision and self._flat.is_dealt:
             averaged = averaged.to(self._flat.compute_dtype)
         self.show(averaged)
         self._call_hooks()
