@@ -156,6 +156,10 @@ class Flat:
         """What the optimizer steps."""
         return self.parameters if self.use_orig_params else [self.flat_param]
 
+    def wants_grad(self, index: int) -> bool:
+        """Of a parameter, by its number."""
+        return self.stepped[index if self.use_orig_params else 0].requires_grad
+
     def refresh(self) -> None:
         """Follow the shard after it was made, moved or cast."""
         self._wholes.clear()
@@ -248,10 +252,49 @@ class Flat:
 
     def show_parameters(self, views: Sequence[Tensor]) -> None:
         """Register whole parameters with the modules, and not the flat one; without `use_orig_params`."""
+        self._register_instead([nn.Parameter(view, self.flat_param.requires_grad) for view in views])
+
+    def _register_instead(self, parameters: Sequence[Tensor]) -> None:
         self.unregister()
         self._summoned = Showing(self.owned, as_parameters=True)
         self._showing.hide()
-        self._summoned.show([nn.Parameter(view, self.flat_param.requires_grad) for view in views])
+        self._summoned.show(parameters)
+
+    @contextmanager
+    def showing(self, parameters: Sequence[Tensor]) -> Generator[None]:
+        """Inside, these are registered with the modules rather than whatever is now; the flat parameter is not."""
+        before = None if self._summoned is None else dict(self._summoned.shown())
+        if self.use_orig_params:
+            self._showing.show(parameters)
+        elif self._summoned is not None:
+            self._summoned.show(parameters)
+        else:
+            self._register_instead(parameters)
+        try:
+            yield
+        finally:
+            if self._summoned is not None and before is not None:
+                self._summoned.show([cast("Tensor", before[index]) for index in range(len(before))])
+            else:
+                if not self.use_orig_params:
+                    self.put_flat_param_back()
+                self.conceal()
+
+    @contextmanager
+    def showing_flat(self, parameter: Tensor) -> Generator[None]:
+        """Inside, this is registered as the flat parameter, and no other."""
+        if self.use_orig_params:
+            self._showing.hide()
+        if self._home is not None:
+            self._home[0][self._home[1]] = cast("nn.Parameter", parameter)
+        try:
+            yield
+        finally:
+            if self.use_orig_params:
+                self.unregister()
+                self.conceal()
+            else:
+                self._register()
 
     def put_flat_param_back(self) -> None:
         """The other way round again."""

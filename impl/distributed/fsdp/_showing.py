@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
+import torch
 from torch import Tensor, nn
 
 
@@ -14,21 +15,21 @@ class ReleasedParameter(Tensor):
 
     _name: str
 
-    @staticmethod
-    def of(leaf: Tensor, name: str) -> ReleasedParameter:
+    @classmethod
+    def of(cls, leaf: Tensor, name: str, *, device: torch.device | None = None) -> Self:
         made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
-            ReleasedParameter,
+            cls,
             leaf.shape,
             strides=leaf.stride(),
             dtype=leaf.dtype,
-            device=leaf.device,
+            device=device or leaf.device,
             requires_grad=leaf.requires_grad,
         )
         made._name = name
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"ReleasedParameter({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -80,10 +80,12 @@ def summoned(unit: Unit, wanted: Summoning, is_rank0: bool) -> Generator[None]:
     if not keeps:
         unit.root.note_released(unit)
     unit.phase = Phase.SUMMONED
+    unit.shows_whole, unit.all_show_whole = shows, not wanted.rank0_only
     try:
         yield
     finally:
         unit.phase = Phase.IDLE
+        unit.shows_whole = unit.all_show_whole = False
         for exposure in exposures if shows else ():
             exposure.end()
         if keeps:

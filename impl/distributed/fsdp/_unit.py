@@ -101,6 +101,8 @@ class Unit:
         self.gradients = [GradientShard(flat, plan.keeps_low_precision_grads) for flat in flats]
         self.name = type(module).__name__
         self.phase = Phase.IDLE
+        self.shows_whole = False  # to the user, on this rank
+        self.all_show_whole = False
         self.shared: Shared | None = None
         self._depth = 0  # of calls of the module inside its own forward
         self._dtypes: list[torch.dtype] | None = None  # of the wholes that are live

@@ -28,6 +28,7 @@ from impl.distributed.fsdp._groups import (
 from impl.distributed.fsdp._managed import ignored_by, mark_managed, owned_by
 from impl.distributed.fsdp._placement import broadcast_states, device_type_for, place
 from impl.distributed.fsdp._root import Root, root_over
+from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._summon import Summoning, check, summoned
 from impl.distributed.fsdp._unit import Phase, Plan, TrainingState, Unit
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -36,17 +37,12 @@ from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite
 
 __all__ = ["FullyShardedDataParallel"]
 
-_FLAT_PARAM = "_flat_param"
 _PREFIX = "_fsdp_wrapped_module."
 _FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-_NO_STATE_DICT = (
-    "FullyShardedDataParallel has no state dicts yet; save and load whole parameters by name inside "
-    "summon_full_params(module)"
-)
 _ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateDicts):
     """Deals the parameters of a module, their gradients and what optimizers keep for them, to the ranks of a group.
 
     Each wrapped module is a unit: its parameters are gathered before it computes, in forward and in backward, and
@@ -90,7 +86,7 @@ class FullyShardedDataParallel(nn.Module):
         all-reduce alone.
     Source: torch.distributed.fsdp.FullyShardedDataParallel 2.13; differences: what torch's docstring lists as limits
         works, but for gradients of gradients; parameters changed in place during forward are refused, and reading a
-        released one raises; no accelerator is needed. State dicts: not yet.
+        released one raises; no accelerator is needed.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -169,6 +165,7 @@ class FullyShardedDataParallel(nn.Module):
         self.forward_prefetch = forward_prefetch
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
+        self._device_mesh = device_mesh
         self._use_full_prec_in_eval = os.environ.get(_FULL_PRECISION_IN_EVAL, "") == "1"
         self.compute_device = place(
             module,
@@ -193,10 +190,11 @@ class FullyShardedDataParallel(nn.Module):
             use_orig_params=use_orig_params,
         )
         self._unit = Unit(module, flats, self._groups, self._plan())
+        self._begin_state_dicts(module)
         mark_managed(owned)
         self._fsdp_wrapped_module = module
-        for index, flat in enumerate(self._unit.flats):
-            flat.register_as(self.module, f"{_FLAT_PARAM}_{index}" if index else _FLAT_PARAM)
+        for name, flat in self._named_flats():
+            flat.register_as(self.module, name)
         self._root: Root | None = None
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._claim_inner()
@@ -408,16 +406,6 @@ class FullyShardedDataParallel(nn.Module):
         for one in inner:
             one._unit.reduction.hook = hook
             one._unit.reduction.hook_state = state
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """
-        Raises:
-            NotImplementedError: what is registered are this rank's parts, which would load nowhere else.
-        """
-        raise NotImplementedError(_NO_STATE_DICT)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(_NO_STATE_DICT)
 
     # Names that are private in torch and used elsewhere.
 

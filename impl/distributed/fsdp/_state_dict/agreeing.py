@@ -1,0 +1,64 @@
+"""Whether all ranks can do what each of them was asked to, before any of them does."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.distributed.fsdp._agreement import Agreement
+
+_TEXT_BYTES = 2048
+_NO_RANK = 2**31
+
+
+def agree(wrappers: Sequence[Any], problem: str, given: Sequence[tuple[str, str]]) -> str:
+    """A problem that any rank has, in words; or a key for which they were given something different; or nothing.
+
+    Args:
+        wrappers: of the units whose groups are asked, the same on all ranks.
+        problem: this rank's own.
+        given: for the same keys in the same order on all ranks, what was given for them.
+    Collectives: an all-reduce over each of the groups, and another one if there is a problem.
+    """
+    groups = {group: how for one in wrappers for group, how in one._unit.groups.agreements.items()}
+    if not groups:
+        return problem
+    device = wrappers[0].compute_device
+    mine = dist.get_rank()
+    codes = [zlib.crc32(what.encode()) for _, what in given]
+    said = [-mine if problem else -_NO_RANK, *codes, *(-code for code in codes)]
+    heard = _highest(torch.tensor(said, dtype=torch.int64, device=device), groups.items()).tolist()
+    first, highest, lowest = -heard[0], heard[1 : len(codes) + 1], heard[len(codes) + 1 :]
+    if first == _NO_RANK:
+        for (key, what), high, low in zip(given, highest, lowest, strict=True):
+            if high != -low:
+                return (
+                    f"rank {mine} was given {what} for {key}, and another rank something else; nothing was loaded, "
+                    "since ranks send each other what they load"
+                )
+        return ""
+    text = problem.encode()[:_TEXT_BYTES] if first == mine else b""
+    letters = torch.tensor(list(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
+    told = bytes(_highest(letters, groups.items()).tolist()).rstrip(b"\0").decode(errors="replace")
+    return (
+        problem or f"rank {first} could not load its state dict, so no rank has loaded any of its own: {told}"
+    )
+
+
+def _highest(values: Tensor, groups: Iterable[tuple[dist.ProcessGroup, Agreement]]) -> Tensor:
+    """Over all ranks that any of the groups leads to."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    for group, agreement in groups:
+        agreement.run("agreed on a state dict", partial(_all_reduce, options), group, values)
+    return values
+
+
+def _all_reduce(options: dist.AllreduceOptions, group: dist.ProcessGroup, values: Tensor) -> dist.Work:
+    return group.allreduce([values], options)

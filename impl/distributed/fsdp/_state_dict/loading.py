@@ -1,0 +1,337 @@
+"""Loading a state dict into the units of a module: all of it on every rank, or nothing on any.
+
+While `nn.Module.load_state_dict` walks through the modules it meets stand-ins, which have the parameters' shapes and
+keep what is copied into them. Neither a shard is written nor a collective issued meanwhile. Then the ranks agree
+whether all of them succeeded; only if so, what was kept is written. Buffers, and parameters that no unit manages, are
+written in the walk, and put back if it was in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from impl.distributed.fsdp._collectives import gathered_like
+from impl.distributed.fsdp._flat_layout import Slot
+from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._managed import clean_name, is_managed
+from impl.distributed.fsdp._state_dict.agreeing import agree
+from impl.distributed.fsdp._state_dict.packing import chunk_in, own_numel
+from impl.distributed.fsdp._state_dict.resharding import Held, Resharding, chunk_of
+from impl.distributed.fsdp._state_dict.saving import WRAPPED, check_at_rest
+from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
+from impl.distributed.fsdp._unit import Phase, Unit
+from impl.distributed.fsdp.api import StateDictType
+
+
+class Loading:
+    """One call of `load_state_dict`, as far as it concerns the units below and at a wrapper.
+
+    Args:
+        wrappers: these units' FullyShardedDataParallel, the outermost first.
+        errors: where a module around the outermost one was asked, what nn.Module will raise.
+    """
+
+    def __init__(self, wrappers: Sequence[Any], errors: list[str] | None = None) -> None:
+        self.wrappers = list(wrappers)
+        self.errors = errors
+        self._errors_before = 0 if errors is None else len(errors)
+        self._units: dict[Any, UnitLoading] = {}
+        self._plain = PlainStates(wrappers[0], [one._unit for one in wrappers])
+
+    def begin(self) -> None:
+        for one in self.wrappers:
+            one._loading = self
+
+    def is_walked_from(self, wrapper: Any) -> bool:
+        """Whether the walk came to this wrapper, the outermost one, from a module around it."""
+        return self.errors is not None and wrapper is self.wrappers[0]
+
+    def enter(
+        self, wrapper: Any, kind: StateDictType, config: Any, state_dict: dict[str, Any], prefix: str
+    ) -> list[str]:
+        """Show stand-ins to the modules of a unit; what its keys hold that no rank could load, in words.
+
+        Raises:
+            AssertionError: a key that has to be there is not, or does not hold what it has to.
+        """
+        unit = self._units[wrapper] = UnitLoading(wrapper, kind, config)
+        return unit.begin(state_dict, prefix)
+
+    def leave(self, wrapper: Any) -> None:
+        """Have the modules of a unit show what they did before."""
+        self._units[wrapper].end()
+
+    def finish(self, problem: str) -> str:
+        """Write what was kept if no rank has a problem; else put back what was written. The problem, of any rank.
+
+        Collectives: all-reduces over the units' groups; and what writing takes.
+        """
+        self._end()
+        given = [one for wrapper in self.wrappers for one in self._given_to(wrapper)]
+        try:
+            verdict = agree(self.wrappers, problem, given)
+        except BaseException:
+            self._plain.put_back()
+            raise
+        if verdict:
+            self._plain.put_back()
+        else:
+            for unit in self._units.values():
+                unit.write()
+        return verdict
+
+    def finish_for_outer_module(self) -> None:
+        """The same where nn.Module raises; what is missing or unexpected does not count, since it may be allowed to."""
+        assert self.errors is not None
+        mine = self.errors[self._errors_before :]
+        verdict = self.finish("\n\t".join(mine))
+        if verdict and not mine:
+            self.errors.append(verdict)
+
+    def _end(self) -> None:
+        for unit in self._units.values():
+            unit.end()
+        for one in self.wrappers:
+            one._loading = None
+
+    def _given_to(self, wrapper: Any) -> list[tuple[str, str]]:
+        """For each parameter what decides on what the ranks send each other."""
+        met = self._units.get(wrapper)
+        return [
+            (f"{slot.name} of {wrapper._unit.name}", met.part_given(flat, index) if met else "nothing")
+            for flat in wrapper._unit.flats
+            for index, slot in enumerate(flat.layout.slots)
+        ]
+
+    def abandon(self) -> None:
+        """Put everything back, without a word to the other ranks."""
+        self._end()
+        self._plain.put_back()
+
+
+class UnitLoading:
+    """One unit's part in it."""
+
+    def __init__(self, wrapper: Any, kind: StateDictType, config: Any) -> None:
+        self._wrapper = wrapper
+        self._unit: Unit = wrapper._unit
+        self._kind = kind
+        self._config = config
+        self._shown = ExitStack()
+        self._sources: dict[Flat, list[Any]] = {}
+        self._flat_stand_ins: dict[Flat, StandIn] = {}
+
+    def begin(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        check_at_rest(self._unit, self._kind)
+        if self._unit.phase is Phase.IDLE:
+            self._unit.release()
+            for flat in self._unit.flats:
+                flat.take_back_changes()
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[prefix + WRAPPED + key.removeprefix(prefix)] = state_dict.pop(key)
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
+            return self._begin_local(state_dict, prefix)
+        problems = []
+        if self._kind is StateDictType.SHARDED_STATE_DICT:
+            problems = self._hide_parts(state_dict, prefix)
+        for flat in self._unit.flats:
+            self._shown.enter_context(flat.showing(stand_ins_for(flat, self)))
+        return problems
+
+    def end(self) -> None:
+        """Take what the stand-ins were given; a second time there is nothing to do."""
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
+            self._sources = {flat: [one.source] for flat, one in self._flat_stand_ins.items()}
+        elif not self._sources:
+            self._sources = {flat: _taken(flat) for flat in self._unit.flats}
+        self._shown.close()
+
+    def part_given(self, flat: Flat, index: int) -> str:
+        if self._kind is not StateDictType.SHARDED_STATE_DICT or self._sources[flat][index] is None:
+            return "nothing"
+        return f"a part in {self._sources[flat][index].dtype}"
+
+    @torch.no_grad()
+    def write(self) -> None:
+        for flat, sources in self._sources.items():
+            given = [index for index, source in enumerate(sources) if source is not None]
+            match self._kind:
+                case StateDictType.LOCAL_STATE_DICT:
+                    for source in sources:
+                        flat.flat_param.detach()[: len(source)].copy_(source)
+                case StateDictType.SHARDED_STATE_DICT:
+                    self._write_chunks(flat, given, [sources[index] for index in given])
+                case _:
+                    for index in given:
+                        _write_whole(flat, index, sources[index])
+            if self._unit.phase is Phase.SUMMONED:
+                self._show_written(flat, given)
+
+    # ShardedTensor and DTensor
+
+    def _hide_parts(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """Put stand-ins for them into the dict, which nn.Module compares with those that the modules show."""
+        problems: list[str] = []
+        wanted = DTensor if self._config._use_dtensor else ShardedTensor
+        for flat, index, name in self._names():
+            key = prefix + WRAPPED + name
+            if key not in state_dict:
+                continue
+            value = state_dict[key]
+            chunk = chunk_in(value, wanted, self._wrapper.rank)
+            slot = flat.layout.slots[index]
+            if tuple(value.size()) == slot.shape:
+                problem = self._problem_of(chunk, slot, flat)
+                problems += [f"{prefix}{name}: {problem}"] if problem else []
+            part = torch.empty(0, *value.size()[1:], dtype=value.dtype) if chunk is None else chunk
+            state_dict[key] = self._stand_in(value.size(), value.dtype, name, part)
+        return problems
+
+    def _problem_of(self, chunk: Tensor | None, slot: Slot, flat: Flat) -> str:
+        groups = self._unit.groups
+        wanted = chunk_of(slot, groups.shard_rank, flat.layout.world).shape
+        got = (0, *slot.shape[1:]) if chunk is None else tuple(chunk.shape)
+        if got == wanted:
+            return ""
+        return (
+            f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given a part of shape {got} but keeps "
+            f"{wanted}; what another number of ranks has saved is loaded by torch.distributed.checkpoint"
+        )
+
+    def _write_chunks(self, flat: Flat, given: Sequence[int], chunks: Sequence[Tensor]) -> None:
+        held = [Held(index, chunk) for index, chunk in zip(given, chunks, strict=True)]
+        resharding = Resharding(flat.layout, self._unit.groups, flat.device, self._unit.name)
+        shard = flat.flat_param.detach()
+        for index, values in zip(given, resharding.pieces_from(held), strict=True):
+            piece = flat.pieces[index]
+            if piece is not None:
+                shard.narrow(0, piece.offset, piece.numel).copy_(values)
+
+    # Shards
+
+    def _begin_local(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        problems: list[str] = []
+        if self._wrapper._use_orig_params:  # torch's dicts have these beside the shards
+            for _, _, name in self._names():
+                state_dict.pop(prefix + WRAPPED + name, None)
+        for name, flat in self._wrapper._named_flats():
+            key = prefix + WRAPPED + name
+            if key not in state_dict:
+                raise AssertionError(
+                    "No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters"
+                )
+            value = state_dict[key]
+            if not isinstance(value, ShardedTensor):
+                raise AssertionError("Tensors in local_state_dict should be ShardedTensor.")
+            problem, shard = self._shard_in(value, flat)
+            problems += [f"{prefix}{name}: {problem}"] if problem else []
+            like = flat.flat_param.shape
+            state_dict[key] = self._stand_in(like, value.dtype, name, shard)
+            shown = self._flat_stand_ins[flat] = self._stand_in(like, flat.dtype, name, None)
+            self._shown.enter_context(flat.showing_flat(shown))
+        return problems
+
+    def _shard_in(self, value: ShardedTensor, flat: Flat) -> tuple[str, Tensor]:
+        rank, layout = self._unit.groups.shard_rank, flat.layout
+        shards = value.local_shards()
+        got = [(one.metadata.shard_offsets[0], one.tensor.numel()) for one in shards]
+        numel = own_numel(layout, rank)
+        wanted = [(rank * layout.shard_numel, numel)] if numel else []
+        if got == wanted and value.size().numel() == layout.numel:
+            return "", shards[0].tensor if shards else flat.flat_param.detach()[:0]
+        return (
+            f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given (offset, elements) {got} of "
+            f"{value.size().numel()} but keeps {wanted} of {layout.numel}; LOCAL_STATE_DICT is loaded by as many "
+            "ranks, wrapped alike, as have saved it"
+        ), flat.flat_param.detach()[:0]
+
+    # Both
+
+    def _names(self) -> list[tuple[Flat, int, str]]:
+        """Every name of every parameter, without what wrappers put in."""
+        places = {
+            (place.module, place.attribute): (flat, index)
+            for flat in self._unit.flats
+            for index, one in enumerate(flat.owned)
+            for place in one.places
+        }
+        modules = list(self._wrapper._fsdp_wrapped_module.named_modules(remove_duplicate=False))
+        prefixes: dict[nn.Module, list[str]] = {}
+        for name, module in modules:
+            prefixes.setdefault(module, []).append(clean_name(f"{name}.") if name else "")
+        return [
+            (*found, before + attribute)
+            for (module, attribute), found in places.items()
+            for before in prefixes[module]
+        ]
+
+    def _stand_in(self, shape: torch.Size, dtype: torch.dtype, name: str, source: Any) -> StandIn:
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        return StandIn.made(like, name, device=self._wrapper.compute_device, owner=self, source=source)
+
+    def _show_written(self, flat: Flat, given: Sequence[int]) -> None:
+        """Inside `summon_full_params`, have the whole parameters be what was loaded."""
+        views = flat.views_of(
+            gathered_like(flat, flat.flat_param.detach(), self._unit.groups, self._unit.name)
+        )
+        if self._unit.shows_whole:
+            shown = dict(flat.shown())
+            for index in given:
+                target = shown[index]
+                assert target is not None
+                target.detach().copy_(views[index])
+
+
+class PlainStates:
+    """Buffers, parameters that no unit manages, and extra states: what nn.Module itself loads, as it was before."""
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
+        summoned = {shown for unit in units for flat in unit.flats for _, shown in flat.shown()}
+        self._tensors: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
+        self._extras: list[tuple[nn.Module, Any]] = []
+        for module in root.modules():
+            for registry in (module._parameters, module._buffers):
+                for name, tensor in registry.items():
+                    if tensor is not None and not is_managed(tensor) and tensor not in summoned:
+                        kept = (registry, name, tensor, tensor.detach().clone(), tensor._version)
+                        self._tensors.append(kept)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for registry, name, tensor, before, version in self._tensors:
+            registry[name] = tensor
+            if tensor._version != version:
+                tensor.copy_(before)
+
+
+def _taken(flat: Flat) -> list[Any]:
+    """For each parameter what is to be loaded into it: what its stand-in has taken, or what was put in its place."""
+    found: list[Any] = [None] * len(flat.layout.slots)
+    for index, shown in flat.shown():
+        source = shown.source if isinstance(shown, StandIn) else shown
+        if source is not None:
+            found[index] = source
+    return found
+
+
+def _write_whole(flat: Flat, index: int, source: Tensor) -> None:
+    """Copy this rank's piece of a whole parameter into the shard."""
+    slot, piece = flat.layout.slots[index], flat.pieces[index]
+    shard = flat.flat_param.detach()
+    if piece is None:
+        return
+    dense = source.detach()
+    if dense.stride() != slot.stride:
+        dense = torch.empty_strided(slot.shape, slot.stride, dtype=dense.dtype, device=dense.device).copy_(
+            dense
+        )
+    first = flat.rank * flat.layout.shard_numel + piece.offset - slot.start if flat.is_dealt else 0
+    values = dense.as_strided((slot.numel,), (1,)).narrow(0, first, piece.numel)
+    shard.narrow(0, piece.offset, piece.numel).copy_(values)

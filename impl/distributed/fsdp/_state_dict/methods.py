@@ -1,0 +1,345 @@
+"""What FullyShardedDataParallel has of methods about state dicts of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._managed import Ignored, clean_name
+from impl.distributed.fsdp._root import Root
+from impl.distributed.fsdp._state_dict.loading import Loading
+from impl.distributed.fsdp._state_dict.saving import Saving
+from impl.distributed.fsdp._unit import Unit
+from impl.distributed.fsdp.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+_DEPRECATED = (
+    "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() and "
+    "set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP. API doc: "
+    "https://pytorch.org/docs/stable/distributed.checkpoint.html#torch.distributed.checkpoint.state_dict."
+    "get_state_dict .Tutorial: https://pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html ."
+)
+
+
+_FLAT_PARAM = "_flat_param"
+_INSTEAD_OF_SAVING = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned."
+# torch's text, in which a blank is missing.
+_INSTEAD_OF_LOADING = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict willbe returned."
+
+
+class StateDicts(nn.Module):
+    """Saves and loads the parameters that a unit manages, by hooks around nn.Module's own walk.
+
+    So it makes no difference whether FullyShardedDataParallel or a module around it is asked for its state dict.
+    """
+
+    # What FullyShardedDataParallel sets.
+    process_group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    sharding_strategy: ShardingStrategy
+    mixed_precision: MixedPrecision
+    compute_device: torch.device
+    _unit: Unit
+    _ignored: Ignored
+    _device_mesh: DeviceMesh | None
+    _use_orig_params: bool
+
+    def _find_root(self) -> Root:
+        raise NotImplementedError
+
+    def _begin_state_dicts(self, module: nn.Module) -> None:
+        """To be called once in the constructor, when `module` has the buffers that it was wrapped with."""
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config: StateDictConfig = FullStateDictConfig()
+        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+        self._buffer_dtypes = {clean_name(name): buffer.dtype for name, buffer in module.named_buffers()}
+        self._saving: Saving | None = None
+        self._loading: Loading | None = None
+        self.register_state_dict_pre_hook(_before_saving)
+        self._register_state_dict_hook(_after_saving)
+        self._register_load_state_dict_pre_hook(_before_loading, with_module=True)
+        self.register_load_state_dict_post_hook(_after_loading)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The state of the module as `state_dict_type` says; arguments as of any module.
+
+        FULL_STATE_DICT, the default, has whole parameters under the names they had before wrapping, as copies.
+        SHARDED_STATE_DICT has each rank's rows of them, as ShardedTensor, or DTensor where a device mesh was given.
+        LOCAL_STATE_DICT has what the rank keeps, as it is; it is loaded only where as many ranks are wrapped alike.
+        NO_SHARD has always FULL_STATE_DICT.
+
+        Raises:
+            AssertionError: in the middle of a forward or backward.
+            RuntimeError: LOCAL_STATE_DICT with a device mesh, or inside `summon_full_params`.
+        Collectives: for each unit an all-gather, or of SHARDED_STATE_DICT an all-to-all of what each rank has to hold.
+        """
+        try:
+            return super().state_dict(*args, **kwargs)
+        except BaseException:
+            for one in _wrappers_in(self):
+                if one._saving is not None:
+                    one._saving.abandon()
+                    one._saving = None
+            raise
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what `state_dict` has made with the same `state_dict_type`; all of it on every rank, or nothing on any.
+
+        Args:
+            state_dict: of FULL_STATE_DICT the whole one on each rank.
+            strict: its keys have to be those that `state_dict` has.
+            assign: buffers, and parameters that no unit manages, become the dict's own tensors. The others are copied.
+
+        Returns:
+            The missing and the unexpected keys.
+
+        Raises:
+            RuntimeError: a key is missing, unexpected or misshaped, on this rank or on another one.
+            AssertionError: a key does not hold what the state dict's type asks for.
+        Collectives: all-reduces of a number for each parameter; then of SHARDED_STATE_DICT an all-to-all a unit.
+        Source: torch's 2.13; differences: a load that fails leaves everything as it was; `assign` loads what units
+            manage; LOCAL_STATE_DICT is loaded with `use_orig_params` too. If a module around this one is asked, what
+            is missing or unexpected is told after the rest was loaded.
+        """
+        loading = Loading(_wrappers_in(self))
+        loading.begin()
+        try:
+            keys = super().load_state_dict(state_dict, strict, assign)
+        except Exception as error:
+            loading.finish(str(error) or type(error).__name__)
+            raise
+        except BaseException:
+            loading.abandon()
+            raise
+        verdict = loading.finish("")
+        if verdict:
+            raise RuntimeError(verdict)
+        return keys
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Say what `state_dict` and `load_state_dict` make and take, of every unit below and at `module`.
+
+        Args:
+            module: any module.
+            state_dict_type: see `state_dict`.
+            state_dict_config: of that type; by default as it comes. `offload_to_cpu` has tensors on the CPU;
+                `rank0_only`, of FULL_STATE_DICT, has them on the group's first rank alone.
+            optim_state_dict_config: the same for optimizers.
+
+        Returns:
+            What was set before.
+
+        Raises:
+            RuntimeError: a configuration is of another type.
+            AssertionError: the units were set differently.
+        """
+        warnings.warn(_DEPRECATED, FutureWarning, stacklevel=2)
+        return _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """What `set_state_dict_type` has set; None if there is no unit.
+
+        Raises:
+            AssertionError: the units were set differently.
+            RuntimeError: LOCAL_STATE_DICT was set where a device mesh was given.
+        """
+        found: StateDictSettings | None = None
+        for one in _wrappers_in(module):
+            settings = StateDictSettings(
+                one._state_dict_type, one._state_dict_config, one._optim_state_dict_config
+            )
+            if found is not None and settings != found:
+                raise AssertionError(
+                    f"All FSDP modules must have the same state dict settings.Got {settings} and {found}."
+                )
+            if one._device_mesh is not None:
+                _use_dtensor(one._state_dict_type, one._optim_state_dict_config)
+            found = found or settings
+        return found
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Generator[None]:
+        """Inside, what `set_state_dict_type` sets; afterwards, also after an error, what was set before.
+
+        Source: torch's 2.13; differences: after an error it leaves what it has set.
+        """
+        warnings.warn(_DEPRECATED, FutureWarning, stacklevel=3)
+        before = _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for one in _wrappers_in(module):
+                one._state_dict_type = before.state_dict_type
+                one._state_dict_config = before.state_dict_config
+                one._optim_state_dict_config = before.optim_state_dict_config
+
+    def _named_flats(self) -> list[tuple[str, Flat]]:
+        """Under the names by which modules know the flat parameters."""
+        flats = self._unit.flats
+        return [
+            (f"{_FLAT_PARAM}_{index}" if index else _FLAT_PARAM, flat) for index, flat in enumerate(flats)
+        ]
+
+    def _mesh(self) -> DeviceMesh:
+        """What DTensors are dealt over."""
+        return self._device_mesh or DeviceMesh.from_group(self.process_group, self.compute_device.type)
+
+    def _kind_and_config(self, instead: str) -> tuple[StateDictType, StateDictConfig]:
+        """What is made or taken now; `instead` says so where it is not what was set.
+
+        Raises:
+            RuntimeError: LOCAL_STATE_DICT was set, and a device mesh given.
+        """
+        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
+            warnings.warn(instead, stacklevel=3)
+            return StateDictType.FULL_STATE_DICT, FullStateDictConfig()
+        if self._device_mesh is not None:
+            _use_dtensor(self._state_dict_type, self._state_dict_config)
+        return self._state_dict_type, self._state_dict_config
+
+
+def _wrappers_in(module: nn.Module) -> list[StateDicts]:
+    return [one for one in module.modules() if isinstance(one, StateDicts)]
+
+
+def _set(
+    module: nn.Module,
+    kind: StateDictType,
+    config: StateDictConfig | None,
+    optim_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    wanted, optim_wanted = _CONFIGS[kind]
+    config = wanted() if config is None else config
+    optim_config = optim_wanted() if optim_config is None else optim_config
+    if type(config) is not wanted:
+        raise RuntimeError(f"Expected state_dict_config of type {wanted} but got {type(config)}")
+    if type(optim_config) is not optim_wanted:
+        raise RuntimeError(
+            f"Expected optim_state_dict_config of type {optim_wanted} but got {type(optim_config)}"
+        )
+    wrappers = _wrappers_in(module)
+    if len({one._state_dict_type for one in wrappers}) > 1:
+        raise AssertionError("All FSDP modules should have the same state_dict_type.")
+    if len({type(one._state_dict_config) for one in wrappers}) > 1:
+        raise AssertionError("All FSDP modules must have the same type of state_dict_config.")
+    if len({type(one._optim_state_dict_config) for one in wrappers}) > 1:
+        raise AssertionError("All FSDP modules must have the same type of optim_state_dict_config.")
+    nothing: Any = None
+    before = StateDictSettings(nothing, nothing, nothing)
+    for one in reversed(wrappers):
+        before = StateDictSettings(one._state_dict_type, one._state_dict_config, one._optim_state_dict_config)
+        one._state_dict_type = kind
+        one._state_dict_config = config
+        one._optim_state_dict_config = optim_config
+    return before
+
+
+def _use_dtensor(kind: StateDictType, config: Any) -> None:
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        raise RuntimeError(
+            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set "
+            "state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict."
+        )
+    config._use_dtensor = True
+
+
+# Hooks, in the order in which nn.Module calls them.
+
+
+def _before_saving(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
+    del prefix, keep_vars
+    assert isinstance(wrapper, StateDicts)
+    if wrapper._saving is not None:  # a walk that began at a module around it has raised
+        wrapper._saving.abandon()
+    kind, config = wrapper._kind_and_config(_INSTEAD_OF_SAVING)
+    wrapper._find_root().settle()
+    wrapper._saving = Saving(wrapper, kind, config)
+    wrapper._saving.begin()
+
+
+def _after_saving(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    del local_metadata
+    assert isinstance(wrapper, StateDicts)
+    saving, wrapper._saving = wrapper._saving, None
+    assert saving is not None
+    saving.end(state_dict, prefix)
+
+
+def _before_loading(  # noqa: PLR0913  nn.Module's eight
+    wrapper: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    del local_metadata, strict, missing_keys, unexpected_keys
+    assert isinstance(wrapper, StateDicts)
+    wrapper._find_root().settle()
+    loading = wrapper._loading
+    if loading is None or loading.is_walked_from(wrapper):
+        if loading is not None:  # the walk has raised
+            loading.abandon()
+        loading = Loading(_wrappers_in(wrapper), error_msgs)
+        loading.begin()
+    kind, config = wrapper._kind_and_config(_INSTEAD_OF_LOADING)
+    try:
+        error_msgs += loading.enter(wrapper, kind, config, state_dict, prefix)
+    except AssertionError as error:
+        if loading.errors is None:
+            raise
+        error_msgs.append(str(error))
+
+
+def _after_loading(wrapper: nn.Module, incompatible_keys: Any) -> None:
+    assert isinstance(wrapper, StateDicts)
+    loading = wrapper._loading
+    assert loading is not None
+    loading.leave(wrapper)
+    for keys in incompatible_keys:
+        keys[:] = [clean_name(key) for key in keys]
+    if loading.is_walked_from(wrapper):
+        loading.finish_for_outer_module()

@@ -1,0 +1,102 @@
+"""ShardedTensor and DTensor around what one rank holds, made and opened without a word to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+)
+from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Shard as ShardOf
+
+from impl.distributed.fsdp._flat_layout import FlatLayout, Slot
+from impl.distributed.fsdp._state_dict.resharding import chunk_of
+
+
+def chunked(chunk: Tensor, slot: Slot, layout: FlatLayout, group: dist.ProcessGroup) -> ShardedTensor:
+    """A ShardedTensor of a parameter's rows, of which `chunk` is this rank's."""
+    chunks = [chunk_of(slot, rank, layout.world) for rank in range(layout.world)]
+    behind = [0] * (len(slot.shape) - 1)
+    parts = [([one.first_row, *behind], list(one.shape)) for one in chunks]
+    return _sharded(chunk.contiguous(), torch.Size(slot.shape), parts, group)
+
+
+def flattened(shard: Tensor, layout: FlatLayout, group: dist.ProcessGroup) -> ShardedTensor:
+    """A ShardedTensor of a flat without its tail, over this rank's shard [shard_numel] of it."""
+    width = layout.shard_numel
+    lengths = [own_numel(layout, rank) for rank in range(layout.world)]
+    parts = [([rank * width], [length]) for rank, length in enumerate(lengths)]
+    return _sharded(shard[: lengths[group.rank()]], torch.Size([layout.numel]), parts, group)
+
+
+def own_numel(layout: FlatLayout, rank: int) -> int:
+    """How long a rank's shard is without the tail that evens out the shards."""
+    return max(0, min(layout.numel - rank * layout.shard_numel, layout.shard_numel))
+
+
+def _sharded(
+    local: Tensor, size: torch.Size, parts: Sequence[tuple[list[int], list[int]]], group: dist.ProcessGroup
+) -> ShardedTensor:
+    """
+    Args:
+        parts: for each rank of the group offsets and sizes; those of no elements count as none.
+    """
+    places = [
+        ShardMetadata(offsets, sizes, _place_of(rank, local.device, group))
+        for rank, (offsets, sizes) in enumerate(parts)
+        if sizes[0]
+    ]
+    mine = [Shard(local, ShardMetadata(*parts[group.rank()], _place_of(group.rank(), local.device, group)))]
+    properties = TensorProperties(
+        dtype=local.dtype, requires_grad=local.requires_grad, memory_format=torch.contiguous_format
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        mine if parts[group.rank()][1][0] else [],
+        sharded_tensor_metadata=ShardedTensorMetadata(places, size, properties),
+        process_group=group,
+    )
+
+
+def _place_of(rank: int, device: torch.device, group: dist.ProcessGroup) -> str:
+    """As torch writes it, which takes each rank's device from its number."""
+    place = f"rank:{dist.get_global_rank(group, rank)}/{device.type}"
+    return place if device.type == "cpu" else f"{place}:{rank % torch.accelerator.device_count()}"
+
+
+def meshed(chunk: Tensor, slot: Slot, mesh: DeviceMesh) -> DTensor:
+    """A DTensor of a parameter, dealt by rows over the last dimension of the mesh, of which `chunk` is this rank's."""
+    placements: list[Placement] = [Replicate() for _ in range(mesh.ndim - 1)]
+    return DTensor.from_local(
+        chunk.contiguous(),
+        mesh,
+        [*placements, ShardOf(0)],
+        run_check=False,
+        shape=torch.Size(slot.shape),
+        stride=slot.stride,
+    )
+
+
+def chunk_in(value: Any, wanted: type, rank: int) -> Tensor | None:
+    """What this rank holds of a ShardedTensor or DTensor; None if that is nothing.
+
+    Raises:
+        AssertionError: it is not of the type wanted, or holds more than one part.
+    """
+    if type(value) is not wanted:
+        raise AssertionError(f"Expected {wanted.__name__}, got {type(value)}")
+    if isinstance(value, DTensor):
+        return value.to_local()
+    shards = value.local_shards()
+    if len(shards) > 1:
+        raise AssertionError(f"Expects 0 or 1 shard per rank but got {len(shards)} shards on rank {rank}.")
+    return shards[0].tensor if shards else None

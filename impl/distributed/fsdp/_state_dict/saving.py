@@ -1,0 +1,195 @@
+"""A unit's part of a state dict, while `nn.Module.state_dict` walks through its modules.
+
+Before the walk the unit's values are made, one flat after the other, and shown to the modules in the parameters' place;
+so they get their keys, and users' hooks see them, where nn.Module puts them. Where a rank is not to have a parameter
+whole, a stand-in is shown, and what it stands for takes its place after the walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from impl.distributed.fsdp._collectives import gathered_like
+from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
+from impl.distributed.fsdp._state_dict.resharding import Dealt, Resharding, chunk_of
+from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
+from impl.distributed.fsdp._unit import Phase, Unit
+from impl.distributed.fsdp.api import StateDictType
+
+WRAPPED = "_fsdp_wrapped_module."
+
+
+class Saving:
+    """
+    Args:
+        wrapper: the FullyShardedDataParallel.
+        kind: what is made of it; of what is not dealt, FULL_STATE_DICT.
+        config: of that kind.
+    """
+
+    def __init__(self, wrapper: Any, kind: StateDictType, config: Any) -> None:
+        self._wrapper = wrapper
+        self._unit: Unit = wrapper._unit
+        self._kind = kind
+        self._config = config
+        self._is_left_out = kind is StateDictType.FULL_STATE_DICT and config.rank0_only and wrapper.rank != 0
+        self._shown = ExitStack()
+        self._copies: dict[int, bool] = {}  # by their storages: whether a key has it already
+        self._packed: set[int] = set()  # chunks that are in the dict
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """
+        Raises:
+            AssertionError: the unit is in the middle of a forward or backward.
+            RuntimeError: LOCAL_STATE_DICT was asked for inside `summon_full_params`.
+        Collectives: for each flat an all-gather, or of SHARDED_STATE_DICT one all-to-all; none of LOCAL_STATE_DICT.
+        """
+        check_at_rest(self._unit, self._kind)
+        if self._unit.phase is Phase.IDLE:
+            self._unit.release()
+            for flat in self._unit.flats:
+                flat.take_back_changes()
+        for flat in self._unit.flats:
+            if self._kind is not StateDictType.LOCAL_STATE_DICT:
+                self._shown.enter_context(flat.showing(self._values_of(flat)))
+            elif flat.use_orig_params:
+                self._shown.enter_context(flat.showing(stand_ins_for(flat, self)))
+
+    def abandon(self) -> None:
+        """Show what was shown before."""
+        self._shown.close()
+
+    @torch.no_grad()
+    def end(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Bring what the walk has collected below the prefix into its final form, and under its name."""
+        self._shown.close()
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            value = state_dict[key]
+            name = prefix + key.removeprefix(prefix).removeprefix(WRAPPED)
+            if isinstance(value, StandIn) and value.owner is self:
+                del state_dict[key]
+                if value.source is not None:
+                    state_dict[name] = self._pack(*value.source)
+                continue
+            if name != key:
+                del state_dict[key]
+            state_dict[name] = self._own(value)
+        if not self._unit.flats:
+            return
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
+            self._put_flats(state_dict, prefix)
+        self._put_buffers(state_dict, prefix)
+
+    # What is shown
+
+    def _values_of(self, flat: Flat) -> Sequence[Tensor]:
+        if self._kind is StateDictType.SHARDED_STATE_DICT:
+            chunks = self._chunks_of(flat)
+            sources = [(chunk, flat, index) for index, chunk in enumerate(chunks)]
+            return stand_ins_for(flat, self, sources)
+        views = self._whole_views(flat)
+        if self._is_left_out:
+            return stand_ins_for(flat, self)
+        copies = [self._copy(view) for view in views]
+        self._copies.update((_storage_of(copy), False) for copy in copies)
+        return [nn.Parameter(copy, flat.wants_grad(index)) for index, copy in enumerate(copies)]
+
+    def _whole_views(self, flat: Flat) -> list[Tensor]:
+        if self._unit.all_show_whole:
+            return _summoned_tensors(flat)
+        return flat.views_of(gathered_like(flat, flat.flat_param.data, self._unit.groups, self._unit.name))
+
+    def _chunks_of(self, flat: Flat) -> list[Tensor]:
+        groups, layout = self._unit.groups, flat.layout
+        if self._unit.all_show_whole:
+            chunks = [chunk_of(slot, groups.shard_rank, layout.world) for slot in layout.slots]
+            wholes = _summoned_tensors(flat)
+            return [
+                self._copy(whole[chunk.first_row : chunk.stop_row])
+                for whole, chunk in zip(wholes, chunks, strict=True)
+            ]
+        pieces = flat.pieces_of(flat.flat_param.data)
+        dealt = [Dealt(index, flat.dtype, piece) for index, piece in enumerate(pieces)]
+        return Resharding(layout, groups, flat.device, self._unit.name).chunks_from(dealt)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # A rank that offloads shall not have the whole twice.
+        device = torch.device("cpu") if self._config.offload_to_cpu else self._wrapper.compute_device
+        return tensor.clone() if tensor.device == device else tensor.to(device)
+
+    # What becomes of it
+
+    def _own(self, value: Any) -> Any:
+        """One of the copies: detached from autograd, and shared with no other key. Anything else as it is."""
+        storage = _storage_of(value) if type(value) in (Tensor, nn.Parameter) else 0
+        if storage not in self._copies:
+            return value
+        has_a_key, self._copies[storage] = self._copies[storage], True
+        return value.detach().clone() if has_a_key else value.detach()
+
+    def _pack(self, chunk: Tensor, flat: Flat, index: int) -> Any:
+        slot = flat.layout.slots[index]
+        if id(chunk) in self._packed:
+            chunk = chunk.clone()  # of a parameter with another name
+        self._packed.add(id(chunk))
+        packed: Any
+        if self._config._use_dtensor:
+            packed = meshed(chunk, slot, self._wrapper._mesh())
+        else:
+            packed = chunked(chunk, slot, flat.layout, self._wrapper.process_group)
+        return packed.cpu() if self._config.offload_to_cpu else packed
+
+    def _put_flats(self, state_dict: dict[str, Any], prefix: str) -> None:
+        for name, flat in self._wrapper._named_flats():
+            shard = flat.flat_param
+            packed = flattened(shard, flat.layout, self._wrapper.process_group)
+            state_dict[prefix + name] = packed.cpu() if self._config.offload_to_cpu else packed
+
+    def _put_buffers(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """In the dtype that they were wrapped in."""
+        casts = self._wrapper.mixed_precision.buffer_dtype is not None
+        for name, dtype in self._wrapper._buffer_dtypes.items():
+            key = prefix + name
+            if key not in state_dict:  # buffers need not be persistent
+                continue
+            if self._is_left_out:
+                del state_dict[key]
+                continue
+            if self._config.offload_to_cpu:
+                state_dict[key] = state_dict[key].to("cpu")
+            if casts and name not in self._wrapper._ignored.buffer_names:
+                state_dict[key] = state_dict[key].to(dtype, copy=True)
+
+
+def check_at_rest(unit: Unit, kind: StateDictType) -> None:
+    """
+    Raises:
+        AssertionError: the unit is in the middle of a forward or backward.
+        RuntimeError: its parameters are whole, and shards are asked for.
+    """
+    if unit.phase not in (Phase.IDLE, Phase.SUMMONED):
+        raise AssertionError(
+            f"the state of {unit.name} cannot be saved or loaded in the middle of its {unit.phase.value}"
+        )
+    if unit.phase is Phase.SUMMONED and kind is StateDictType.LOCAL_STATE_DICT:
+        raise RuntimeError(
+            f"LOCAL_STATE_DICT is of shards, but the parameters of {unit.name} are whole inside summon_full_params(); "
+            "leave the context first"
+        )
+
+
+def _summoned_tensors(flat: Flat) -> list[Tensor]:
+    """What the user sees as the whole parameters, and may have written to."""
+    shown = dict(flat.shown())
+    return [cast("Tensor", shown[index]).detach() for index in range(len(flat.layout.slots))]
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,78 @@
+"""What modules are shown for their parameters while their unit is saved or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._showing import ReleasedParameter
+
+
+class StandIn(ReleasedParameter):
+    """Has a parameter's shape and no elements; what is copied into it, it keeps as its `source`."""
+
+    source: Any
+    owner: object  # who made it
+
+    @classmethod
+    def made(
+        cls, like: Tensor, name: str, *, device: torch.device, owner: object, source: Any = None
+    ) -> StandIn:
+        """
+        Args:
+            like: has the shape, the dtype and requires_grad; may be a meta tensor.
+        """
+        made = super().of(like, name, device=device)
+        made._is_param = True  # so that modules register it
+        made.owner = owner
+        made.source = source
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ALIASES and isinstance(args[0], StandIn):
+            return args[0]
+        if func in _WRITES and isinstance(args[0], StandIn):
+            args[0].keep(args[1])
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def keep(self, given: Any) -> None:
+        """
+        Raises:
+            TypeError: it is dealt to ranks, where a whole tensor is wanted.
+        """
+        if isinstance(given, (ShardedTensor, DTensor)):
+            raise TypeError(
+                f"expected a whole tensor for {self._name} but got a {type(given).__name__}; load it with "
+                "SHARDED_STATE_DICT"
+            )
+        self.source = given.source if isinstance(given, StandIn) else given
+
+
+_data: Any = Tensor.data
+_ALIASES = (Tensor.detach, _data.__get__)
+_WRITES = (Tensor.copy_, _data.__set__)
+
+
+def stand_ins_for(flat: Flat, owner: object, sources: Sequence[Any] = ()) -> list[StandIn]:
+    """One for each parameter of a flat."""
+    return [
+        StandIn.made(
+            torch.empty_strided(
+                slot.shape, slot.stride, dtype=flat.dtype, device="meta", requires_grad=flat.wants_grad(index)
+            ),
+            slot.name,
+            device=flat.device,
+            owner=owner,
+            source=sources[index] if sources else None,
+        )
+        for index, slot in enumerate(flat.layout.slots)
+    ]
