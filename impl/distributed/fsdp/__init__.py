@@ -24,7 +24,7 @@ from impl.distributed.fsdp.api import (
     StateDictSettings,
     StateDictType,
 )
-from impl.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from impl.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKeyType
 from impl.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

@@ -29,20 +29,22 @@ from impl.distributed.fsdp._managed import ignored_by, mark_managed, owned_by
 from impl.distributed.fsdp._placement import broadcast_states, device_type_for, place
 from impl.distributed.fsdp._root import Root, root_over
 from impl.distributed.fsdp._state_dict.methods import StateDicts
+from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
+from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType
 from impl.distributed.fsdp._summon import Summoning, check, summoned
 from impl.distributed.fsdp._unit import Phase, Plan, TrainingState, Unit
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite
 
-__all__ = ["FullyShardedDataParallel"]
+__all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]
 
 _PREFIX = "_fsdp_wrapped_module."
 _FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 _ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
-class FullyShardedDataParallel(StateDicts):
+class FullyShardedDataParallel(StateDicts, OptimStateDicts):
     """Deals the parameters of a module, their gradients and what optimizers keep for them, to the ranks of a group.
 
     Each wrapped module is a unit: its parameters are gathered before it computes, in forward and in backward, and

@@ -1,0 +1,161 @@
+"""What is asked of the state dicts of an optimizer of a sharded model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from conformance.distributed.fsdp.method_cases import Lab
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": functools.partial(torch.optim.Adam, lr=0.05),
+    "amsgrad": functools.partial(torch.optim.AdamW, lr=0.05, amsgrad=True),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.5),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.05),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.05, centered=True),
+    "adafactor": functools.partial(torch.optim.Adafactor, lr=0.05),
+    "rprop": functools.partial(torch.optim.Rprop, lr=0.05),
+    "nadam": functools.partial(torch.optim.NAdam, lr=0.05),
+}
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """An optimizer, and what it has done."""
+
+    kind: str = "adam"
+    groups: int = 1  # of parameters, dealt out in turn; of each the learning rate is halved
+    steps: int = 2
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        dealt = [parameters[number :: self.groups] for number in range(self.groups)]
+        groups = [{"params": one, "lr": 0.05 * 0.5**number} for number, one in enumerate(dealt) if one]
+        return OPTIMIZERS[self.kind](groups)
+
+    def stepped(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = self.optimizer(model)
+        for _ in range(self.steps):
+            step(model, optimizer)
+        return optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """With gradients that follow from each element alone, so that libraries that add in another order agree in bits."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.numel():
+            parameter.grad = parameter.detach() * 0.5 + parameter.detach().sign()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain(value: Any) -> Any:
+    """With the part that this rank has for what is dealt, and how that is laid out; states in the order of names."""
+    if isinstance(value, ShardedTensor):
+        return {
+            "metadata": repr(value.metadata()),
+            "parts": [shard.tensor for shard in value.local_shards()],
+        }
+    if isinstance(value, DTensor):
+        return {"placements": repr(value.placements), "shape": tuple(value.shape), "part": value.to_local()}
+    if isinstance(value, Mapping):
+        in_order = sorted(value) if all(isinstance(key, str) for key in value) else value
+        return {key: plain(value[key]) for key in in_order}
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a state dict is saved and loaded: by the older methods, or by the state dict type that is set."""
+
+    name: str  # whole, scattered or dealt: the older methods; or FULL, SHARDED or LOCAL
+    rank0_only: bool = False
+    offloads: bool = True
+
+    def save(self, lab: Lab, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if self.name == "dealt":
+            return lab.fsdp.sharded_optim_state_dict(lab.model, optimizer)
+        if self.name in ("whole", "scattered"):
+            rank0_only = self.name == "scattered"
+            return lab.fsdp.full_optim_state_dict(lab.model, optimizer, rank0_only=rank0_only)
+        with self._set(lab):
+            return lab.fsdp.optim_state_dict(lab.model, optimizer)
+
+    def load(
+        self, lab: Lab, optimizer: torch.optim.Optimizer, saved: dict[str, Any], **arguments: Any
+    ) -> dict[str, Any]:
+        """What the optimizer is to load; the optimizer itself is left alone."""
+        if self.name == "dealt":
+            return lab.fsdp.flatten_sharded_optim_state_dict(saved, lab.model, optimizer)
+        if self.name == "whole":
+            return lab.fsdp.shard_full_optim_state_dict(saved, lab.model, optim=optimizer)
+        if self.name == "scattered":
+            return lab.fsdp.scatter_full_optim_state_dict(saved, lab.model, optim=optimizer)
+        with self._set(lab):
+            return lab.fsdp.optim_state_dict_to_load(lab.model, optimizer, saved, **arguments)
+
+    def _set(self, lab: Lab) -> Any:
+        api = lab.library.distributed.fsdp
+        configs = {
+            "FULL": lambda: (
+                api.FullStateDictConfig(),
+                api.FullOptimStateDictConfig(offload_to_cpu=self.offloads, rank0_only=self.rank0_only),
+            ),
+            "SHARDED": lambda: (
+                api.ShardedStateDictConfig(),
+                api.ShardedOptimStateDictConfig(offload_to_cpu=self.offloads),
+            ),
+            "LOCAL": lambda: (api.LocalStateDictConfig(), api.LocalOptimStateDictConfig(self.offloads)),
+        }
+        kind = api.StateDictType[f"{self.name}_STATE_DICT"]
+        return lab.fsdp.state_dict_type(lab.model, kind, *configs[self.name]())
+
+
+def there_and_back(lab: Lab, optimized: Optimized, way: Way) -> Any:
+    """What is saved, what a fresh optimizer is to load of it, and what becomes of that at the next step."""
+    optimizer = optimized.stepped(lab.model)
+    before = copied(plain(optimizer.state_dict()))
+    saved = way.save(lab, optimizer)
+    seen = {"order": [*saved.get("state", ())], "saved": copied(plain(saved))}
+    fresh = optimized.optimizer(lab.model)
+    found = way.load(lab, fresh, saved)
+    seen["found"] = copied(plain(found))
+    fresh.load_state_dict(found)
+    step(lab.model, fresh)
+    return {**seen, "before": before, "after": plain(fresh.state_dict())}
+
+
+def copied(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def loaded(lab: Lab, optimized: Optimized, way: Way, saved: Mapping[str, Any]) -> Any:
+    """What an optimizer is to load of a state dict that came from elsewhere."""
+    fresh = optimized.optimizer(lab.model)
+    found = way.load(lab, fresh, copied(saved) if way.name != "scattered" or lab.rank.rank == 0 else {})
+    fresh.load_state_dict(found)
+    return {"found": copied(plain(found)), "state": plain(fresh.state_dict())}
+
+
+def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer of a model that is not wrapped, as one that is saved names parameters."""
+    names = [name for name, _ in model.named_parameters()]
+    order = {parameter: name for name, parameter in zip(names, model.parameters(), strict=True)}
+    numbered = [order[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    state = optimizer.state_dict()
+    return {
+        "state": {numbered[number]: one for number, one in state["state"].items()},
+        "param_groups": [
+            group | {"params": [numbered[number] for number in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }

@@ -1,0 +1,270 @@
+"""What a state dict holds for the parameters of one flat, dealt to the ranks as the flat is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from impl.distributed.fsdp._flat_layout import Slot
+from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._state_dict.optim_flat import TensorForm
+from impl.distributed.fsdp._state_dict.optim_keys import NamedFlat, StateDict
+from impl.distributed.fsdp._state_dict.resharding import Held, chunk_of
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """The first rank of a group has every tensor; `owners` says whose part of the flat each rank of it has."""
+
+    group: dist.ProcessGroup | None
+    owners: Sequence[int]
+
+
+def is_dealt(value: Any) -> bool:
+    return isinstance(value, TensorForm) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
+class FlatLoad:
+    """The states of a flat's parameters by their number in it; of a tensor that another rank has there is the form."""
+
+    def __init__(self, one: NamedFlat, states: dict[int, StateDict]) -> None:
+        self._one = one
+        self._flat: Flat = one.flat
+        self._states = states
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a tensor is not shaped like its parameter; or the states of parameters that an optimizer steps
+                as one do not fit together.
+        """
+        for index, name, value in self._tensors():
+            slot = self._flat.layout.slots[index]
+            if tuple(value.shape) != slot.shape:
+                error = ValueError(
+                    "Tensor optimizer state does not have same shape as its parameter: "
+                    f"{torch.Size(value.shape)} {torch.Size(slot.shape)}"
+                )
+                error.add_note(f"rank {dist.get_rank()}: {name!r} of {self._one.names[index]}")
+                raise error
+        if not self._flat.use_orig_params:
+            refuse_unlike(self._one.names, self._states)
+
+    def moves(self) -> list[Any]:
+        """What other ranks must send alike."""
+        return [
+            (self._one.names[index], name, type(value).__name__, tuple(value.shape), value.dtype)
+            for index, name, value in self._tensors()
+            if isinstance(value, (ShardedTensor, DTensor))
+        ]
+
+    def dealt(self, scatter: Scatter | None) -> dict[int, StateDict]:
+        """Its part of them, in memory of its own: of a flat parameter one state, else one of each that it owns some of.
+
+        Collectives: with `scatter` one for each of the tensors of a state; else one for all that are ShardedTensor or
+            DTensor.
+        """
+        pieces = dict(self._scattered(scatter) if scatter else self._local())
+        if not self._flat.use_orig_params:
+            return {0: self._joined(pieces)}
+        return {
+            index: {
+                name: pieces[index, name] if is_dealt(value) else own_copy(value)
+                for name, value in state.items()
+            }
+            for index, state in self._states.items()
+            if self._flat.pieces[index] is not None
+        }
+
+    def _tensors(self) -> Iterator[tuple[int, str, Any]]:
+        for index in sorted(self._states):
+            for name in sorted(self._states[index]):
+                value = self._states[index][name]
+                if is_dealt(value):
+                    yield index, name, value
+
+    def _joined(self, pieces: dict[tuple[int, str], Tensor]) -> StateDict:
+        """Zeros stand for parameters without the tensor."""
+        joined: StateDict = {}
+        shards: dict[str, list[Tensor | None]] = {}
+        for (index, name), piece in pieces.items():
+            if name not in joined:
+                joined[name] = torch.zeros(
+                    self._flat.layout.shard_numel, dtype=piece.dtype, device=piece.device
+                )
+                shards[name] = self._flat.pieces_of(joined[name])
+            place = shards[name][index]
+            if place is not None:
+                place.copy_(piece)
+        first = next(iter(self._states.values()))
+        return joined | {name: own_copy(value) for name, value in first.items() if name not in joined}
+
+    # Moving
+
+    def _local(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        held: dict[tuple[int, str], Held] = {}
+        for index, name, value in self._tensors():
+            slot = self._flat.layout.slots[index]
+            chunk = _chunk_in(value, slot, self._flat) if self._flat.is_dealt else None
+            if chunk is not None:
+                held[index, name] = Held(index, chunk)
+            else:
+                whole = whole_of(value)
+                yield (index, name), self._piece_of(whole, index).clone()
+        if held:
+            pieces = self._one.resharding().pieces_from([*held.values()])
+            yield from zip(held, pieces, strict=True)
+
+    def _piece_of(self, whole: Tensor, index: int) -> Tensor:
+        """Its part of a tensor in the parameter's shape; all of it where nothing is dealt."""
+        flat = self._flat
+        if not flat.is_dealt:
+            return whole
+        slot, piece = flat.layout.slots[index], flat.pieces[index]
+        if piece is None:
+            return whole.new_empty(0)
+        start = flat.rank * flat.layout.shard_numel + piece.offset - slot.start
+        return _in_slots_order(whole, slot).narrow(0, start, piece.numel)
+
+    def _scattered(self, scatter: Scatter) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """One of the tensors of a state after the other, so that one is on its way at a time."""
+        flat, layout = self._flat, self._flat.layout
+        alike: dict[tuple[str, torch.dtype], dict[int, Any]] = {}
+        for index, name, value in self._tensors():
+            alike.setdefault((name, value.dtype), {})[index] = value
+        for (name, dtype), values in alike.items():
+            mine = torch.empty(layout.shard_numel, dtype=dtype, device=flat.device)
+            lots = None
+            if dist.get_rank(scatter.group) == 0:
+                whole = torch.zeros(layout.padded_numel, dtype=dtype, device=flat.device)
+                views = flat.views_of(whole)
+                for index, value in values.items():
+                    views[index].copy_(value)
+                parts = whole.split(layout.shard_numel)
+                lots = [parts[owner] for owner in scatter.owners]
+            dist.scatter(mine, lots, group=scatter.group, group_src=0)
+            places = flat.pieces_of(mine)
+            for index in values:
+                place = places[index]
+                yield (index, name), mine.new_empty(0) if place is None else place.clone()
+
+
+def own_copy(value: Any) -> Any:
+    """A number by itself: optimizers count up in place."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def whole_of(value: Tensor) -> Tensor:
+    """All of a tensor of any kind.
+
+    Collectives: of a DTensor or ShardedTensor an all-gather over the ranks that have a part of it.
+    """
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if not isinstance(value, ShardedTensor):
+        return value.detach()
+    group = value._process_group
+    rows, *rest = value.size()
+    width = -(-rows // group.size())
+    mine = torch.zeros(width, *rest, dtype=value.dtype, device=_device_of(value))
+    for shard in value.local_shards():
+        mine[: shard.tensor.shape[0]].copy_(shard.tensor)
+    whole = mine.new_empty(width * group.size(), *rest)
+    dist.all_gather([*whole.split(width)], mine, group=group)
+    return whole[:rows]
+
+
+def _device_of(value: ShardedTensor) -> torch.device:
+    shards = value.local_shards()
+    return shards[0].tensor.device if shards else torch.device("cpu")
+
+
+def _chunk_in(value: Tensor, slot: Slot, flat: Flat) -> Tensor | None:
+    """The rows that this rank has of a tensor, if all ranks have those that `chunk_of` gives them."""
+    world = flat.layout.world
+    if isinstance(value, DTensor):
+        *outer, inner = value.placements
+        is_chunked = inner == Shard(0) and all(one == Replicate() for one in outer)
+        return value.to_local() if is_chunked and value.device_mesh.size(-1) == world else None
+    if not isinstance(value, ShardedTensor):
+        return None
+    sizes = [one.shard_sizes[0] for one in value.metadata().shards_metadata]
+    chunks = [chunk_of(slot, rank, world).shape for rank in range(world)]
+    if sizes != [shape[0] for shape in chunks if shape[0]]:
+        return None
+    shards = value.local_shards()
+    return shards[0].tensor if shards else torch.empty(chunks[flat.rank], dtype=value.dtype)
+
+
+def _in_slots_order(value: Tensor, slot: Slot) -> Tensor:
+    """The elements in the order in which the flat has them, 1-D."""
+    if value.stride() != slot.stride:
+        laid_out = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device)
+        value = laid_out.copy_(value)
+    return value.as_strided((slot.numel,), (1,))
+
+
+# States of one flat parameter
+
+
+def refuse_unlike(names: Sequence[str], states: dict[int, StateDict]) -> None:
+    """
+    Raises:
+        ValueError: the states of parameters that an optimizer steps as one differ in more than the elements of tensors.
+    """
+    kinds = {frozenset(state) for state in states.values()}
+    if len(kinds) > 1:
+        raise ValueError(f"Differing optimizer state names for the unflattened parameters: {[*names]}")
+    for state_name in next(iter(kinds)):
+        values = [states.get(index, {}).get(state_name) for index in range(len(names))]
+        if any(value is not None for value in values):
+            _refuse_unlike_values(state_name, values, [*names])
+
+
+def _refuse_unlike_values(state_name: str, values: list[Any], names: list[str]) -> None:
+    given = [value for value in values if value is not None]
+    kinds = {(type(value), is_dealt(value)) for value in given}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"Differing optimizer state types for state {state_name}, values {given}, and unflattened parameter names "
+            f"{names}"
+        )
+    if is_dealt(given[0]):
+        dtypes = {value.dtype for value in given}
+        if len(dtypes) > 1:
+            raise ValueError(
+                "All unflattened parameters comprising a single flat parameter must have positive-dimension tensor "
+                f"state with the same dtype but got dtypes {dtypes} for state {state_name} and unflattened parameter "
+                f"names {names}"
+            )
+        return
+    must = (
+        "All unflattened parameters comprising a single flat parameter must have scalar state with the same value and "
+        "dtype but got values"
+    )
+    if isinstance(given[0], Tensor):
+        numbers = {None if value is None else value.item() for value in values}
+        dtypes = {None if value is None else value.dtype for value in values}
+        if len(numbers) > 1 or len(dtypes) > 1:
+            raise ValueError(
+                f"{must} {numbers} and dtypes {dtypes} for state {state_name} and unflattened parameter names {names}"
+            )
+    elif any(value != given[0] for value in values):
+        raise ValueError(
+            f"{must} {_distinct(values)} for state {state_name} and  unflattened parameter names {names}"
+        )
+
+
+def _distinct(values: Iterable[Any]) -> Any:
+    values = list(values)
+    try:
+        return set(values)
+    except TypeError:  # lists, which are not hashable
+        return values
