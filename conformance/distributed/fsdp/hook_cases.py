@@ -131,6 +131,19 @@ def _noting(events: list[Any], name: str) -> Any:
     return lambda _: events.append(name)
 
 
+def barriers_where_units_compute(lab: Lab) -> None:
+    """Two forwards and backwards; the ranks meet wherever a unit's module begins to compute in them."""
+    for unit in lab.units[1:]:
+        unit.module.register_forward_pre_hook(_meet)
+        unit.module.register_full_backward_pre_hook(_meet)
+    for number in range(2):
+        lab.backward(number)
+
+
+def _meet(*_: Any) -> None:
+    dist.barrier()
+
+
 # -- communication hooks
 
 

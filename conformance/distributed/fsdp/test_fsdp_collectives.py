@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
+from conformance.distributed.fsdp import hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.judging import outcomes, share_of_examples
+from conformance.distributed.fsdp.judging import outcomes, probed, share_of_examples
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, steps_of
+from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, kind, steps_of
 from conformance.library import Library
 from conformance.ranks import RankPool
 from conformance.ranks.trace import Collective
@@ -87,6 +88,30 @@ def test_replicas_reduce_what_they_have_scattered(
     assert_counts(seen, wanted_counts(gathers, UNITS, UNITS))
     reduced = [call for call in seen[0][0] if call.name == "allreduce_"]
     assert {call.members for call in reduced} == {(0, 2)}
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.prefetching")
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+@pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", None])
+def test_units_are_gathered_before_the_one_before_computes(
+    subject: Library, ranks: Callable[..., RankPool], backward_prefetch: str | None, forward_prefetch: bool
+) -> None:
+    """Of five units the root, which has been gathered first, stays so for backward."""
+    arguments = {"forward_prefetch": forward_prefetch}
+    setup = Setup(wrap="leaves", arguments=arguments, backward_prefetch=backward_prefetch)
+    pool = ranks(2)
+    for outcome in probed(pool, subject, hook_cases.barriers_where_units_compute, setup):
+        assert outcome.raised is None, outcome.raised
+    forward = [3, 4, 5, 5] if forward_prefetch else [2, 3, 4, 5]
+    backward = [2, 3, 4, 4] if backward_prefetch else [1, 2, 3, 4]
+    for trace in pool.traces:
+        seen = gathers_before_barriers(trace)[8:]
+        assert seen == [10 - 1 + before for before in (*forward, *(5 + before for before in backward))]
+
+
+def gathers_before_barriers(trace: Sequence[Collective]) -> list[int]:
+    kinds = [kind(call) for call in trace]
+    return [kinds[:place].count("gather") for place, name in enumerate(kinds) if name == "barrier"]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.bytes_on_the_wire")

@@ -33,8 +33,9 @@ class Order(Generic[_Unit]):
         return self._ended[place - 1] if place > 0 else None
 
     def next_iteration(self) -> None:
-        pairs = zip(self._begun, self._begun[1:], strict=False)
-        self._forecast = dict(reversed(list(pairs)))
+        if self._begun:
+            pairs = zip(self._begun, self._begun[1:], strict=False)
+            self._forecast = dict(reversed(list(pairs)))
         self._begun = []
         self._ended = []
         self._place_of_end = {}
