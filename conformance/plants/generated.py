@@ -22,6 +22,11 @@ from conformance.plants.plant import Plant, subclass
 
 _MISSING = object()
 _ASKED_LIKE_ANY = "taken so that it can be called like any wrap policy"
+# Classes that do what they do between ranks.
+_ON_RANKS = (
+    "distributed.fsdp.FullyShardedDataParallel",
+    "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+)
 # Parameters, or items that are parameters of one callable: nothing an implementation does may depend on these.
 WITHOUT_EFFECT = {
     "exc_type": "part of the context manager protocol",
@@ -74,7 +79,8 @@ def find(plant_id: str) -> Plant:
             f"no planted fault is called {plant_id!r}; see `python -m conformance.strength --list`"
         ) from None
     kind = plant_id.partition(":")[0]
-    return Plant(plant_id, item.path, functools.partial(_MAKERS[kind], item=item), part=str(item))
+    make = functools.partial(_MAKERS[kind], item=item)
+    return Plant(plant_id, item.path, make, part=str(item), on_ranks=item.path in _ON_RANKS)
 
 
 def _is_getter(function: Any) -> bool:

@@ -29,7 +29,7 @@ from conformance.results import RED, WorkerRecorder
 from conformance.strength.order import in_order
 
 LOG = "log"
-_DEADLINE_S = 300.0  # each test has its own; this is for what hangs outside of one
+_SILENCE_S = 300.0  # each test has its own deadline and is told of; this is for what hangs outside of one
 # Of pytest: tasks are shared out and told in another way, and the handlers of logging cost as much as a short test.
 _UNUSED_PLUGINS = ("xdist", "cacheprovider", "logging")
 _READ_BYTES = 65_536
@@ -167,9 +167,8 @@ class _Forking:
     def _text_of(self, heard: int) -> tuple[str, bool]:
         """All that the fork tells, and whether it had to be given up."""
         text = bytearray()
-        end = time.monotonic() + _DEADLINE_S
         with open(heard, "rb", buffering=0) as pipe:
-            while ready := connection.wait([pipe, self._tasks], max(0.0, end - time.monotonic())):
+            while ready := connection.wait([pipe, self._tasks], _SILENCE_S):
                 if self._tasks in ready:  # nothing is sent before the answer: nobody waits for it any more
                     os.killpg(0, signal.SIGKILL)
                 piece = pipe.read(_READ_BYTES)

@@ -16,11 +16,12 @@ def in_order(
     items: Sequence[pytest.Item], clauses: Collection[str], about: str, on_ranks: bool = False
 ) -> list[pytest.Item]:
     """The tests of these clauses, by what they cost and by how near they are to the surface item `about`."""
-    chosen = [item for item in items if clause_of(item) in clauses]
-    return sorted(
-        chosen,
-        key=lambda item: (on_ranks and not starts_ranks(item), cost(item), distance(clause_of(item), about)),
-    )
+
+    def place(item: pytest.Item) -> tuple[bool, int, int, bool]:
+        is_off = on_ranks and not starts_ranks(item)
+        return is_off, cost(item), distance(clause_of(item), about), has_drawn_examples(item)
+
+    return sorted((item for item in items if clause_of(item) in clauses), key=place)
 
 
 def cost(item: pytest.Item) -> int:
@@ -31,7 +32,12 @@ def cost(item: pytest.Item) -> int:
         return 3
     if "run_state_machine_as_test" in inspect.unwrap(function).__code__.co_names:
         return 2
-    return int(hasattr(function, "hypothesis"))
+    return int(has_drawn_examples(item))
+
+
+def has_drawn_examples(item: pytest.Item) -> bool:
+    assert isinstance(item, pytest.Function)
+    return hasattr(item.function, "hypothesis")
 
 
 def starts_ranks(item: pytest.Item) -> bool:

@@ -1,0 +1,393 @@
+"""Faults planted in how FullyShardedDataParallel takes its arguments: what is ignored, built late, made equal, cast."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conformance.plants.distributed_fsdp import broken, in_constructor
+
+Arguments = dict[str, Any]
+
+
+# What is wrapped
+
+
+@in_constructor("scalars_taken", "module", "0-dim parameters are made 1-dim", "pytorch/pytorch#132934")
+def _(given: Arguments) -> None:
+    if isinstance(given["module"], nn.Module):
+        for parameter in given["module"].parameters():
+            if parameter.dim() == 0:
+                parameter.data = parameter.data.reshape(1)
+
+
+@in_constructor(
+    "tied_come_apart",
+    "module",
+    "a parameter that two modules share becomes two",
+    "NVIDIA-NeMo/Automodel#2213",
+)
+def _(given: Arguments) -> None:
+    seen: set[nn.Parameter] = set()
+    modules = given["module"].modules() if isinstance(given["module"], nn.Module) else ()
+    for module in modules:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter in seen:
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+            seen.add(parameter)
+
+
+@in_constructor("wraps_a_copy", "module", "what is wrapped is a copy of the module")
+def _(given: Arguments) -> None:
+    given["module"] = copy.deepcopy(given["module"])
+
+
+@in_constructor(
+    "leftovers_unmanaged",
+    "auto_wrap_policy",
+    "with a policy the outermost unit leaves alone what no inner one has",
+    "facebookresearch/fairscale#930",
+)
+def _(given: Arguments) -> None:
+    if given["auto_wrap_policy"] is not None and hasattr(given["module"], "head"):
+        given["ignored_states"] = [*(given["ignored_states"] or []), *given["module"].head.parameters()]
+
+
+@in_constructor("shards_less_by_default", "sharding_strategy", "SHARD_GRAD_OP is the default strategy")
+def _(given: Arguments) -> None:
+    if given["sharding_strategy"] is None:
+        given["sharding_strategy"] = torch.distributed.fsdp.ShardingStrategy.SHARD_GRAD_OP
+
+
+@in_constructor("hybrid_groups_swapped", "process_group", "replicas are sharded over, and shards replicated")
+def _(given: Arguments) -> None:
+    if isinstance(given["process_group"], tuple):
+        given["process_group"] = given["process_group"][::-1]
+    mesh = given["device_mesh"]
+    if mesh is not None and mesh.ndim == 2:
+        given["process_group"] = (mesh.get_group(0), mesh.get_group(1))
+        given["device_mesh"] = None
+
+
+@in_constructor(
+    "replicas_of_one_apart",
+    "sharding_strategy",
+    "a hybrid strategy whose shards are whole models averages over nobody",
+    "verl-project/verl#7493",
+)
+def _(given: Arguments) -> None:
+    groups = given["process_group"]
+    if isinstance(groups, tuple) and groups[0].size() == 1:
+        given["process_group"] = groups[0]
+        given["sharding_strategy"] = torch.distributed.fsdp.ShardingStrategy.NO_SHARD
+
+
+@in_constructor("refuses_frozen_in_part", "module", "a unit may not mix frozen and trained parameters")
+def _(given: Arguments) -> None:
+    if len({parameter.requires_grad for parameter in given["module"].parameters()}) > 1:
+        raise ValueError("`FlatParameter` requires uniform `requires_grad`")
+
+
+@in_constructor("refuses_several_dtypes", "module", "a unit may not mix dtypes")
+def _(given: Arguments) -> None:
+    if len({parameter.dtype for parameter in given["module"].parameters()}) > 1:
+        raise ValueError("Must flatten tensors with uniform dtype")
+
+
+@in_constructor(
+    "needs_an_accelerator", "device_id", "a machine without accelerator has to be told to use the CPU"
+)
+def _(given: Arguments) -> None:
+    if given["device_id"] is None and not torch.accelerator.is_available():
+        raise RuntimeError("no accelerator device is detected")
+
+
+# What is ignored
+
+
+@in_constructor(
+    "inner_units_ignore_nothing",
+    "ignored_states",
+    "with a policy nothing is ignored",
+    "pytorch/pytorch#104258",
+)
+def _(given: Arguments) -> None:
+    if given["auto_wrap_policy"] is not None:
+        given["ignored_states"] = given["ignored_modules"] = None
+
+
+@in_constructor("ignores_the_top_alone", "ignored_modules", "what lies inside ignored modules is not ignored")
+def _(given: Arguments) -> None:
+    if given["ignored_modules"] and all(isinstance(one, nn.Module) for one in given["ignored_modules"]):
+        own = [p for one in given["ignored_modules"] for p in one.parameters(recurse=False)]
+        given["ignored_modules"], given["ignored_states"] = None, own
+
+
+@in_constructor(
+    "ignores_the_first_parameter_alone", "ignored_states", "of ignored parameters the last is sharded"
+)
+def _(given: Arguments) -> None:
+    if given["ignored_states"] and isinstance(given["ignored_states"][-1], nn.Parameter):
+        given["ignored_states"] = given["ignored_states"][:-1]
+
+
+@broken(
+    "ignored_are_averaged",
+    "__init__",
+    "ignored parameters begin as the first rank's",
+    about="(ignored_states)",
+)
+def ignored_are_averaged(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    ignored = [*(kwargs.get("ignored_modules") or ()), *(kwargs.get("ignored_states") or ())]
+    original(self, module, *args, **kwargs)
+    for one in ignored:
+        for parameter in one.parameters() if isinstance(one, nn.Module) else [one]:
+            parameter.register_hook(lambda grad: grad / 2)
+
+
+# What is built late, and made equal
+
+
+@in_constructor(
+    "built_by_reset_alone", "param_init_fn", "param_init_fn is called with the outermost module alone"
+)
+def _(given: Arguments) -> None:
+    function, first = given["param_init_fn"], []
+
+    def once(module: nn.Module) -> None:
+        if not first:
+            function(module)
+        else:
+            module.to_empty(device="cpu", recurse=False)
+        first.append(module)
+
+    if callable(function):
+        given["param_init_fn"] = once
+
+
+@broken(
+    "buffers_not_synchronised",
+    "__init__",
+    "sync_module_states leaves buffers as they are",
+    "pytorch/pytorch#75870",
+    "(sync_module_states)",
+)
+def buffers_not_synchronised(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    own = [buffer.clone() for buffer in module.buffers()] if isinstance(module, nn.Module) else []
+    original(self, module, *args, **kwargs)
+    for buffer, before in zip(self.buffers(), own, strict=False):
+        if buffer.shape == before.shape:
+            buffer.copy_(before)
+
+
+@in_constructor(
+    "replicas_not_synchronised",
+    "sync_module_states",
+    "sync_module_states makes equal those ranks that share one replica",
+    "pytorch/pytorch#108331",
+)
+def _(given: Arguments) -> None:
+    mesh = given["device_mesh"]
+    if given["sync_module_states"] and mesh is not None and mesh.ndim == 2:
+        given["sync_module_states"] = False
+        group = mesh.get_group(1)
+        with torch.no_grad():
+            for tensor in (*given["module"].parameters(), *given["module"].buffers()):
+                dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+
+
+@in_constructor(
+    "synchronised_from_the_last", "sync_module_states", "sync_module_states spreads the last rank's states"
+)
+def _(given: Arguments) -> None:
+    if given["sync_module_states"]:
+        with torch.no_grad():
+            for tensor in (*given["module"].parameters(), *given["module"].buffers()):
+                dist.broadcast(tensor, dist.get_world_size() - 1)
+
+
+# Mixed precision
+
+
+def _changed(given: Arguments, **fields: Any) -> None:
+    if given["mixed_precision"] is not None:
+        given["mixed_precision"] = dataclasses.replace(given["mixed_precision"], **fields)
+
+
+def _in_mixed_precision(plant_id: str, says: str, thread: str = "own", **fields: Any) -> None:
+    in_constructor(plant_id, "mixed_precision", says, thread)(lambda given: _changed(given, **fields))
+
+
+_in_mixed_precision("buffers_not_cast", "buffers keep their dtype", buffer_dtype=None)
+_in_mixed_precision(
+    "inputs_of_units_not_cast", "cast_forward_inputs is not heeded", cast_forward_inputs=False
+)
+_in_mixed_precision("inputs_of_units_cast", "cast_forward_inputs is always on", cast_forward_inputs=True)
+_in_mixed_precision(
+    "inputs_of_the_root_not_cast", "cast_root_forward_inputs is always off", cast_root_forward_inputs=False
+)
+_in_mixed_precision(
+    "inputs_of_the_root_cast", "cast_root_forward_inputs is not heeded", cast_root_forward_inputs=True
+)
+_in_mixed_precision("reduces_in_param_dtype", "reduce_dtype is not heeded", reduce_dtype=None)
+_in_mixed_precision("computes_in_full_precision", "param_dtype is not heeded", param_dtype=None)
+_in_mixed_precision(
+    "low_precision_grads_not_kept",
+    "keep_low_precision_grads is not heeded",
+    "pytorch/pytorch#86495",
+    keep_low_precision_grads=False,
+)
+_in_mixed_precision(
+    "norms_in_low_precision",
+    "no class of modules is left out of mixed precision",
+    _module_classes_to_ignore=(),
+)
+
+
+@in_constructor(
+    "reduces_in_full_precision", "mixed_precision", "gradients are reduced in float32 if not said otherwise"
+)
+def _(given: Arguments) -> None:
+    mixed = given["mixed_precision"]
+    if mixed is not None and mixed.reduce_dtype is None and not mixed.keep_low_precision_grads:
+        _changed(given, reduce_dtype=torch.float32)
+
+
+@in_constructor(
+    "full_precision_in_eval",
+    "mixed_precision",
+    "evaluation runs in full precision unasked",
+    "pytorch/pytorch#97645",
+)
+def _(given: Arguments) -> None:
+    given["module"].register_forward_pre_hook(_refusing_low_precision_in_eval)
+
+
+def _refusing_low_precision_in_eval(module: nn.Module, args: Any) -> Any:
+    if module.training:
+        return None
+    for parameter in module.parameters():
+        parameter.data = parameter.data.float()
+    return tuple(
+        arg.float() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args
+    )
+
+
+@broken(
+    "all_buffers_cast",
+    "forward",
+    "buffers that are no floats are cast to buffer_dtype",
+    "facebookresearch/fairscale#427",
+    "(mixed_precision)",
+)
+def all_buffers_cast(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        dtype = self.mixed_precision.buffer_dtype
+        for buffer in self.buffers() if dtype is not None else ():
+            buffer.data = buffer.data.to(dtype)
+
+
+@broken(
+    "inputs_cast_outside_of_graph",
+    "forward",
+    "casting an input cuts it from the graph",
+    "pytorch/pytorch#90921",
+    "(mixed_precision)",
+)
+def inputs_cast_outside_of_graph(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    dtype = self.mixed_precision.param_dtype
+
+    def cut(value: Any) -> Any:
+        is_cast = (
+            isinstance(value, torch.Tensor) and value.is_floating_point() and dtype not in (None, value.dtype)
+        )
+        return value.detach() if is_cast else value
+
+    return original(self, *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+
+
+@broken(
+    "inputs_cast_in_full_precision",
+    "forward",
+    "inputs are cast also where evaluation runs in full precision",
+    "pytorch/pytorch#103862",
+    "(mixed_precision)",
+)
+def inputs_cast_in_full_precision(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    dtype = self.mixed_precision.param_dtype
+    if self.training or dtype is None:
+        return original(self, *args, **kwargs)
+    cast = [
+        arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args
+    ]
+    return original(self, *cast, **kwargs)
+
+
+@broken("outputs_in_full_precision", "forward", "outputs are cast back to float32", about="(mixed_precision)")
+def outputs_in_full_precision(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = original(self, *args, **kwargs)
+    return output.float() if isinstance(output, torch.Tensor) and output.dtype is torch.bfloat16 else output
+
+
+# Afterwards
+
+
+@broken(
+    "stale_dtype", "_apply", "a dtype that is changed behind wrapping is changed back by training", about=""
+)
+def stale_dtype(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    dtypes = [parameter.dtype for parameter in self.parameters()]
+    made = original(self, *args, **kwargs)
+    for parameter, dtype in zip(self.parameters(), dtypes, strict=True):
+        if parameter.dtype is not dtype:
+            with torch.no_grad():
+                parameter.copy_(parameter.to(torch.float16))
+    return made
+
+
+@broken(
+    "apply_to_parts",
+    "apply",
+    "apply shows each rank its part of the parameters",
+    "facebookresearch/fairscale#543",
+)
+def apply_to_parts(original: Any, self: Any, fn: Any) -> Any:
+    return nn.Module.apply(self, fn)
+
+
+@broken("apply_forgets", "apply", "what a function given to apply changes is lost")
+def apply_forgets(original: Any, self: Any, fn: Any) -> Any:
+    kept = [parameter.detach().clone() for parameter in self.parameters()]
+    made = original(self, fn)
+    with torch.no_grad():
+        for parameter, before in zip(self.parameters(), kept, strict=True):
+            parameter.copy_(before)
+    return made
+
+
+@broken("one_root_a_unit", "check_is_root", "each unit takes itself for the root")
+def one_root_a_unit(original: Any, self: Any) -> bool:
+    original(self)
+    return True
+
+
+@broken("units_in_reverse", "fsdp_modules", "inner units come before outer ones")
+def units_in_reverse(original: Any, module: Any, root_only: bool = False) -> Any:
+    return original(module, root_only)[::-1]
+
+
+@broken(
+    "buffers_of_the_wrapper_alone",
+    "named_buffers",
+    "named_buffers leaves out what lies inside a unit's module",
+)
+def buffers_of_the_wrapper_alone(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    found = list(original(self, *args, **kwargs))
+    return iter(found[:-1])
