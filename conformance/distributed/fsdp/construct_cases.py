@@ -47,14 +47,18 @@ class Site:
 
 
 def construct(rank: Rank, *, library: str, way: str) -> Outcome:
-    """What comes of one of `WAYS`: names and sizes of what this rank holds."""
+    """What comes of one of `WAYS`: the strategy, whose module it is, names and sizes of what this rank holds."""
     site = Site(rank, load_library(library), TREE.build())
 
     def run() -> Any:
         made = WAYS[way](site)
         return {
-            name: [tuple(parameter.shape), parameter.requires_grad]
-            for name, parameter in made.named_parameters()
+            "strategy": made.sharding_strategy.name,
+            "wraps what it was given": made.module is site.model,
+            "parameters": {
+                name: [tuple(parameter.shape), parameter.requires_grad]
+                for name, parameter in made.named_parameters()
+            },
         }
 
     with groups_put_back():
