@@ -34,19 +34,26 @@ _KINDS = {
 
 
 def broken(
-    plant_id: str, method: str, says: str, thread: str = OWN, about: str | None = None
+    plant_id: str,
+    method: str,
+    says: str,
+    thread: str = OWN,
+    about: str | None = None,
+    *,
+    on_ranks: bool = True,
 ) -> Callable[[Fault], Fault]:
     """Enter `fault(original, model, ...)`, which is called in the place of a method.
 
-    `about` is the item inside the class: by default the method.
+    `about` is the item inside the class: by default the method. Without `on_ranks` tests come first that make their
+    ranks themselves, or make do with one.
     """
-    item = f".{method}" if about is None else about
+    part = f"{FSDP}.{method}" if about is None else f"{FSDP}{about}"
 
     def enter(fault: Fault) -> Fault:
         make = in_method(method, fault) if method == "__init__" else in_all_units({method: fault})
-        planted(
-            f"fully_sharded.{plant_id}", FSDP, says=says, thread=thread, part=f"{FSDP}{item}", on_ranks=True
-        )(make)
+        planted(f"fully_sharded.{plant_id}", FSDP, says=says, thread=thread, part=part, on_ranks=on_ranks)(
+            make
+        )
         return fault
 
     return enter
@@ -130,7 +137,7 @@ class Backward:
 
 
 def after_backward(
-    plant_id: str, says: str, thread: str = OWN, about: str = "(sharding_strategy)"
+    plant_id: str, says: str, thread: str = OWN, about: str = "(sharding_strategy)", *, on_ranks: bool = True
 ) -> Callable[[Callable[[Backward], None]], Callable[[Backward], None]]:
     """Enter `fault(backward)`, which is called once each backward has left its gradients."""
 
@@ -140,7 +147,7 @@ def after_backward(
             watch_backward(self, output, lambda: None, fault)
             return output
 
-        broken(plant_id, "forward", says, thread, about)(forward)
+        broken(plant_id, "forward", says, thread, about, on_ranks=on_ranks)(forward)
         return fault
 
     return enter
@@ -205,7 +212,7 @@ class Call:
 
 
 def in_collectives(
-    plant_id: str, says: str, thread: str = OWN, about: str = "(sharding_strategy)"
+    plant_id: str, says: str, thread: str = OWN, about: str = "(sharding_strategy)", *, on_ranks: bool = True
 ) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
     """Enter `fault(call)`, which is called in the place of each collective that trains."""
 
@@ -228,7 +235,7 @@ def in_collectives(
             )
             return output
 
-        broken(plant_id, "forward", says, thread, about)(forward)
+        broken(plant_id, "forward", says, thread, about, on_ranks=on_ranks)(forward)
         return fault
 
     return enter

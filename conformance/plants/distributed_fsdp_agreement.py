@@ -11,13 +11,14 @@ import torch
 
 from conformance.plants.distributed_fsdp import OWN, broken, units
 
+_GROUP = "(process_group)"
 _PARTED = re.compile(r"rank (\d+) gathered '")
 _LOST = re.compile(r"\brank \d+\b")
 _LONGER_THAN_ANY_GROUP_S = 25.0
 
 
 def telling(
-    plant_id: str, says: str, thread: str = OWN
+    plant_id: str, says: str, thread: str = OWN, about: str = ".forward"
 ) -> Callable[[Callable[[Any, RuntimeError], Any]], Callable[[Any, RuntimeError], Any]]:
     """Enter `fault(model, error)`, which is called where the outermost unit's forward raises: it raises, or returns."""
 
@@ -30,7 +31,7 @@ def telling(
                     return fault(self, error)
                 raise
 
-        broken(plant_id, "forward", says, thread)(forward)
+        broken(plant_id, "forward", says, thread, about, on_ranks=False)(forward)
         return fault
 
     return enter
@@ -75,12 +76,12 @@ def _(model: Any, error: RuntimeError) -> Any:
     raise RuntimeError(_PARTED.sub(lambda found: f"rank {1 - int(found[1])} gathered '", str(error)))
 
 
-@telling("lost_without_name", "which rank is lost is not told")
+@telling("lost_without_name", "which rank is lost is not told", about=_GROUP)
 def _(model: Any, error: RuntimeError) -> Any:
     raise RuntimeError(_LOST.sub("a rank", str(error)))
 
 
-@telling("lost_told_late", "that a rank is lost is told after the group's time-out")
+@telling("lost_told_late", "that a rank is lost is told after the group's time-out", about=_GROUP)
 def _(model: Any, error: RuntimeError) -> Any:
     time.sleep(_LONGER_THAN_ANY_GROUP_S)
     raise error

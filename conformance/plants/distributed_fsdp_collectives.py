@@ -224,7 +224,12 @@ def _(call: Call) -> None:
     call.issue()
 
 
-@in_collectives("waits_more_in_large_worlds", "how often ranks wait for each other grows with their number")
+@in_collectives(
+    "waits_more_in_large_worlds",
+    "how often ranks wait for each other grows with their number",
+    about="",
+    on_ranks=False,
+)
 def _(call: Call) -> None:
     if call.kind == "scatter" and call.index == 0:
         for _ in range(call.ranks.bit_length() - 4):

@@ -237,7 +237,12 @@ def _(backward: Backward) -> None:
                 grad[-1] = 1.0
 
 
-@after_backward("memory_of_the_whole", "a rank's part of the gradients holds memory for the whole")
+@after_backward(
+    "memory_of_the_whole",
+    "a rank's part of the gradients holds memory for the whole",
+    about="",
+    on_ranks=False,
+)
 def _(backward: Backward) -> None:
     for parameter in backward.model.parameters():
         if parameter.grad is not None and parameter.numel():

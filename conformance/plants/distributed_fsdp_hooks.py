@@ -14,6 +14,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from conformance.plants.distributed_fsdp import Backward, after_backward, broken, ranks, units
 
+_CALLED: set[nn.Module] = set()
 _COMM_HOOK = "register_comm_hook"
 _LOW_PRECISION = (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
@@ -235,14 +236,26 @@ def wrapped_apart(original: Any, self: Any, module: Any, *args: Any, **kwargs: A
         original(self, module, *args, **kwargs)
 
 
-@broken("more_operators_in_large_worlds", "__init__", "wrapping takes time for each rank", about="")
+@broken(
+    "more_operators_in_large_worlds",
+    "__init__",
+    "wrapping takes time for each rank",
+    about="",
+    on_ranks=False,
+)
 def more_operators_in_large_worlds(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     for _ in range(dist.get_world_size()):
         torch.empty(0)
 
 
-@broken("keeps_the_whole", "__init__", "a rank keeps each unit's whole parameters for itself", about="")
+@broken(
+    "keeps_the_whole",
+    "__init__",
+    "a rank keeps each unit's whole parameters for itself",
+    about="",
+    on_ranks=False,
+)
 def keeps_the_whole(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     for unit in units(self)[:1]:
@@ -250,3 +263,15 @@ def keeps_the_whole(original: Any, self: Any, *args: Any, **kwargs: Any) -> None
             whole = torch.empty(ranks(self), parameter.numel(), dtype=parameter.dtype)
             whole[0] = parameter.detach().view(-1)
             parameter.data = whole[0].view_as(parameter)
+
+
+@broken(
+    "models_kept",
+    "forward",
+    "the class keeps each model that was called",
+    "pytorch/pytorch#96263",
+    "(module)",
+)
+def models_kept(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    _CALLED.add(self)
+    return original(self, *args, **kwargs)
