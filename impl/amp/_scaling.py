@@ -108,7 +108,7 @@ class Scaling:
                 "step(optimizer) before found_inf(optimizer)"
             )
         scale, _ = scaler._check_scale_growth_tracker("found_inf")
-        return torch.zeros((), device=scale.device) + sum(_at(scale.device, found))
+        return torch.stack([torch.zeros((), device=scale.device), *_at(scale.device, found)]).amax()
 
     def step_was_taken(self, scaler: GradScaler, optimizer: _Optimizer) -> bool:
         verdicts = scaler._verdicts_on(optimizer)
@@ -286,7 +286,9 @@ def _step_with_attributes(
         attributes.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
     else:
         attributes.grad_scale = getattr(optimizer, "grad_scale", None)
-    attributes.found_inf = sum(_at(scale.device, scaler._found_inf_per_device(optimizer)))
+    found = _at(scale.device, scaler._found_inf_per_device(optimizer))
+    # 1.0 however many devices found one: fused kernels skip at that value alone.
+    attributes.found_inf = functools.reduce(torch.maximum, found) if found else 0
     try:
         result = cast("float | None", optimizer.step(*args, **kwargs))
     except BaseException:
