@@ -13,7 +13,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from conformance.distributed.fsdp.fsdp_cases import Setup, clean, gathered_parameters, wrapped
 from conformance.distributed.fsdp.method_cases import Lab
+from conformance.library import load_library
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": functools.partial(torch.optim.Adam, lr=0.05),
@@ -59,7 +61,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def plain(value: Any) -> Any:
-    """With the part that this rank has for what is dealt, and how that is laid out; states in the order of names."""
+    """With the part that this rank has for what is dealt, and how that is laid out; by sorted keys."""
     if isinstance(value, ShardedTensor):
         return {
             "metadata": repr(value.metadata()),
@@ -68,8 +70,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, DTensor):
         return {"placements": repr(value.placements), "shape": tuple(value.shape), "part": value.to_local()}
     if isinstance(value, Mapping):
-        in_order = sorted(value) if all(isinstance(key, str) for key in value) else value
-        return {key: plain(value[key]) for key in in_order}
+        return {key: plain(value[key]) for key in sorted(value, key=repr)}
     return [plain(one) for one in value] if isinstance(value, list) else value
 
 
@@ -87,7 +88,7 @@ class Way:
         if self.name in ("whole", "scattered"):
             rank0_only = self.name == "scattered"
             return lab.fsdp.full_optim_state_dict(lab.model, optimizer, rank0_only=rank0_only)
-        with self._set(lab):
+        with self.set_on(lab):
             return lab.fsdp.optim_state_dict(lab.model, optimizer)
 
     def load(
@@ -100,10 +101,10 @@ class Way:
             return lab.fsdp.shard_full_optim_state_dict(saved, lab.model, optim=optimizer)
         if self.name == "scattered":
             return lab.fsdp.scatter_full_optim_state_dict(saved, lab.model, optim=optimizer)
-        with self._set(lab):
+        with self.set_on(lab):
             return lab.fsdp.optim_state_dict_to_load(lab.model, optimizer, saved, **arguments)
 
-    def _set(self, lab: Lab) -> Any:
+    def set_on(self, lab: Lab) -> Any:
         api = lab.library.distributed.fsdp
         configs = {
             "FULL": lambda: (
@@ -138,12 +139,57 @@ def copied(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
-def loaded(lab: Lab, optimized: Optimized, way: Way, saved: Mapping[str, Any]) -> Any:
-    """What an optimizer is to load of a state dict that came from elsewhere."""
+def saved_again(lab: Lab, optimized: Optimized, saved: Mapping[str, Any], way: Way) -> Any:
+    """What a state dict that came from elsewhere is saved as, once an optimizer has loaded it."""
     fresh = optimized.optimizer(lab.model)
-    found = way.load(lab, fresh, copied(saved) if way.name != "scattered" or lab.rank.rank == 0 else {})
+    is_given = lab.rank.rank == 0 or way.name == "whole"
+    fresh.load_state_dict(way.load(lab, fresh, copied(saved) if is_given else {}))
+    return plain(Way("whole").save(lab, fresh))
+
+
+def exchanged(lab: Lab, writer: str, writers: Setup, optimized: Optimized, way: Way) -> Any:
+    """What an optimizer is to load of what another library's saved, of the same module wrapped in its way."""
+    other = load_library(writer)
+    wrote = Lab(lab.rank, other, writers, wrapped(lab.rank, other, lab.tree.build(), writers), lab.tree)
+    saved = way.save(wrote, optimized.stepped(wrote.model))
+    fresh = optimized.optimizer(lab.model)
+    found = way.load(lab, fresh, saved)
+    seen = copied(plain(found))
     fresh.load_state_dict(found)
-    return {"found": copied(plain(found)), "state": plain(fresh.state_dict())}
+    step(lab.model, fresh)
+    return {"found": seen, "after": plain(fresh.state_dict())}
+
+
+def trained(lab: Lab, optimized: Optimized, way: Way, is_interrupted: bool) -> Any:
+    """Weights, losses and states after training on, in the same model or in one that was saved and loaded."""
+    optimizer = optimized.optimizer(lab.model)
+    losses = [_trained_once(lab, optimizer, number) for number in range(2)]
+    if is_interrupted:
+        states = way.save(lab, optimizer)
+        weights = gathered_parameters(lab.library, lab.model)
+        lab.model = wrapped(lab.rank, lab.library, lab.tree.build(seed_shift=1), lab.setup)
+        _fill(lab, weights)
+        optimizer = optimized.optimizer(lab.model)
+        optimizer.load_state_dict(way.load(lab, optimizer, states))
+    losses += [_trained_once(lab, optimizer, number) for number in range(2, 5)]
+    return {
+        "losses": losses,
+        "weights": gathered_parameters(lab.library, lab.model),
+        "states": plain(optimizer.state_dict()),
+    }
+
+
+def _trained_once(lab: Lab, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    loss = lab.backward(number)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _fill(lab: Lab, weights: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad(), lab.fsdp.summon_full_params(lab.model):
+        for name, parameter in lab.model.named_parameters():
+            parameter.copy_(weights[clean(name)])
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

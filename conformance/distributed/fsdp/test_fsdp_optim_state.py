@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,118 +13,210 @@ from conformance.clauses import clause
 from conformance.distributed.fsdp import optim_state_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import assert_ranks_agree, probed, share_of_examples
-from conformance.distributed.fsdp.module_trees import ModuleTree
+from conformance.distributed.fsdp.method_cases import SIMPLE
 from conformance.distributed.fsdp.optim_state_cases import OPTIMIZERS, Optimized, Way
+from conformance.distributed.fsdp.optim_state_judging import (
+    as_tensors,
+    assert_agrees,
+    assert_close_states,
+    assert_same_states,
+    unwrapped,
+    values_of,
+)
 from conformance.library import Library
-from conformance.outcome import Outcome, TensorState
+from conformance.outcome import Outcome, assert_same_outcome
 from conformance.ranks import RankPool
 from conformance.strategies.modules import module_trees
 from conformance.strategies.sharding import setups
-from conformance.tolerances import EXACT, ONE_STEP
+from conformance.tolerances import EXACT
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-# torch overwrites a tensor of the state by the next one where parameters keep their own: deviation
-# optim_state.tensors_of_their_own.
+# What torch keeps apart where parameters keep their own: deviation optim_state.tensors_of_their_own.
 _OF_ONE_TENSOR = ("sgd", "momentum", "adagrad", "adafactor")
-# What its ranks know of a part alone changes the step.
+# Steps each element by itself, so that what a rank has of a parameter does not matter.
 _OF_ELEMENTS = tuple(kind for kind in OPTIMIZERS if kind != "adafactor")
+FULL = pytest.mark.profile("full")
+_WHOLE, _SCATTERED, _DEALT = Way("whole"), Way("scattered"), Way("dealt")
+_TYPES = (
+    Way("FULL", offloads=False),
+    Way("FULL", rank0_only=True, offloads=False),
+    Way("SHARDED"),
+    Way("SHARDED", offloads=False),
+    Way("LOCAL"),
+)
 
 
-def without_torchs_own(outcome: Outcome) -> Outcome:
-    """Without what torch warns of its own calls."""
-    own = ("Multiple backends are registered", "`_get_pg_default_device` will be deprecated")
-    return replace(outcome, warned=tuple(one for one in outcome.warned if not one[1].startswith(own)))
-
-
-@st.composite
-def optimized(draw: st.DrawFn, kinds: Sequence[str] = tuple(OPTIMIZERS)) -> Optimized:
-    return Optimized(draw(st.sampled_from(kinds)), draw(st.sampled_from([1, 2])), draw(st.integers(0, 2)))
-
-
-@st.composite
-def saved_models(draw: st.DrawFn, strategy: str) -> tuple[ModuleTree, Setup, Optimized]:
-    setup = draw(setups(strategy=strategy, ranks=("default", "group")))
-    is_whole = not setup.uses_orig_params or strategy == "NO_SHARD"
-    return (
-        draw(module_trees(dtype=torch.float32)),
-        setup,
-        draw(optimized(tuple(OPTIMIZERS) if is_whole else _OF_ONE_TENSOR)),
+def optimizers(kinds: Sequence[str] = tuple(OPTIMIZERS)) -> st.SearchStrategy[Optimized]:
+    return st.builds(
+        Optimized, kind=st.sampled_from(kinds), groups=st.sampled_from([1, 2]), steps=st.integers(0, 2)
     )
 
 
-def assert_agrees(
-    pool: RankPool, libraries: tuple[Library, Library], asks: Callable[..., Any], setup: Setup, **asked: Any
-) -> list[Outcome]:
-    """Judges a probe of the subject by the reference's, bit for bit."""
-    wanted, got = (
-        [without_torchs_own(outcome) for outcome in probed(pool, library, asks, setup, **asked)]
-        for library in libraries
-    )
-    assert_ranks_agree(wanted, got, EXACT)
-    return got
+@st.composite
+def setups_of_all(draw: st.DrawFn, ranks: tuple[str, ...] = ("default", "group", "mesh")) -> Setup:
+    ignored = draw(st.sampled_from(["", "", "ignored_modules", "parameters"]))
+    wraps = ("root", "leaves", "size") if ignored else ("root", "leaves", "groups", "size", "manual")
+    strategy = draw(st.sampled_from(STRATEGIES))
+    return draw(setups(strategy=strategy, ranks=ranks, wraps=wraps, ignored=ignored))
 
 
-@clause("distributed.fsdp.fsdp_optim_state.older_methods")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@share_of_examples(0.3)
-@given(data=st.data(), name=st.sampled_from(["whole", "scattered"]))
-def test_whole_states_there_and_back(
+def may_overwrite(setup: Setup, way: Way) -> bool:
+    """Whether torch overwrites what it has just saved."""
+    return setup.uses_orig_params and way.offloads and way.name in ("whole", "scattered", "FULL")
+
+
+@clause("distributed.fsdp.fsdp_optim_state.there_and_back")
+@pytest.mark.parametrize("ways", [(_WHOLE, _SCATTERED, _DEALT), _TYPES], ids=["older", "types"])
+@share_of_examples(0.4)
+@given(data=st.data())
+def test_there_and_back(
     subject: Library,
     reference: Library,
     rank_pool: RankPool,
-    strategy: str,
+    ways: Sequence[Way],
     data: st.DataObject,
-    name: str,
 ) -> None:
-    tree, setup, optimizer = data.draw(saved_models(strategy))
-    assert_agrees(
-        rank_pool,
-        (reference, subject),
-        cases.there_and_back,
-        setup,
-        tree=tree,
-        optimized=optimizer,
-        way=Way(name),
-    )
-
-
-@clause("distributed.fsdp.fsdp_optim_state.whole_states")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@share_of_examples(0.3)
-@given(data=st.data(), kind=st.sampled_from(_OF_ELEMENTS), name=st.sampled_from(["whole", "scattered"]))
-def test_whole_states_are_those_of_a_model_that_was_not_wrapped(
-    subject: Library, rank_pool: RankPool, strategy: str, data: st.DataObject, kind: str, name: str
-) -> None:
+    way = data.draw(st.sampled_from(ways))
+    setup = data.draw(setups_of_all())
+    kinds = _OF_ONE_TENSOR if may_overwrite(setup, way) else tuple(OPTIMIZERS)
+    optimized = data.draw(optimizers(kinds))
     tree = data.draw(module_trees(dtype=torch.float32))
-    setup = data.draw(setups(strategy=strategy))
-    optimizer = Optimized(kind)
-    seen = probed(rank_pool, subject, cases.there_and_back, setup, tree, optimized=optimizer, way=Way(name))
-    model = tree.build()
-    wanted = cases.by_name(model, optimizer.stepped(model))["state"]
-    for rank, outcome in enumerate(seen):
-        assert outcome.raised is None, f"rank {rank} raised {outcome.raised}"
-        if name == "whole" or rank == 0:
-            assert_close_states(wanted, outcome.value["saved"]["state"])
-        assert_same_states(outcome.value["before"]["state"], outcome.value["found"]["state"])
+    libraries = (reference, subject)
+    assert_agrees(rank_pool, libraries, cases.there_and_back, setup, tree=tree, optimized=optimized, way=way)
 
 
-def assert_close_states(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> None:
-    assert wanted.keys() == got.keys(), f"parameters {sorted(got)}, wanted {sorted(wanted)}"
-    for name, state in wanted.items():
-        assert state.keys() == got[name].keys(), f"{name}: {sorted(got[name])}, wanted {sorted(state)}"
-        for key, value in state.items():
-            found: TensorState = got[name][key]
-            assert found.shape == tuple(value.shape), f"{name}[{key!r}]: {found.shape}"
-            assert (excess := ONE_STEP.excess(value, found.values)) is None, f"{name}[{key!r}]: {excess}"
+@clause("distributed.fsdp.fsdp_optim_state.there_and_back")
+@pytest.mark.parametrize(
+    ("all_ranks", "ranks_are"), [(3, "default"), (4, "groups"), pytest.param(4, "meshes", marks=FULL)]
+)
+@share_of_examples(0.1)
+@given(
+    data=st.data(), way=st.sampled_from([_SCATTERED, _DEALT, *_TYPES]), kind=st.sampled_from(_OF_ONE_TENSOR)
+)
+def test_there_and_back_on_more_ranks(
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    all_ranks: int,
+    ranks_are: str,
+    data: st.DataObject,
+    way: Way,
+    kind: str,
+) -> None:
+    strategy = "FULL_SHARD" if ranks_are == "default" else "HYBRID_SHARD"
+    setup = data.draw(setups(strategy=strategy, ranks=(ranks_are,), shards=2))
+    libraries, pool = (reference, subject), ranks(all_ranks)
+    assert_agrees(pool, libraries, cases.there_and_back, setup, optimized=Optimized(kind, 2), way=way)
 
 
-def assert_same_states(wanted: Mapping[Any, Any], got: Mapping[Any, Any]) -> None:
-    """A state without elements may be missing: it is made anew."""
-    for key, state in wanted.items():
-        tensors = [value for value in state.values() if value.shape]
-        if key not in got:
-            assert tensors
-            assert all(not value.values.numel() for value in tensors), f"{key} is lost"
-            continue
-        for name, value in state.items():
-            assert torch.equal(got[key][name].values, value.values), f"{key}[{name!r}] changed"
+@clause("distributed.fsdp.fsdp_optim_state.as_unwrapped")
+@pytest.mark.parametrize("world", [2, 3])
+@share_of_examples(0.4)
+@given(data=st.data(), way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES]), kind=st.sampled_from(_OF_ELEMENTS))
+def test_states_are_those_of_a_model_that_was_not_wrapped(
+    subject: Library,
+    ranks: Callable[..., RankPool],
+    world: int,
+    data: st.DataObject,
+    way: Way,
+    kind: str,
+) -> None:
+    setup = data.draw(setups_of_all(ranks=("default",)))
+    frozen = ("none", "none", "first", "all")
+    tree = data.draw(module_trees(dtype=torch.float32, frozen=frozen))
+    optimized = Optimized(kind)
+    asked = {"optimized": optimized, "way": way}
+    wanted = unwrapped(optimized, tree)["state"]
+    for rank, seen in enumerate(
+        values_of(probed(ranks(world), subject, cases.there_and_back, setup, tree, **asked))
+    ):
+        if rank == 0 or not (way.rank0_only or way == _SCATTERED):
+            if way.name in ("whole", "scattered", "FULL"):
+                assert_close_states(wanted, seen["saved"]["state"])
+            assert sorted(seen["saved"]["state"]) == sorted(wanted)
+        assert_same_states(seen["before"]["state"], seen["found"]["state"])
+
+
+@clause("distributed.fsdp.fsdp_optim_state.other_worlds")
+@pytest.mark.parametrize(
+    "worlds", [(2, 3), (4, 1), pytest.param((1, 4), marks=FULL), pytest.param((3, 2), marks=FULL)], ids=str
+)
+@share_of_examples(0.2)
+@given(
+    kind=st.sampled_from(_OF_ELEMENTS),
+    saves=setups_of_all(ranks=("default",)),
+    loads=setups_of_all(ranks=("default",)),
+    way=st.sampled_from([_WHOLE, _SCATTERED, Way("FULL", rank0_only=True)]),
+)
+def test_whole_states_move_to_another_number_of_ranks(
+    subject: Library,
+    ranks: Callable[..., RankPool],
+    worlds: tuple[int, int],
+    kind: str,
+    saves: Setup,
+    loads: Setup,
+    way: Way,
+) -> None:
+    before, after = worlds
+    optimized = Optimized(kind)
+    first = probed(ranks(before), subject, cases.there_and_back, saves, optimized=optimized, way=_WHOLE)
+    saved = as_tensors(values_of(first)[0]["saved"])
+    again = probed(ranks(after), subject, cases.saved_again, loads, optimized=optimized, saved=saved, way=way)
+    for rank, seen in enumerate(values_of(again)):
+        states = as_tensors(seen)["state"]
+        assert states.keys() == saved["state"].keys()
+        for name, state in saved["state"].items():
+            for key, value in state.items():
+                assert torch.equal(states[name][key], value), f"rank {rank}: {name}[{key!r}]"
+
+
+@clause("distributed.fsdp.fsdp_optim_state.exchange")
+@pytest.mark.parametrize(
+    "way", [Way("FULL", offloads=False), Way("SHARDED"), _SCATTERED], ids=lambda way: way.name
+)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_either_library_loads_what_the_other_saved(
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    way: Way,
+    use_orig_params: bool,
+) -> None:
+    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    kind = "momentum" if may_overwrite(setup, way) else "adam"
+    asked = {"writers": setup, "optimized": Optimized(kind, 2), "way": way}
+    pool = ranks(2)
+    between = [
+        probed(pool, reader, cases.exchanged, setup, writer=writer.spec, **asked)
+        for reader in (reference, subject)
+        for writer in (reference, subject)
+    ]
+    wanted = values_of(between[0])
+    for seen in between[1:]:
+        for one, other in zip(wanted, values_of(seen), strict=True):
+            assert_same_outcome(Outcome(one), Outcome(other))
+
+
+@clause("distributed.fsdp.fsdp_optim_state.resumes")
+@pytest.mark.parametrize("way", [_SCATTERED, Way("SHARDED")], ids=lambda way: way.name)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("kind", ["adam", pytest.param("amsgrad", marks=FULL)])
+def test_training_resumed_equals_training_not_interrupted(
+    subject: Library,
+    ranks: Callable[..., RankPool],
+    way: Way,
+    use_orig_params: bool,
+    kind: str,
+) -> None:
+    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    pool, asked = ranks(2), {"optimized": Optimized(kind, 2), "way": way}
+    straight, resumed = (
+        [
+            Outcome(seen)
+            for seen in values_of(
+                probed(pool, subject, cases.trained, setup, SIMPLE, **asked, is_interrupted=one)
+            )
+        ]
+        for one in (False, True)
+    )
+    assert_ranks_agree(straight, resumed, EXACT)

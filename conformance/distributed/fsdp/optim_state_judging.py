@@ -1,0 +1,79 @@
+"""Judges of the state dicts of optimizers of sharded models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from conformance.distributed.fsdp import optim_state_cases as cases
+from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.judging import assert_ranks_agree, probed
+from conformance.distributed.fsdp.method_cases import TREE
+from conformance.distributed.fsdp.module_trees import ModuleTree
+from conformance.distributed.fsdp.optim_state_cases import Optimized
+from conformance.library import Library
+from conformance.outcome import Outcome, TensorState
+from conformance.ranks import RankPool
+from conformance.tolerances import EXACT, ONE_STEP
+
+
+def assert_agrees(
+    pool: RankPool, libraries: tuple[Library, Library], asks: Callable[..., Any], setup: Setup, **asked: Any
+) -> list[Outcome]:
+    """Judges a probe of the subject by the reference's, bit for bit; `libraries` is (reference, subject)."""
+    wanted, got = (
+        [_without_torchs_own(outcome) for outcome in probed(pool, library, asks, setup, **asked)]
+        for library in libraries
+    )
+    assert_ranks_agree(wanted, got, EXACT)
+    return got
+
+
+def _without_torchs_own(outcome: Outcome) -> Outcome:
+    """Without what torch warns of its own calls."""
+    own = ("Multiple backends are registered", "`_get_pg_default_device` will be deprecated")
+    return replace(outcome, warned=tuple(one for one in outcome.warned if not one[1].startswith(own)))
+
+
+def values_of(seen: Sequence[Outcome]) -> list[Any]:
+    for rank, outcome in enumerate(seen):
+        assert outcome.raised is None, f"rank {rank} raised {outcome.raised}"
+    return [outcome.value for outcome in seen]
+
+
+def unwrapped(optimized: Optimized, tree: ModuleTree = TREE) -> dict[str, Any]:
+    """The state dict of an optimizer of the same model that was never wrapped, by names."""
+    model = tree.build()
+    return cases.by_name(model, optimized.stepped(model))
+
+
+def as_tensors(value: Any) -> Any:
+    """What a rank saw, as it was there."""
+    return tree_map(lambda one: one.values if isinstance(one, TensorState) else one, value)
+
+
+def assert_close_states(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> None:
+    """Of parameters by names: those of one process, and those that a rank saw."""
+    assert wanted.keys() == got.keys(), f"parameters {sorted(got)}, wanted {sorted(wanted)}"
+    for name, state in wanted.items():
+        assert state.keys() == got[name].keys(), f"{name}: {sorted(got[name])}, wanted {sorted(state)}"
+        for key, value in state.items():
+            found: TensorState = got[name][key]
+            assert found.shape == tuple(value.shape), f"{name}[{key!r}] has the shape {found.shape}"
+            assert (excess := ONE_STEP.excess(value, found.values)) is None, f"{name}[{key!r}]: {excess}"
+
+
+def assert_same_states(wanted: Mapping[Any, Any], got: Mapping[Any, Any]) -> None:
+    """Of what a rank steps: a state without elements may be missing, since it is made anew."""
+    for key, state in wanted.items():
+        if key not in got:
+            parts = [value for value in state.values() if value.shape]
+            assert parts, f"{key} is lost"
+            assert all(not value.values.numel() for value in parts), f"{key} is lost"
+            continue
+        for name, value in state.items():
+            assert torch.equal(got[key][name].values, value.values), f"{key}[{name!r}] changed"
