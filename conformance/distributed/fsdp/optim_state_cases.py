@@ -193,7 +193,7 @@ def _fill(lab: Lab, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of an optimizer of a model that is not wrapped, as one that is saved names parameters."""
+    """The state dict of an optimizer by the names that the model has for parameters."""
     names = [name for name, _ in model.named_parameters()]
     order = {parameter: name for name, parameter in zip(names, model.parameters(), strict=True)}
     numbered = [order[parameter] for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,226 @@
+"""What the optimizer-state methods make of each of their arguments, and of arguments that they cannot use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import OptimStateKeyType
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from conformance.distributed.fsdp.method_cases import Lab, tried
+from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied, plain, step
+
+_WHOLE, _FULL = Way("whole"), Way("FULL", offloads=False)
+
+
+def unwrapped(lab: Lab, optimized: Optimized) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = lab.tree.build()
+    return model, optimized.stepped(model)
+
+
+def of_named_optimizer(lab: Lab) -> Any:
+    """An optimizer whose own state dict has names for keys."""
+    optimizer = Optimized().stepped(lab.model)
+    with _FULL.set_on(lab):
+        saved = lab.fsdp.optim_state_dict(lab.model, optimizer, by_name(lab.model, optimizer))
+        seen = copied(plain(saved))
+        found = lab.fsdp.optim_state_dict_to_load(lab.model, optimizer, saved, is_named_optimizer=True)
+    return {"saved": seen, "found": plain(found)}
+
+
+def of_users_own(lab: Lab) -> Any:
+    """A state that belongs to no parameter, and a state dict without groups."""
+    optimizer = Optimized().stepped(lab.model)
+    given = optimizer.state_dict()
+    given["state"]["mine"] = {"numbers": torch.tensor([1.0, 2.0]), "name": "mine"}
+    with _FULL.set_on(lab):
+        saved = lab.fsdp.optim_state_dict(lab.model, optimizer, given)
+        seen = copied(plain(saved))
+        without = {"state": saved["state"]}
+        found = lab.fsdp.optim_state_dict_to_load(lab.model, optimizer, without)
+    return {"saved": seen, "found": plain(found)}
+
+
+def loaded_directly(lab: Lab, directly: bool) -> Any:
+    optimizer = Optimized().stepped(lab.model)
+    saved = _FULL.save(lab, optimizer)
+    fresh = Optimized().optimizer(lab.model)
+    _FULL.load(lab, fresh, saved, load_directly=directly)
+    return plain(fresh.state_dict())
+
+
+def by_input(lab: Lab) -> Any:
+    """What an optimizer was made of, given in its place, in every form."""
+    fsdp, model = lab.fsdp, lab.model
+    parameters = list(model.parameters())
+    backwards = [{"params": parameters[1:]}, {"params": parameters[:1]}]
+    optimizer = torch.optim.SGD([dict(group) for group in backwards], lr=0.05, momentum=0.5)
+    step(model, optimizer)
+    saved = fsdp.full_optim_state_dict(model, optimizer, backwards, False)
+    return {
+        "saved": copied(plain(saved)),
+        "by its order": plain(fsdp.shard_full_optim_state_dict(saved, model)),
+        "as groups": plain(fsdp.shard_full_optim_state_dict(saved, model, backwards)),
+        "scattered": plain(fsdp.scatter_full_optim_state_dict(saved, model, backwards)),
+        "scattered by its order": plain(fsdp.scatter_full_optim_state_dict(saved, model)),
+        "as tensors": plain(fsdp.shard_full_optim_state_dict(saved, model, parameters[::-1])),
+        "number": tried(lambda: fsdp.shard_full_optim_state_dict(saved, model, 3)),
+        "nothing": tried(lambda: fsdp.shard_full_optim_state_dict(saved, model, [])),
+        "mixed": tried(lambda: fsdp.shard_full_optim_state_dict(saved, model, [parameters[0], {}])),
+        "no params": tried(lambda: fsdp.shard_full_optim_state_dict(saved, model, [{"lr": 1.0}])),
+    }
+
+
+def rekeyed(lab: Lab) -> Any:
+    """Names for numbers, numbers for names, and neither."""
+    types = lab.library.distributed.fsdp.OptimStateKeyType
+    rekey = lab.fsdp.rekey_optim_state_dict
+    plain_model, optimizer = unwrapped(lab, Optimized(groups=2))
+    numbered, named = copied(optimizer.state_dict()), copied(by_name(plain_model, optimizer))
+    mixed = {"state": {0: {}, "a": {}}, "param_groups": []}
+    in_order = list(plain_model.parameters())
+    alone = Optimized().stepped(plain_model).state_dict()
+    return {
+        "to names": plain(rekey(numbered, types.PARAM_NAME, plain_model, optim=optimizer)),
+        "to numbers": plain(rekey(named, types.PARAM_ID, plain_model, optim=optimizer)),
+        "as it is": rekey(named, types.PARAM_NAME, plain_model, optim=optimizer) is named,
+        "by the model's order": plain(rekey(alone, types.PARAM_NAME, plain_model)),
+        "by what it was made of": plain(rekey(alone, types.PARAM_NAME, plain_model, in_order[::-1])),
+        "no such type": tried(lambda: rekey(named, "names", plain_model)),
+        "mixed": tried(lambda: rekey(mixed, types.PARAM_NAME, plain_model)),
+        "wrapped": tried(
+            lambda: plain(
+                rekey(numbered, types.PARAM_NAME, lab.model, optim=Optimized().optimizer(lab.model))
+            )
+        ),
+    }
+
+
+def refused_to_load(lab: Lab) -> dict[str, Any]:
+    """What is wrong with a state dict, for one that is whole on every rank."""
+    optimized = Optimized("adam")
+    optimizer = optimized.optimizer(lab.model)
+
+    def load(change: Callable[[Any], None]) -> Any:
+        given = copied(by_name(*unwrapped(lab, optimized)))
+        change(given)
+        return tried(lambda: plain(_WHOLE.load(lab, optimizer, given)))
+
+    return {
+        "no state": load(lambda given: given.pop("state")),
+        "names": load(lambda given: _second(given).pop("exp_avg")),
+        "types": load(lambda given: _second(given).update(exp_avg=1.0)),
+        "dtypes": load(lambda given: _second(given).update(exp_avg=_second(given)["exp_avg"].double())),
+        "numbers": load(lambda given: _second(given).update(step=torch.tensor(7.0))),
+        "no numbers": load(lambda given: given["state"].pop("body.parts.0.inner.bias")),
+        "own values": load(lambda given: _add_own(given, ["same", "same"])),
+        "other values": load(lambda given: _add_own(given, ["one", "other"])),
+        "an unknown name": load(lambda given: given["param_groups"][0]["params"].append("unknown")),
+        "nothing": load(lambda given: [state.clear() for state in given["state"].values()]),
+    }
+
+
+def _second(given: Any) -> Any:
+    return given["state"]["body.parts.0.inner.bias"]
+
+
+def _add_own(given: Any, values: Iterable[str]) -> None:
+    names = ("body.parts.0.inner.weight", "body.parts.0.inner.bias")
+    for name, value in zip(names, values, strict=True):
+        given["state"][name]["own"] = value
+
+
+def refused_to_save(lab: Lab) -> dict[str, Any]:
+    """An optimizer of some parameters alone, and one that did not step on all ranks."""
+    parameters = list(lab.model.parameters())
+    some = torch.optim.SGD(parameters[1:], lr=0.05, momentum=0.5)
+    step(lab.model, some)
+    uneven = torch.optim.SGD(parameters, lr=0.05, momentum=0.5)
+    if lab.rank.rank == 0:
+        step(lab.model, uneven)
+    return {
+        "some": tried(lambda: plain(_WHOLE.save(lab, some))),
+        "uneven": tried(lambda: plain(_WHOLE.save(lab, uneven))),
+    }
+
+
+def rekeyed_by_torchs_types(lab: Lab) -> Any:
+    model, optimizer = unwrapped(lab, Optimized())
+    rekey, own = lab.fsdp.rekey_optim_state_dict, lab.library.distributed.fsdp.OptimStateKeyType
+    given = optimizer.state_dict()
+    return {
+        "by torch's": [*rekey(given, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)["state"]],
+        "by its own": [*rekey(given, own.PARAM_NAME, model, optim=optimizer)["state"]],
+    }
+
+
+def one_rank_refuses(lab: Lab, what: str) -> Any:
+    """The second rank is given what it cannot load."""
+    optimizer = Optimized().stepped(lab.model)
+    given = _FULL.save(lab, optimizer)
+    if lab.rank.rank == 1:
+        if what == "misshaped":
+            given["state"]["head.weight"]["exp_avg"] = torch.zeros(3, 3)
+        elif what == "unknown":
+            given["param_groups"][0]["params"].append("unknown")
+        else:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    return _refused(lab, optimizer, lambda: _FULL.load(lab, optimizer, given, load_directly=True))
+
+
+def parts_that_differ(lab: Lab) -> Any:
+    """Rows of a state that another rank was not given rows of."""
+    optimizer, way = Optimized("momentum").stepped(lab.model), Way("SHARDED")
+    given = way.save(lab, optimizer)
+    if lab.rank.rank == 1:
+        del given["state"]["head.weight"]
+    return _refused(lab, optimizer, lambda: way.load(lab, optimizer, given, load_directly=True))
+
+
+def _refused(lab: Lab, optimizer: torch.optim.Optimizer, load: Callable[[], Any]) -> dict[str, Any]:
+    before = copied([optimizer.state_dict(), list(lab.model.parameters())])
+    raised = tried(load)
+    after = [optimizer.state_dict(), list(lab.model.parameters())]
+    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
+    same = all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+    return {"raised": raised, "is_as_before": same}
+
+
+# -- how much is moved
+
+
+class Received(TorchDispatchMode):
+    """Counts the bytes of tensors that collectives leave on this rank; objects by which ranks agree are not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            received = [one for one in tree_leaves(args[0]) if isinstance(one, torch.Tensor)]
+            is_exchange = func.__name__.startswith("alltoall")
+            self.bytes += sum(one.nbytes for one in received if is_exchange or one.is_floating_point())
+        return func(*args, **(kwargs or {}))
+
+
+def received(lab: Lab, way: Way) -> dict[str, int]:
+    """Bytes that this rank receives, the bytes of whole states, and those of a row of each of their tensors."""
+    optimizer = Optimized().stepped(lab.model)
+    with Received() as saving:
+        saved = way.save(lab, optimizer)
+    with Received() as loading:
+        way.load(lab, optimizer, saved)
+    model, other = unwrapped(lab, Optimized())
+    wholes = [one for one in tree_leaves(by_name(model, other)["state"]) if one.dim()]
+    return {
+        "saving": saving.bytes,
+        "loading": loading.bytes,
+        "whole": sum(one.nbytes for one in wholes),
+        "rows": sum(one[0].nbytes for one in wholes),
+        "shard": sum(parameter.nbytes for parameter in lab.model.parameters()),
+    }

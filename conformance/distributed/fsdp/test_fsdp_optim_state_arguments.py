@@ -1,0 +1,136 @@
+"""Each argument of the optimizer-state methods, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.clauses import clause
+from conformance.distributed.fsdp import optim_state_argument_cases as cases
+from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.judging import probed
+from conformance.distributed.fsdp.optim_state_cases import Way
+from conformance.distributed.fsdp.optim_state_judging import assert_agrees, values_of
+from conformance.library import Library
+from conformance.ranks import RankPool
+
+both_kinds = pytest.mark.parametrize(
+    "setup",
+    [Setup(wrap="leaves", arguments={"use_orig_params": one}) for one in (False, True)],
+    ids=["flat", "original"],
+)
+
+
+@clause("distributed.fsdp.fsdp_optim_state.named_optimizer")
+@both_kinds
+def test_an_optimizer_may_have_names_for_keys(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], setup: Setup
+) -> None:
+    seen = assert_agrees(ranks(3), (reference, subject), cases.of_named_optimizer, setup)
+    assert all(set(value["found"]["state"]) for value in values_of(seen))
+
+
+@clause("distributed.fsdp.fsdp_optim_state.users_own")
+@both_kinds
+def test_what_belongs_to_no_parameter_is_kept(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], setup: Setup
+) -> None:
+    seen = assert_agrees(ranks(2), (reference, subject), cases.of_users_own, setup)
+    assert all(value["found"]["state"]["mine"]["name"] == "mine" for value in values_of(seen))
+
+
+@clause("distributed.fsdp.fsdp_optim_state.load_directly")
+@both_kinds
+@pytest.mark.parametrize("directly", [False, True])
+def test_the_optimizer_loads_it_only_if_told(
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    setup: Setup,
+    directly: bool,
+) -> None:
+    seen = assert_agrees(ranks(2), (reference, subject), cases.loaded_directly, setup, directly=directly)
+    assert all(bool(value["state"]) is directly for value in values_of(seen))
+
+
+@clause("distributed.fsdp.fsdp_optim_state.optim_input")
+@both_kinds
+def test_what_an_optimizer_was_made_of_may_stand_for_it(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], setup: Setup
+) -> None:
+    seen = assert_agrees(ranks(2), (reference, subject), cases.by_input, setup)
+    assert any("optim_input" in text for _, text in seen[0].warned)
+
+
+@clause("distributed.fsdp.fsdp_optim_state.rekey")
+@both_kinds
+def test_names_and_numbers_are_exchanged(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], setup: Setup
+) -> None:
+    values_of(assert_agrees(ranks(2), (reference, subject), cases.rekeyed, setup))
+
+
+@clause("distributed.fsdp.fsdp_optim_state.rekey")
+def test_torchs_own_types_of_keys_are_taken(subject: Library, ranks: Callable[..., RankPool]) -> None:
+    for value in values_of(probed(ranks(2), subject, cases.rekeyed_by_torchs_types, Setup())):
+        assert value["by torch's"] == value["by its own"]
+
+
+@clause("distributed.fsdp.fsdp_optim_state.refused")
+@both_kinds
+@pytest.mark.parametrize("asks", [cases.refused_to_load, cases.refused_to_save], ids=["load", "save"])
+def test_is_refused_as_torch_refuses(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], setup: Setup, asks: Any
+) -> None:
+    seen = assert_agrees(ranks(2), (reference, subject), asks, setup)
+    assert all(any(isinstance(one, str) for one in value.values()) for value in values_of(seen))
+
+
+@clause("distributed.fsdp.fsdp_optim_state.one_rank_refuses")
+@both_kinds
+@pytest.mark.parametrize("what", ["misshaped", "unknown", "another optimizer"])
+def test_what_one_rank_cannot_load_no_rank_loads(
+    subject: Library, ranks: Callable[..., RankPool], setup: Setup, what: str
+) -> None:
+    first, second = values_of(probed(ranks(2), subject, cases.one_rank_refuses, setup, what=what))
+    assert first["raised"].startswith("RuntimeError: rank 1 cannot load")
+    assert second["raised"].partition(": ")[2] in first["raised"]
+    assert first["is_as_before"]
+    assert second["is_as_before"]
+
+
+@clause("distributed.fsdp.fsdp_optim_state.one_rank_refuses")
+def test_parts_that_were_not_saved_together_are_refused(
+    subject: Library, ranks: Callable[..., RankPool]
+) -> None:
+    for value in values_of(probed(ranks(2), subject, cases.parts_that_differ, Setup(wrap="leaves"))):
+        assert "differ between ranks" in value["raised"]
+        assert "head.weight" in value["raised"]
+        assert value["is_as_before"]
+
+
+@clause("distributed.fsdp.fsdp_optim_state.bytes_received")
+@both_kinds
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_rank_receives_its_part_alone(
+    subject: Library, ranks: Callable[..., RankPool], setup: Setup, world: int
+) -> None:
+    for value in values_of(probed(ranks(world), subject, cases.received, setup, way=Way("SHARDED"))):
+        assert 0 < value["saving"] <= value["whole"] / world + value["rows"]
+        # Of each parameter Adam keeps two tensors.
+        assert 0 < value["loading"] <= 2 * value["shard"]
+
+
+@clause("distributed.fsdp.fsdp_optim_state.bytes_received")
+@both_kinds
+def test_the_first_rank_alone_receives_what_it_alone_saves(
+    subject: Library, ranks: Callable[..., RankPool], setup: Setup
+) -> None:
+    way = Way("FULL", rank0_only=True)
+    first, *others = values_of(probed(ranks(3), subject, cases.received, setup, way=way))
+    padding = 1.5 * first["whole"]
+    assert first["whole"] <= first["saving"] <= padding
+    assert all(value["saving"] == 0 for value in others)
+    assert all(0 < value["loading"] <= 2 * (value["shard"] + value["rows"]) for value in others)
