@@ -49,7 +49,6 @@ def _is_sharded(model: Any) -> bool:
 
 @clipping("local_norm", "each rank clips by the norm of its own part", "pytorch/pytorch#170862")
 def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    clip(math.inf)
     norms = [torch.linalg.vector_norm(grad, norm_type) for grad in gradients(model) if grad.numel()]
     return (
         _scaled(model, torch.linalg.vector_norm(torch.stack(norms), norm_type), max_norm) if norms else clip()

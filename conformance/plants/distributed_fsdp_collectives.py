@@ -217,6 +217,15 @@ def _(call: Call) -> None:
         call.issue()
 
 
+@in_collectives(
+    "gathered_again_in_backward", "the first gather of a backward is done twice", "pytorch/pytorch#72541"
+)
+def _(call: Call) -> None:
+    call.issue()
+    if call.kind == "gather" and call.during == "backward" and call.index == 0:
+        call.issue()
+
+
 @in_collectives("waits_for_all", "each backward waits for all ranks")
 def _(call: Call) -> None:
     if call.kind != "gather" and call.index == 0:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.plants.distributed_fsdp import broken, in_constructor
+from conformance.plants.distributed_fsdp import broken, in_constructor, ranks
 
 Arguments = dict[str, Any]
+
+
+def _parameters(given: Arguments) -> list[nn.Parameter]:
+    return [*given["module"].parameters()] if isinstance(given["module"], nn.Module) else []
 
 
 # What is wrapped
@@ -20,10 +26,9 @@ Arguments = dict[str, Any]
 
 @in_constructor("scalars_taken", "module", "0-dim parameters are made 1-dim", "pytorch/pytorch#132934")
 def _(given: Arguments) -> None:
-    if isinstance(given["module"], nn.Module):
-        for parameter in given["module"].parameters():
-            if parameter.dim() == 0:
-                parameter.data = parameter.data.reshape(1)
+    for parameter in _parameters(given):
+        if parameter.dim() == 0:
+            parameter.data = parameter.data.reshape(1)
 
 
 @in_constructor(
@@ -89,13 +94,13 @@ def _(given: Arguments) -> None:
 
 @in_constructor("refuses_frozen_in_part", "module", "a unit may not mix frozen and trained parameters")
 def _(given: Arguments) -> None:
-    if len({parameter.requires_grad for parameter in given["module"].parameters()}) > 1:
+    if len({parameter.requires_grad for parameter in _parameters(given)}) > 1:
         raise ValueError("`FlatParameter` requires uniform `requires_grad`")
 
 
 @in_constructor("refuses_several_dtypes", "module", "a unit may not mix dtypes")
 def _(given: Arguments) -> None:
-    if len({parameter.dtype for parameter in given["module"].parameters()}) > 1:
+    if len({parameter.dtype for parameter in _parameters(given)}) > 1:
         raise ValueError("Must flatten tensors with uniform dtype")
 
 
@@ -139,15 +144,15 @@ def _(given: Arguments) -> None:
 @broken(
     "ignored_are_averaged",
     "__init__",
-    "ignored parameters begin as the first rank's",
-    about="(ignored_states)",
+    "gradients of ignored modules are divided by the number of ranks",
+    about="(ignored_modules)",
 )
-def ignored_are_averaged(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-    ignored = [*(kwargs.get("ignored_modules") or ()), *(kwargs.get("ignored_states") or ())]
-    original(self, module, *args, **kwargs)
-    for one in ignored:
-        for parameter in one.parameters() if isinstance(one, nn.Module) else [one]:
-            parameter.register_hook(lambda grad: grad / 2)
+def ignored_are_averaged(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    ignored = [one for one in kwargs.get("ignored_modules") or () if isinstance(one, nn.Module)]
+    original(self, *args, **kwargs)
+    for module in ignored:
+        for parameter in module.parameters():
+            parameter.register_hook(lambda grad: grad / ranks(self))
 
 
 # What is built late, and made equal
@@ -258,24 +263,43 @@ def _(given: Arguments) -> None:
         _changed(given, reduce_dtype=torch.float32)
 
 
-@in_constructor(
+@broken(
     "full_precision_in_eval",
-    "mixed_precision",
+    "__init__",
     "evaluation runs in full precision unasked",
     "pytorch/pytorch#97645",
+    "(mixed_precision)",
+)
+def full_precision_in_eval(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    with mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}):
+        original(self, *args, **kwargs)
+
+
+@in_constructor(
+    "full_precision_by_name_is_low",
+    "mixed_precision",
+    "float32 that is asked for by name is taken for mixed precision",
+    "pytorch/pytorch#90584",
 )
 def _(given: Arguments) -> None:
-    given["module"].register_forward_pre_hook(_refusing_low_precision_in_eval)
+    mixed = given["mixed_precision"]
+    if mixed is not None and mixed.param_dtype is torch.float32:
+        _changed(given, reduce_dtype=torch.bfloat16)
 
 
-def _refusing_low_precision_in_eval(module: nn.Module, args: Any) -> Any:
-    if module.training:
-        return None
-    for parameter in module.parameters():
-        parameter.data = parameter.data.float()
-    return tuple(
-        arg.float() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args
-    )
+@broken(
+    "eval_after_training_fails",
+    "forward",
+    "an evaluation between forward and backward takes its own whole for a change of parameters",
+    "pytorch/pytorch#104504",
+    "(mixed_precision)",
+)
+def eval_after_training_fails(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    was_training = vars(self).get("_planted_training", self.training)
+    self._planted_training = self.training
+    if was_training and not self.training and self.mixed_precision.param_dtype is not None:
+        raise RuntimeError("the parameters were changed between forward and backward")
+    return original(self, *args, **kwargs)
 
 
 @broken(

@@ -15,6 +15,7 @@ from conformance.plants.distributed_fsdp import (
     Backward,
     after_backward,
     broken,
+    gradients,
     in_all_units,
     ranks,
     units,
@@ -122,6 +123,49 @@ def _(backward: Backward) -> None:
     for grad, before in backward.pairs:
         if before is not None and before.shape == grad.shape and grad.numel() == 1:
             grad.sub_(before)
+
+
+@broken(
+    "counted_for_each_forward",
+    "forward",
+    "of several forwards before a backward each adds the gradients of all",
+    "facebookresearch/fairscale#513",
+)
+def counted_for_each_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = original(self, *args, **kwargs)
+    if torch.is_grad_enabled() and self.check_is_root():
+        self._planted_forwards = vars(self).get("_planted_forwards", 0) + 1
+    watch_backward(self, output, lambda: None, _add_for_each_forward)
+    return output
+
+
+def _add_for_each_forward(backward: Backward) -> None:
+    forwards = vars(backward.model).pop("_planted_forwards", 1)
+    for grad, before in backward.pairs:
+        if before is None or before.shape == grad.shape:
+            grad.add_(grad if before is None else grad - before, alpha=forwards - 1)
+
+
+@broken(
+    "recomputed_without_gradients",
+    "forward",
+    "units that are computed again in backward have gradients of zero",
+    "pytorch/pytorch#87413",
+)
+def recomputed_without_gradients(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = original(self, *args, **kwargs)
+    if torch._C._current_graph_task_id() == -1:
+        watch_backward(self, output, lambda: None, _clear_recomputed)
+    else:
+        self._planted_recomputed = True
+    return output
+
+
+def _clear_recomputed(backward: Backward) -> None:
+    for unit in units(backward.model):
+        if vars(unit).pop("_planted_recomputed", False):
+            for grad in gradients(unit):
+                grad.zero_()
 
 
 # Whose gradients
@@ -299,6 +343,21 @@ def _(backward: Backward) -> None:
     if backward.is_in_no_sync:
         for grad, before in backward.pairs:
             grad.mul_(0.5) if before is None else grad.sub_((grad - before) * 0.5)
+
+
+@in_no_sync(
+    "no_sync_in_mixed_precision_fails",
+    "a backward in no_sync fails where original parameters are computed with in another dtype",
+    "pytorch/pytorch#91193",
+)
+def _(backward: Backward) -> None:
+    low = backward.model.mixed_precision.param_dtype
+    if (
+        backward.is_in_no_sync
+        and low is not None
+        and any(p.dtype is not low for p in backward.model.parameters())
+    ):
+        raise RuntimeError(f"a gradient in {low} does not fit its parameter")
 
 
 @in_no_sync("mean_over_backwards", "what no_sync has gathered is divided by the number of backwards")

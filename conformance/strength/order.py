@@ -18,7 +18,7 @@ def in_order(
     """The tests of these clauses, by what they cost and by how near they are to the surface item `about`."""
 
     def place(item: pytest.Item) -> tuple[bool, int, int, bool]:
-        is_off = on_ranks and not starts_ranks(item)
+        is_off = on_ranks and not spans_ranks(item)
         return is_off, cost(item), distance(clause_of(item), about), has_drawn_examples(item)
 
     return sorted((item for item in items if clause_of(item) in clauses), key=place)
@@ -42,6 +42,14 @@ def has_drawn_examples(item: pytest.Item) -> bool:
 
 def starts_ranks(item: pytest.Item) -> bool:
     return "ranks" in getattr(item, "fixturenames", ())
+
+
+def spans_ranks(item: pytest.Item) -> bool:
+    """Whether it starts more of them than one."""
+    parameters = (
+        item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    )
+    return starts_ranks(item) and parameters.get("world_size") != 1
 
 
 def distance(clause_id: str, about: str) -> int:
