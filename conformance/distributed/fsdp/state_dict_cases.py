@@ -1,0 +1,351 @@
+"""State dicts of wrapped models: described by plain values, loaded elsewhere, and loaded where they do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, gathered_parameters, wrapped
+from conformance.distributed.fsdp.method_cases import Lab, named, tried
+from conformance.library import Library, load_library
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which state dict is asked for."""
+
+    kind: str = "FULL"  # FULL, SHARDED or LOCAL
+    config: Mapping[str, bool] = field(default_factory=dict)
+
+    def of(self, library: Library) -> tuple[Any, Any]:
+        fsdp = library.distributed.fsdp
+        config = getattr(fsdp, f"{self.kind.capitalize()}StateDictConfig")(**self.config)
+        return fsdp.StateDictType[f"{self.kind}_STATE_DICT"], config
+
+
+def set_form(library: Library, model: nn.Module, form: Form) -> None:
+    library.find(FSDP).set_state_dict_type(model, *form.of(library))
+
+
+def described(value: Any) -> Any:
+    """What a value of a state dict is, on this rank."""
+    if isinstance(value, ShardedTensor):
+        metadata = value.metadata()
+        parts = [(one.shard_offsets, one.shard_sizes, str(one.placement)) for one in metadata.shards_metadata]
+        local = [
+            (one.metadata.shard_offsets, one.metadata.shard_sizes, one.tensor.detach().clone())
+            for one in value.local_shards()
+        ]
+        return ["ShardedTensor", parts, metadata.size, str(metadata.tensor_properties), local]
+    if isinstance(value, DTensor):
+        local = value.to_local().clone()
+        return ["DTensor", str(value.device_mesh), str(value.placements), value.size(), value.stride(), local]
+    if isinstance(value, torch.Tensor):
+        return [type(value).__name__, value.requires_grad, value.stride(), value.detach().clone()]
+    return value
+
+
+# -- saving
+
+
+def saved(
+    lab: Lab,
+    *,
+    form: Form,
+    at: str = "root",
+    inside: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A state dict after a forward and a backward, and what has become of the model by it."""
+    lab.backward()
+    set_form(lab.library, lab.model, form)
+    asked = {"root": lab.model, "inner": lab.units[-1], "body": lab.model.body}[at]
+    context = lab.fsdp.summon_full_params(lab.model, writeback=False) if inside else contextlib.nullcontext()
+    with context:
+        if inside:
+            with torch.no_grad():
+                for parameter in lab.model.parameters():
+                    parameter.add_(1)
+        state_dict = asked.state_dict(**(options or {}))
+        seen = {
+            "items": [(key, described(value)) for key, value in state_dict.items()],
+            "type": type(state_dict).__name__,
+            "metadata": [(key, dict(value)) for key, value in state_dict._metadata.items()],
+            "shared": shared(state_dict, lab.model),
+        }
+    return seen | {
+        "settings": str(lab.fsdp.get_state_dict_type(lab.model)),
+        "shards": named(lab.model),
+        "buffers": list(lab.model.named_buffers()),
+        "loss": lab.backward(1),
+    }
+
+
+def shared(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, list[str]]:
+    """For each key what else has the same memory: keys, and tensors of the model."""
+    owners: dict[int, list[str]] = {}
+    for key, value in (*state_dict.items(), *model.named_parameters(), *model.named_buffers()):
+        for tensor in _memory_of(value):
+            owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(key)
+    return {names[0]: names[1:] for names in owners.values() if names[0] in state_dict}
+
+
+def _memory_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, ShardedTensor):
+        return [one.tensor for one in value.local_shards() if one.tensor.numel()]
+    tensor = value.to_local() if isinstance(value, DTensor) else value
+    return [tensor] if tensor.numel() else []
+
+
+# -- loading what was saved
+
+
+def exchanged(
+    lab: Lab, *, source: str, form: Form, at: str = "root", inside: bool = False, assign: bool = False
+) -> dict[str, Any]:
+    """What a model of other values is after it has loaded what a model wrapped by the `source` library has saved."""
+    library = load_library(source)
+    origin = wrapped(lab.rank, library, lab.tree.build(), lab.setup)
+    target = wrapped(lab.rank, lab.library, lab.tree.build(1), lab.setup)
+    with torch.no_grad():
+        for buffer in target.buffers():
+            buffer.add_(1)
+    for one, of in ((origin, library), (target, lab.library)):
+        set_form(of, one, form)
+        one.check_is_root()  # torch's body may not come before its root
+    state_dict = origin.body.state_dict() if at == "body" else origin.state_dict()
+    loaded = target.body if at == "body" else target
+    context = lab.fsdp.summon_full_params(target) if inside else contextlib.nullcontext()
+    with context:
+        keys = loaded.load_state_dict(state_dict, assign=assign)
+    lab.model = target
+    return {
+        "keys": repr(keys),
+        "whole": gathered_parameters(lab.library, target),
+        "wanted": gathered_parameters(library, origin),
+        "buffers": dict(target.named_buffers()),
+        "wanted buffers": dict(origin.named_buffers()),
+        "loss": lab.backward(),
+    }
+
+
+def loaded_in_part(lab: Lab, *, form: Form, fault: str) -> dict[str, Any]:
+    """Keys are missing or too many, and may be."""
+    state_dict = _moved(_state_dict_of(lab, form))
+    FAULTS[fault](state_dict)
+    keys = lab.model.load_state_dict(state_dict, strict=False)
+    return {"keys": repr(keys), "state": whole_state(lab)}
+
+
+def _state_dict_of(lab: Lab, form: Form, seed_shift: int = 1) -> dict[str, Any]:
+    """Of a model of other values."""
+    origin = wrapped(lab.rank, lab.library, lab.tree.build(seed_shift), lab.setup)
+    for one in (origin, lab.model):
+        set_form(lab.library, one, form)
+    return origin.state_dict()
+
+
+def _moved(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """With buffers that are nobody else's and have other values."""
+    return {key: value + 1 if type(value) is torch.Tensor else value for key, value in state_dict.items()}
+
+
+def whole_state(lab: Lab) -> dict[str, torch.Tensor]:
+    """Whole parameters and buffers."""
+    buffers = {f"buffer {name}": buffer.clone() for name, buffer in lab.model.named_buffers()}
+    return gathered_parameters(lab.library, lab.model) | buffers
+
+
+# -- loading what does not fit
+
+Fault = Callable[[dict[str, Any]], Any]
+_SOME, _BUFFER = "body.parts.0.inner.weight", "body.parts.1.parts.1.inner.running_mean"
+FAULTS: dict[str, Fault] = {
+    "missing": lambda found: (found.pop(_SOME), found.pop("head.bias")),
+    "missing buffer": lambda found: found.pop(_BUFFER),
+    "unexpected": lambda found: found.update(
+        {"head.more": torch.ones(1), "body.parts.0.more": torch.ones(1)}
+    ),
+    "misshaped": lambda found: found.update({_SOME: torch.ones(2), "head.bias": torch.ones(7)}),
+    "misshaped buffer": lambda found: found.update({_BUFFER: torch.ones(2)}),
+    "a word": lambda found: found.update({_SOME: "word"}),
+    "whole": lambda found: found.update({_SOME: torch.ones(4, 3)}),
+}
+
+
+def failed(lab: Lab, *, form: Form, fault: str, on: Sequence[int]) -> dict[str, Any]:
+    """What loading a dict raises on each rank, with a fault on some; and whether it has left anything."""
+    state_dict = _moved(_state_dict_of(lab, form))
+    if lab.rank.rank in on:
+        FAULTS[fault](state_dict)
+    return _tried_to_load(lab, state_dict)
+
+
+def _tried_to_load(lab: Lab, state_dict: dict[str, Any]) -> dict[str, Any]:
+    before = whole_state(lab)
+    error = tried(lambda: lab.model.load_state_dict(state_dict))
+    after = whole_state(lab)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    return {"error": error, "changed": changed, "loss": lab.backward()}
+
+
+def raised_by_a_hook(lab: Lab) -> dict[str, Any]:
+    """A user's hook raises on the last rank in the middle of loading."""
+
+    def raises(*args: Any) -> None:
+        if lab.rank.rank == lab.rank.world_size - 1:
+            raise KeyError("planted")
+
+    lab.model.head.register_load_state_dict_pre_hook(raises)
+    return _tried_to_load(lab, _moved(_state_dict_of(lab, Form())))
+
+
+def of_another_world(lab: Lab, *, kind: str) -> dict[str, Any]:
+    """Half the ranks have saved what all are to load."""
+    half = Setup("HYBRID_SHARD", ranks="groups", shards=lab.rank.world_size // 2, wrap=lab.setup.wrap)
+    origin = wrapped(lab.rank, lab.library, lab.tree.build(1), half)
+    for one in (origin, lab.model):
+        set_form(lab.library, one, Form(kind))
+    return _tried_to_load(lab, _moved(origin.state_dict()))
+
+
+def loads_its_own(lab: Lab, *, form: Form) -> Any:
+    """The keys of a dict, and what loading it into another model raises, or whether that model then has its values."""
+    state_dict = _state_dict_of(lab, form)
+    said = tried(lambda: repr(lab.model.load_state_dict(state_dict)))
+    wanted = {name: parameter.detach() for name, parameter in lab.tree.build(1).named_parameters()}
+    got = gathered_parameters(lab.library, lab.model)
+    return {
+        "keys": list(state_dict),
+        "types": sorted({type(value).__name__ for value in state_dict.values()}),
+        "said": said,
+        "loaded": all(torch.equal(got[name], wanted[name]) for name in wanted),
+    }
+
+
+def assigned(lab: Lab) -> dict[str, Any]:
+    """What `assign` makes of parameters and buffers."""
+    state_dict = {key: value.clone() for key, value in _moved(_state_dict_of(lab, Form())).items()}
+    lab.model.load_state_dict(state_dict, assign=True)
+    got = whole_state(lab)
+    return {
+        "parameters": all(torch.equal(got[name], value) for name, value in state_dict.items() if name in got),
+        "buffers": dict(lab.model.named_buffers()),
+    }
+
+
+# -- what is set
+
+
+def settings(lab: Lab) -> dict[str, Any]:
+    """What can be set, what was set before, and what is refused."""
+    fsdp, types = lab.fsdp, lab.library.distributed.fsdp.StateDictType
+    configs = lab.library.distributed.fsdp
+    seen: dict[str, Any] = {"at first": str(fsdp.get_state_dict_type(lab.model))}
+    for kind in types:
+        seen[f"before {kind}"] = str(fsdp.set_state_dict_type(lab.model, kind))
+        seen[f"after {kind}"] = tried(lambda: str(fsdp.get_state_dict_type(lab.model)))
+    given = configs.FullStateDictConfig(rank0_only=True), configs.FullOptimStateDictConfig(rank0_only=True)
+    with fsdp.state_dict_type(lab.model, types.FULL_STATE_DICT, *given):
+        inside = fsdp.get_state_dict_type(lab.model)
+        seen["inside"] = [str(inside), inside.state_dict_config is given[0]]
+    seen["outside"] = tried(lambda: str(fsdp.get_state_dict_type(lab.model)))
+    refused: list[tuple[Any, ...]] = [
+        (types.FULL_STATE_DICT, configs.ShardedStateDictConfig()),
+        (types.FULL_STATE_DICT, None, configs.LocalOptimStateDictConfig()),
+        ("FULL_STATE_DICT",),
+    ]
+    seen["refused"] = [
+        tried(functools.partial(fsdp.set_state_dict_type, lab.model, *arguments)) for arguments in refused
+    ]
+    fsdp.set_state_dict_type(lab.model, types.FULL_STATE_DICT)
+    seen["of no unit"] = [
+        str(fsdp.get_state_dict_type(nn.Linear(1, 1))),
+        str(fsdp.set_state_dict_type(nn.Linear(1, 1), types.FULL_STATE_DICT)),
+    ]
+    fsdp.set_state_dict_type(lab.units[-1], types.SHARDED_STATE_DICT)
+    seen["set apart"] = [
+        tried(lambda: fsdp.get_state_dict_type(lab.model)),
+        tried(lambda: fsdp.set_state_dict_type(lab.model, types.FULL_STATE_DICT)),
+    ]
+    return seen
+
+
+def after_an_error_inside(lab: Lab) -> str:
+    """The type that is set after the context was left by an exception."""
+    types = lab.library.distributed.fsdp.StateDictType
+    with contextlib.suppress(KeyError), lab.fsdp.state_dict_type(lab.model, types.SHARDED_STATE_DICT):
+        raise KeyError("planted")
+    return lab.fsdp.get_state_dict_type(lab.model).state_dict_type.name
+
+
+# -- users' hooks
+
+
+def hooked(lab: Lab) -> dict[str, Any]:
+    """What hooks of a module inside a unit, and of a unit, are given; they change names and values."""
+    seen: list[Any] = []
+    head, root = lab.model.head, lab.model
+
+    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        seen.append(["before saving", type(module).__name__, prefix, keep_vars])
+
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        seen.append(["after saving", prefix, sorted(state_dict), metadata])
+        state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].half()
+        state_dict[f"{prefix}extra"] = torch.ones(1)
+
+    def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        seen.append(["before loading", prefix, sorted(state_dict)])
+        state_dict.pop(f"{prefix}extra", None)
+        state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].float() * 2
+
+    def after_load(module: nn.Module, keys: Any) -> None:
+        seen.append(["after loading", repr(keys)])
+
+    head.register_state_dict_pre_hook(before_save)
+    head._register_state_dict_hook(after_save)
+    head.register_load_state_dict_pre_hook(before_load)
+    root.register_load_state_dict_post_hook(after_load)
+    state_dict = root.state_dict()
+    seen.append([(key, described(value)) for key, value in state_dict.items()])
+    root.load_state_dict(state_dict)
+    return {"seen": seen, "whole": gathered_parameters(lab.library, root)}
+
+
+# -- how much is moved
+
+
+class Received(TorchDispatchMode):
+    """Counts the bytes that gathers and exchanges leave on this rank; what ranks only agree by is not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "allreduce" not in func.__name__:
+            tensors = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            self.bytes += sum(
+                one.nbytes for one in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def traffic(lab: Lab) -> dict[str, int]:
+    """Bytes that saving and loading SHARDED_STATE_DICT leave on this rank."""
+    set_form(lab.library, lab.model, Form("SHARDED"))
+    with Received() as saving:
+        state_dict = lab.model.state_dict()
+    with Received() as loading:
+        lab.model.load_state_dict(state_dict)
+    return {"saving": saving.bytes, "loading": loading.bytes}

@@ -1,0 +1,204 @@
+"""Where state dicts do what torch's do not: nothing is lost, nothing is moved in vain, every form loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp import state_dict_cases
+from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.judging import probed
+from conformance.distributed.fsdp.method_cases import TREE
+from conformance.distributed.fsdp.state_dict_cases import Form
+from conformance.library import Library
+from conformance.outcome import Outcome
+from conformance.ranks import RankPool
+from conformance.results import unavailable
+
+RANKS = 3
+LEAVES = Setup(wrap="leaves")
+ORIGINALS = Setup(wrap="leaves", arguments={"use_orig_params": True})
+Ranks = Callable[..., RankPool]
+
+
+def values_of(seen: Sequence[Outcome]) -> list[Any]:
+    assert all(outcome.raised is None for outcome in seen), [outcome.raised for outcome in seen]
+    return [outcome.value for outcome in seen]
+
+
+@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
+@pytest.mark.parametrize("fault", ["missing", "missing buffer", "misshaped", "unexpected"])
+@pytest.mark.parametrize("setup", [LEAVES, ORIGINALS], ids=["flat", "originals"])
+def test_a_load_that_fails_on_one_rank(
+    deviation: DeviationJudge, ranks: Ranks, setup: Setup, fault: str
+) -> None:
+    def probe(library: Library) -> Any:
+        asks = state_dict_cases.failed
+        return values_of(probed(ranks(RANKS), library, asks, setup, form=Form(), fault=fault, on=[1]))
+
+    def we_do(seen: Any) -> bool:
+        told = ["rank 1 could not load" in str(one["error"]) for one in seen]
+        return told == [True, False, True] and not any(one["changed"] for one in seen)
+
+    deviation.judge(probe, torch_does=lambda seen: all(one["changed"] for one in seen), we_do=we_do)
+
+
+@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
+def test_a_load_that_fails_on_all_ranks(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        asks = state_dict_cases.failed
+        form = Form("SHARDED")
+        return values_of(probed(ranks(2), library, asks, LEAVES, form=form, fault="missing", on=[0, 1]))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: all(one["changed"] for one in seen),
+        we_do=lambda seen: not any(one["changed"] for one in seen),
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
+@pytest.mark.parametrize("kind", ["SHARDED", "LOCAL"])
+@pytest.mark.parametrize("fault", ["missing buffer", "misshaped buffer"])
+def test_parts_are_loaded_by_all_or_by_none(
+    deviation: DeviationJudge, ranks: Ranks, kind: str, fault: str
+) -> None:
+    def probe(library: Library) -> Any:
+        asks, form = state_dict_cases.failed, Form(kind)
+        return values_of(probed(ranks(RANKS), library, asks, LEAVES, form=form, fault=fault, on=[2]))
+
+    def we_do(seen: Any) -> bool:
+        told = ["rank 2 could not load" in str(one["error"]) for one in seen]
+        return told == [True, True, False] and not any(one["changed"] for one in seen)
+
+    deviation.judge(probe, torch_does=lambda seen: all(one["changed"] for one in seen), we_do=we_do)
+
+
+@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
+def test_a_hook_that_raises(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        return values_of(probed(ranks(1), library, state_dict_cases.raised_by_a_hook, ORIGINALS))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen[0]["error"] == "KeyError: 'planted'" and bool(seen[0]["changed"]),
+        we_do=lambda seen: seen[0]["error"] == "KeyError: 'planted'" and not seen[0]["changed"],
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.another_world")
+@pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
+def test_what_half_the_ranks_saved_is_refused(subject: Library, ranks: Ranks, kind: str) -> None:
+    if subject.package == "torch":
+        unavailable("torch's ranks exchange what does not fit, and need not come back")
+    seen = values_of(probed(ranks(4), subject, state_dict_cases.of_another_world, LEAVES, kind=kind))
+    for rank, one in enumerate(seen):
+        assert f"rank {rank} of 4 was given" in one["error"]
+        assert not one["changed"]
+
+
+@clause("distributed.fsdp.fsdp_state_dict.local_with_original_parameters")
+@pytest.mark.deviation("fsdp.local_state_dict_of_originals")
+def test_shards_of_original_parameters(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        asks = state_dict_cases.loads_its_own
+        return values_of(probed(ranks(RANKS), library, asks, ORIGINALS, form=Form("LOCAL")))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: all(
+            "head.weight" in one["keys"] and "Unexpected" in one["said"] for one in seen
+        ),
+        we_do=lambda seen: all("head.weight" not in one["keys"] and one["loaded"] for one in seen),
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.local_with_original_parameters")
+def test_torchs_shards_of_original_parameters(subject: Library, reference: Library, ranks: Ranks) -> None:
+    if subject.package == "torch":
+        unavailable("torch does not load its own: fsdp.local_state_dict_of_originals")
+    asks = state_dict_cases.exchanged
+    seen = probed(ranks(RANKS), subject, asks, ORIGINALS, source=reference.spec, form=Form("LOCAL"))
+    for one in values_of(seen):
+        assert one["keys"] == "<All keys matched successfully>"
+        for name, wanted in one["wanted"].items():
+            assert torch.equal(one["whole"][name].values, wanted.values), name
+
+
+@clause("distributed.fsdp.fsdp_state_dict.dtensor_without_mesh")
+@pytest.mark.deviation("fsdp.dtensor_without_mesh")
+def test_dtensors_of_a_process_group(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        asks, form = state_dict_cases.loads_its_own, Form("SHARDED", {"_use_dtensor": True})
+        return probed(ranks(RANKS), library, asks, Setup(wrap="leaves", ranks="group"), form=form)
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: all(one.raised and one.raised.kind is AttributeError for one in seen),
+        we_do=lambda seen: all(
+            one.raised is None and one.value["loaded"] and one.value["types"] == ["DTensor", "Tensor"]
+            for one in seen
+        ),
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.assigned")
+@pytest.mark.deviation("fsdp.assigned_parameters")
+def test_parameters_are_assigned(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        return values_of(probed(ranks(RANKS), library, state_dict_cases.assigned, LEAVES))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: not any(one["parameters"] for one in seen),
+        we_do=lambda seen: all(one["parameters"] for one in seen),
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.settings_after_an_error")
+@pytest.mark.deviation("fsdp.state_dict_type_after_an_error")
+def test_settings_after_an_error(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        return values_of(probed(ranks(1), library, state_dict_cases.after_an_error_inside, LEAVES))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == ["SHARDED_STATE_DICT"],
+        we_do=lambda seen: seen == ["FULL_STATE_DICT"],
+    )
+
+
+def share_of(world_size: int) -> int:
+    """The bytes that a rank holds of the model at most: its part, and one row of each parameter."""
+    plain = list(TREE.build().parameters())
+    share = sum(p.numel() for p in plain) / world_size + sum(p[0].numel() for p in plain)
+    return int(share * torch.float32.itemsize)
+
+
+@clause("distributed.fsdp.fsdp_state_dict.bytes_moved")
+@pytest.mark.deviation("fsdp.sharded_state_dict_gathers")
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("setup", [LEAVES, Setup()], ids=["leaves", "root"])
+def test_sharded_state_dicts_move_what_is_held(
+    deviation: DeviationJudge, ranks: Ranks, setup: Setup, size: int
+) -> None:
+    def probe(library: Library) -> Any:
+        return values_of(probed(ranks(size), library, state_dict_cases.traffic, setup))
+
+    def is_bounded(one: Any) -> bool:
+        return all(0 < moved <= share_of(size) for moved in (one["saving"], one["loading"]))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: not any(is_bounded(one) for one in seen),
+        we_do=lambda seen: all(is_bounded(one) for one in seen),
+    )
