@@ -45,7 +45,14 @@ _TOUCH_NOTHING = {
     "lift_fresh",
 }
 # Their schemas do not say that the first argument is written to.
-_WRITES_FIRST = {"_allgather_base_", "_reduce_scatter_base_", "allgather_", "allreduce_", "broadcast_"}
+_WRITES_FIRST = {
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allgather_",
+    "allreduce_",
+    "alltoall_base_",
+    "broadcast_",
+}
 
 
 @dataclass

@@ -27,7 +27,7 @@ _ALIKE = {
     "allreduce_": "tensors",
     "allreduce_coalesced_": "tensors",
     "alltoall_": None,
-    "alltoall_base_": None,
+    "alltoall_base_": "input",
     "barrier": None,
     "broadcast_": "tensors",
     "gather_": "input_tensors",
@@ -82,7 +82,7 @@ def _reporting(name: str, report: Callable[[Collective], None]) -> Callable[...,
 
 def _described(name: str, arguments: dict[str, Any]) -> Collective:
     group = ProcessGroup.unbox(arguments["process_group"])
-    alike = _ALIKE[name]
+    alike = None if _deals_unevenly(arguments) else _ALIKE[name]
     reduce_op = arguments.get("reduce_op")
     return Collective(
         name=name,
@@ -92,6 +92,10 @@ def _described(name: str, arguments: dict[str, Any]) -> Collective:
         reduce_op="" if reduce_op is None else dist.ReduceOp.RedOpType(reduce_op.op()).name,
         root=arguments.get("root_rank"),
     )
+
+
+def _deals_unevenly(arguments: dict[str, Any]) -> bool:
+    return bool(arguments.get("input_split_sizes") or arguments.get("output_split_sizes"))
 
 
 def _kinds(nested: Any) -> Iterable[tuple[str, int]]:

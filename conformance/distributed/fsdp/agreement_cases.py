@@ -61,7 +61,7 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
     """The outputs of each step and the parameters at the end. Whoever raises waits until the others do too."""
     torch.manual_seed(0)
     model = _wrapped(load_library(library), Blocks(program.hidden))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
     seen: list[torch.Tensor] = []
     step = 0
     try:

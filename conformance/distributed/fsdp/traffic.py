@@ -1,6 +1,7 @@
 """What ranks send each other in training: counted between the barriers that `fsdp_cases` puts around each step.
 
-Operators that do the same count as the same: a gather into a list of tensors or into one, a sum scattered from either.
+Operators that do the same count as the same: a gather into a list of tensors or into one, a sum scattered from either
+or from an all-to-all, whose receivers add up what they are sent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from conformance.ranks.trace import Collective
 
 _KINDS = {
     "gather": re.compile("_?allgather"),
-    "scatter": re.compile("_?reduce_scatter"),
+    "scatter": re.compile("_?reduce_scatter|alltoall_base"),
     "reduce": re.compile("allreduce"),
 }
 # Whose described tensors are one rank's part of the whole.

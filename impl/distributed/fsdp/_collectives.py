@@ -22,6 +22,9 @@ _all_gather: Callable[..., dist.Work] = getattr(
 _reduce_scatter: Callable[..., dist.Work] = getattr(
     dist.ProcessGroup, "reduce_scatter_single", dist.ProcessGroup._reduce_scatter_base
 )
+_all_to_all: Callable[..., dist.Work] = getattr(
+    dist.ProcessGroup, "all_to_all_single", dist.ProcessGroup.alltoall_base
+)
 
 # Hooks that cast by themselves, and what they cast to. torch's own cannot run where tensors have no streams.
 _LOW_PRECISION: dict[Any, torch.dtype] = {
@@ -85,6 +88,9 @@ class Reduction:
         self.hook_state: Any = None
         self._before = predivide_factor(groups.size)
         self._after = groups.size / self._before
+        self._adds_itself = (
+            groups.shard is not None and groups.shard.size() > 1 and _is_over_gloo(groups.shard)
+        )
 
     @property
     def casts_itself(self) -> bool:
@@ -95,7 +101,8 @@ class Reduction:
         """Average a buffer [padded_numel] of the unit `name` over all ranks; this rank's shard [shard_numel] of it.
 
         The buffer is overwritten. The result has its dtype, and lies in the buffer itself where nothing is dealt.
-        Collectives: a reduce-scatter where parameters are dealt, an all-reduce where they are replicated.
+        Collectives: a reduce-scatter where parameters are dealt (over gloo an all-to-all), an all-reduce
+            where they are replicated.
         """
         entry = f"reduced '{name}'"
         if self.hook is None:
@@ -122,11 +129,34 @@ class Reduction:
             divisor *= self._before
         output = buffer
         if groups.shard is not None:
-            output = buffer.new_empty(shard_numel)
-            groups.agreements[groups.shard].run(entry, _reduce_scatter, groups.shard, output, buffer)
+            output = self._scattered_sum(buffer, shard_numel, groups.shard, entry)
         if groups.replicate is not None:
             all_reduce = dist.ProcessGroup.allreduce
             groups.agreements[groups.replicate].run(entry, all_reduce, groups.replicate, [output])
         if divisor > 1:
             output.div_(divisor)
         return output
+
+    def _scattered_sum(
+        self, buffer: Tensor, shard_numel: int, group: dist.ProcessGroup, entry: str
+    ) -> Tensor:
+        """Add up the ranks' buffers; the rank's shard of the sum.
+
+        gloo's reduce-scatter copies the buffer and reduces all of it for every rank: twice the traffic. There this rank
+        adds up itself what it is sent, with one rounding where buffers are in low precision.
+        """
+        shard = buffer.new_empty(shard_numel)
+        agreement = self.groups.agreements[group]
+        if not (self._adds_itself and buffer.is_cpu):
+            agreement.run(entry, _reduce_scatter, group, shard, buffer)
+            return shard
+        parts = torch.empty_like(buffer)
+        agreement.run(entry, _all_to_all, group, parts, buffer, [], [])
+        return torch.sum(parts.view(-1, shard_numel), 0, out=shard)
+
+
+def _is_over_gloo(group: dist.ProcessGroup) -> bool:
+    try:
+        return group._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:
+        return False  # it has no backend for the CPU
