@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from conformance.distributed.fsdp.method_cases import Lab, tried
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied, plain, step
@@ -155,72 +153,4 @@ def rekeyed_by_torchs_types(lab: Lab) -> Any:
     return {
         "by torch's": [*rekey(given, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)["state"]],
         "by its own": [*rekey(given, own.PARAM_NAME, model, optim=optimizer)["state"]],
-    }
-
-
-def one_rank_refuses(lab: Lab, what: str) -> Any:
-    """The second rank is given what it cannot load."""
-    optimizer = Optimized().stepped(lab.model)
-    given = _FULL.save(lab, optimizer)
-    if lab.rank.rank == 1:
-        if what == "misshaped":
-            given["state"]["head.weight"]["exp_avg"] = torch.zeros(3, 3)
-        elif what == "unknown":
-            given["param_groups"][0]["params"].append("unknown")
-        else:
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    return _refused(lab, optimizer, lambda: _FULL.load(lab, optimizer, given, load_directly=True))
-
-
-def parts_that_differ(lab: Lab) -> Any:
-    """Rows of a state that another rank was not given rows of."""
-    optimizer, way = Optimized("momentum").stepped(lab.model), Way("SHARDED")
-    given = way.save(lab, optimizer)
-    if lab.rank.rank == 1:
-        del given["state"]["head.weight"]
-    return _refused(lab, optimizer, lambda: way.load(lab, optimizer, given, load_directly=True))
-
-
-def _refused(lab: Lab, optimizer: torch.optim.Optimizer, load: Callable[[], Any]) -> dict[str, Any]:
-    before = copied([optimizer.state_dict(), list(lab.model.parameters())])
-    raised = tried(load)
-    after = [optimizer.state_dict(), list(lab.model.parameters())]
-    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
-    same = all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
-    return {"raised": raised, "is_as_before": same}
-
-
-# -- how much is moved
-
-
-class Received(TorchDispatchMode):
-    """Counts the bytes of tensors that collectives leave on this rank; objects by which ranks agree are not counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            received = [one for one in tree_leaves(args[0]) if isinstance(one, torch.Tensor)]
-            is_exchange = func.__name__.startswith("alltoall")
-            self.bytes += sum(one.nbytes for one in received if is_exchange or one.is_floating_point())
-        return func(*args, **(kwargs or {}))
-
-
-def received(lab: Lab, way: Way) -> dict[str, int]:
-    """Bytes that this rank receives, the bytes of whole states, and those of a row of each of their tensors."""
-    optimizer = Optimized().stepped(lab.model)
-    with Received() as saving:
-        saved = way.save(lab, optimizer)
-    with Received() as loading:
-        way.load(lab, optimizer, saved)
-    model, other = unwrapped(lab, Optimized())
-    wholes = [one for one in tree_leaves(by_name(model, other)["state"]) if one.dim()]
-    return {
-        "saving": saving.bytes,
-        "loading": loading.bytes,
-        "whole": sum(one.nbytes for one in wholes),
-        "rows": sum(one[0].nbytes for one in wholes),
-        "shard": sum(parameter.nbytes for parameter in lab.model.parameters()),
     }

@@ -142,9 +142,9 @@ def copied(value: Any) -> Any:
 def saved_again(lab: Lab, optimized: Optimized, saved: Mapping[str, Any], way: Way) -> Any:
     """What a state dict that came from elsewhere is saved as, once an optimizer has loaded it."""
     fresh = optimized.optimizer(lab.model)
-    is_given = lab.rank.rank == 0 or way.name == "whole"
+    is_given = lab.rank.rank == 0 or not (way.rank0_only or way.name == "scattered")
     fresh.load_state_dict(way.load(lab, fresh, copied(saved) if is_given else {}))
-    return plain(Way("whole").save(lab, fresh))
+    return plain(Way("FULL", offloads=False).save(lab, fresh))
 
 
 def exchanged(lab: Lab, writer: str, writers: Setup, optimized: Optimized, way: Way) -> Any:

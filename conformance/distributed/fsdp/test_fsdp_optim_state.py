@@ -60,9 +60,10 @@ def setups_of_all(draw: st.DrawFn, ranks: tuple[str, ...] = ("default", "group",
     return draw(setups(strategy=strategy, ranks=ranks, wraps=wraps, ignored=ignored))
 
 
-def may_overwrite(setup: Setup, way: Way) -> bool:
-    """Whether torch overwrites what it has just saved."""
-    return setup.uses_orig_params and way.offloads and way.name in ("whole", "scattered", "FULL")
+def kinds_of(setup: Setup, way: Way) -> tuple[str, ...]:
+    """Those of which torch saves what they keep."""
+    overwrites = setup.uses_orig_params and way.offloads and way.name in ("whole", "scattered", "FULL")
+    return _OF_ONE_TENSOR if overwrites else tuple(OPTIMIZERS)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
@@ -78,8 +79,7 @@ def test_there_and_back(
 ) -> None:
     way = data.draw(st.sampled_from(ways))
     setup = data.draw(setups_of_all())
-    kinds = _OF_ONE_TENSOR if may_overwrite(setup, way) else tuple(OPTIMIZERS)
-    optimized = data.draw(optimizers(kinds))
+    optimized = data.draw(optimizers(kinds_of(setup, way)))
     tree = data.draw(module_trees(dtype=torch.float32))
     libraries = (reference, subject)
     assert_agrees(rank_pool, libraries, cases.there_and_back, setup, tree=tree, optimized=optimized, way=way)
@@ -112,19 +112,19 @@ def test_there_and_back_on_more_ranks(
 @clause("distributed.fsdp.fsdp_optim_state.as_unwrapped")
 @pytest.mark.parametrize("world", [2, 3])
 @share_of_examples(0.4)
-@given(data=st.data(), way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES]), kind=st.sampled_from(_OF_ELEMENTS))
+@given(data=st.data(), way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES]))
 def test_states_are_those_of_a_model_that_was_not_wrapped(
     subject: Library,
     ranks: Callable[..., RankPool],
     world: int,
     data: st.DataObject,
     way: Way,
-    kind: str,
 ) -> None:
     setup = data.draw(setups_of_all(ranks=("default",)))
-    frozen = ("none", "none", "first", "all")
+    frozen = ("none", "none", "first", "all") if setup.uses_orig_params else ("none",)
     tree = data.draw(module_trees(dtype=torch.float32, frozen=frozen))
-    optimized = Optimized(kind)
+    kinds = [one for one in kinds_of(setup, way) if one in _OF_ELEMENTS]
+    optimized = Optimized(data.draw(st.sampled_from(kinds)))
     asked = {"optimized": optimized, "way": way}
     wanted = unwrapped(optimized, tree)["state"]
     for rank, seen in enumerate(
@@ -146,7 +146,7 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
     kind=st.sampled_from(_OF_ELEMENTS),
     saves=setups_of_all(ranks=("default",)),
     loads=setups_of_all(ranks=("default",)),
-    way=st.sampled_from([_WHOLE, _SCATTERED, Way("FULL", rank0_only=True)]),
+    way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES[:2]]),
 )
 def test_whole_states_move_to_another_number_of_ranks(
     subject: Library,
@@ -159,7 +159,7 @@ def test_whole_states_move_to_another_number_of_ranks(
 ) -> None:
     before, after = worlds
     optimized = Optimized(kind)
-    first = probed(ranks(before), subject, cases.there_and_back, saves, optimized=optimized, way=_WHOLE)
+    first = probed(ranks(before), subject, cases.there_and_back, saves, optimized=optimized, way=_TYPES[0])
     saved = as_tensors(values_of(first)[0]["saved"])
     again = probed(ranks(after), subject, cases.saved_again, loads, optimized=optimized, saved=saved, way=way)
     for rank, seen in enumerate(values_of(again)):
@@ -183,7 +183,7 @@ def test_either_library_loads_what_the_other_saved(
     use_orig_params: bool,
 ) -> None:
     setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
-    kind = "momentum" if may_overwrite(setup, way) else "adam"
+    kind = "adam" if "adam" in kinds_of(setup, way) else "momentum"
     asked = {"writers": setup, "optimized": Optimized(kind, 2), "way": way}
     pool = ranks(2)
     between = [
@@ -198,7 +198,7 @@ def test_either_library_loads_what_the_other_saved(
 
 
 @clause("distributed.fsdp.fsdp_optim_state.resumes")
-@pytest.mark.parametrize("way", [_SCATTERED, Way("SHARDED")], ids=lambda way: way.name)
+@pytest.mark.parametrize("way", [Way("FULL", True, False), Way("SHARDED")], ids=lambda way: way.name)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("kind", ["adam", pytest.param("amsgrad", marks=FULL)])
 def test_training_resumed_equals_training_not_interrupted(

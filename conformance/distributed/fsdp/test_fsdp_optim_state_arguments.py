@@ -11,7 +11,6 @@ from conformance.clauses import clause
 from conformance.distributed.fsdp import optim_state_argument_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import probed
-from conformance.distributed.fsdp.optim_state_cases import Way
 from conformance.distributed.fsdp.optim_state_judging import assert_agrees, values_of
 from conformance.library import Library
 from conformance.ranks import RankPool
@@ -86,51 +85,3 @@ def test_is_refused_as_torch_refuses(
 ) -> None:
     seen = assert_agrees(ranks(2), (reference, subject), asks, setup)
     assert all(any(isinstance(one, str) for one in value.values()) for value in values_of(seen))
-
-
-@clause("distributed.fsdp.fsdp_optim_state.one_rank_refuses")
-@both_kinds
-@pytest.mark.parametrize("what", ["misshaped", "unknown", "another optimizer"])
-def test_what_one_rank_cannot_load_no_rank_loads(
-    subject: Library, ranks: Callable[..., RankPool], setup: Setup, what: str
-) -> None:
-    first, second = values_of(probed(ranks(2), subject, cases.one_rank_refuses, setup, what=what))
-    assert first["raised"].startswith("RuntimeError: rank 1 cannot load")
-    assert second["raised"].partition(": ")[2] in first["raised"]
-    assert first["is_as_before"]
-    assert second["is_as_before"]
-
-
-@clause("distributed.fsdp.fsdp_optim_state.one_rank_refuses")
-def test_parts_that_were_not_saved_together_are_refused(
-    subject: Library, ranks: Callable[..., RankPool]
-) -> None:
-    for value in values_of(probed(ranks(2), subject, cases.parts_that_differ, Setup(wrap="leaves"))):
-        assert "differ between ranks" in value["raised"]
-        assert "head.weight" in value["raised"]
-        assert value["is_as_before"]
-
-
-@clause("distributed.fsdp.fsdp_optim_state.bytes_received")
-@both_kinds
-@pytest.mark.parametrize("world", [2, 3])
-def test_each_rank_receives_its_part_alone(
-    subject: Library, ranks: Callable[..., RankPool], setup: Setup, world: int
-) -> None:
-    for value in values_of(probed(ranks(world), subject, cases.received, setup, way=Way("SHARDED"))):
-        assert 0 < value["saving"] <= value["whole"] / world + value["rows"]
-        # Of each parameter Adam keeps two tensors.
-        assert 0 < value["loading"] <= 2 * value["shard"]
-
-
-@clause("distributed.fsdp.fsdp_optim_state.bytes_received")
-@both_kinds
-def test_the_first_rank_alone_receives_what_it_alone_saves(
-    subject: Library, ranks: Callable[..., RankPool], setup: Setup
-) -> None:
-    way = Way("FULL", rank0_only=True)
-    first, *others = values_of(probed(ranks(3), subject, cases.received, setup, way=way))
-    padding = 1.5 * first["whole"]
-    assert first["whole"] <= first["saving"] <= padding
-    assert all(value["saving"] == 0 for value in others)
-    assert all(0 < value["loading"] <= 2 * (value["shard"] + value["rows"]) for value in others)

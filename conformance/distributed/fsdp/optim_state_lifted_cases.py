@@ -1,0 +1,195 @@
+"""What torch gets wrong in state dicts of optimizers, made to happen; each returns what a rank sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from conformance.distributed.fsdp.method_cases import Lab, tried
+from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied, plain, step
+
+_WHOLE, _FULL = Way("whole"), Way("FULL", offloads=False)
+
+
+def unwrapped(lab: Lab, optimized: Optimized) -> dict[str, Any]:
+    """The state dict of the same model that was never wrapped."""
+    model = lab.tree.build()
+    return copied(by_name(model, optimized.stepped(model)))
+
+
+def saved(lab: Lab, optimized: Optimized) -> Any:
+    return plain(_WHOLE.save(lab, optimized.stepped(lab.model)))["state"]
+
+
+def counts_after_a_step(lab: Lab) -> list[float]:
+    """`step` of each parameter after one more, where those that were loaded had one number in common."""
+    saved = unwrapped(lab, Optimized(steps=2))
+    common = torch.tensor(2.0)
+    for state in saved["state"].values():
+        state["step"] = common
+    optimizer = Optimized().optimizer(lab.model)
+    optimizer.load_state_dict(_WHOLE.load(lab, optimizer, saved))
+    step(lab.model, optimizer)
+    return [float(state["step"]) for state in optimizer.state.values()]
+
+
+def saved_numbers_are_separate(lab: Lab) -> bool:
+    saved = _WHOLE.save(lab, Optimized().stepped(lab.model))
+    steps = [state["step"] for state in saved["state"].values()]
+    return len({number.data_ptr() for number in steps}) == len(steps)
+
+
+def given_stays(lab: Lab) -> bool:
+    """Whether a state dict that was loaded is as it was once the optimizer has gone on."""
+    saved = unwrapped(lab, Optimized())
+    before = copied(saved)
+    optimizer = Optimized().optimizer(lab.model)
+    optimizer.load_state_dict(_WHOLE.load(lab, optimizer, saved))
+    step(lab.model, optimizer)
+    return _are_equal(before, saved)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def loaded_without_the_first(lab: Lab) -> Any:
+    """The names under which something is kept, once the first parameter of a unit had no state to load."""
+    optimized = Optimized("momentum")
+    given = unwrapped(lab, optimized)
+    del given["state"]["head.weight"]
+    optimizer = optimized.optimizer(lab.model)
+    optimizer.load_state_dict(_WHOLE.load(lab, optimizer, given))
+    return sorted(_WHOLE.save(lab, optimizer)["state"])
+
+
+def misshaped(lab: Lab) -> Any:
+    optimized = Optimized("momentum")
+    saved = unwrapped(lab, optimized)
+    saved["state"]["head.weight"]["momentum_buffer"] = torch.zeros(40)
+    return tried(lambda: bool(_WHOLE.load(lab, optimized.optimizer(lab.model), saved)["state"]))
+
+
+def groups_of_two_kinds(lab: Lab) -> Any:
+    """Parameters of one unit in two groups, of which one keeps a tensor more."""
+    parameters = list(lab.model.parameters())
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "amsgrad": True}]
+    optimizer = torch.optim.Adam(groups, lr=0.05)
+    step(lab.model, optimizer)
+    return tried(lambda: _named_tensors(_WHOLE.save(lab, optimizer)))
+
+
+def _named_tensors(saved: dict[str, Any]) -> dict[str, list[str]]:
+    return {name: sorted(state) for name, state in sorted(saved["state"].items())}
+
+
+def transposed(lab: Lab) -> Any:
+    """Of a parameter whose columns lie behind each other: what was kept, and what comes back."""
+    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+    module = nn.Module()
+    module.register_parameter("weight", weight)
+    model = lab.fsdp(module, device_id=lab.rank.device, use_orig_params=lab.setup.uses_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    step(model, optimizer)
+    saved = lab.fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+    found = lab.fsdp.shard_full_optim_state_dict(saved, model, optim=optimizer)
+    kept = optimizer.state_dict()["state"]
+    return [torch.equal(kept[key]["momentum_buffer"], found["state"][key]["momentum_buffer"]) for key in kept]
+
+
+def in_a_group(lab: Lab, of: int) -> Any:
+    """A model on every `of` ranks, and what each rank saves and loads in its group."""
+    ranks = [list(range(first, first + of)) for first in range(0, lab.rank.world_size, of)]
+    group, _ = dist.new_subgroups_by_enumeration(ranks)
+    plain_model, device = lab.tree.build(), lab.rank.device
+    model = lab.fsdp(plain_model, process_group=group, device_id=device, use_orig_params=True)
+    optimizer = Optimized("momentum").stepped(model)
+    saved = lab.fsdp.full_optim_state_dict(model, optimizer, group=group)
+    kept = optimizer.state_dict()["state"]
+    found = lab.fsdp.scatter_full_optim_state_dict(saved, model, optim=optimizer, group=group)["state"]
+    settings = lab.library.distributed.fsdp
+    with lab.fsdp.state_dict_type(
+        model,
+        settings.StateDictType.FULL_STATE_DICT,
+        settings.FullStateDictConfig(),
+        settings.FullOptimStateDictConfig(rank0_only=True),
+    ):
+        again = lab.fsdp.optim_state_dict(model, optimizer, group=group)
+        loaded = lab.fsdp.optim_state_dict_to_load(model, optimizer, again, group=group)["state"]
+    return {
+        "saved": sorted(saved.get("state", ())),
+        "again": sorted(again.get("state", ())),
+        "is_kept": [_are_equal(kept[key], found[key]) and _are_equal(kept[key], loaded[key]) for key in kept],
+    }
+
+
+def one_rank_refuses(lab: Lab, what: str) -> Any:
+    """The second rank is given what it cannot load."""
+    given = copied(_FULL.save(lab, Optimized(steps=2).stepped(lab.model)))
+    optimizer = Optimized(steps=1).stepped(lab.model)
+    if lab.rank.rank == 1:
+        if what == "misshaped":
+            given["state"]["head.weight"]["exp_avg"] = torch.zeros(3, 3)
+        elif what == "unknown":
+            given["param_groups"][0]["params"].append("unknown")
+        else:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    return _refused(lab, optimizer, lambda: _FULL.load(lab, optimizer, given, load_directly=True))
+
+
+def parts_that_differ(lab: Lab) -> Any:
+    """Rows of a state that another rank was not given rows of."""
+    optimizer, way = Optimized("momentum").stepped(lab.model), Way("SHARDED")
+    given = way.save(lab, optimizer)
+    if lab.rank.rank == 1:
+        del given["state"]["head.weight"]
+    return _refused(lab, optimizer, lambda: way.load(lab, optimizer, given, load_directly=True))
+
+
+def _refused(lab: Lab, optimizer: torch.optim.Optimizer, load: Callable[[], Any]) -> dict[str, Any]:
+    before = copied([optimizer.state_dict(), list(lab.model.parameters())])
+    raised = tried(lambda: load() and None)
+    after = [optimizer.state_dict(), list(lab.model.parameters())]
+    return {"raised": raised, "is_as_before": _are_equal(before, after)}
+
+
+# -- how much is moved
+
+
+class Received(TorchDispatchMode):
+    """Counts the bytes of tensors that collectives leave on this rank; objects by which ranks agree are not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            received = [one for one in tree_leaves(args[0]) if isinstance(one, torch.Tensor)]
+            is_exchange = func.__name__.startswith("alltoall")
+            self.bytes += sum(one.nbytes for one in received if is_exchange or one.is_floating_point())
+        return func(*args, **(kwargs or {}))
+
+
+def received(lab: Lab, way: Way) -> dict[str, int]:
+    """Bytes that this rank receives, the bytes of whole states, and those of a row of each of their tensors."""
+    optimizer = Optimized().stepped(lab.model)
+    with Received() as saving:
+        saved = way.save(lab, optimizer)
+    with Received() as loading:
+        way.load(lab, optimizer, saved)
+    wholes = [one for one in tree_leaves(unwrapped(lab, Optimized())["state"]) if one.dim()]
+    return {
+        "saving": saving.bytes,
+        "loading": loading.bytes,
+        "whole": sum(one.nbytes for one in wholes),
+        "rows": sum(one[0].nbytes for one in wholes),
+        "shard": sum(parameter.nbytes for parameter in lab.model.parameters()),
+    }
