@@ -230,5 +230,11 @@ def flattened_groups(groups: Sequence[StateDict], key_of: dict[str, Key]) -> lis
     Raises:
         KeyError: a name is of no parameter that the optimizer steps.
     """
+    named = {name for group in groups for name in group["params"]}
+    unknown = sorted(named - key_of.keys())
+    if unknown:
+        error = KeyError(unknown[0])
+        error.add_note(f"parameter groups name {unknown[:3]}, which the optimizer does not step")
+        raise error
     keys = [cast("set[Any]", {key_of[name] for name in group["params"]}) for group in groups]
     return [with_params(group, sorted(params)) for group, params in zip(groups, keys, strict=True)]

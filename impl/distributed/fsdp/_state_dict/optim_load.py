@@ -232,7 +232,8 @@ def agreed(problem: Exception | None, group: dist.ProcessGroup | None, told: Any
         RuntimeError: another rank's.
     """
     by_rank: list[Any] = [None] * dist.get_world_size(group)
-    mine = None if problem is None else f"{type(problem).__name__}: {problem}"
+    notes: list[str] = getattr(problem, "__notes__", [])
+    mine = None if problem is None else "; ".join([f"{type(problem).__name__}: {problem}", *notes])
     dist.all_gather_object(by_rank, (mine, told), group=group)
     if problem is not None:
         raise problem
