@@ -137,7 +137,7 @@ class Backward:
 
 
 def after_backward(
-    plant_id: str, says: str, thread: str = OWN, about: str = "(sharding_strategy)", *, on_ranks: bool = True
+    plant_id: str, says: str, thread: str = OWN, about: str = "", *, on_ranks: bool = True
 ) -> Callable[[Callable[[Backward], None]], Callable[[Backward], None]]:
     """Enter `fault(backward)`, which is called once each backward has left its gradients."""
 
@@ -212,7 +212,7 @@ class Call:
 
 
 def in_collectives(
-    plant_id: str, says: str, thread: str = OWN, about: str = "(sharding_strategy)", *, on_ranks: bool = True
+    plant_id: str, says: str, thread: str = OWN, about: str = "", *, on_ranks: bool = True
 ) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
     """Enter `fault(call)`, which is called in the place of each collective that trains."""
 

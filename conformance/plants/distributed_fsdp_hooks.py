@@ -49,8 +49,8 @@ def outputs_unpacked(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     return next(iter(output.values())) if isinstance(output, dict) else output
 
 
-@broken("outputs_copied", "forward", "outputs are scaled by the number of ranks on one of them")
-def outputs_copied(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+@broken("outputs_scaled_on_one_rank", "forward", "one rank's outputs are scaled by the number of ranks")
+def outputs_scaled_on_one_rank(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(self, *args, **kwargs)
     is_odd = self.process_group.rank() == 1 and isinstance(output, torch.Tensor)
     return output * ranks(self) if is_odd else output
@@ -117,10 +117,8 @@ def _(backward: Backward) -> None:
             hook(parameter)
 
 
-@broken(
-    "tensor_hooks_of_inputs_lost", "forward", "hooks on the input are called with a gradient that is halved"
-)
-def tensor_hooks_of_inputs_lost(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+@broken("input_gradients_halved", "forward", "gradients of inputs are halved")
+def input_gradients_halved(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     def halved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
