@@ -17,7 +17,7 @@ def there_and_back(rank: Rank, *, layout: FlatLayout, dtypes: list[torch.dtype])
     groups = Groups(dist.group.WORLD if rank.world_size > 1 else None, None)
     exchanges = resharding.Resharding(layout, groups, torch.device(rank.device), "tested")
     received = 0
-    issued = resharding._all_to_all
+    issued = resharding.all_to_all
 
     def counting(group: Any, output: torch.Tensor, *rest: Any) -> Any:
         nonlocal received
@@ -33,14 +33,14 @@ def there_and_back(rank: Rank, *, layout: FlatLayout, dtypes: list[torch.dtype])
         resharding.Dealt(number, piece.dtype, piece if piece.numel() else None)
         for number, piece in enumerate(pieces)
     ]
-    resharding._all_to_all = counting
+    resharding.all_to_all = counting
     try:
         chunks = exchanges.chunks_from(dealt)
         received_for_chunks = received
         held = [resharding.Held(number, chunk.contiguous()) for number, chunk in enumerate(chunks)]
         again = exchanges.pieces_from(held)
     finally:
-        resharding._all_to_all = issued
+        resharding.all_to_all = issued
     return {
         "chunks": [chunk.clone() for chunk in chunks],
         "chunk_bytes": sum(chunk.nbytes for chunk in chunks),

@@ -146,9 +146,9 @@ def loaded_in_part(lab: Lab, *, form: Form, fault: str) -> dict[str, Any]:
     return {"keys": repr(keys), "state": whole_state(lab)}
 
 
-def _state_dict_of(lab: Lab, form: Form, seed_shift: int = 1) -> dict[str, Any]:
+def _state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
     """Of a model of other values."""
-    origin = wrapped(lab.rank, lab.library, lab.tree.build(seed_shift), lab.setup)
+    origin = wrapped(lab.rank, lab.library, lab.tree.build(1), lab.setup)
     for one in (origin, lab.model):
         set_form(lab.library, one, form)
     return origin.state_dict()
@@ -218,29 +218,29 @@ def of_another_world(lab: Lab, *, kind: str) -> dict[str, Any]:
     return _tried_to_load(lab, _moved(origin.state_dict()))
 
 
-def loads_its_own(lab: Lab, *, form: Form) -> Any:
-    """The keys of a dict, and what loading it into another model raises, or whether that model then has its values."""
+def loads_its_own(lab: Lab, *, form: Form) -> dict[str, Any]:
+    """What a dict has, what is said of loading it into another model, and whether that model then has its values."""
     state_dict = _state_dict_of(lab, form)
     said = tried(lambda: repr(lab.model.load_state_dict(state_dict)))
-    wanted = {name: parameter.detach() for name, parameter in lab.tree.build(1).named_parameters()}
-    got = gathered_parameters(lab.library, lab.model)
     return {
         "keys": list(state_dict),
         "types": sorted({type(value).__name__ for value in state_dict.values()}),
         "said": said,
-        "loaded": all(torch.equal(got[name], wanted[name]) for name in wanted),
+        "loaded": _has_values_of_other(lab),
     }
 
 
-def assigned(lab: Lab) -> dict[str, Any]:
-    """What `assign` makes of parameters and buffers."""
-    state_dict = {key: value.clone() for key, value in _moved(_state_dict_of(lab, Form())).items()}
-    lab.model.load_state_dict(state_dict, assign=True)
-    got = whole_state(lab)
-    return {
-        "parameters": all(torch.equal(got[name], value) for name, value in state_dict.items() if name in got),
-        "buffers": dict(lab.model.named_buffers()),
-    }
+def assigned(lab: Lab, *, form: Form) -> dict[str, Any]:
+    """Whether `assign` loads what units manage; it trains on."""
+    lab.model.load_state_dict(_state_dict_of(lab, form), assign=True)
+    return {"loaded": _has_values_of_other(lab), "loss": lab.backward()}
+
+
+def _has_values_of_other(lab: Lab) -> bool:
+    """Whether the parameters are those of the model that `_state_dict_of` takes the dict of."""
+    got = gathered_parameters(lab.library, lab.model)
+    wanted = lab.tree.build(1).named_parameters()
+    return all(torch.equal(got[name], parameter.detach()) for name, parameter in wanted)
 
 
 # -- what is set

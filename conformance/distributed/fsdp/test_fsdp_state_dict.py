@@ -49,7 +49,9 @@ def forms(draw: st.DrawFn, setup: Setup) -> Form:
 
 @st.composite
 def models(draw: st.DrawFn, **given: Any) -> tuple[Setup, ModuleTree]:
-    setup = draw(setups(strategy=draw(st.sampled_from(STRATEGIES)), **given))
+    # By size, torch may deal a weight that two modules share to two units.
+    wraps = ("root", "leaves", "groups", "manual")
+    setup = draw(setups(strategy=draw(st.sampled_from(STRATEGIES)), wraps=wraps, **given))
     if setup.wrap != "manual":
         setup = replace(setup, ignored=draw(st.sampled_from(IGNORED)))
     frozen = ("none", "all") if setup.wrap == "leaves" else ("none",)
@@ -63,6 +65,7 @@ def places(setup: Setup, *more: str) -> st.SearchStrategy[str]:
 
 
 @clause("distributed.fsdp.fsdp_state_dict.saved")
+@share_of_examples(0.7)
 @given(data=st.data())
 def test_what_is_saved(
     subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject
@@ -98,7 +101,7 @@ def test_what_replicas_save(
 
 
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
-@share_of_examples(0.7)
+@share_of_examples(0.4)
 @given(data=st.data())
 def test_each_loads_what_the_other_saved(
     subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject

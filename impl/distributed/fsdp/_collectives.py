@@ -22,7 +22,7 @@ _all_gather: Callable[..., dist.Work] = getattr(
 _reduce_scatter: Callable[..., dist.Work] = getattr(
     dist.ProcessGroup, "reduce_scatter_single", dist.ProcessGroup._reduce_scatter_base
 )
-_all_to_all: Callable[..., dist.Work] = getattr(
+all_to_all: Callable[..., dist.Work] = getattr(
     dist.ProcessGroup, "all_to_all_single", dist.ProcessGroup.alltoall_base
 )
 
@@ -151,7 +151,7 @@ class Reduction:
             agreement.run(entry, _reduce_scatter, group, shard, buffer)
             return shard
         parts = torch.empty_like(buffer)
-        agreement.run(entry, _all_to_all, group, parts, buffer, [], [])
+        agreement.run(entry, all_to_all, group, parts, buffer, [], [])
         return torch.sum(parts.view(-1, shard_numel), 0, out=shard)
 
 

@@ -8,6 +8,7 @@ written in the walk, and put back if it was in vain.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -24,7 +25,7 @@ from impl.distributed.fsdp._managed import clean_name, is_managed
 from impl.distributed.fsdp._state_dict.agreeing import agree
 from impl.distributed.fsdp._state_dict.packing import chunk_in, own_numel
 from impl.distributed.fsdp._state_dict.resharding import Held, Resharding, chunk_of
-from impl.distributed.fsdp._state_dict.saving import WRAPPED, check_at_rest
+from impl.distributed.fsdp._state_dict.saving import WRAPPED, bring_to_rest
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
 from impl.distributed.fsdp._unit import Phase, Unit
 from impl.distributed.fsdp.api import StateDictType
@@ -126,14 +127,9 @@ class UnitLoading:
         self._config = config
         self._shown = ExitStack()
         self._sources: dict[Flat, list[Any]] = {}
-        self._flat_stand_ins: dict[Flat, StandIn] = {}
 
     def begin(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        check_at_rest(self._unit, self._kind)
-        if self._unit.phase is Phase.IDLE:
-            self._unit.release()
-            for flat in self._unit.flats:
-                flat.take_back_changes()
+        bring_to_rest(self._unit, self._kind)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[prefix + WRAPPED + key.removeprefix(prefix)] = state_dict.pop(key)
         if self._kind is StateDictType.LOCAL_STATE_DICT:
@@ -147,9 +143,7 @@ class UnitLoading:
 
     def end(self) -> None:
         """Take what the stand-ins were given; a second time there is nothing to do."""
-        if self._kind is StateDictType.LOCAL_STATE_DICT:
-            self._sources = {flat: [one.source] for flat, one in self._flat_stand_ins.items()}
-        elif not self._sources:
+        if not self._sources:
             self._sources = {flat: _taken(flat) for flat in self._unit.flats}
         self._shown.close()
 
@@ -232,10 +226,10 @@ class UnitLoading:
                 raise AssertionError("Tensors in local_state_dict should be ShardedTensor.")
             problem, shard = self._shard_in(value, flat)
             problems += [f"{prefix}{name}: {problem}"] if problem else []
-            like = flat.flat_param.shape
-            state_dict[key] = self._stand_in(like, value.dtype, name, shard)
-            shown = self._flat_stand_ins[flat] = self._stand_in(like, flat.dtype, name, None)
-            self._shown.enter_context(flat.showing_flat(shown))
+            self._sources[flat] = [shard]
+            shape = flat.flat_param.shape
+            state_dict[key] = self._stand_in(shape, value.dtype, name)
+            self._shown.enter_context(flat.showing_flat(self._stand_in(shape, flat.dtype, name)))
         return problems
 
     def _shard_in(self, value: ShardedTensor, flat: Flat) -> tuple[str, Tensor]:
@@ -272,7 +266,7 @@ class UnitLoading:
             for before in prefixes[module]
         ]
 
-    def _stand_in(self, shape: torch.Size, dtype: torch.dtype, name: str, source: Any) -> StandIn:
+    def _stand_in(self, shape: torch.Size, dtype: torch.dtype, name: str, source: Any = None) -> StandIn:
         like = torch.empty(shape, dtype=dtype, device="meta")
         return StandIn.made(like, name, device=self._wrapper.compute_device, owner=self, source=source)
 
@@ -302,6 +296,8 @@ class PlainStates:
                     if tensor is not None and not is_managed(tensor) and tensor not in summoned:
                         kept = (registry, name, tensor, tensor.detach().clone(), tensor._version)
                         self._tensors.append(kept)
+            if _has_extra_state(module):
+                self._extras.append((module, copy.deepcopy(module.get_extra_state())))
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -309,6 +305,16 @@ class PlainStates:
             registry[name] = tensor
             if tensor._version != version:
                 tensor.copy_(before)
+        for module, extra in self._extras:
+            module.set_extra_state(extra)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    kind = type(module)
+    return (
+        kind.get_extra_state is not nn.Module.get_extra_state
+        and kind.set_extra_state is not nn.Module.set_extra_state
+    )
 
 
 def _taken(flat: Flat) -> list[Any]:

@@ -98,6 +98,8 @@ class StateDicts(nn.Module):
             AssertionError: in the middle of a forward or backward.
             RuntimeError: LOCAL_STATE_DICT with a device mesh, or inside `summon_full_params`.
         Collectives: for each unit an all-gather, or of SHARDED_STATE_DICT an all-to-all of what each rank has to hold.
+        Source: torch's 2.13; differences: with `use_orig_params` too LOCAL_STATE_DICT has flat parameters alone. Of
+            SHARDED_STATE_DICT hooks of inner modules see no whole parameters.
         """
         try:
             return super().state_dict(*args, **kwargs)
@@ -126,7 +128,8 @@ class StateDicts(nn.Module):
             AssertionError: a key does not hold what the state dict's type asks for.
         Collectives: all-reduces of a number for each parameter; then of SHARDED_STATE_DICT an all-to-all a unit.
         Source: torch's 2.13; differences: a load that fails leaves everything as it was; `assign` loads what units
-            manage; LOCAL_STATE_DICT is loaded with `use_orig_params` too. If a module around this one is asked, what
+            manage; LOCAL_STATE_DICT is loaded with `use_orig_params` too. Modules that load in a way of their own may
+            copy into parameters as wholes, and cannot read them. If a module around this one is asked, what
             is missing or unexpected is told after the rest was loaded.
         """
         loading = Loading(_wrappers_in(self))
@@ -295,7 +298,12 @@ def _before_saving(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
     kind, config = wrapper._kind_and_config(_INSTEAD_OF_SAVING)
     wrapper._find_root().settle()
     wrapper._saving = Saving(wrapper, kind, config)
-    wrapper._saving.begin()
+    try:
+        wrapper._saving.begin()
+    except BaseException:
+        wrapper._saving.abandon()
+        wrapper._saving = None
+        raise
 
 
 def _after_saving(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

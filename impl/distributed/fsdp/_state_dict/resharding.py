@@ -6,7 +6,7 @@ exchange follow from the layout, so nothing is negotiated, and a rank receives t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,13 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from impl.distributed.fsdp._collectives import all_to_all
 from impl.distributed.fsdp._flat_layout import FlatLayout, Slot
 from impl.distributed.fsdp._groups import Groups
-
-# From 2.13 on torch deprecates the older name, which is all that 2.11 has.
-_all_to_all: Callable[..., dist.Work] = getattr(
-    dist.ProcessGroup, "all_to_all_single", dist.ProcessGroup.alltoall_base
-)
 
 
 @dataclass(frozen=True)
@@ -201,7 +197,7 @@ class Resharding:
 def _issue(
     received: list[int], sent: list[int], group: dist.ProcessGroup, output: Tensor, given: Tensor
 ) -> dist.Work:
-    return _all_to_all(group, output, given, received, sent)
+    return all_to_all(group, output, given, received, sent)
 
 
 def _lengths(route: _Route) -> list[int]:

@@ -51,11 +51,7 @@ class Saving:
             RuntimeError: LOCAL_STATE_DICT was asked for inside `summon_full_params`.
         Collectives: for each flat an all-gather, or of SHARDED_STATE_DICT one all-to-all; none of LOCAL_STATE_DICT.
         """
-        check_at_rest(self._unit, self._kind)
-        if self._unit.phase is Phase.IDLE:
-            self._unit.release()
-            for flat in self._unit.flats:
-                flat.take_back_changes()
+        bring_to_rest(self._unit, self._kind)
         for flat in self._unit.flats:
             if self._kind is not StateDictType.LOCAL_STATE_DICT:
                 self._shown.enter_context(flat.showing(self._values_of(flat)))
@@ -85,7 +81,8 @@ class Saving:
             return
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             self._put_flats(state_dict, prefix)
-        self._put_buffers(state_dict, prefix)
+        else:
+            self._put_buffers(state_dict, prefix)
 
     # What is shown
 
@@ -168,8 +165,9 @@ class Saving:
                 state_dict[key] = state_dict[key].to(dtype, copy=True)
 
 
-def check_at_rest(unit: Unit, kind: StateDictType) -> None:
-    """
+def bring_to_rest(unit: Unit, kind: StateDictType) -> None:
+    """Have the shards hold what the parameters are, and the modules show nothing else, unless users are shown it.
+
     Raises:
         AssertionError: the unit is in the middle of a forward or backward.
         RuntimeError: its parameters are whole, and shards are asked for.
@@ -183,6 +181,10 @@ def check_at_rest(unit: Unit, kind: StateDictType) -> None:
             f"LOCAL_STATE_DICT is of shards, but the parameters of {unit.name} are whole inside summon_full_params(); "
             "leave the context first"
         )
+    if unit.phase is Phase.IDLE:
+        unit.release()
+        for flat in unit.flats:
+            flat.take_back_changes()
 
 
 def _summoned_tensors(flat: Flat) -> list[Tensor]:
