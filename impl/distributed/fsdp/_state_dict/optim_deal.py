@@ -27,6 +27,11 @@ class Scatter:
     owners: Sequence[int]
 
 
+def is_in_parts(value: Any) -> bool:
+    """Whether each rank has some rows of it."""
+    return isinstance(value, (ShardedTensor, DTensor))
+
+
 def is_dealt(value: Any) -> bool:
     return isinstance(value, TensorForm) or (isinstance(value, Tensor) and value.dim() > 0)
 
@@ -56,14 +61,6 @@ class FlatLoad:
                 raise error
         if not self._flat.use_orig_params:
             refuse_unlike(self._one.names, self._states)
-
-    def moves(self) -> list[Any]:
-        """What other ranks must send alike."""
-        return [
-            (self._one.names[index], name, type(value).__name__, tuple(value.shape), value.dtype)
-            for index, name, value in self._tensors()
-            if isinstance(value, (ShardedTensor, DTensor))
-        ]
 
     def dealt(self, scatter: Scatter | None) -> dict[int, StateDict]:
         """Its part of them, in memory of its own: of a flat parameter one state, else one of each that it owns some of.

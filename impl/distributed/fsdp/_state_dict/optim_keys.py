@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, cast
@@ -49,6 +49,7 @@ class Stepped:
 
     names: tuple[str, ...]
     within: NamedFlat | None  # None: no unit manages it
+    current: str  # what the model calls it now
 
     @property
     def name(self) -> str:
@@ -78,13 +79,11 @@ class Names:
             for flat in one._unit.flats
         ]
         self.flat_of = {name: one for one in self.flats for name in one.names}
-        managed: dict[Tensor, tuple[nn.Parameter, Stepped]] = {}
-        for one in self.flats:
-            managed.update(_stepped_of(one))
+        managed = {tensor: found for one in self.flats for tensor, found in _managed_by(one)}
         self.stepped: dict[nn.Parameter, Stepped] = {}
-        for name, parameter in model.named_parameters():
-            known = managed.get(parameter, (parameter, Stepped((clean_name(name),), None)))
-            self.stepped.setdefault(*known)
+        for name, tensor in model.named_parameters():
+            parameter, names, within = managed.get(tensor, (tensor, (clean_name(name),), None))
+            self.stepped.setdefault(parameter, Stepped(names, within, name))
 
     def of(self, parameter: nn.Parameter) -> Stepped:
         """
@@ -114,23 +113,23 @@ class Names:
     def keyed(self, source: Source, is_named: bool = False) -> dict[Key, nn.Parameter]:
         """What an optimizer steps by the keys of its state dict: numbers, or for one that is `is_named` names."""
         parameters = source.parameters(self._model)
-        if not is_named:
-            return dict(enumerate(parameters))
-        current = {parameter: name for name, parameter in self._model.named_parameters()}
-        return {current[parameter]: parameter for parameter in parameters if self.of(parameter)}
+        if is_named:
+            return {self.of(parameter).current: parameter for parameter in parameters}
+        return dict(enumerate(parameters))
 
 
-def _stepped_of(one: NamedFlat) -> dict[Tensor, tuple[nn.Parameter, Stepped]]:
+def _managed_by(one: NamedFlat) -> Iterator[tuple[Tensor, tuple[nn.Parameter, tuple[str, ...], NamedFlat]]]:
+    """By what modules show: the parameter that an optimizer steps, and the names in it."""
     flat = one.flat
     if not flat.use_orig_params:
-        return {flat.flat_param: (flat.flat_param, Stepped(one.names, one))}
-    found = {
-        parameter: (parameter, Stepped((name,), one))
-        for parameter, name in zip(flat.parameters, one.names, strict=True)
-    }
-    # While the unit is whole, modules show leaves in their place.
-    shown = {tensor: found[flat.parameters[index]] for index, tensor in flat.shown() if tensor is not None}
-    return shown | found
+        yield flat.flat_param, (flat.flat_param, one.names, one)
+        return
+    for parameter, name in zip(flat.parameters, one.names, strict=True):
+        yield parameter, (parameter, (name,), one)
+    for index, shown in flat.shown():
+        # While the unit is whole, a leaf.
+        if shown is not None:
+            yield shown, (flat.parameters[index], (one.names[index],), one)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from impl.distributed.fsdp._state_dict.optim_deal import FlatLoad, Scatter, own_copy, whole_of
+from impl.distributed.fsdp._state_dict.optim_deal import FlatLoad, Scatter, is_in_parts, own_copy, whole_of
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Key,
@@ -83,7 +83,8 @@ class Loading:
             problem = error
         scatters: dict[NamedFlat, Scatter] = {}
         if self._agrees:
-            told = (self._moves(), [one.flat.rank for one in self._names.flats])
+            moves = self._moves() if problem is None else []
+            told = (moves, [one.flat.rank for one in self._names.flats])
             by_rank = agreed(problem, self._group, told)
             self._refuse_different_moves([moves for moves, _ in by_rank])
             if self._rank0_only:
@@ -112,6 +113,10 @@ class Loading:
             self._flats[one].check()
         keyed = self._names.keyed(self._source, self._keeper is not None)
         self._key_of = {parameter: key for key, parameter in keyed.items()}
+        if self._rank0_only and (moves := self._moves()):
+            raise ValueError(
+                f"rank0_only loads what the first rank has whole, but it has rows of {moves[:2]}"
+            )
         numbers = [key for key in state if not isinstance(key, str)]
         if numbers:
             raise ValueError(
@@ -144,7 +149,14 @@ class Loading:
         return self._given["state"] if self._given else self._forms["state"]
 
     def _moves(self) -> list[Any]:
-        return [move for one in self._flats.values() for move in one.moves()]
+        """What other ranks must have some rows of, too."""
+        return sorted(
+            (key, name, type(value).__name__, tuple(value.shape), str(value.dtype))
+            for key, state in self._values.items()
+            if isinstance(state, dict)
+            for name, value in state.items()
+            if is_in_parts(value)
+        )
 
     def _refuse_different_moves(self, by_rank: Sequence[list[Any]]) -> None:
         first = by_rank[0]
@@ -224,7 +236,12 @@ def _announced(given: Any, group: dist.ProcessGroup | None) -> Any:
     return announced[0]
 
 
-def agreed(problem: Exception | None, group: dist.ProcessGroup | None, told: Any = None) -> list[Any]:
+def agreed(
+    problem: Exception | None,
+    group: dist.ProcessGroup | None,
+    told: Any = None,
+    doing: str = "load the optimizer's state dict",
+) -> list[Any]:
     """What all ranks of the group tell; raises on all of them if one has a problem.
 
     Raises:
@@ -239,9 +256,7 @@ def agreed(problem: Exception | None, group: dist.ProcessGroup | None, told: Any
         raise problem
     for rank, (text, _) in enumerate(by_rank):
         if text is not None:
-            raise RuntimeError(
-                f"rank {rank} cannot load the optimizer's state dict: {text}. Nothing was changed on any rank"
-            )
+            raise RuntimeError(f"rank {rank} cannot {doing}: {text}. Nothing was changed on any rank")
     return [said for _, said in by_rank]
 
 
