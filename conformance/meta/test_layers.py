@@ -42,6 +42,7 @@ WITHIN_SHARDING = (
     ("_clip", "_contained", "_root", "_summon"),
     ("_state_dict",),
     ("fully_sharded_data_parallel", "sharded_grad_scaler"),
+    ("checkpoint",),
 )
 
 # (module, what it does): why it may. A line that nothing needs any more fails.
@@ -58,6 +59,10 @@ EXCEPTIONS = {
         "impl.amp.autocast_mode",
         "asks torch for a name known at run time",
     ): "the module of a privateuse1 backend",
+    (
+        "impl.distributed.fsdp.checkpoint.reading",
+        "asks torch for a name known at run time",
+    ): "the dtype that a pickle names",
     ("impl.kernels.clamp", "imports impl.kernels._triton.clamp in a function"): _OPTIONAL,
     ("impl.kernels.norm", "imports impl.kernels._triton.norm in a function"): _OPTIONAL,
     ("impl.kernels.scale", "imports impl.kernels._triton.scale in a function"): _OPTIONAL,

@@ -1,0 +1,93 @@
+"""Reads what DCP has written as data: a pickle in it may name the classes of a checkpoint and nothing else."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
+from torch.distributed.checkpoint import filesystem as files
+from torch.distributed.checkpoint import metadata as records
+from torch.distributed.checkpoint.planner import ReadItem
+
+_RECORDS = (
+    records.BytesStorageMetadata,
+    records.ChunkStorageMetadata,
+    records.Metadata,
+    records.MetadataIndex,
+    records.StorageMeta,
+    records.TensorProperties,
+    records.TensorStorageMetadata,
+    records._MEM_FORMAT_ENCODING,
+    files._StorageInfo,
+)
+_ALLOWED: dict[tuple[str, str], Any] = {(one.__module__, one.__qualname__): one for one in _RECORDS} | {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # A path is a name; what is read is checked for where it lies.
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
+    ("pathlib._local", "WindowsPath"): pathlib.PureWindowsPath,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = _ALLOWED.get((module, name))
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if allowed is None and not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(
+                f"the checkpoint's metadata asks for {module}.{name}, of which no checkpoint is made; nothing was run. "
+                "If you trust whoever wrote it, torch.distributed.checkpoint.load would run it"
+            )
+        return allowed or dtype
+
+
+class Reader(FileSystemReader):
+    """A StorageReader for a folder that DCP has written.
+
+    Raises, when it is read from:
+        pickle.UnpicklingError: the metadata is no metadata, or asks for more than the classes that it is made of.
+        ValueError: it points to a file outside the folder.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as stream:
+            metadata = _unpickled(stream.read(), path)
+        for place in metadata.storage_data.values():
+            name = pathlib.PurePath(place.relative_path)
+            if name.is_absolute() or ".." in name.parts:
+                raise ValueError(f"{path} points to {name}, which lies outside the checkpoint")
+        metadata.storage_meta = metadata.storage_meta or records.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def _unpickled(data: bytes, path: Any) -> Metadata:
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # pickle documents that damage may raise anything
+        raise pickle.UnpicklingError(f"{path} is cut off or damaged: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise pickle.UnpicklingError(f"{path} holds a {type(metadata).__name__}, no metadata of a checkpoint")
+    return metadata
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's own, but that values which are no tensors are loaded with `weights_only`."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """
+        Raises:
+            pickle.UnpicklingError: the value asks for more than numbers, strings, tensors and containers of them.
+        """
+        torch.load(value, weights_only=True)  # refuses, before DCP loads the same bytes without asking
+        value.seek(0)
+        super().load_bytes(read_item, value)
