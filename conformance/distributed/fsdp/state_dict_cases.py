@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
@@ -190,12 +191,48 @@ def failed(lab: Lab, *, form: Form, fault: str, on: Sequence[int]) -> dict[str, 
     return _tried_to_load(lab, state_dict)
 
 
-def _tried_to_load(lab: Lab, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _tried_to_load(lab: Lab, state_dict: dict[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
     before = whole_state(lab)
-    error = tried(lambda: lab.model.load_state_dict(state_dict))
+    error = tried(lambda: (module or lab.model).load_state_dict(state_dict))
     after = whole_state(lab)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     return {"error": error, "changed": changed, "loss": lab.backward()}
+
+
+def failed_below(lab: Lab) -> dict[str, Any]:
+    """The same at a module around units, with a fault on the second rank."""
+    state_dict = {
+        key.removeprefix("body."): value
+        for key, value in _moved(_state_dict_of(lab, Form())).items()
+        if key.startswith("body.")
+    }
+    if lab.rank.rank == 1:
+        state_dict[_SOME.removeprefix("body.")] = torch.ones(2)
+    return _tried_to_load(lab, state_dict, lab.model.body)
+
+
+class Remembering(nn.Module):
+    """Has a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = ["old"]
+
+    def get_extra_state(self) -> list[str]:
+        return self.memory
+
+    def set_extra_state(self, state: list[str]) -> None:
+        self.memory = [*state]
+
+
+def remembered(lab: Lab) -> list[str]:
+    """A state that is no tensor, after a load that fails."""
+    module = lab.model.body.remembering = Remembering()
+    state_dict = lab.model.state_dict()
+    del state_dict["head.bias"]
+    module.memory = ["new"]
+    tried(lambda: lab.model.load_state_dict(state_dict))
+    return module.memory
 
 
 def raised_by_a_hook(lab: Lab) -> dict[str, Any]:
@@ -241,6 +278,27 @@ def _has_values_of_other(lab: Lab) -> bool:
     got = gathered_parameters(lab.library, lab.model)
     wanted = lab.tree.build(1).named_parameters()
     return all(torch.equal(got[name], parameter.detach()) for name, parameter in wanted)
+
+
+# -- another number of ranks
+
+
+def written(lab: Lab, *, path: str, form: Form) -> list[str]:
+    """Have torch.distributed.checkpoint write a model's state; its keys."""
+    set_form(lab.library, lab.model, form)
+    state_dict = lab.model.state_dict()
+    torch.distributed.checkpoint.save(state_dict, checkpoint_id=path)
+    return list(state_dict)
+
+
+def read(lab: Lab, *, path: str, form: Form) -> dict[str, Any]:
+    """The whole of a model of other values that torch.distributed.checkpoint has read a state into."""
+    target = wrapped(lab.rank, lab.library, lab.tree.build(1), lab.setup)
+    set_form(lab.library, target, form)
+    state_dict = target.state_dict()
+    torch.distributed.checkpoint.load(state_dict, checkpoint_id=path)
+    target.load_state_dict(state_dict)
+    return gathered_parameters(lab.library, target)
 
 
 # -- what is set

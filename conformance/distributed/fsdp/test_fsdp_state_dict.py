@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from conformance.distributed.fsdp.judging import (
     probed,
     share_of_examples,
 )
+from conformance.distributed.fsdp.method_cases import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.distributed.fsdp.state_dict_cases import Form
 from conformance.library import Library
@@ -132,6 +134,21 @@ def test_each_loads_what_the_other_saved(
 
 def _wanted_of(seen: Any, at: str) -> dict[str, Any]:
     return {name: value for name, value in seen["wanted"].items() if at == "root" or name.startswith("body")}
+
+
+@clause("distributed.fsdp.fsdp_state_dict.other_worlds")
+@pytest.mark.parametrize(("by", "sizes"), [("default", (1, 2)), ("default", (3, 2)), ("mesh", (2, 4))])
+def test_what_other_numbers_of_ranks_saved(
+    subject: Library, ranks: Callable[..., RankPool], tmp_path: Path, by: str, sizes: tuple[int, int]
+) -> None:
+    setup, form = Setup(wrap="leaves", ranks=by), Form("SHARDED")
+    path = str(tmp_path / "checkpoint")
+    for outcome in probed(ranks(sizes[0]), subject, state_dict_cases.written, setup, path=path, form=form):
+        assert outcome.raised is None, outcome.raised
+    for outcome in probed(ranks(sizes[1]), subject, state_dict_cases.read, setup, path=path, form=form):
+        assert outcome.raised is None, outcome.raised
+        for name, wanted in TREE.build().named_parameters():
+            assert torch.equal(outcome.value[name].values, wanted.detach()), name
 
 
 @clause("distributed.fsdp.fsdp_state_dict.settings")

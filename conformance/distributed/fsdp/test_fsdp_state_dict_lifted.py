@@ -84,6 +84,41 @@ def test_parts_are_loaded_by_all_or_by_none(
 
 @clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
+def test_a_load_that_fails_below_a_module_around_units(deviation: DeviationJudge, ranks: Ranks) -> None:
+    """There nothing is loaded into the unit with the fault; nn.Module goes on to the next one."""
+
+    def probe(library: Library) -> Any:
+        return values_of(probed(ranks(2), library, state_dict_cases.failed_below, LEAVES))
+
+    def first_unit_changed(seen: Any) -> list[bool]:
+        return ["body.parts.0.inner.bias" in one["changed"] for one in seen]
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: first_unit_changed(seen) == [True, True],
+        we_do=lambda seen: (
+            first_unit_changed(seen) == [False, False]
+            and "rank 1 could not load" in seen[0]["error"]
+            and "size mismatch" in seen[1]["error"]
+        ),
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
+def test_extra_states_of_a_load_that_fails(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        return values_of(probed(ranks(2), library, state_dict_cases.remembered, LEAVES))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == [["old"], ["old"]],
+        we_do=lambda seen: seen == [["new"], ["new"]],
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 def test_a_hook_that_raises(deviation: DeviationJudge, ranks: Ranks) -> None:
     def probe(library: Library) -> Any:
         return values_of(probed(ranks(1), library, state_dict_cases.raised_by_a_hook, ORIGINALS))
