@@ -135,6 +135,22 @@ def test_parameters_of_a_unit_may_have_states_of_two_kinds(deviation: DeviationJ
     )
 
 
+@clause("distributed.fsdp.fsdp_optim_state_lifted.another_shape")
+@pytest.mark.deviation("optim_state.another_shape")
+@both_kinds
+def test_a_state_in_another_shape_is_refused_on_all_ranks(
+    deviation: DeviationJudge, ranks: Ranks, setup: Setup
+) -> None:
+    def is_named(found: Any) -> bool:
+        return str(found).startswith("ValueError: rank 1: 'extra' of ") and "(3,)" in str(found)
+
+    deviation.judge(
+        asked(ranks(2), cases.of_another_shape, setup),
+        torch_does=lambda seen: isinstance(seen, RankFault) or not have(seen, is_named),
+        we_do=lambda seen: have(seen, is_named),
+    )
+
+
 @clause("distributed.fsdp.fsdp_optim_state_lifted.memory_order")
 @pytest.mark.deviation("optim_state.memory_order")
 @both_kinds

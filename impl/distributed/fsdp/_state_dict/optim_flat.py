@@ -14,7 +14,7 @@ from torch import Tensor
 from impl.distributed.fsdp._collectives import gathered_like
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._state_dict.optim_keys import NamedFlat, StateDict, Stepped
+from impl.distributed.fsdp._state_dict.optim_keys import NamedFlat, StateDict, Stepped, is_kept_whole
 from impl.distributed.fsdp._state_dict.packing import chunked, meshed
 from impl.distributed.fsdp._state_dict.resharding import Dealt, chunk_of
 
@@ -81,12 +81,18 @@ class FlatState:
         shard = self._groups.shard
         self._peers = [dist.get_rank()] if shard is None else dist.get_process_group_ranks(shard)
         by_rank = {other.rank: other for other in told}
+        left_out = [rank for rank in self._peers if rank not in by_rank]
+        if left_out:
+            raise ValueError(
+                f"{one.unit.name} is dealt to ranks {self._peers}, but ranks {left_out} are not in the group that was "
+                "given; give one that has all of them"
+            )
         self._told = [by_rank[rank] for rank in self._peers]
 
     def collected(self, wanted: Wanted, destination: int) -> dict[str, StateDict]:
         """By name; nothing where the destination alone is to have it and this rank is another."""
         flat, names = self._flat, self._one.names
-        if flat.use_orig_params and not flat.is_dealt:
+        if is_kept_whole(self._one):
             copied = offloaded if wanted.offloads else copy.copy
             return {names[index]: copied(state) for index, state in self._mine.items()}
         items, states = self._merged() if flat.use_orig_params else self._own()

@@ -43,6 +43,11 @@ class NamedFlat:
         return Resharding(self.flat.layout, self.wrapper._groups, self.flat.device, self.unit.name)
 
 
+def is_kept_whole(one: NamedFlat) -> bool:
+    """Whether its parameters are stepped whole and by themselves, so that their state may have any shape."""
+    return one.flat.use_orig_params and not one.flat.is_dealt
+
+
 @dataclass(frozen=True)
 class Stepped:
     """One parameter of an optimizer: of a flat one without `use_orig_params` all names, else one."""

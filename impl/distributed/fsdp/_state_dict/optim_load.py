@@ -28,6 +28,7 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     StateDict,
     Stepped,
     flattened_groups,
+    is_kept_whole,
 )
 
 
@@ -139,7 +140,7 @@ class Loading:
         for stepped in self._names.stepped.values():
             one = stepped.within
             for name in stepped.names:
-                if one is not None and not _is_kept_whole(one) and name in self._forms["state"]:
+                if one is not None and not is_kept_whole(one) and name in self._forms["state"]:
                     found.setdefault(one, {})[one.names.index(name)] = self._values[name]
         return found
 
@@ -193,7 +194,7 @@ class Loading:
     ) -> StateDict | None:
         """None where nothing of the parameter is this rank's."""
         one = stepped.within
-        if one is None or _is_kept_whole(one):
+        if one is None or is_kept_whole(one):
             found = tree_map(self._fetched, self._forms["state"][stepped.name], self._values[stepped.name])
         else:
             found = dealt[one].get(stepped.index)
@@ -218,11 +219,6 @@ class Loading:
             dist.broadcast(mine, group=self._group, group_src=0)
             return mine
         return own_copy(whole_of(value)) if isinstance(value, Tensor) else value
-
-
-def _is_kept_whole(one: NamedFlat) -> bool:
-    """Its parameters are stepped whole and by themselves."""
-    return one.flat.use_orig_params and not one.flat.is_dealt
 
 
 def _as_torch_says(names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     Source,
     StateDict,
     Stepped,
+    is_kept_whole,
     is_keyed_by_name,
     unflattened_groups,
 )
@@ -65,11 +66,10 @@ def saved(  # noqa: PLR0913  what torch's functions are told
     if not is_kept:
         return {}
     result: StateDict = {"state": {name: states[name] for key in keys for name in key if name in states}}
-    for key in given.keys() - keyed.keys() - states.keys():
-        _warn_of_unknown(key)
-    result["state"].update(
-        {key: state for key, state in given.items() if key not in keyed and key not in states}
-    )
+    for key, state in given.items():
+        if key not in keyed and key not in states:
+            _warn_of_unknown(key)
+            result["state"][key] = state
     if "param_groups" in state_dict:
         result["param_groups"] = unflattened_groups(state_dict["param_groups"], keyed, names)
     return result
@@ -112,9 +112,9 @@ def _told_by_all(mine: dict[Stepped, StateDict], group: dist.ProcessGroup | None
 
 
 def _problems_of(stepped: Stepped, state: StateDict) -> Iterable[str]:
-    """Tensors that are not dealt as the parameter is, in words."""
+    """Tensors that do not lie as the parameter does, in words."""
     one = stepped.within
-    if one is None or not one.flat.is_dealt:
+    if one is None or is_kept_whole(one):
         return
     piece = one.flat.pieces[stepped.index]
     owned = (piece.numel if piece else 0) if one.flat.use_orig_params else one.flat.layout.shard_numel
