@@ -30,6 +30,15 @@ def of_named_optimizer(lab: Lab) -> Any:
     return {"saved": seen, "found": plain(found)}
 
 
+def while_whole(lab: Lab) -> Any:
+    """What is saved after a forward without a backward, when units may have kept their parameters whole."""
+    optimizer = Optimized().stepped(lab.model)
+    with torch.no_grad():
+        lab.forward()
+    saved = _FULL.save(lab, optimizer)
+    return {"saved": copied(plain(saved)), "found": plain(_FULL.load(lab, optimizer, saved))}
+
+
 def of_users_own(lab: Lab) -> Any:
     """A state that belongs to no parameter, and a state dict without groups."""
     optimizer = Optimized().stepped(lab.model)

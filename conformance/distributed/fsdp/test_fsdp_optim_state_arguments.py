@@ -31,6 +31,14 @@ def test_an_optimizer_may_have_names_for_keys(
     assert all(set(value["found"]["state"]) for value in values_of(seen))
 
 
+@clause("distributed.fsdp.fsdp_optim_state.while_whole")
+@both_kinds
+def test_parameters_may_be_whole(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], setup: Setup
+) -> None:
+    values_of(assert_agrees(ranks(2), (reference, subject), cases.while_whole, setup))
+
+
 @clause("distributed.fsdp.fsdp_optim_state.users_own")
 @both_kinds
 def test_what_belongs_to_no_parameter_is_kept(

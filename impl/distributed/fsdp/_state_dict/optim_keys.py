@@ -98,7 +98,7 @@ class Names:
         if parameter not in self.stepped:
             raise KeyError(
                 f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that the model does not have; hand "
-                "over the model whose parameters the optimizer was made for"
+                "over the model whose parameters the optimizer was made for, outside of summon_full_params()"
             )
         return self.stepped[parameter]
 
