@@ -380,6 +380,30 @@ def hooked(lab: Lab) -> dict[str, Any]:
     return {"seen": seen, "whole": gathered_parameters(lab.library, root)}
 
 
+class OwnWay(nn.Linear):
+    """Loads in a way of its own: all of its weight, or what does not fit."""
+
+    fits = True
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        with torch.no_grad():
+            self.bias.copy_(state_dict.pop(f"{prefix}bias"))
+            weight = state_dict.pop(f"{prefix}weight")
+            if self.fits:
+                self.weight.data.copy_(2 * weight)
+            else:
+                self.weight.data = weight[:1]
+
+
+def loaded_in_its_own_way(lab: Lab, *, fits: bool) -> dict[str, Any]:
+    """What a module inside a unit makes of a dict, or what comes of that."""
+    state_dict = _moved(_state_dict_of(lab, Form()))
+    lab.model.head.__class__ = type("OwnWay", (OwnWay,), {"fits": fits})
+    return _tried_to_load(lab, state_dict) | {"whole": gathered_parameters(lab.library, lab.model)}
+
+
 # -- how much is moved
 
 

@@ -170,6 +170,17 @@ def test_hooks_of_users(
     assert seen[0].raised is None, seen[0].raised
 
 
+@clause("distributed.fsdp.fsdp_state_dict.hooks")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_modules_that_load_in_their_own_way(
+    subject: Library, reference: Library, rank_pool: RankPool, use_orig_params: bool
+) -> None:
+    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    asks = state_dict_cases.loaded_in_its_own_way
+    seen = assert_probes_agree(rank_pool, (reference, subject), asks, setup, EXACT, fits=True)
+    assert seen[0].raised is None, seen[0].raised
+
+
 @clause("distributed.fsdp.fsdp_state_dict.refused")
 @pytest.mark.parametrize("fault", ["missing", "missing buffer", "unexpected"])
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])

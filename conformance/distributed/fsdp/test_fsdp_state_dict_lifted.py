@@ -130,6 +130,17 @@ def test_a_hook_that_raises(deviation: DeviationJudge, ranks: Ranks) -> None:
     )
 
 
+@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+def test_what_a_module_puts_in_and_does_not_fit(subject: Library, ranks: Ranks) -> None:
+    if subject.package == "torch":
+        unavailable("torch writes it to its flat parameter, beyond which there may be nothing")
+    asks = state_dict_cases.loaded_in_its_own_way
+    for one in values_of(probed(ranks(2), subject, asks, LEAVES, fits=False)):
+        assert "head.weight: rank" in one["error"]
+        assert "shape (1, 7), but keeps a tensor of shape (2, 7)" in one["error"]
+        assert not one["changed"]
+
+
 @clause("distributed.fsdp.fsdp_state_dict.another_world")
 @pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
 def test_what_half_the_ranks_saved_is_refused(subject: Library, ranks: Ranks, kind: str) -> None:

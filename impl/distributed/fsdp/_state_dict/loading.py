@@ -75,6 +75,7 @@ class Loading:
         Collectives: all-reduces over the units' groups; and what writing takes.
         """
         self._end()
+        problem = problem or "\n\t".join(one for unit in self._units.values() for one in unit.misshapen())
         given = [one for wrapper in self.wrappers for one in self._given_to(wrapper)]
         try:
             verdict = agree(self.wrappers, problem, given)
@@ -146,6 +147,25 @@ class UnitLoading:
         if not self._sources:
             self._sources = {flat: _taken(flat) for flat in self._unit.flats}
         self._shown.close()
+
+    def misshapen(self) -> list[str]:
+        """What modules that load in a way of their own have put in a parameter's place, and does not fit there."""
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
+            return []
+        return [
+            f"{flat.layout.slots[index].name}: rank {self._wrapper.rank} was given {_form_of(source)}, but keeps "
+            f"{wanted}"
+            for flat, sources in self._sources.items()
+            for index, source in enumerate(sources)
+            if source is not None and _form_of(source) != (wanted := self._wanted_form(flat, index))
+        ]
+
+    def _wanted_form(self, flat: Flat, index: int) -> str:
+        slot = flat.layout.slots[index]
+        if self._kind is StateDictType.SHARDED_STATE_DICT:
+            chunk = chunk_of(slot, self._unit.groups.shard_rank, flat.layout.world)
+            return f"a tensor of shape {chunk.shape}"
+        return f"a tensor of shape {slot.shape}"
 
     def part_given(self, flat: Flat, index: int) -> str:
         if self._kind is not StateDictType.SHARDED_STATE_DICT or self._sources[flat][index] is None:
@@ -327,6 +347,11 @@ def _taken(flat: Flat) -> list[Any]:
     return found
 
 
+def _form_of(source: Any) -> str:
+    kind = f"a {type(source).__name__}" if isinstance(source, (ShardedTensor, DTensor)) else "a tensor"
+    return f"{kind} of shape {tuple(source.shape)}"
+
+
 def _write_whole(flat: Flat, index: int, source: Tensor) -> None:
     """Copy this rank's piece of a whole parameter into the shard."""
     slot, piece = flat.layout.slots[index], flat.pieces[index]
@@ -334,7 +359,7 @@ def _write_whole(flat: Flat, index: int, source: Tensor) -> None:
     if piece is None:
         return
     dense = source.detach()
-    if dense.stride() != slot.stride:
+    if type(dense) is not Tensor or dense.stride() != slot.stride:
         dense = torch.empty_strided(slot.shape, slot.stride, dtype=dense.dtype, device=dense.device).copy_(
             dense
         )

@@ -91,7 +91,7 @@ class Saving:
             chunks = self._chunks_of(flat)
             sources = [(chunk, flat, index) for index, chunk in enumerate(chunks)]
             return stand_ins_for(flat, self, sources)
-        views = self._whole_views(flat)
+        views = self._whole_views(flat)  # which takes every rank
         if self._is_left_out:
             return stand_ins_for(flat, self)
         copies = [self._copy(view) for view in views]
