@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 
@@ -37,6 +38,29 @@ def while_whole(lab: Lab) -> Any:
         lab.forward()
     saved = _FULL.save(lab, optimizer)
     return {"saved": copied(plain(saved)), "found": plain(_FULL.load(lab, optimizer, saved))}
+
+
+def of_some_ranks(lab: Lab) -> Any:
+    """A model that the first two ranks have alone, who save and load its optimizer without the others."""
+    group = dist.new_group([0, 1])
+    if lab.rank.rank > 1:
+        return None
+    originals = lab.setup.uses_orig_params
+    device, plain_model = lab.rank.device, lab.tree.build()
+    model = lab.fsdp(plain_model, process_group=group, device_id=device, use_orig_params=originals)
+    optimizer = Optimized("momentum").stepped(model)
+    whole = lab.fsdp.full_optim_state_dict(model, optimizer, group=group)
+    rows = lab.fsdp.sharded_optim_state_dict(model, optimizer, group=group)
+    again = lab.fsdp.optim_state_dict(model, optimizer, group=group)
+    return {
+        "whole": plain(whole),
+        "rows": plain(rows),
+        "again": plain(again),
+        "scattered": plain(
+            lab.fsdp.scatter_full_optim_state_dict(whole, model, optim=optimizer, group=group)
+        ),
+        "loaded": plain(lab.fsdp.optim_state_dict_to_load(model, optimizer, again, group=group)),
+    }
 
 
 def of_users_own(lab: Lab) -> Any:

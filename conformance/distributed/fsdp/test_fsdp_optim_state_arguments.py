@@ -39,6 +39,16 @@ def test_parameters_may_be_whole(
     values_of(assert_agrees(ranks(2), (reference, subject), cases.while_whole, setup))
 
 
+@clause("distributed.fsdp.fsdp_optim_state.some_ranks")
+@both_kinds
+def test_ranks_that_have_no_model_need_not_take_part(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], setup: Setup
+) -> None:
+    seen = values_of(assert_agrees(ranks(3), (reference, subject), cases.of_some_ranks, setup))
+    assert seen[2] is None
+    assert seen[1]["again"]["state"]
+
+
 @clause("distributed.fsdp.fsdp_optim_state.users_own")
 @both_kinds
 def test_what_belongs_to_no_parameter_is_kept(
