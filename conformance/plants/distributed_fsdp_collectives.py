@@ -12,6 +12,7 @@ from conformance.plants.distributed_fsdp import OWN, Call, in_collectives
 # Is made to a tensor that a collective is given or has received: `change(call, tensor)`.
 Change = Callable[[Call, torch.Tensor], object]
 When = Callable[[Call], bool]
+_COUNTED = "(sharding_strategy)"  # what says which collectives there are
 
 
 def gathering(
@@ -123,7 +124,10 @@ def _(call: Call) -> None:
 
 
 @in_collectives(
-    "replicas_not_averaged", "replicas keep what their own ranks have scattered", "pytorch/pytorch#154888"
+    "replicas_not_averaged",
+    "replicas keep what their own ranks have scattered",
+    "pytorch/pytorch#154888",
+    _COUNTED,
 )
 def _(call: Call) -> None:
     own = [tensor.clone() for tensor in call.given]
@@ -185,16 +189,17 @@ def _(call: Call, part: torch.Tensor) -> None:
 
 
 @gathering(
-    "stale_in_third_step",
-    "the third forward computes with what was gathered for the second",
+    "stale_from_the_third",
+    "from the third forward on, units compute with what was gathered for the forward before",
     when=lambda call: call.during == "forward",
 )
 def _(call: Call, part: torch.Tensor) -> None:
     kept = vars(call.model).setdefault("_planted_wholes", {})
     key = (call.index, part.numel(), part.storage_offset())
-    if call.step == 2 and key in kept:
-        part.copy_(kept[key])
-    kept[key] = part.clone()
+    now, before = part.clone(), kept.get(key)
+    if call.step > 1 and before is not None:
+        part.copy_(before)
+    kept[key] = now
 
 
 @gathering(
@@ -210,7 +215,9 @@ def _(call: Call, part: torch.Tensor) -> None:
 # Too much
 
 
-@in_collectives("gathered_twice", "each unit is gathered twice in forward", "pytorch/pytorch#110138")
+@in_collectives(
+    "gathered_twice", "each unit is gathered twice in forward", "pytorch/pytorch#110138", _COUNTED
+)
 def _(call: Call) -> None:
     call.issue()
     if call.kind == "gather" and call.during == "forward":
@@ -218,7 +225,10 @@ def _(call: Call) -> None:
 
 
 @in_collectives(
-    "gathered_again_in_backward", "the first gather of a backward is done twice", "pytorch/pytorch#72541"
+    "gathered_again_in_backward",
+    "the first gather of a backward is done twice",
+    "pytorch/pytorch#72541",
+    _COUNTED,
 )
 def _(call: Call) -> None:
     call.issue()
@@ -226,7 +236,7 @@ def _(call: Call) -> None:
         call.issue()
 
 
-@in_collectives("waits_for_all", "each backward waits for all ranks")
+@in_collectives("waits_for_all", "each backward waits for all ranks", about=_COUNTED)
 def _(call: Call) -> None:
     if call.kind != "gather" and call.index == 0:
         dist.all_reduce(torch.zeros(()))
