@@ -311,12 +311,12 @@ def settings(lab: Lab) -> dict[str, Any]:
     seen: dict[str, Any] = {"at first": str(fsdp.get_state_dict_type(lab.model))}
     for kind in types:
         seen[f"before {kind}"] = str(fsdp.set_state_dict_type(lab.model, kind))
-        seen[f"after {kind}"] = tried(lambda: str(fsdp.get_state_dict_type(lab.model)))
+        seen[f"after {kind}"] = _set_now(lab)
     given = configs.FullStateDictConfig(rank0_only=True), configs.FullOptimStateDictConfig(rank0_only=True)
     with fsdp.state_dict_type(lab.model, types.FULL_STATE_DICT, *given):
         inside = fsdp.get_state_dict_type(lab.model)
         seen["inside"] = [str(inside), inside.state_dict_config is given[0]]
-    seen["outside"] = tried(lambda: str(fsdp.get_state_dict_type(lab.model)))
+    seen["outside"] = _set_now(lab)
     refused: list[tuple[Any, ...]] = [
         (types.FULL_STATE_DICT, configs.ShardedStateDictConfig()),
         (types.FULL_STATE_DICT, None, configs.LocalOptimStateDictConfig()),
@@ -336,6 +336,13 @@ def settings(lab: Lab) -> dict[str, Any]:
         tried(lambda: fsdp.set_state_dict_type(lab.model, types.FULL_STATE_DICT)),
     ]
     return seen
+
+
+def _set_now(lab: Lab) -> str:
+    try:
+        return str(lab.fsdp.get_state_dict_type(lab.model))
+    except RuntimeError as error:
+        return f"RuntimeError: {''.join(error.args)}"  # torch 2.11 hands its sentences over one by one
 
 
 def after_an_error_inside(lab: Lab) -> str:
