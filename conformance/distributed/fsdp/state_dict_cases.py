@@ -342,7 +342,7 @@ def _set_now(lab: Lab) -> str:
     try:
         return str(lab.fsdp.get_state_dict_type(lab.model))
     except RuntimeError as error:
-        return f"RuntimeError: {''.join(error.args)}"  # torch 2.11 hands its sentences over one by one
+        return f"RuntimeError: {' '.join(error.args)}"  # torch 2.11 hands its sentences over one by one
 
 
 def after_an_error_inside(lab: Lab) -> str:
