@@ -87,7 +87,8 @@ def test_there_and_back(
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
 @pytest.mark.parametrize(
-    ("all_ranks", "ranks_are"), [(3, "default"), (4, "groups"), pytest.param(4, "meshes", marks=FULL)]
+    ("all_ranks", "ranks_are"),
+    [(3, "default"), pytest.param(4, "groups", marks=FULL), pytest.param(4, "meshes", marks=FULL)],
 )
 @share_of_examples(0.03)  # making groups takes a second
 @given(
@@ -110,7 +111,7 @@ def test_there_and_back_on_more_ranks(
 
 
 @clause("distributed.fsdp.fsdp_optim_state.as_unwrapped")
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=FULL), 3])
 @share_of_examples(0.3)
 @given(data=st.data(), way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES]))
 def test_states_are_those_of_a_model_that_was_not_wrapped(
@@ -139,7 +140,14 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
 
 @clause("distributed.fsdp.fsdp_optim_state.other_worlds")
 @pytest.mark.parametrize(
-    "worlds", [(2, 3), (4, 1), pytest.param((1, 4), marks=FULL), pytest.param((3, 2), marks=FULL)], ids=str
+    "worlds",
+    [
+        (2, 3),
+        pytest.param((4, 1), marks=FULL),
+        pytest.param((1, 4), marks=FULL),
+        pytest.param((3, 2), marks=FULL),
+    ],
+    ids=str,
 )
 @share_of_examples(0.15)
 @given(
@@ -172,7 +180,9 @@ def test_whole_states_move_to_another_number_of_ranks(
 
 @clause("distributed.fsdp.fsdp_optim_state.exchange")
 @pytest.mark.parametrize(
-    "way", [Way("FULL", offloads=False), Way("SHARDED"), _SCATTERED], ids=lambda way: way.name
+    "way",
+    [Way("FULL", offloads=False), Way("SHARDED"), pytest.param(_SCATTERED, marks=FULL)],
+    ids=lambda way: way.name,
 )
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_either_library_loads_what_the_other_saved(

@@ -15,6 +15,7 @@ from conformance.distributed.fsdp.optim_state_judging import assert_agrees, valu
 from conformance.library import Library
 from conformance.ranks import RankPool
 
+FULL = pytest.mark.profile("full")
 both_kinds = pytest.mark.parametrize(
     "setup",
     [Setup(wrap="leaves", arguments={"use_orig_params": one}) for one in (False, True)],
@@ -40,7 +41,11 @@ def test_parameters_may_be_whole(
 
 
 @clause("distributed.fsdp.fsdp_optim_state.some_ranks")
-@both_kinds
+@pytest.mark.parametrize(
+    "setup",
+    [Setup(), pytest.param(Setup(arguments={"use_orig_params": True}), marks=FULL)],
+    ids=["flat", "original"],
+)
 def test_ranks_that_have_no_model_need_not_take_part(
     subject: Library, reference: Library, ranks: Callable[..., RankPool], setup: Setup
 ) -> None:

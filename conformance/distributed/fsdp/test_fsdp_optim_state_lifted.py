@@ -25,6 +25,7 @@ from conformance.ranks import RankFault, RankPool
 
 FLAT, ORIGINAL = (Setup(wrap="leaves", arguments={"use_orig_params": one}) for one in (False, True))
 both_kinds = pytest.mark.parametrize("setup", [FLAT, ORIGINAL], ids=["flat", "original"])
+FULL = pytest.mark.profile("full")
 Ranks = Callable[..., RankPool]
 
 
@@ -55,7 +56,7 @@ def is_true(states: Any, optimized: Optimized) -> bool:
 
 @clause("distributed.fsdp.fsdp_optim_state_lifted.tensors_of_their_own")
 @pytest.mark.deviation("optim_state.tensors_of_their_own")
-@pytest.mark.parametrize("kind", ["adam", "amsgrad", "rmsprop"])
+@pytest.mark.parametrize("kind", ["adam", *(pytest.param(one, marks=FULL) for one in ("amsgrad", "rmsprop"))])
 def test_every_tensor_of_a_state_is_saved(deviation: DeviationJudge, ranks: Ranks, kind: str) -> None:
     optimized = Optimized(kind)
     deviation.judge(
@@ -166,6 +167,7 @@ def test_a_transposed_parameter_gets_its_state_back(
 
 @clause("distributed.fsdp.fsdp_optim_state_lifted.groups_without_rank_zero")
 @pytest.mark.deviation("optim_state.groups_without_rank_zero")
+@FULL
 def test_any_group_saves_and_loads(deviation: DeviationJudge, ranks: Ranks) -> None:
     names = sorted(name for name, _ in TREE.build().named_parameters())
 
@@ -187,7 +189,9 @@ def test_any_group_saves_and_loads(deviation: DeviationJudge, ranks: Ranks) -> N
 @clause("distributed.fsdp.fsdp_optim_state_lifted.one_rank_refuses")
 @pytest.mark.deviation("optim_state.one_rank_refuses")
 @both_kinds
-@pytest.mark.parametrize("what", ["misshaped", "unknown", "another optimizer"])
+@pytest.mark.parametrize(
+    "what", ["misshaped", *(pytest.param(one, marks=FULL) for one in ("unknown", "another optimizer"))]
+)
 def test_what_one_rank_cannot_load_no_rank_loads(
     deviation: DeviationJudge, ranks: Ranks, setup: Setup, what: str
 ) -> None:
@@ -224,7 +228,7 @@ def test_parts_that_were_not_saved_together_are_refused(deviation: DeviationJudg
 @clause("distributed.fsdp.fsdp_optim_state_lifted.bytes_received")
 @pytest.mark.deviation("optim_state.bytes_received")
 @both_kinds
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=FULL)])
 def test_each_rank_receives_its_part_alone(
     deviation: DeviationJudge, ranks: Ranks, setup: Setup, world: int
 ) -> None:
