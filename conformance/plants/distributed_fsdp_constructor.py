@@ -128,14 +128,17 @@ def _(given: Arguments) -> None:
 
 @in_constructor("ignores_the_top_alone", "ignored_modules", "what lies inside ignored modules is not ignored")
 def _(given: Arguments) -> None:
-    if given["ignored_modules"] and all(isinstance(one, nn.Module) for one in given["ignored_modules"]):
-        own = [p for one in given["ignored_modules"] for p in one.parameters(recurse=False)]
-        given["ignored_modules"], given["ignored_states"] = None, own
+    ignored = given["ignored_modules"]
+    if (
+        isinstance(ignored, list)
+        and not given["ignored_states"]
+        and all(isinstance(m, nn.Module) for m in ignored)
+    ):
+        own = [parameter for module in ignored for parameter in module.parameters(recurse=False)]
+        given["ignored_modules"], given["ignored_states"] = None, own or None
 
 
-@in_constructor(
-    "ignores_the_first_parameter_alone", "ignored_states", "of ignored parameters the last is sharded"
-)
+@in_constructor("last_ignored_is_sharded", "ignored_states", "of ignored parameters the last is sharded")
 def _(given: Arguments) -> None:
     if given["ignored_states"] and isinstance(given["ignored_states"][-1], nn.Parameter):
         given["ignored_states"] = given["ignored_states"][:-1]
@@ -408,10 +411,10 @@ def units_in_reverse(original: Any, module: Any, root_only: bool = False) -> Any
 
 
 @broken(
-    "buffers_of_the_wrapper_alone",
+    "last_buffer_left_out",
     "named_buffers",
-    "named_buffers leaves out what lies inside a unit's module",
+    "named_buffers leaves out the last",
 )
-def buffers_of_the_wrapper_alone(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def last_buffer_left_out(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     found = list(original(self, *args, **kwargs))
     return iter(found[:-1])
