@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import pickle
+import zipfile
 from typing import Any
 
 import torch
@@ -52,8 +54,12 @@ class Reader(FileSystemReader):
 
     Raises, when it is read from:
         pickle.UnpicklingError: the metadata is no metadata, or asks for more than the classes that it is made of.
-        ValueError: it points to a file outside the folder.
+        ValueError: it points to a file outside the folder, or what is read has not the checksum that was written.
     """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._intact: set[tuple[str, int]] = set()  # files and offsets of what was found so
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))
@@ -66,6 +72,28 @@ class Reader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or records.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def _slice_file(self, file: Any, sinfo: files._StorageInfo) -> Any:
+        place = (sinfo.relative_path, sinfo.offset)
+        if place in self._intact or sinfo.transform_descriptors:
+            return super()._slice_file(file, sinfo)
+        file.seek(sinfo.offset)
+        value = io.BytesIO(file.read(sinfo.length))
+        _check_sums(value, f"{self.path}/{sinfo.relative_path}, from byte {sinfo.offset} on,")
+        self._intact.add(place)
+        return value
+
+
+def _check_sums(value: io.BytesIO, place: str) -> None:
+    """Of what `torch.save` has written, which sums up what it writes; `torch.load` does not look at that."""
+    try:
+        with zipfile.ZipFile(value) as written:
+            damaged = written.testzip()
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{place} is cut off or damaged: {error}") from error
+    if damaged is not None:
+        raise ValueError(f"{place} is damaged, or was written without checksums: see {damaged} in it")
+    value.seek(0)
 
 
 def _unpickled(data: bytes, path: Any) -> Metadata:

@@ -58,15 +58,15 @@ def save(
 
     Args:
         path: a folder that all ranks see; what is there must be a checkpoint, or nothing.
-        model: any module with FullyShardedDataParallel at or below it.
+        model: any module with FullyShardedDataParallel at or below it. Of buffers that differ by rank, as those of
+            BatchNorm do, the first rank's are saved.
         others: by names of your own; what they have is the same on all ranks, made of numbers, strings, tensors and
             containers of them.
         process_group: the ranks that take part, by default all.
 
     Raises:
         FileExistsError: at `path` is something else.
-        Exception: this rank's problem; on the others a RuntimeError or DCP's CheckpointException that names it. What
-            stood at `path` still stands.
+        Exception: this rank's problem; on the others a RuntimeError that names it. What stood at `path` still stands.
     Collectives: those of sharded state dicts; of DCP, over objects; three of objects.
     """
     path, is_first = Path(path), dist.get_rank(process_group) == 0
@@ -75,12 +75,13 @@ def save(
     folder = told.by_rank[0]
     try:
         entries = _entries(model, optimizer, others or {}, process_group)
-        dcp.save(
-            entries,
-            storage_writer=dcp.FileSystemWriter(folder),
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-            process_group=process_group,
-        )
+        with _by_dcp("write a checkpoint"):
+            dcp.save(
+                entries,
+                storage_writer=dcp.FileSystemWriter(folder),
+                planner=dcp.DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True),
+                process_group=process_group,
+            )
         with _together("complete a checkpoint", process_group):
             if is_first:
                 commit(folder, path)
@@ -110,7 +111,7 @@ def load(
         FileNotFoundError: there is no complete checkpoint.
         pickle.UnpicklingError: it asks for more than data; see `Reader`.
         RuntimeError, ValueError: names, shapes or a damaged file, on the rank that sees it; on the others a
-            RuntimeError or DCP's CheckpointException that names that rank. Nothing is changed on any.
+            RuntimeError that names that rank. Nothing is changed on any.
     Collectives: those of sharded state dicts; of DCP, over objects; some of objects.
     """
     group, others = process_group, others or {}
@@ -122,12 +123,13 @@ def load(
         with _together("read a checkpoint", group):
             saved = reader.read_metadata().state_dict_metadata
             wanted = _wanted(saved, parameters, optimizer is not None, others)
-        dcp.load(
-            wanted,
-            storage_reader=reader,
-            planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-        )
+        with _by_dcp("read a checkpoint"):
+            dcp.load(
+                wanted,
+                storage_reader=reader,
+                planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=group,
+            )
         with _undone_on_error() as undo:
             for name, other in others.items():
                 with _together(f"load {name!r} of a checkpoint", group):
@@ -188,6 +190,7 @@ def _wanted(
         size = getattr(saved[name], "size", None)
         if isinstance(value, Tensor) and size != value.size():
             raise ValueError(f"{name} was saved with the shape {size}, and the model's is {value.size()}")
+        wanted[name] = _memory_for(saved[name], value)
     for name, what in saved.items():
         if with_optimizer and name.startswith("optimizer."):
             like = parameters.get(name.removeprefix("optimizer.state.").rpartition(".")[0])
@@ -247,6 +250,18 @@ def _together(doing: str, group: _Group) -> Generator[_Told]:
 
 
 @contextmanager
+def _by_dcp(doing: str) -> Generator[None]:
+    """What DCP raises, on all ranks, is no Exception and does not say what happened."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (problem, _) = min(error.failures.items())
+        raise RuntimeError(
+            f"rank {rank} cannot {doing}: {type(problem).__name__}: {problem}. Nothing was changed on any rank"
+        ) from error
+
+
+@contextmanager
 def _undone_on_error() -> Generator[Callable[..., Any]]:
     with ExitStack() as stack:
         yield stack.callback
@@ -256,7 +271,9 @@ def _undone_on_error() -> Generator[Callable[..., Any]]:
 @contextmanager
 def _sharded_state_dicts(model: nn.Module) -> Generator[None]:
     with warnings.catch_warnings():
-        # Of names that torch advises against, and that units without sharding have whole tensors.
-        warnings.filterwarnings("ignore", message=r"FSDP\.state_dict_type|When using ``NO_SHARD``")
+        # Of what torch advises against, and that units without sharding have whole tensors.
+        warnings.filterwarnings(
+            "ignore", message=r"FSDP\.state_dict_type|Please use DTensor|When using ``NO_SHARD``"
+        )
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             yield

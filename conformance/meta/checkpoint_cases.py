@@ -1,0 +1,147 @@
+"""What ranks do with impl.distributed.fsdp.checkpoint: train, save, load, and be killed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from conformance.ranks import Rank
+from impl.amp import GradScaler
+from impl.distributed.fsdp import FullyShardedDataParallel, checkpoint
+from impl.distributed.fsdp.wrap import ModuleWrapPolicy
+
+
+class Run:
+    """A model, its optimizer, a scheduler and a scaler; `seed` is all that two runs of one kind differ in."""
+
+    def __init__(self, rank: Rank, seed: int = 0, use_orig_params: bool = False, width: int = 5) -> None:
+        torch.manual_seed(seed)
+        inner = nn.Sequential(nn.Linear(width, 3), nn.Linear(3, 2, bias=False))
+        # Two ranks have nothing of the last weight, and three not each a row of it.
+        # Without momentum all ranks have the same statistics, and count batches.
+        plain = nn.Sequential(nn.Linear(7, width), nn.BatchNorm1d(width, momentum=0.0), inner)
+        self.model = FullyShardedDataParallel(
+            plain,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 * (1 + seed))
+        scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        self.others = {"scheduler": scheduler, "scaler": GradScaler("cpu", init_scale=2.0, growth_interval=2)}
+        self._rank = rank
+
+    def train(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            x = torch.linspace(-1, 1 + step + self._rank.rank, 28).view(4, 7)
+            scaler: Any = self.others["scaler"]
+            scaler.scale(self.model(x).square().mean()).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+            self.optimizer.zero_grad()
+            self.others["scheduler"].step()
+
+    def save(self, path: Path) -> None:
+        checkpoint.save(path, self.model, self.optimizer, others=self.others)
+
+    def load(self, path: Path) -> None:
+        checkpoint.load(path, self.model, self.optimizer, others=self.others)
+
+    def state(self) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            optimizer = FullyShardedDataParallel.full_optim_state_dict(
+                self.model, self.optimizer, rank0_only=False
+            )
+        with FullyShardedDataParallel.summon_full_params(self.model):
+            parameters = copy.deepcopy(dict(self.model.module.state_dict()))
+        state = {
+            "model": parameters,
+            "optimizer": optimizer,
+            "others": {name: other.state_dict() for name, other in self.others.items()},
+        }
+        return copy.deepcopy(state)
+
+
+def trained_and_saved(rank: Rank, *, path: Path, use_orig_params: bool = False, steps: int = 3) -> Any:
+    """What was saved, what came of training on, and how long saving took."""
+    run = Run(rank, use_orig_params=use_orig_params)
+    run.train(range(steps))
+    began = time.monotonic()
+    run.save(path)
+    took_s = time.monotonic() - began
+    saved = run.state()
+    run.train(range(steps, steps + 2))
+    return saved, run.state(), took_s
+
+
+def resumed(rank: Rank, *, path: Path, use_orig_params: bool = False, steps: int = 3) -> Any:
+    """What is loaded into another run, and what comes of training it on."""
+    run = Run(rank, seed=1, use_orig_params=use_orig_params)
+    run.train(range(1))  # so that there is something to be overwritten
+    run.load(path)
+    loaded = run.state()
+    run.train(range(steps, steps + 2))
+    return loaded, run.state()
+
+
+def latest_loaded(rank: Rank, *, folder: Path) -> Any:
+    run = Run(rank, seed=1)
+    found = checkpoint.latest(folder)
+    assert found is not None
+    run.load(found)
+    return run.state()
+
+
+def killed_while_saving(
+    rank: Rank, *, path: Path, over: Path, victims: Sequence[int], after_s: float
+) -> None:
+    """Load what is there, train on and save to `over`, in which the victims end after so many seconds."""
+    run = Run(rank)
+    run.load(path)
+    run.train(range(3, 5))
+    if rank.rank in victims:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    run.save(over)
+    if rank.rank in victims:
+        time.sleep(60)
+
+
+def refused(rank: Rank, *, path: Path, width: int = 5) -> Any:
+    """What a load raises on this rank, and whether everything is as before."""
+    run = Run(rank, seed=1, width=width)
+    run.train(range(1))
+    before = run.state()
+    try:
+        run.load(path)
+    except Exception as error:
+        return str(error), before, run.state()
+    return None, before, run.state()
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self._file}'",)
+
+
+def with_payload(data: bytes, file: Path) -> bytes:
+    """Metadata that carries one, and is right but for that."""
+    metadata = pickle.loads(data)
+    metadata.planner_data = Payload(file)
+    return pickle.dumps(metadata)

@@ -1,0 +1,277 @@
+"""Checkpoints of sharded training in impl: nothing is lost, whoever is killed, and no file has anything run."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from conformance.meta.checkpoint_cases import Payload, with_payload
+from conformance.ranks import RankFault, RankPool
+from impl.distributed.fsdp import checkpoint
+from impl.distributed.fsdp.checkpoint import LoadPlanner, Reader
+
+CASES = "conformance.meta.checkpoint_cases"
+WORLDS = [1, 2, 3, 4]
+
+
+def are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return one == other
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks."""
+    path = tmp_path_factory.mktemp("saved") / "step-3"
+    with RankPool(2) as pool:
+        pool.run(f"{CASES}:trained_and_saved", path=path)
+    return path
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    """One that a test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / saved.name))
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("orig", [(False, True), (True, False)], ids=str)
+@pytest.mark.parametrize("number", WORLDS)
+def test_training_resumed_is_training_not_interrupted(
+    ranks: Callable[..., RankPool], tmp_path: Path, number: int, orig: tuple[bool, bool]
+) -> None:
+    pool, path = ranks(number), tmp_path / "runs" / "step-3"
+    ends = pool.run(f"{CASES}:trained_and_saved", path=path, use_orig_params=orig[0])
+    again = pool.run(f"{CASES}:resumed", path=path, use_orig_params=orig[1])
+    for (saved, wanted, _), (loaded, got) in zip(ends, again, strict=True):
+        assert are_same(loaded, saved)
+        assert are_same(got, wanted)
+        assert not are_same(saved, wanted)
+
+
+@pytest.mark.parametrize(
+    "worlds", list(itertools.permutations(WORLDS, 2)), ids=lambda two: f"{two[0]}-{two[1]}"
+)
+def test_another_number_of_ranks_loads_the_same(
+    ranks: Callable[..., RankPool], tmp_path: Path, worlds: tuple[int, int]
+) -> None:
+    before, after = worlds
+    wanted = ranks(before).run(f"{CASES}:trained_and_saved", path=tmp_path / "one")[0][0]
+    for loaded, _ in ranks(after).run(f"{CASES}:resumed", path=tmp_path / "one"):
+        assert are_same(loaded, wanted)
+
+
+# Being killed
+
+
+@dataclass
+class Generations:
+    """Two states of one run, the first of them saved, and how long that took."""
+
+    path: Path
+    old: Any
+    new: Any
+    took_s: float
+
+    def name_of(self, state: Any) -> str:
+        both = {"old": self.old, "new": self.new}
+        return next((name for name, one in both.items() if are_same(one, state)), "neither")
+
+
+@pytest.fixture(scope="module")
+def generations(tmp_path_factory: pytest.TempPathFactory) -> Generations:
+    folder = tmp_path_factory.mktemp("generations")
+    path, whole = folder / "step-3", folder / "whole" / "step-5"
+    with RankPool(2) as pool:
+        old, _, took_s = pool.run(f"{CASES}:trained_and_saved", path=path)[0]
+        pool.run(f"{CASES}:killed_while_saving", path=path, over=whole, victims=(), after_s=0.0)
+        new = pool.run(f"{CASES}:latest_loaded", folder=whole.parent)[0]
+    return Generations(path, old, new, took_s)
+
+
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("name", ["step-3", "step-5"])
+@pytest.mark.parametrize("kills", [2, pytest.param(9, marks=pytest.mark.profile("deep"))])
+def test_the_last_complete_one_always_loads(
+    generations: Generations,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    name: str,
+    victims: tuple[int, ...],
+    kills: int,
+) -> None:
+    """Over an older one and beside it, whatever part of the time that a save takes has passed."""
+    for kill in range(kills):
+        folder = tmp_path / str(kill)
+        shutil.copytree(generations.path, folder / "step-3")
+        kill_while_saving(folder, name, victims, generations.took_s * (kill + 0.5) / kills)
+        record_property("left by a kill", " ".join(sorted(entry.name for entry in folder.iterdir())))
+        with RankPool(2) as pool:
+            found = pool.run(f"{CASES}:latest_loaded", folder=folder)
+        assert {generations.name_of(state) for state in found} < {"old", "new"}, found
+
+
+def kill_while_saving(folder: Path, name: str, victims: tuple[int, ...], after_s: float) -> None:
+    arguments = {"path": folder / "step-3", "over": folder / name, "victims": victims, "after_s": after_s}
+    with RankPool(2, grace_s=0.5) as pool, pytest.raises(RankFault):
+        pool.run(f"{CASES}:killed_while_saving", **arguments)
+
+
+# What is refused
+
+# By what is done to a checkpoint, a part of what every rank says of it.
+SAID = {
+    "cut off": "is cut off or damaged",
+    "a bit": "is damaged",
+    "a file lost": "No such file or directory",
+    "metadata cut off": ".metadata is cut off or damaged",
+    "no metadata": "holds a dict, no metadata of a checkpoint",
+    "another model": "model.0.weight was saved with the shape torch.Size([5, 7])",
+    "a name lost": "lacks ['model.0.weight']",
+}
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("damage", SAID)
+def test_what_cannot_be_loaded_changes_nothing(
+    ranks: Callable[..., RankPool], copied: Path, damage: str, number: int
+) -> None:
+    width = 6 if damage == "another model" else 5
+    do_damage(copied, damage)
+    seen = ranks(number).run(f"{CASES}:refused", path=copied, width=width)
+    for text, before, after in seen:
+        assert text is not None
+        assert are_same(before, after)
+    if damage == "another model":
+        assert all(
+            "model.0.weight was saved with the shape torch.Size([5, 7])" in text for text, _, _ in seen
+        )
+    if damage == "a name lost":
+        assert all("lacks ['model.0.weight']" in text for text, _, _ in seen)
+
+
+def do_damage(folder: Path, damage: str) -> None:
+    file, metadata = folder / "__0_0.distcp", folder / ".metadata"
+    data = file.read_bytes()
+    match damage:
+        case "cut off":
+            file.write_bytes(data[: len(data) * 2 // 3])
+        case "a bit":
+            places = pickle.loads(metadata.read_bytes()).storage_data
+            place = next(info for index, info in places.items() if index.fqn == "model.0.weight")
+            file = folder / place.relative_path
+            data = file.read_bytes()
+            middle = place.offset + first_element_in(data[place.offset : place.offset + place.length])
+            file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+        case "a file lost":
+            file.unlink()
+        case "metadata cut off":
+            metadata.write_bytes(metadata.read_bytes()[:-20])
+        case "no metadata":
+            metadata.write_bytes(pickle.dumps({"not": "metadata"}))
+        case "a name lost":
+            said = pickle.loads(metadata.read_bytes())
+            del said.state_dict_metadata["model.0.weight"]
+            metadata.write_bytes(pickle.dumps(said))
+
+
+def first_element_in(saved: bytes) -> int:
+    """Where it lies in what `torch.save` has made of a tensor."""
+    with zipfile.ZipFile(io.BytesIO(saved)) as written:
+        header = next(info for info in written.infolist() if info.filename.endswith("data/0")).header_offset
+    name, extra = struct.unpack_from("<HH", saved, header + 26)
+    return header + 30 + name + extra
+
+
+def test_nothing_else_is_written_over(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("one")
+    with pytest.raises(Exception, match="is no checkpoint"):
+        ranks(2).run(f"{CASES}:trained_and_saved", path=tmp_path / "thesis")
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["thesis", "chapter"]
+
+
+# What is not run
+
+
+def test_metadata_that_carries_a_payload(
+    ranks: Callable[..., RankPool], copied: Path, tmp_path: Path
+) -> None:
+    metadata, witness = copied / ".metadata", tmp_path / "witness"
+    metadata.write_bytes(with_payload(metadata.read_bytes(), witness))
+    for text, before, after in ranks(2).run(f"{CASES}:refused", path=copied):
+        assert "of which no checkpoint is made; nothing was run" in text
+        assert are_same(before, after)
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.system"):
+        Reader(copied).read_metadata()
+    assert not witness.exists()
+    dcp.FileSystemReader(copied).read_metadata()
+    assert witness.exists(), "torch's own reader runs it no more: the documentation says it does"
+
+
+def test_values_that_carry_a_payload(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    path = tmp_path / "one"
+    dcp.save({"value": Payload(witness), "tensor": torch.ones(2)}, checkpoint_id=path, no_dist=True)
+    given: dict[str, Any] = {"value": 0, "tensor": torch.zeros(2)}
+    with pytest.raises(dcp.CheckpointException, match="Weights only load failed"):
+        dcp.load(given, storage_reader=Reader(path), planner=LoadPlanner(), no_dist=True)
+    assert not witness.exists()
+    dcp.load(given, checkpoint_id=path, no_dist=True)
+    assert witness.exists(), "torch's own load runs it no more: the documentation says it does"
+
+
+def test_plain_checkpoints_are_read(tmp_path: Path) -> None:
+    saved = {"value": {"list": [1, 2.5, "three"]}, "tensor": torch.arange(6, dtype=torch.bfloat16).view(2, 3)}
+    dcp.save(saved, checkpoint_id=tmp_path / "one", no_dist=True)
+    given: dict[str, Any] = {"value": {"list": None}, "tensor": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    dcp.load(given, storage_reader=Reader(tmp_path / "one"), planner=LoadPlanner(), no_dist=True)
+    assert are_same(given, saved)
+
+
+@pytest.mark.parametrize("place", ["../outside", "/etc/hostname"])
+def test_places_outside_the_folder(copied: Path, place: str) -> None:
+    metadata = copied / ".metadata"
+    said = pickle.loads(metadata.read_bytes())
+    next(iter(said.storage_data.values())).relative_path = place
+    metadata.write_bytes(pickle.dumps(said))
+    with pytest.raises(ValueError, match="outside the checkpoint"):
+        Reader(copied).read_metadata()
+
+
+# Which is the latest
+
+
+def test_latest_goes_by_number(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    for name in ("step-10", "step-9", "last", "step-11"):
+        (tmp_path / name).mkdir()
+        if name != "step-11":  # which is incomplete
+            (tmp_path / name / ".metadata").write_bytes(b"")
+    hidden = "0" * 32
+    (tmp_path / f".step-12.{hidden}.writing").mkdir()
+    (tmp_path / f".step-12.{hidden}.writing" / ".metadata").write_bytes(b"")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
+    (tmp_path / "step-10").rename(tmp_path / f".step-10.{hidden}.replaced")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
