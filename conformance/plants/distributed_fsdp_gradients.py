@@ -33,7 +33,7 @@ def set_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def averaging(
-    plant_id: str, says: str, thread: str = OWN
+    plant_id: str, says: str, thread: str = OWN, about: str = ""
 ) -> Callable[[Callable[[Backward, torch.Tensor], torch.Tensor]], None]:
     """Enter `change(backward, grad)`, which makes what a backward adds to a gradient."""
 
@@ -45,7 +45,7 @@ def averaging(
                 else:
                     grad.copy_(before + change(backward, grad - before))
 
-        after_backward(plant_id, says, thread)(fault)
+        after_backward(plant_id, says, thread, about)(fault)
 
     return enter
 
@@ -76,13 +76,14 @@ def _(backward: Backward, grad: torch.Tensor) -> torch.Tensor:
     "divided_by_shards_alone",
     "gradients of replicas are divided by the number of ranks that share one",
     "pytorch/pytorch#155903",
+    "(sharding_strategy)",
 )
 def _(backward: Backward, grad: torch.Tensor) -> torch.Tensor:
     is_hybrid = "HYBRID" in backward.model.sharding_strategy.name
     return grad * (dist.get_world_size() // ranks(backward.model)) if is_hybrid else grad
 
 
-@averaging("sums_not_rounded", "sums in low precision are not rounded to it")
+@averaging("sums_not_rounded", "sums in low precision are not rounded to it", about="(mixed_precision)")
 def _(backward: Backward, grad: torch.Tensor) -> torch.Tensor:
     mixed = backward.model.mixed_precision
     is_low = torch.bfloat16 in (mixed.reduce_dtype, mixed.reduce_dtype or mixed.param_dtype)
@@ -118,7 +119,11 @@ def _(backward: Backward) -> None:
             grad.copy_(before) if before is not None and before.shape == grad.shape else grad.zero_()
 
 
-@after_backward("one_element_overwrites", "the gradient of a unit of one element is replaced, not added to")
+@after_backward(
+    "one_element_overwrites",
+    "the gradient of a unit of one element is replaced, not added to",
+    about="(module)",
+)
 def _(backward: Backward) -> None:
     for grad, before in backward.pairs:
         if before is not None and before.shape == grad.shape and grad.numel() == 1:
@@ -130,6 +135,7 @@ def _(backward: Backward) -> None:
     "forward",
     "of several forwards before a backward each adds the gradients of all",
     "facebookresearch/fairscale#513",
+    "(backward_prefetch)",
 )
 def counted_for_each_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(self, *args, **kwargs)
