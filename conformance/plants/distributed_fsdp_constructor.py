@@ -86,9 +86,9 @@ def _(given: Arguments) -> None:
     "verl-project/verl#7493",
 )
 def _(given: Arguments) -> None:
-    groups = given["process_group"]
-    if isinstance(groups, tuple) and groups[0].size() == 1:
-        given["process_group"] = groups[0]
+    mesh = given["device_mesh"]
+    if mesh is not None and mesh.ndim == 2 and mesh.size(1) == 1:
+        given["device_mesh"], given["process_group"] = None, mesh.get_group(1)
         given["sharding_strategy"] = torch.distributed.fsdp.ShardingStrategy.NO_SHARD
 
 
