@@ -31,6 +31,7 @@ def summon(lab: Lab, *, options: Mapping[str, Any], at: int = 0, adds: float = 0
         "buffers": buffers,
         "shards": {name: state_of(parameter) for name, parameter in lab.model.named_parameters()},
         "whole": gathered_parameters(lab.library, lab.model),
+        "trained": [parameter.requires_grad for parameter in lab.model.parameters()],
     }
 
 
