@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -15,8 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint import state_dict as helpers
+from torch.utils._pytree import tree_map
 
 from conformance.ranks import Rank
+from impl import drop_in
 from impl.amp import GradScaler
 from impl.distributed.fsdp import FullyShardedDataParallel, checkpoint
 from impl.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -145,3 +150,47 @@ def with_payload(data: bytes, file: Path) -> bytes:
     metadata = pickle.loads(data)
     metadata.planner_data = Payload(file)
     return pickle.dumps(metadata)
+
+
+def taken_by_torch(rank: Rank, *, how: str, use_orig_params: bool) -> Any:
+    """What torch.distributed.checkpoint.state_dict gives of a sharded model and its optimizer, sharded and whole.
+
+    It is set, in its turn, on a model that was trained further; that model's states are the last.
+    """
+    seen: list[Any] = []
+    with drop_in.installed() if how == "dropped in" else contextlib.nullcontext():
+        fsdp = FullyShardedDataParallel if how == "impl" else torch.distributed.fsdp.FullyShardedDataParallel
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(7, 5), nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)))
+        policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
+        cpu = torch.device("cpu")
+        model = fsdp(plain, auto_wrap_policy=policy, device_id=cpu, use_orig_params=use_orig_params)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def train() -> None:
+            model(torch.linspace(-1, 1 + rank.rank, 28).view(4, 7)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        train()
+        for options in (helpers.StateDictOptions(), helpers.StateDictOptions(full_state_dict=True)):
+            states = helpers.get_state_dict(model, optimizer, options=options)
+            seen.append(_plain(states))
+            train()
+            helpers.set_state_dict(
+                model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options
+            )
+        train()
+        seen.append(_plain(helpers.get_state_dict(model, optimizer)))
+    return seen
+
+
+def _plain(states: Any) -> Any:
+    """The same with this rank's rows in the place of what is dealt by rows."""
+
+    def rows(value: Any) -> Any:
+        if isinstance(value, ShardedTensor):
+            return [shard.tensor.clone() for shard in value.local_shards()]
+        return copy.deepcopy(value)
+
+    return tree_map(rows, states)

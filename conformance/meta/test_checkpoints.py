@@ -259,6 +259,24 @@ def test_places_outside_the_folder(copied: Path, place: str) -> None:
         Reader(copied).read_metadata()
 
 
+# torch's own helpers
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_torchs_helpers_know_the_class_that_is_dropped_in(
+    ranks: Callable[..., RankPool], use_orig_params: bool
+) -> None:
+    given = {"use_orig_params": use_orig_params}
+    wanted = ranks(2).run(f"{CASES}:taken_by_torch", how="torch", **given)
+    assert are_same(ranks(2).run(f"{CASES}:taken_by_torch", how="dropped in", **given), wanted)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_torchs_helpers_write_nothing_wrong_of_a_class_that_they_do_not_know(use_orig_params: bool) -> None:
+    with RankPool(2) as pool, pytest.raises(RankFault, match=r"call impl\.drop_in\.install\(\) before"):
+        pool.run(f"{CASES}:taken_by_torch", how="impl", use_orig_params=use_orig_params)
+
+
 # Which is the latest
 
 

@@ -42,7 +42,7 @@ WITHIN_SHARDING = (
     ("_clip", "_contained", "_root", "_summon"),
     ("_state_dict",),
     ("fully_sharded_data_parallel", "sharded_grad_scaler"),
-    ("checkpoint",),
+    ("_common_utils", "checkpoint"),
 )
 
 # (module, what it does): why it may. A line that nothing needs any more fails.

@@ -33,6 +33,9 @@ from impl.distributed.fsdp.api import MixedPrecision
 class FlatParameter(nn.Parameter):
     """A rank's shard of a unit's parameters: 1-D, as long on every rank; zeros fill its tail."""
 
+    # How its parameters are named below the unit; torch's name, which torch.distributed.checkpoint.state_dict asks for.
+    _fqns: tuple[str, ...]
+
 
 class Whole:
     """All elements in one dtype; `flat` [padded_numel] comes and goes, `leaves` lie over it for good."""
@@ -126,6 +129,7 @@ class Flat:
             shard = self._shard_of([p.data for p in self.parameters])
         requires_grad = any(p.requires_grad for p in self.parameters)
         self.flat_param = FlatParameter(shard.to("cpu") if offloads else shard, requires_grad)
+        self.flat_param._fqns = tuple(one.name for one in owned)
         self._showing = Showing(self.owned, as_parameters=use_orig_params)
         self.resting: list[Tensor] = []
         self.is_shown = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -216,6 +217,20 @@ class StateDicts(nn.Module):
                 one._state_dict_type = before.state_dict_type
                 one._state_dict_config = before.state_dict_config
                 one._optim_state_dict_config = before.optim_state_dict_config
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Names that torch.distributed.checkpoint.state_dict, which asks every module, shall change: none.
+
+        Raises:
+            RuntimeError: this class does not stand there in the place of torch's, so that each rank's part would be
+                written as if it were the whole.
+        """
+        if isinstance(self, sys.modules["torch.distributed.checkpoint.state_dict"].FSDP):
+            return {}
+        raise RuntimeError(
+            "torch.distributed.checkpoint.state_dict takes impl's FullyShardedDataParallel for a module that every "
+            "rank has whole; call impl.drop_in.install() before, or use impl.distributed.fsdp.checkpoint"
+        )
 
     def _named_flats(self) -> list[tuple[str, Flat]]:
         """Under the names by which modules know the flat parameters."""
