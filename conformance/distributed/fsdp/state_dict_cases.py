@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, gathered_parameters, wrapped
+from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, clean, gathered_parameters, wrapped
 from conformance.distributed.fsdp.method_cases import Lab, named, tried
 from conformance.library import Library, load_library
 
@@ -133,10 +133,14 @@ def exchanged(
         "keys": repr(keys),
         "whole": gathered_parameters(lab.library, target),
         "wanted": gathered_parameters(library, origin),
-        "buffers": dict(target.named_buffers()),
-        "wanted buffers": dict(origin.named_buffers()),
+        "buffers": _copied_buffers(target),
+        "wanted buffers": _copied_buffers(origin),
         "loss": lab.backward(),
     }
+
+
+def _copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {clean(name): buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def loaded_in_part(lab: Lab, *, form: Form, fault: str) -> dict[str, Any]:

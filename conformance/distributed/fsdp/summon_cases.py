@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_parameters, state_of
 from conformance.distributed.fsdp.method_cases import Lab, named, tried
@@ -40,6 +41,13 @@ def whole(lab: Lab, *, options: Mapping[str, Any]) -> dict[str, Any]:
     lab.backward()
     with lab.fsdp.summon_full_params(lab.model, **options):
         return {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}
+
+
+def between_barriers(lab: Lab) -> None:
+    dist.barrier()
+    with lab.fsdp.summon_full_params(lab.model):
+        pass
+    dist.barrier()
 
 
 def trains_on(lab: Lab) -> list[torch.Tensor]:

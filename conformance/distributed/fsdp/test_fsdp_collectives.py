@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
-from conformance.distributed.fsdp import hook_cases
+from conformance.distributed.fsdp import hook_cases, summon_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import outcomes, probed, share_of_examples
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
@@ -131,6 +131,17 @@ def test_each_parameter_travels_once_a_collective(
     for steps in seen:
         for step in steps:
             assert bytes_by_kind(step) == Counter(wanted[strategy])
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.bytes_on_the_wire")
+def test_summoning_gathers_each_parameter_once(subject: Library, ranks: Callable[..., RankPool]) -> None:
+    pool = ranks(2)
+    for outcome in probed(pool, subject, summon_cases.between_barriers, Setup(wrap="leaves"), TREE):
+        assert outcome.raised is None, outcome.raised
+    whole = sum(_padded(numel, 2) * 8 for numel in unit_numels())
+    for trace in pool.traces:
+        (summoning,) = steps_of(trace)
+        assert bytes_by_kind(summoning) == Counter({"gather": whole})
 
 
 def unit_numels() -> list[int]:

@@ -128,12 +128,11 @@ def test_each_loads_what_the_other_saved(
         for outcome in seen:
             assert outcome.raised is None, f"{saver.spec} to {loader.spec}: {outcome.raised}"
             assert outcome.value["keys"] == "<All keys matched successfully>"
-            for name, wanted in _wanted_of(outcome.value, options["at"]).items():
-                assert torch.equal(outcome.value["whole"][name].values, wanted.values), name
-
-
-def _wanted_of(seen: Any, at: str) -> dict[str, Any]:
-    return {name: value for name, value in seen["wanted"].items() if at == "root" or name.startswith("body")}
+            assert outcome.value["buffers"].keys() == outcome.value["wanted buffers"].keys()
+            loaded = outcome.value["whole"] | outcome.value["buffers"]
+            for name, wanted in (outcome.value["wanted"] | outcome.value["wanted buffers"]).items():
+                if options["at"] == "root" or name.startswith("body"):
+                    assert torch.equal(loaded[name].values, wanted.values), name
 
 
 @clause("distributed.fsdp.fsdp_state_dict.other_worlds")
