@@ -23,10 +23,10 @@ from impl.distributed.fsdp._unit import Phase, Unit
 class Summoning:
     """What `summon_full_params` was asked for."""
 
-    writeback: bool
-    rank0_only: bool
-    offload_to_cpu: bool
-    with_grads: bool
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
 
 
 def check(wanted: Summoning, use_orig_params: bool, is_dealt: bool) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl.distributed.fsdp._buffers import cast_buffers
 from impl.distributed.fsdp._clip import joint_norm, scale
 from impl.distributed.fsdp._contained import watch_contained
-from impl.distributed.fsdp._flat_param import Flat, FlatParameter, flats_of
+from impl.distributed.fsdp._flat_param import FlatParameter, flats_of
 from impl.distributed.fsdp._groups import (
     HYBRID,
     effective_strategy,
@@ -259,9 +259,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         Collectives: an all-gather of each unit; all ranks must call it.
         """
         self._check_idle()
-        with self._summoned(
-            Summoning(writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False)
-        ):
+        with self._summoned(Summoning()):
             return super().apply(fn)
 
     @staticmethod
@@ -291,10 +289,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         Collectives: an all-gather of each unit; with gradients an all-reduce and another one. All ranks must enter.
         """
         wanted = Summoning(writeback, rank0_only, offload_to_cpu, with_grads)
-        if recurse:
-            found = FullyShardedDataParallel.fsdp_modules(module)
-        else:
-            found = [module] if isinstance(module, FullyShardedDataParallel) else []
+        found = [one for one in FullyShardedDataParallel.fsdp_modules(module) if recurse or one is module]
         with contextlib.ExitStack() as stack:
             for one in found:
                 stack.enter_context(one._summoned(wanted))
@@ -422,14 +417,6 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         if root is not None and root.is_in_backward and root.is_root(self._unit):
             return TrainingState.FORWARD_BACKWARD
         return self._unit.training_state
-
-    @property
-    def _handle(self) -> Flat | None:
-        return self._unit.flats[0] if self._unit.flats else None
-
-    @property
-    def _has_params(self) -> bool:
-        return bool(self._unit.flats)
 
     @property
     def _flat_param(self) -> FlatParameter | None:
