@@ -51,6 +51,30 @@ def agree(wrappers: Sequence[Any], problem: str, given: Sequence[tuple[str, str]
     )
 
 
+def agreed(
+    problem: Exception | None,
+    group: dist.ProcessGroup | None,
+    told: Any = None,
+    doing: str = "load the optimizer's state dict",
+) -> list[Any]:
+    """What all ranks of the group tell; raises on all of them if one has a problem.
+
+    Raises:
+        Exception: this rank's problem.
+        RuntimeError: another rank's.
+    """
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    notes: list[str] = getattr(problem, "__notes__", [])
+    mine = None if problem is None else "; ".join([f"{type(problem).__name__}: {problem}", *notes])
+    dist.all_gather_object(by_rank, (mine, told), group=group)
+    if problem is not None:
+        raise problem
+    for rank, (text, _) in enumerate(by_rank):
+        if text is not None:
+            raise RuntimeError(f"rank {rank} cannot {doing}: {text}. Nothing was changed on any rank")
+    return [said for _, said in by_rank]
+
+
 def _highest(values: Tensor, groups: Iterable[tuple[dist.ProcessGroup, Agreement]]) -> Tensor:
     """Over all ranks that any of the groups leads to."""
     options = dist.AllreduceOptions()

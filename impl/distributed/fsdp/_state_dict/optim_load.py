@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from impl.distributed.fsdp._state_dict.agreeing import agreed
 from impl.distributed.fsdp._state_dict.optim_deal import FlatLoad, Scatter, is_in_parts, own_copy, whole_of
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of
 from impl.distributed.fsdp._state_dict.optim_keys import (
@@ -230,30 +231,6 @@ def _announced(given: Any, group: dist.ProcessGroup | None) -> Any:
     announced = [tree_map(form_of, given)]
     dist.broadcast_object_list(announced, group=group, group_src=0)
     return announced[0]
-
-
-def agreed(
-    problem: Exception | None,
-    group: dist.ProcessGroup | None,
-    told: Any = None,
-    doing: str = "load the optimizer's state dict",
-) -> list[Any]:
-    """What all ranks of the group tell; raises on all of them if one has a problem.
-
-    Raises:
-        Exception: this rank's problem.
-        RuntimeError: another rank's.
-    """
-    by_rank: list[Any] = [None] * dist.get_world_size(group)
-    notes: list[str] = getattr(problem, "__notes__", [])
-    mine = None if problem is None else "; ".join([f"{type(problem).__name__}: {problem}", *notes])
-    dist.all_gather_object(by_rank, (mine, told), group=group)
-    if problem is not None:
-        raise problem
-    for rank, (text, _) in enumerate(by_rank):
-        if text is not None:
-            raise RuntimeError(f"rank {rank} cannot {doing}: {text}. Nothing was changed on any rank")
-    return [said for _, said in by_rank]
 
 
 def load_together(optim: Optimizer, state_dict: StateDict, group: dist.ProcessGroup | None) -> None:

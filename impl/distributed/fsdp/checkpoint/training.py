@@ -24,7 +24,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from impl.distributed.fsdp._state_dict.optim_load import agreed
+from impl.distributed.fsdp._state_dict.agreeing import agreed
 from impl.distributed.fsdp.api import StateDictType
 from impl.distributed.fsdp.checkpoint.folders import begin, commit, standing
 from impl.distributed.fsdp.checkpoint.reading import LoadPlanner, Reader
