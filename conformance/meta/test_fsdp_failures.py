@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.meta.streamed import PLAIN, call, loss_of, model_of, world_of
+from impl.distributed.fsdp._unit import Phase
 
 
 class Raising(torch.autograd.Function):
@@ -61,3 +62,15 @@ def test_gradients_from_before_a_backward_that_raised_are_kept() -> None:
         kept = [p.grad for p in model.parameters()]
     assert len(kept) == len(before) > 0
     assert all(grad is not None for grad in kept)
+
+
+def test_an_inner_module_is_called_after_a_backward_that_raised() -> None:
+    with world_of(1):
+        model = seeded_model()
+        x = torch.ones(2, model.head.in_features)
+        wanted = model.head(x).detach()
+        raise_in_backward(model)
+        with torch.no_grad():
+            got = model.head(x)
+        assert model._unit.phase is Phase.IDLE, "what is in the middle of a backward gathers nothing"
+    torch.testing.assert_close(got, wanted)

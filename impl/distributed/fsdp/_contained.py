@@ -30,10 +30,16 @@ class _Entry:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         unit = self._unit()
+        if unit is not None and unit.phase is Phase.BACKWARD:
+            unit.root.settle()
         if unit is None or unit.phase is not Phase.IDLE:
             return None
         self._prepare()
-        given = unit.before_forward(args, kwargs)
+        try:
+            given = unit.before_forward(args, kwargs)
+        except BaseException:
+            unit.abandon_forward()
+            raise
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             del module, args
