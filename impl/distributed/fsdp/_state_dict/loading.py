@@ -24,7 +24,7 @@ from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._managed import clean_name, is_managed
 from impl.distributed.fsdp._state_dict.agreeing import agree
 from impl.distributed.fsdp._state_dict.packing import chunk_in, own_numel
-from impl.distributed.fsdp._state_dict.resharding import Held, Resharding, chunk_of
+from impl.distributed.fsdp._state_dict.resharding import Held, Resharding, chunk_of, laid_out_as
 from impl.distributed.fsdp._state_dict.saving import WRAPPED, bring_to_rest
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
 from impl.distributed.fsdp._unit import Phase, Unit
@@ -358,11 +358,7 @@ def _write_whole(flat: Flat, index: int, source: Tensor) -> None:
     shard = flat.flat_param.detach()
     if piece is None:
         return
-    dense = source.detach()
-    if type(dense) is not Tensor or dense.stride() != slot.stride:
-        dense = torch.empty_strided(slot.shape, slot.stride, dtype=dense.dtype, device=dense.device).copy_(
-            dense
-        )
+    dense = laid_out_as(source.detach(), slot)
     first = flat.rank * flat.layout.shard_numel + piece.offset - slot.start if flat.is_dealt else 0
     values = dense.as_strided((slot.numel,), (1,)).narrow(0, first, piece.numel)
     shard.narrow(0, piece.offset, piece.numel).copy_(values)

@@ -103,7 +103,6 @@ class OptimStateDicts:
             rank0_only=getattr(settings.optim_state_dict_config, "rank0_only", False),
             keeper=optim if is_named_optimizer else None,
             group=group,
-            agrees=True,
         ).run()
         if load_directly:
             load_together(optim, found, group)
@@ -162,9 +161,6 @@ class OptimStateDicts:
             _rooted(model),
             Source(optim, optim_input),
             full_optim_state_dict,
-            rank0_only=False,
-            keeper=None,
-            group=None,
             agrees=False,
         ).run()
 
@@ -174,16 +170,7 @@ class OptimStateDicts:
     ) -> StateDict:
         """The part that an optimizer loads of each rank's rows. Deprecated: use `optim_state_dict_to_load`."""
         _warn_of_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return Loading(
-            model,
-            _rooted(model),
-            Source(optim),
-            sharded_optim_state_dict,
-            rank0_only=False,
-            keeper=None,
-            group=None,
-            agrees=True,
-        ).run()
+        return Loading(model, _rooted(model), Source(optim), sharded_optim_state_dict).run()
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -210,9 +197,7 @@ class OptimStateDicts:
             Source(optim, optim_input),
             full_optim_state_dict,
             rank0_only=True,
-            keeper=None,
             group=group,
-            agrees=True,
         ).run()
 
     @staticmethod

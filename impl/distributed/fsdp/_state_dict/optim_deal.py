@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from impl.distributed.fsdp._flat_layout import Slot
 from impl.distributed.fsdp._flat_param import Flat
-from impl.distributed.fsdp._state_dict.optim_flat import TensorForm
+from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedFlat, StateDict
-from impl.distributed.fsdp._state_dict.resharding import Held, chunk_of
+from impl.distributed.fsdp._state_dict.resharding import Held, chunk_of, laid_out_as
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class FlatLoad:
         if piece is None:
             return whole.new_empty(0)
         start = flat.rank * flat.layout.shard_numel + piece.offset - slot.start
-        return _in_slots_order(whole, slot).narrow(0, start, piece.numel)
+        return laid_out_as(whole, slot).as_strided((slot.numel,), (1,)).narrow(0, start, piece.numel)
 
     def _scattered(self, scatter: Scatter) -> Iterator[tuple[tuple[int, str], Tensor]]:
         """One of the tensors of a state after the other, so that one is on its way at a time."""
@@ -151,11 +151,6 @@ class FlatLoad:
             for index in values:
                 place = places[index]
                 yield (index, name), mine.new_empty(0) if place is None else place.clone()
-
-
-def own_copy(value: Any) -> Any:
-    """A number by itself: optimizers count up in place."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def whole_of(value: Tensor) -> Tensor:
@@ -198,14 +193,6 @@ def _chunk_in(value: Tensor, slot: Slot, flat: Flat) -> Tensor | None:
         return None
     shards = value.local_shards()
     return shards[0].tensor if shards else torch.empty(chunks[flat.rank], dtype=value.dtype)
-
-
-def _in_slots_order(value: Tensor, slot: Slot) -> Tensor:
-    """The elements in the order in which the flat has them, 1-D."""
-    if value.stride() != slot.stride:
-        laid_out = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device)
-        value = laid_out.copy_(value)
-    return value.as_strided((slot.numel,), (1,))
 
 
 # States of one flat parameter

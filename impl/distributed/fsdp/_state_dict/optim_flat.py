@@ -109,7 +109,7 @@ class FlatState:
         dealt = {name: form for name, form in forms.items() if isinstance(form, TensorForm)}
         items = [_Item(index, name, form.dtype) for index in indices for name, form in dealt.items()]
         rest = [name for name in forms if name not in dealt]
-        return items, {index: {name: _copied(state[name]) for name in rest} for index in indices}
+        return items, {index: {name: own_copy(state[name]) for name in rest} for index in indices}
 
     def _merged(self) -> tuple[list[_Item], dict[int, StateDict]]:
         """Of parameters by themselves: a rank whose part of one is empty has no state for it, or none that counts.
@@ -236,8 +236,8 @@ class FlatState:
         return chunked(chunk.cpu() if wanted.offloads else chunk, slot, over_all, wrapper.process_group)
 
 
-def _copied(value: Any) -> Any:
-    """Of a number that several parameters have in common, each gets its own: optimizers count up in place."""
+def own_copy(value: Any) -> Any:
+    """A number by itself: optimizers count up in place."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 

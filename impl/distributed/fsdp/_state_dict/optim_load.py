@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from impl.distributed.fsdp._state_dict.agreeing import agreed
-from impl.distributed.fsdp._state_dict.optim_deal import FlatLoad, Scatter, is_in_parts, own_copy, whole_of
-from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of
+from impl.distributed.fsdp._state_dict.optim_deal import FlatLoad, Scatter, is_in_parts, whole_of
+from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Key,
     NamedFlat,
@@ -52,10 +52,10 @@ class Loading:
         source: Source,
         given: Any,
         *,
-        rank0_only: bool,
-        keeper: Optimizer | None,
-        group: dist.ProcessGroup | None,
-        agrees: bool,
+        rank0_only: bool = False,
+        keeper: Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+        agrees: bool = True,
     ) -> None:
         self._names = Names(model, wrappers)
         self._device: torch.device = wrappers[0].compute_device

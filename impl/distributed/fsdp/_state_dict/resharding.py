@@ -151,7 +151,7 @@ class Resharding:
             for one, piece in zip(tensors, found, strict=True)
         ]
         sources = [
-            _bytes_of(_laid_out_as(one.chunk.to(self._device), self._chunk(one.slot))) for one in tensors
+            _bytes_of(laid_out_as(one.chunk.to(self._device), self._chunk(one.slot))) for one in tensors
         ]
         owned, held = self._routes([(one.slot, one.chunk.dtype.itemsize) for one in tensors])
         self._exchange(sources, held, [_bytes_of(piece) for piece in pieces], owned)
@@ -215,9 +215,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _laid_out_as(tensor: Tensor, chunk: Chunk) -> Tensor:
-    if tensor.stride() == chunk.stride:
+def laid_out_as(tensor: Tensor, like: Chunk | Slot) -> Tensor:
+    """The same elements in the order of memory in which a flat has them; of no subclass of Tensor."""
+    if type(tensor) is Tensor and tensor.stride() == like.stride:
         return tensor
-    return torch.empty_strided(chunk.shape, chunk.stride, dtype=tensor.dtype, device=tensor.device).copy_(
-        tensor
-    )
+    laid_out = torch.empty_strided(like.shape, like.stride, dtype=tensor.dtype, device=tensor.device)
+    return laid_out.copy_(tensor)

@@ -137,15 +137,13 @@ def load(
                     other.load_state_dict(wanted[f"others.{name}"])
             if optimizer is not None:
                 given = _optimizer_state(wanted)
-                to_load = FullyShardedDataParallel.optim_state_dict_to_load(
-                    model, optimizer, given, group=group
-                )
                 # Loading puts other dicts in the place of these.
                 undo(
                     vars(optimizer).update, {"state": optimizer.state, "param_groups": optimizer.param_groups}
                 )
-                with _together("load the optimizer's state of a checkpoint", group):
-                    optimizer.load_state_dict(to_load)
+                FullyShardedDataParallel.optim_state_dict_to_load(
+                    model, optimizer, given, load_directly=True, group=group
+                )
             model.load_state_dict({name: wanted[f"model.{name}"] for name in parameters})
 
 
