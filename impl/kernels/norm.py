@@ -15,6 +15,8 @@ from impl.kernels._untracked import untracked
 # A sum in f32 loses what is far smaller than itself, so no sum is longer than a row: small gradients that stand in one
 # buffer with large ones count. Besides, torch takes the norm of a whole tensor on one thread, those of rows on all.
 _ROW = 1 << 9
+# Up to here a tensor that is alone takes one norm, on one thread: rows and a norm of theirs would take twice the time.
+_SHORT = 1 << 12
 # Elements from which on to join tensors and look for their extremes takes less time than a norm of each.
 _WORTH_A_SEARCH = 1 << 14
 # Elements widened at a time, so that the wide copy stays in the cache.
@@ -81,11 +83,16 @@ def _norm_plain(groups: list[list[Tensor]], norm_type: float) -> Tensor:
 
 def _two_norm_cached(groups: list[list[Tensor]], dtypes: set[torch.dtype]) -> Tensor:
     """Two-norm on the CPU: 4 B an element in f32, large tensors on all threads, small ones copied together."""
+    dtype = _result_dtype(dtypes)
+    match groups:
+        case [[alone]] if alone.numel() <= _SHORT:
+            return torch.linalg.vector_norm(alone, dtype=dtype)
+        case _:
+            pass
     norms: list[Tensor] = []
     for same_dtype in groups:
         for flat in flat_runs(same_dtype):
             _append_norms(norms, flat)
-    dtype = _result_dtype(dtypes)
     if len(norms) == 1 and norms[0].numel() == 1:
         norm = norms[0].squeeze_(0)
         return norm if norm.dtype is dtype else norm.to(dtype)
