@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400  # a fresh Dynamo takes seconds, and tens of them where every core is busy
 
 # Each child has torch and nothing of ours: a fork is a process as fresh as an interpreter's, in a fraction of its time.
+# What of torch takes a second to import, and is not Dynamo, is there before.
 EACH_FIRST = """
-import importlib, os, sys, torch
+import importlib, os, sys, torch.distributed.checkpoint, torch.distributed.fsdp
 
 for name in sys.argv[1:]:
     child = os.fork()

@@ -23,18 +23,21 @@ def _scaler(name: str) -> str:
     return str(_SCALER.with_stem(f"{_SCALER.stem}_{name}"))
 
 
+# Of the scaler's tests, those that find a kernel's faults.
+_JUDGES = [
+    str(HERE / "nn"),
+    _scaler("unscale"),
+    _scaler("update"),
+    _scaler("machine"),
+    f"{_scaler('step')}::test_iterations_of_every_dtype",
+    f"{_scaler('step')}::test_decided_once_an_iteration",
+]
 _WORDS = {
-    "plain": [str(HERE / "nn"), *map(str, sorted(_SCALER.parent.glob(f"{_SCALER.stem}_*.py")))],
-    # Interpreted kernels are slow: of the scaler's tests, those that find a kernel's faults.
+    "plain": _JUDGES,
     "triton": [
         "-p",
         "conformance.kernels.interpreter_rounding",
-        str(HERE / "nn"),
-        _scaler("unscale"),
-        _scaler("update"),
-        _scaler("machine"),
-        f"{_scaler('step')}::test_iterations_of_every_dtype",
-        f"{_scaler('step')}::test_decided_once_an_iteration",
+        *_JUDGES,
         # Its tensors are on the meta device, where no kernel can be asked for.
         "-k",
         "not test_nothing_waits_for_the_device",

@@ -34,7 +34,7 @@ def checkpointed(kind: str) -> ModuleTree:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.checkpointing.plain")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@share_of_examples(0.4)
+@share_of_examples(0.2)
 @given(data=st.data())
 def test_without_reentrance(
     subject: Library, reference: Library, rank_pool: RankPool, strategy: str, data: st.DataObject
@@ -56,7 +56,7 @@ def test_with_reentrance(
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.checkpointing.reentrant")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@share_of_examples(0.5)
+@share_of_examples(0.25)
 @given(data=st.data())
 def test_with_reentrance_whatever_the_module(
     subject: Library, rank_pool: RankPool, strategy: str, data: st.DataObject

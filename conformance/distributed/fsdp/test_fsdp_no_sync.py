@@ -24,7 +24,7 @@ accumulating = steps(orders=("in turn", "no_sync", "no_sync"), befores=("",)).fi
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.accumulates")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@share_of_examples(0.4)
+@share_of_examples(0.2)
 @given(data=st.data())
 def test_accumulates_with_and_without_it(
     subject: Library, reference: Library, rank_pool: RankPool, strategy: str, data: st.DataObject

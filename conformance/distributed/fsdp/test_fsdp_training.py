@@ -21,7 +21,7 @@ FULL = pytest.mark.profile("full")
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.trains")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@share_of_examples(0.4)
+@share_of_examples(0.3)
 @given(data=st.data())
 def test_trains(
     subject: Library, reference: Library, rank_pool: RankPool, strategy: str, data: st.DataObject
