@@ -23,6 +23,7 @@ LAYERS = (
     ("impl.kernels",),
     ("impl.amp", "impl.nn"),
     ("impl.distributed",),
+    ("impl.optim",),
     ("impl.cpu", "impl.cuda"),
     ("impl.dynamo",),
     ("impl.drop_in",),

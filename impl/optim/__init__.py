@@ -1,0 +1,5 @@
+"""Optimizer steps: captured."""
+
+from impl.optim.captured import Explanation, capture, explain, release
+
+__all__ = ["Explanation", "capture", "explain", "release"]

@@ -1,0 +1,86 @@
+"""Step counters that are advanced together.
+
+torch keeps a 0-dim tensor for each parameter and adds 1 to each, which costs more than the guards of a whole plan.
+Here they are moved into one buffer and advanced by one addition. Each stays the tensor object that it was, in
+`state[parameter]["step"]` and wherever else it is held; only its storage is another one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_pointer = Tensor.data_ptr
+
+
+class Counters:
+    """The step counters of one bucket."""
+
+    def __init__(self, steps: list[Tensor]) -> None:
+        self.steps = steps
+        self.flat: Tensor | None = None  # all of them, where they lie one behind the other
+        self._pointers: list[int] = []
+        self._keep(in_a_row(steps))
+
+    def join(self) -> None:
+        """Move them into one buffer, unless they are there or cannot be."""
+        if self.flat is None:
+            self._keep(moved_together(self.steps))
+
+    def have_moved(self) -> bool:
+        """Whether somebody gave one of them other memory since, by `.data` or `set_`."""
+        return self.flat is not None and list(map(_pointer, self.steps)) != self._pointers
+
+    def advance(self) -> None:
+        if self.flat is not None:
+            self.flat.add_(1)
+        elif self.steps:
+            torch._foreach_add_(self.steps, 1)
+
+    def take_back(self, found_inf: Tensor) -> None:
+        """Undo `advance` where `found_inf` is 1."""
+        if self.flat is not None:
+            self.flat.sub_(found_inf)
+        elif self.steps:
+            torch._foreach_sub_(self.steps, [found_inf] * len(self.steps))
+
+    def _keep(self, flat: Tensor | None) -> None:
+        if flat is not None:
+            self.flat, self._pointers = flat, list(map(_pointer, self.steps))
+
+
+def in_a_row(steps: list[Tensor]) -> Tensor | None:
+    """The counters as one tensor, if they lie so already; None if not."""
+    if not steps or not _are_alike(steps):
+        return None
+    first, size = steps[0], steps[0].element_size()
+    begin = first.data_ptr()
+    if list(map(_pointer, steps)) != list(range(begin, begin + size * len(steps), size)):
+        return None
+    return first.detach().as_strided((len(steps),), (1,))
+
+
+def moved_together(steps: list[Tensor]) -> Tensor | None:
+    """Give the counters one buffer and return it; None, with nothing moved, if they cannot share one.
+
+    Two that share memory stay as they are: apart, each would count for itself.
+    """
+    if not steps or not _are_alike(steps) or len(set(map(_pointer, steps))) < len(steps):
+        return None
+    flat = torch.stack(steps)
+    for step, place in zip(steps, flat.unbind(), strict=True):
+        step.data = place
+    return flat
+
+
+def _are_alike(steps: list[Tensor]) -> bool:
+    dtype, device = steps[0].dtype, steps[0].device
+    return not torch.is_inference_mode_enabled() and all(
+        type(step) is Tensor
+        and step.dim() == 0
+        and step.dtype is dtype
+        and step.device == device
+        and not step.requires_grad
+        and not step.is_inference()
+        for step in steps
+    )

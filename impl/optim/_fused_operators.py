@@ -1,0 +1,93 @@
+"""One call of torch's fused operator for a bucket, of each optimizer that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from impl.optim._plan import Bucket, GroupPlan
+
+Update = Callable[[Bucket, dict[str, Any], Tensor | None, Tensor | None], None]
+
+
+def _adam(bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    operator = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    beta1, beta2 = group["betas"]
+    operator(
+        bucket.params,
+        bucket.grads,
+        bucket["exp_avgs"],
+        bucket["exp_avg_sqs"],
+        bucket["max_exp_avg_sqs"],
+        bucket["state_steps"],
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+def _sgd(bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    torch._fused_sgd_(
+        bucket.params,
+        bucket.grads,
+        bucket["momentum_buffer_list"],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        is_first_step=False,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+def _adagrad(
+    bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
+) -> None:
+    torch._fused_adagrad_(
+        bucket.params,
+        bucket.grads,
+        bucket["state_sums"],
+        bucket["state_steps"],
+        lr=group["lr"],
+        lr_decay=group["lr_decay"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+# Others may do something else in an operator's place, and a buffer that is not there yet is None.
+_PLAIN = (Tensor, torch.nn.Parameter)
+_UPDATES: dict[type[Optimizer], Update] = {Adam: _adam, SGD: _sgd, Adagrad: _adagrad}
+
+
+def update_for(optimizer: Optimizer, planned: GroupPlan) -> Update | None:
+    """What updates a bucket of this group by the fused operator; None where torch's own function has to do it."""
+    group = planned.group
+    if not group.get("fused") or group["foreach"] or any(map(_is_on_device, group.values())):
+        return None
+    tensors = chain.from_iterable(planned.lists)
+    if not all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in tensors):
+        return None
+    return next((update for kind, update in _UPDATES.items() if isinstance(optimizer, kind)), None)
+
+
+def _is_on_device(value: Any) -> bool:
+    """A hyperparameter that is a tensor, or a pair of them."""
+    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_is_on_device, value)))

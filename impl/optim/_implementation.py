@@ -1,0 +1,84 @@
+"""Which of torch's implementations an optimizer runs, and the change to another one."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach, _get_scalar_dtype
+
+Implementation = Literal["fused", "foreach", "single"]
+
+# What the constructor is given for each.
+_FLAGS: dict[str, dict[str, bool | None]] = {
+    "fused": {"foreach": None, "fused": True},
+    "foreach": {"foreach": True, "fused": None},
+    "single": {"foreach": False, "fused": None},
+}
+# What a constructor writes onto the optimizer beside its groups if it is built fused.
+_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+
+
+def implementation_of(optimizer: Optimizer) -> str:
+    """The implementation of its groups; where they differ, each once, in the order of the groups."""
+    return ", ".join(dict.fromkeys(map(_of_group, optimizer.param_groups)))
+
+
+def _of_group(group: dict[str, Any]) -> Implementation:
+    if group.get("fused"):
+        return "fused"
+    if group.get("foreach") is not None or group.get("fused") is not None or "foreach" not in group:
+        return "foreach" if group.get("foreach") else "single"
+    _, foreach = _default_to_fused_or_foreach(group["params"], group.get("differentiable", False))
+    lr_stays_on_device = isinstance(group["lr"], Tensor) and not group.get("capturable", True)
+    return "foreach" if foreach and not lr_stays_on_device else "single"
+
+
+def choose(optimizer: Optimizer, implementation: str) -> None:
+    """Make the optimizer one that was built with `implementation`; nothing is changed if it cannot be."""
+    flags = _flags_for(optimizer, implementation)
+    like = [_built_with(optimizer, group, flags) for group in optimizer.param_groups]
+    for owner in (optimizer.defaults, *optimizer.param_groups):
+        owner.update(flags)
+    for mark in _MARKS:
+        vars(optimizer).pop(mark, None)
+        if mark in vars(like[0]):
+            setattr(optimizer, mark, getattr(like[0], mark))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            _place_counter(optimizer.state.get(param, {}), param, group)
+
+
+def _flags_for(optimizer: Optimizer, implementation: str) -> dict[str, bool | None]:
+    if implementation not in _FLAGS:
+        raise ValueError(
+            f"implementation is {implementation!r}; wanted one of {list(get_args(Implementation))}"
+        )
+    known = inspect.signature(type(optimizer)).parameters
+    flags = {name: value for name, value in _FLAGS[implementation].items() if name in known}
+    if implementation not in ("single", *flags):
+        raise ValueError(
+            f"{type(optimizer).__name__} has no {implementation} implementation; leave the argument out to capture "
+            f"the {implementation_of(optimizer)} one"
+        )
+    return flags
+
+
+def _built_with(optimizer: Optimizer, group: dict[str, Any], flags: dict[str, bool | None]) -> Optimizer:
+    """An optimizer of its class with the values of one group and these flags: it raises what its class objects to."""
+    kind: Any = type(optimizer)
+    known = inspect.signature(kind).parameters
+    given = {name: value for name, value in group.items() if name in known and name != "params"}
+    return kind([torch.zeros(1, 1)], **{**given, **flags})
+
+
+def _place_counter(state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
+    """Put a step counter where such an optimizer has it."""
+    step = state.get("step")
+    if isinstance(step, Tensor):
+        on_device = group.get("fused") or group.get("capturable")
+        dtype = _get_scalar_dtype(is_fused=group.get("fused"))
+        state["step"] = step.to(dtype=dtype, device=param.device if on_device else "cpu")

@@ -1,0 +1,276 @@
+"""The lists that an optimizer's `_init_group` builds anew in every step, kept, with guards on what they depend on.
+
+    plan = Plan(optimizer)          # holds it weakly; `cannot_plan(optimizer)` says why not, where it cannot be
+    for planned in plan.groups():   # one `GroupPlan` for each of `optimizer.param_groups`, up to date, gradients too
+        for bucket in planned.buckets:
+            bucket.params, bucket.grads, bucket["exp_avgs"], bucket["state_steps"], bucket.counters
+    plan.let_go_of_gradients()      # after the step: kept, they would live through the next forward
+
+`groups()` (or `group(g)` for one of them, the first one first) checks the guards, builds again what a guard says has
+changed, and puts this step's gradients in; a build calls the optimizer's own `_init_group`, which initialises state and
+raises what it raises. `plan.builds` counts builds, `plan.because` says why the last one was made.
+
+The lists of a `GroupPlan` are named like the parameters of `_init_group` (`params_with_grad`, `grads`, `exp_avgs`, …);
+only parameters with a gradient are in them. Hyperparameters are not kept: read them from `planned.group`, each time.
+A `Bucket` is the part of them with one device and dtype. Its `counters` are the step counters, advanced together by
+`counters.advance()` before the update and `counters.take_back(found_inf)` after it. Where the group `replays` (its
+guards have held once), call `counters.join()` first: they are one buffer from then on, while `state["step"]` stays the
+tensor object that it was.
+
+Guarded: the group's parameters and gradients (which have one; type, device, dtype, layout), the values of the group as
+far as they shape the lists, and the identity of the state: of its keys, of each parameter's dictionary and of what that
+holds; for joined counters their addresses. The other addresses are not: torch's operators ask each tensor for its own,
+in every call. Where parameters and states are handed on by address, compare `data_ptr()` too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards  # one call for all tensors; does not import Dynamo
+from torch.optim import Optimizer
+
+from impl.optim._counters import Counters
+
+_gradient = attrgetter("grad")
+_NONE = repeat(None)
+_END = (object(),)  # after what is compared item by item: the one that goes on where the other ends differs too
+
+
+def cannot_plan(optimizer: Optimizer) -> str | None:
+    """Why the lists of this optimizer cannot be kept; None if they can."""
+    kind = type(optimizer)
+    home = next((base for base in kind.__mro__ if base.__module__.startswith("torch.optim.")), Optimizer)
+    if not hasattr(kind, "_init_group"):
+        return f"{kind.__name__} builds no lists: it has no _init_group"
+    if home is Optimizer:
+        return f"{kind.__name__} is not of torch.optim: what its lists depend on is not known"
+    for name in ("step", "_init_group"):
+        if inspect.unwrap(getattr(kind, name)) is not inspect.unwrap(getattr(home, name)):
+            return f"{kind.__name__} has its own {name}: what its lists depend on is not known"
+    return None
+
+
+def list_names(kind: type[Optimizer]) -> tuple[str, ...]:
+    """What the lists are called that `_init_group` fills, in its order: parameters and gradients come first."""
+    return tuple(inspect.signature(kind._init_group).parameters)[2:]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Bucket:
+    """The tensors of a group that one multi-tensor call takes: those of its parameters of one device and dtype.
+
+    `bucket["exp_avgs"]` is the list of that name; one that the optimizer leaves empty is empty.
+    """
+
+    def __init__(self, names: tuple[str, ...], lists: list[list[Any]], places: list[int] | None) -> None:
+        self.places = places  # which of the group's tensors these are; None for all of them
+        self._lists = dict(zip(names, map(self._own, lists), strict=True))
+        self.params: list[Tensor]
+        self.grads: list[Tensor]
+        self.params, self.grads = (self._lists[name] for name in names[:2])
+        self.device, self.dtype = self.params[0].device, self.params[0].dtype
+        self.counters = Counters(self._lists.get("state_steps", []))
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._lists[name]
+
+    def take(self, grads: list[Tensor]) -> None:
+        """Put the group's gradients in."""
+        self.grads[:] = self._own(grads)
+
+    def _own(self, tensors: list[Any]) -> list[Any]:
+        if self.places is None or not tensors:
+            return tensors
+        return [tensors[place] for place in self.places]
+
+
+class GroupPlan:
+    """The lists of one group, as `_init_group` gave them."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], names: tuple[str, ...]) -> None:
+        self.group = group
+        self.lists: list[list[Any]] = [[] for _ in names]
+        self.returned: Any = plain_init_group(optimizer)(group, *self.lists)
+        self.params, self.grads = self.lists[:2]
+        self.replays = False  # whether the guards have held once since
+        self._shape, self._seen = shape_of(group), list(group.values())
+        self._all_params: list[Tensor] = list(group["params"])
+        self._without = [param for param in self._all_params if param.grad is None]
+        self._places = [place for place, param in enumerate(self._all_params) if param.grad is not None]
+        self.states: list[dict[str, Any] | None] = list(map(optimizer.state.get, self.params))
+        self._filled = [state for state in self.states if state is not None]
+        self._values = list(self._values_now())
+        self._gradients = tensor_guards(self.grads)
+        # The CPU's operators take tensors one by one: there a parameter may change its dtype.
+        self._elsewhere = [param for param in self.params if not param.is_cpu]
+        self._placed = tensor_guards(self._elsewhere)
+        self.buckets = [Bucket(names, self.lists, places) for places in places_by_kind(self.params)]
+
+    def take_gradients(self) -> str | None:
+        """Put this step's gradients in; or say why `_init_group` might give other lists than these."""
+        if (why := self._changed_values()) is not None:
+            return why
+        params = self.group["params"]
+        if len(params) != len(self._all_params) or not same(params, self._all_params):
+            return "the group has other parameters"
+        if not same(self._values_now(), self._values):
+            return "a parameter has other state"
+        if any(bucket.counters.have_moved() for bucket in self.buckets):
+            return "a step counter has other memory"
+        if not self._placed.check(*self._elsewhere):
+            return "a parameter has another device or dtype"
+        grads = list(map(_gradient, self.params))
+        if not self._gradients.check(*grads):
+            return self._objection_to(grads)
+        if not same(map(_gradient, self._without), _NONE):
+            return "a parameter that had no gradient has one"
+        self.grads[:] = grads
+        for bucket in self.buckets:
+            bucket.take(grads)
+        self.replays = True
+        return None
+
+    def _values_now(self) -> Iterator[Any]:
+        return chain(chain.from_iterable(map(dict.values, self._filled)), _END)
+
+    def _changed_values(self) -> str | None:
+        values = list(self.group.values())
+        if len(values) == len(self._seen) and same(values, self._seen):
+            return None
+        if (shape := shape_of(self.group)) != self._shape:
+            return f"the group's {', '.join(changed(self._shape, shape))} changed"
+        self._seen = values
+        return None
+
+    def let_go_of_gradients(self) -> None:
+        self.grads.clear()
+        for bucket in self.buckets:
+            bucket.grads.clear()
+
+    def _objection_to(self, grads: list[Tensor | None]) -> str:
+        names = [f"the gradient of parameter {place}" for place in self._places]
+        for name, grad in zip(names, grads, strict=True):
+            if grad is None:
+                return f"{name} is None"
+        return str(self._gradients.check_verbose(*grads, tensor_check_names=names)).splitlines()[0]
+
+
+class Plan:
+    """The lists of an optimizer, group by group; see this file's head."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._names = list_names(type(optimizer))
+        self._planned: dict[int, GroupPlan] = {}  # by the id of the group, which it keeps alive
+        self._keys: list[Any] = []
+        self._dicts: list[Any] = []
+        self._why_none = ""
+        self.builds = 0
+        self.because = "there was no step yet"
+
+    def groups(self) -> list[GroupPlan]:
+        """Every group's lists, up to date."""
+        return [self.group(group) for group in self._alive().param_groups]
+
+    def group(self, group: dict[str, Any]) -> GroupPlan:
+        """One group's lists, up to date. Ask for the first group first: with it the state is looked at as a whole."""
+        optimizer = self._alive()
+        if group is optimizer.param_groups[0]:
+            self._check_state(optimizer)
+        planned = self._planned.get(id(group))
+        if planned is None:
+            return self._build(optimizer, group, self._why_none)
+        if (why := planned.take_gradients()) is not None:
+            return self._build(optimizer, group, why)
+        return planned
+
+    def let_go_of_gradients(self) -> None:
+        for planned in self._planned.values():
+            planned.let_go_of_gradients()
+
+    def _build(self, optimizer: Optimizer, group: dict[str, Any], why: str) -> GroupPlan:
+        self._planned.pop(id(group), None)
+        planned = GroupPlan(optimizer, group, self._names)
+        self._planned[id(group)] = planned
+        self.builds += 1
+        self.because = why
+        return planned
+
+    def _check_state(self, optimizer: Optimizer) -> None:
+        """Drop the lists of groups that are gone, and those of parameters whose state is another dictionary now."""
+        state = optimizer.state
+        self._why_none = "a group was added" if self._planned else "it is the first step"
+        if len(self._planned) > len(optimizer.param_groups):
+            self._keep(set(map(id, optimizer.param_groups)), "there are fewer groups")
+        if len(state) == len(self._keys) and same(state, self._keys) and same(state.values(), self._dicts):
+            return
+        held = {
+            key
+            for key, planned in self._planned.items()
+            if same(map(state.get, planned.params), planned.states)
+        }
+        self._keep(held, "a parameter's state was replaced")
+        self._keys, self._dicts = list(state), list(state.values())
+
+    def _keep(self, held: set[int], why: str) -> None:
+        if held != self._planned.keys():
+            self._planned = {key: planned for key, planned in self._planned.items() if key in held}
+            self._why_none = why
+
+    def _alive(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the plan of an optimizer that is gone was asked for"
+        return optimizer
+
+
+def plain_init_group(optimizer: Optimizer) -> Callable[..., Any]:
+    """The `_init_group` of its class, whatever the instance has in its place."""
+    return types.MethodType(type(optimizer)._init_group, optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def shape_of(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What of a group's values may shape the lists; of a number only its type and its sign: schedules may move it."""
+    return [(key, _shape_of(value)) for key, value in group.items() if key not in ("params", "param_names")]
+
+
+def _shape_of(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return type(value), value > 0, value == 0
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shape_of, value))
+    return type(value), getattr(value, "requires_grad", False)
+
+
+def changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> list[str]:
+    """The keys of a group whose values have another shape, or that are in one of the two alone."""
+    one, other = dict(before), dict(after)
+    return sorted(key for key in one.keys() | other.keys() if key not in one or one[key] != other.get(key))
+
+
+def tensor_guards(tensors: list[Tensor]) -> TensorGuards:
+    """Guards on type, device, dtype and layout of these tensors, on how they take part in autograd, not on shapes."""
+    free: list[Any] = [[None] * tensor.dim() for tensor in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
+
+
+def places_by_kind(params: list[Tensor]) -> list[list[int] | None]:
+    """Where in the list the parameters of one device and dtype are, for each such kind; None for everywhere."""
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, param in enumerate(params):
+        places.setdefault((param.device, param.dtype), []).append(place)
+    return list(places.values()) if len(places) > 1 else [None] * len(places)
+
+
+def same(these: Iterable[Any], those: Iterable[Any]) -> bool:
+    """Whether they are the same objects, as far as the shorter one goes."""
+    return all(map(is_, these, those))

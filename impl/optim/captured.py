@@ -1,0 +1,154 @@
+"""`capture`: the step of an optimizer, without the work that is the same in every step.
+
+The optimizer stays the object that it is, and its `step` stays torch's: hooks, closures, schedulers, the profiler and a
+scaler's attributes are served by the code that always served them. What is replaced is `_init_group`, which `step`
+calls for each group. It gives the lists that are kept (`impl.optim._plan`), or, for a group whose implementation is
+fused, does the update by one operator and leaves `step` nothing to do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.optim import Optimizer
+
+from impl.optim._fused_operators import Update, update_for
+from impl.optim._implementation import Implementation, choose, implementation_of
+from impl.optim._plan import GroupPlan, Plan, cannot_plan, plain_init_group
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How an optimizer's step is done, and why so."""
+
+    captured: bool
+    implementation: (
+        str  # "fused", "foreach" or "single": built with it, a plain optimizer gives the same bits
+    )
+    reason: str  # why it is not captured, or why its lists were last built
+    builds: int = 0  # how often the lists of a group were built
+
+    def __str__(self) -> str:
+        if not self.captured:
+            return f"eager, {self.implementation}: {self.reason}"
+        times = f"{self.builds} build{'' if self.builds == 1 else 's'} of lists"
+        return f"captured, {self.implementation}: {times}, the last one because {self.reason}"
+
+
+class _Capture:
+    """Stands in an optimizer's place of `_init_group`; holds it weakly, so that it goes when its last user goes."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.plan = Plan(optimizer)
+        self._updates: weakref.WeakKeyDictionary[GroupPlan, Update | None] = weakref.WeakKeyDictionary()
+
+    def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        if TracingContext.try_get() is not None:
+            return plain_init_group(optimizer)(group, *lists)
+        planned = self.plan.group(group)
+        try:
+            self._run(optimizer, planned, lists)
+        finally:
+            planned.let_go_of_gradients()
+        return planned.returned
+
+    def _run(self, optimizer: Optimizer, planned: GroupPlan, lists: tuple[list[Any], ...]) -> None:
+        if planned not in self._updates:
+            self._updates[planned] = update_for(optimizer, planned)
+        update = self._updates[planned]
+        if update is None:
+            for wanted, kept in zip(lists, planned.lists, strict=True):
+                wanted.extend(kept)
+            return
+        grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        for bucket in planned.buckets:
+            if planned.replays:
+                bucket.counters.join()
+            bucket.counters.advance()
+            found_there = _at(found_inf, bucket.device)
+            update(bucket, planned.group, _at(grad_scale, bucket.device), found_there)
+            if found_there is not None:
+                bucket.counters.take_back(found_there)
+
+
+def _at(value: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if value is None else value.to(device, non_blocking=True)
+
+
+# Optimizers that `capture` was asked for and that stay eager, with the reason.
+_EAGER: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+
+
+def capture(optimizer: AnyOptimizer, *, implementation: Implementation | None = None) -> AnyOptimizer:
+    """Have an optimizer's `step` keep the lists that it would build anew each time, and do no more than has changed.
+
+    Results are those of the same optimizer without it, to the bit. What it depends on is looked at in every step: a
+    gradient that is None or not, types, dtypes, layouts, the state, the groups; if something has changed, the lists
+    are built again, in microseconds a parameter. Learning rates and other numbers of the groups are read in every
+    step, and may change freely.
+
+    Args:
+        optimizer: any optimizer. Those of `torch.optim` that build lists are captured; the others stay as they are, and
+            `explain` says why.
+        implementation: "fused", "foreach" or "single", in the place of the one that it was built with: everything is
+            then as in an optimizer built so.
+    Returns:
+        The same optimizer. A copy of it, or what a pickle of it gives, is a plain optimizer; capture it again.
+    Raises:
+        ValueError: the optimizer has no such implementation.
+        RuntimeError, ValueError: what its class raises when it is built with that implementation.
+    Sync: none that the optimizer itself has not. Collectives: none.
+
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = capture(torch.optim.AdamW(model.parameters()), implementation="fused")
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(2, 4)).sum().backward()
+    ...     optimizer.step()
+    >>> print(explain(optimizer))
+    captured, fused: 1 build of lists, the last one because it is the first step
+    """
+    if implementation is not None:
+        choose(optimizer, implementation)
+    if is_captured(optimizer):
+        if implementation is not None:
+            optimizer.__dict__["_init_group"].plan.drop("another implementation was chosen")
+        return optimizer
+    if "_init_group" in vars(optimizer):
+        _EAGER[optimizer] = "somebody else has replaced its _init_group"
+    elif (why := cannot_plan(optimizer)) is not None:
+        _EAGER[optimizer] = why
+    else:
+        optimizer.__dict__["_init_group"] = _Capture(optimizer)
+    return optimizer
+
+
+def release(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Undo `capture`: the optimizer builds its lists anew in every step again. One not captured is left as it is."""
+    if is_captured(optimizer):
+        del optimizer.__dict__["_init_group"]
+    _EAGER.pop(optimizer, None)
+    return optimizer
+
+
+def is_captured(optimizer: Optimizer) -> bool:
+    return isinstance(vars(optimizer).get("_init_group"), _Capture)
+
+
+def explain(optimizer: Optimizer) -> Explanation:
+    """How the step of an optimizer is done, and why so; printed, it is one line."""
+    implementation = implementation_of(optimizer)
+    if not is_captured(optimizer):
+        return Explanation(False, implementation, _EAGER.get(optimizer, "capture was not called"))
+    plan: Plan = vars(optimizer)["_init_group"].plan
+    return Explanation(True, implementation, plan.because, plan.builds)
