@@ -29,13 +29,13 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
-import threading
 import types
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+
+from impl._placement import Placement
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -78,21 +78,13 @@ _NAMES = (
 # torch's own for good, as the rest of torch expects of it.
 _REMEMBERING = "torch._dynamo.variables.torch"
 
-_lock = threading.RLock()
-_is_pinned = False  # install() was called, and uninstall() not since
-_open_blocks = 0  # how many installed() are open, in all threads
-_placed: list[tuple[Any, Any]] = []  # (torch's object, ours) for each name that is in place
-
 
 def install() -> None:
     """Put our names in torch's places, in the whole process; a second call changes nothing.
 
     Sync: none. Collectives: none. Imports Dynamo and `torch.distributed.fsdp`, which takes a second or two.
     """
-    global _is_pinned  # noqa: PLW0603 the places are the process's, and so is what is in them
-    with _lock:
-        _place()
-        _is_pinned = True
+    _placement.install()
 
 
 def uninstall() -> None:
@@ -100,14 +92,10 @@ def uninstall() -> None:
 
     A place that somebody else has written to since is left as it is. A call without `install()` changes nothing.
     """
-    global _is_pinned  # noqa: PLW0603 as in install
-    with _lock:
-        _is_pinned = False
-        _restore_if_unused()
+    _placement.uninstall()
 
 
-@contextlib.contextmanager
-def installed() -> Generator[None]:
+def installed() -> contextlib.AbstractContextManager[None]:
     """Our names in torch's places until the block ends, however it ends.
 
     Blocks nest and may overlap across threads; what they change is seen by all threads, until the last one ends.
@@ -118,34 +106,24 @@ def installed() -> Generator[None]:
     >>> torch.nn.utils.clip_grad_norm_.__module__
     'torch.nn.utils.clip_grad'
     """
-    global _open_blocks  # noqa: PLW0603 as in install
-    with _lock:
-        _place()
-        _open_blocks += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _open_blocks -= 1
-            _restore_if_unused()
+    return _placement.installed()
 
 
-def _place() -> None:
-    if _placed:
-        return
+def _pairs() -> list[tuple[Any, Any]]:
+    """Each of torch's objects that is to be replaced, with ours."""
     importlib.import_module(_REMEMBERING)
     there = torch.distributed.is_available()
     names = [name for name in _NAMES if there or not name.startswith("distributed.")]
     pairs = [(_found("torch", name), _found("impl", name)) for name in names]
-    pairs = [(theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None]
-    _swap(pairs)
-    _placed.extend(pairs)
+    return [(theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None]
 
 
-def _restore_if_unused() -> None:
-    if not _is_pinned and not _open_blocks:
-        _swap([(ours, theirs) for theirs, ours in _placed])
-        _placed.clear()
+def _tracing() -> contextlib.AbstractContextManager[None]:
+    """What has no public name: how Dynamo traces optimizers."""
+    return importlib.import_module("impl.dynamo").installed()
+
+
+_placement = Placement(_pairs, along=_tracing)
 
 
 def _found(package: str, name: str) -> Any:
@@ -159,17 +137,6 @@ def _found(package: str, name: str) -> Any:
             return None
         raise
     return getattr(module, attribute, None)
-
-
-def _swap(pairs: list[tuple[Any, Any]]) -> None:
-    """In each of torch's loaded modules, give every name that holds the first of a pair the second."""
-    new_by_id = {id(old): new for old, new in pairs}
-    for module_name, module in list(sys.modules.items()):
-        if module_name == "torch" or module_name.startswith("torch."):
-            # vars(), since getattr would wake modules that load on first use.
-            for name, value in list(vars(module).items()):
-                if id(value) in new_by_id:
-                    setattr(module, name, new_by_id[id(value)])
 
 
 _USAGE = """usage: python -m impl.drop_in [-m] TARGET [ARGUMENT ...]

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 # Each may import itself and what stands above it in this list. The package's own __init__ holds nothing.
 LAYERS = (
+    ("impl._after_dynamo", "impl._placement"),
     ("impl.kernels",),
     ("impl.amp", "impl.nn"),
     ("impl.distributed",),
@@ -60,6 +61,10 @@ EXCEPTIONS = {
         "impl.amp.autocast_mode",
         "asks torch for a name known at run time",
     ): "the module of a privateuse1 backend",
+    (
+        "impl.dynamo._installing",
+        "names torch._dynamo.variables.builder.OptimizerVariable",
+    ): "to replace it",
     (
         "impl.distributed.fsdp.checkpoint.reading",
         "asks torch for a name known at run time",

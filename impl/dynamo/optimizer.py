@@ -1,0 +1,224 @@
+"""`OptimizerVariable`: an optimizer inside `torch.compile`.
+
+An optimizer's `_init_group` only makes state and collects lists; traced, it would be most of the compile time. So it
+runs once, for real, while the step around it is traced, and what it has put into the lists is handed to the trace.
+The code may be used again for as long as `_init_group` would collect the same: that is what is guarded.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch._dynamo.decorators import mark_static_address
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, ConstDictKeySource, DictGetItemSource, GradSource, Source
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.misc import GetAttrVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch.utils._pytree import tree_leaves
+
+from impl.dynamo._collected import Arguments, Collected, NotReal, has_numbers, release_with
+from impl.dynamo._optimizer_rules import belongs_with_parameter, may_be_capturable
+
+
+class OptimizerVariable(UserDefinedObjectVariable):
+    """An optimizer that traced code meets.
+
+    Source: torch._dynamo.variables.optimizer.OptimizerVariable 2.13; differences: the rows of
+    `conformance/deviations.toml` whose names begin with `optimizer_variable`.
+    """
+
+    value: torch.optim.Optimizer
+
+    def __init__(self, value: torch.optim.Optimizer, **kwargs: Any) -> None:
+        super().__init__(value, **kwargs)
+        # Known to what replays side effects, or attributes that a step sets on its optimizer would be lost.
+        effects = InstructionTranslator.current_tx().output.side_effects
+        if value not in effects:
+            effects.track_object_existing(value, self)
+
+    def var_getattr(self, tx: Any, name: str) -> VariableTracker:
+        if name == "_init_group" and hasattr(self.value, name):
+            # Not the method itself, which would be inlined: a call of this one comes to `call_method`.
+            method = type(getattr(self.value, name))
+            return GetAttrVariable(self, name, py_type=method, source=self._source_of(name))
+        if name == "param_groups":
+            for parameter in self._parameters():
+                mark_static_address(parameter, guard=True)
+            self._trace_as_capturable(tx)
+        return super().var_getattr(tx, name)
+
+    def call_method(
+        self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if name == "_init_group" and hasattr(self.value, name):
+            with contextlib.suppress(NotReal):
+                arguments = Arguments(self._groups_by_source(tx), args, kwargs)
+                return self._collect(tx, arguments)
+        return super().call_method(tx, name, args, kwargs)
+
+    def _collect(self, tx: Any, arguments: Arguments) -> VariableTracker:
+        """Run `_init_group` for real, and put what it has collected into the trace."""
+        self._break_on_pending_changes(tx, arguments.groups)
+        _move_scalars(self.value)
+        try:
+            with _capturable(self.value.param_groups):
+                returned = cast("Any", self.value)._init_group(*arguments.args, **arguments.kwargs)
+        except Exception as error:
+            # Between two graphs it is called again, and its caller gets the error as it is.
+            _break(tx, f"it raised {type(error).__name__}: {error}")
+        for tensor in _state_tensors(self.value):
+            mark_static_address(tensor, guard=True)
+        collected = Collected(tx, self._guarded(tx), frozenset(map(id, self._gradients())))
+        if has_numbers(returned, *(items for _, items in arguments.lists)):
+            self._guard_numbers(tx)
+        for tracker, items in arguments.lists:
+            tx.output.side_effects.mutation(tracker)
+            tracker.items.extend(map(collected.tracker, items))
+        result = collected.tracker(returned)
+        # Code of an optimizer that is gone serves no other, and keeps none of its tensors.
+        tx.store_global_weakref_by_id(f"__optimizer_{id(self.value)}", self.value)
+        release_with(self.value, tx, collected.held)
+        return result
+
+    def _source_of(self, name: str) -> Source:
+        assert self.source is not None, "Dynamo has a name for each optimizer that it meets"
+        return AttrSource(self.source, name)
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.value.param_groups for parameter in group["params"])
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        return (parameter.grad for parameter in self._parameters() if parameter.grad is not None)
+
+    def _groups(self, tx: Any) -> list[Any]:
+        """The trackers of the groups, with guards on all that is in them."""
+        groups = VariableTracker.build(tx, self.value.param_groups, self._source_of("param_groups"))
+        return LazyVariableTracker.realize_all(groups).items
+
+    def _groups_by_source(self, tx: Any) -> dict[Source, Any]:
+        pairs = zip(self._groups(tx), self.value.param_groups, strict=True)
+        return {tracker.source: group for tracker, group in pairs}
+
+    def _trace_as_capturable(self, tx: Any) -> None:
+        """In the trace alone, where a step count is a tensor of the graph wherever it lies, and never a number."""
+        for tracker in self._groups(tx):
+            for key in tracker.items:
+                if key.vt.as_python_constant() == "capturable":
+                    tracker.items[key] = ConstantVariable.create(True)
+
+    def _break_on_pending_changes(self, tx: Any, groups: Iterable[dict[str, Any]]) -> None:
+        """What traced code has changed is not real yet: `_init_group` would read, and keep, what was before."""
+        state, effects = self.value.state, tx.output.side_effects
+        watched: list[Any] = [state]
+        for group in groups:
+            parameters = group["params"]
+            watched += [parameters, *parameters, *(state[each] for each in parameters if each in state)]
+        changed = [effects[value] for value in watched if value in effects]
+        if any(_is_changed(effects, tracker) for tracker in changed):
+            _break(tx, "traced code has changed parameters or state that it reads")
+
+    def _guarded(self, tx: Any) -> dict[int, Source]:
+        """Guard what `_init_group` reads, and say by id where Dynamo finds each tensor that is in there."""
+        sources: dict[int, Source] = {}
+
+        def found(tensor: torch.Tensor, source: Source) -> None:
+            sources.setdefault(id(tensor), source)
+
+        for group, tracker in zip(self.value.param_groups, self._groups(tx), strict=True):
+            items = {key.vt.as_python_constant(): item for key, item in tracker.items.items()}
+            for name, value in group.items():
+                if isinstance(value, torch.Tensor):
+                    found(value, items[name].source)
+            for parameter, item in zip(group["params"], items["params"].items, strict=True):
+                found(parameter, item.source)
+                gradient = GradSource(item.source, "grad")
+                if parameter.grad is None:
+                    install_guard(gradient.make_guard(GuardBuilder.CONSTANT_MATCH))
+                else:
+                    found(parameter.grad, gradient)
+        for value, source in self._state_items(tx):
+            if isinstance(value, torch.Tensor):
+                found(value, source)
+            elif value is None or isinstance(value, (bool, str)):
+                install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+        return sources
+
+    def _state_items(self, tx: Any) -> Iterator[tuple[Any, Source]]:
+        """Each value of each parameter's state, with guards on which there are and in which order."""
+        state = self.value.state
+        source = self._source_of("state")
+        _guard_keys(tx, state, source)
+        for index, entry in enumerate(state.values()):
+            entry_source = DictGetItemSource(source, ConstDictKeySource(source, index))
+            _guard_keys(tx, entry, entry_source)
+            for place, value in enumerate(entry.values()):
+                yield value, DictGetItemSource(entry_source, ConstDictKeySource(entry_source, place))
+
+    def _guard_numbers(self, tx: Any) -> None:
+        """A number that was collected is a constant of the graph; those of the groups and the state may be it."""
+        for group, tracker in zip(self.value.param_groups, self._groups(tx), strict=True):
+            for name, value in group.items():
+                if has_numbers(value):
+                    source = DictGetItemSource(tracker.source, name)
+                    install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+        for value, source in self._state_items(tx):
+            if has_numbers(value):
+                install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+@contextlib.contextmanager
+def _capturable(groups: Iterable[dict[str, Any]]) -> Generator[None]:
+    """Have new step counts made on the device where that is safe; the groups are as they were afterwards."""
+    changed = [
+        group
+        for group in groups
+        if group.get("capturable") is False
+        and may_be_capturable(parameter.device.type for parameter in group["params"])
+    ]
+    for group in changed:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group in changed:
+            group["capturable"] = False
+
+
+def _move_scalars(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, entry in optimizer.state.items():
+        for name, value in entry.items():
+            if isinstance(value, torch.Tensor) and belongs_with_parameter(
+                name, value.device.type, parameter.device.type
+            ):
+                entry[name] = value.to(parameter.device)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    leaves = tree_leaves(list(optimizer.state.values()))
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _is_changed(effects: Any, tracker: VariableTracker) -> bool:
+    if effects.has_pending_mutation(tracker):
+        return True
+    return tracker.mutation_type is not None and effects.is_modified(tracker)
+
+
+def _guard_keys(tx: Any, mapping: Any, source: Source) -> None:
+    VariableTracker.build(tx, mapping, source).realize()
+    tx.output.guard_on_key_order.add(source)
+
+
+def _break(tx: Any, why: str) -> NoReturn:
+    unimplemented(
+        gb_type="optimizer: _init_group cannot run while its step is traced",
+        context=str(tx.f_code.co_qualname),
+        explanation=f"An optimizer's _init_group runs once, outside of the graph, but {why}.",
+        hints=[],
+    )
