@@ -33,7 +33,6 @@ from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # one call for all tensors; does not import Dynamo
 from torch.optim import Optimizer
@@ -42,13 +41,17 @@ from impl.optim._counters import Counters
 
 _gradient = attrgetter("grad")
 _NONE = repeat(None)
-_END = (object(),)  # after what is compared item by item: the one that goes on where the other ends differs too
+_END = (
+    object(),
+)  # after what is compared item by item: the one that goes on where the other ends differs too
 
 
 def cannot_plan(optimizer: Optimizer) -> str | None:
     """Why the lists of this optimizer cannot be kept; None if they can."""
     kind = type(optimizer)
-    home = next((base for base in kind.__mro__ if base.__module__.startswith("torch.optim.")), Optimizer)
+    home = next(
+        (base for base in kind.__mro__ if f"{base.__module__}.".startswith("torch.optim.")), Optimizer
+    )
     if not hasattr(kind, "_init_group"):
         return f"{kind.__name__} builds no lists: it has no _init_group"
     if home is Optimizer:
@@ -156,10 +159,10 @@ class GroupPlan:
             bucket.grads.clear()
 
     def _objection_to(self, grads: list[Tensor | None]) -> str:
-        names = [f"the gradient of parameter {place}" for place in self._places]
+        names = [f"gradient of parameter {place}" for place in self._places]
         for name, grad in zip(names, grads, strict=True):
             if grad is None:
-                return f"{name} is None"
+                return f"the {name} is None"
         return str(self._gradients.check_verbose(*grads, tensor_check_names=names)).splitlines()[0]
 
 
@@ -264,11 +267,15 @@ def tensor_guards(tensors: list[Tensor]) -> TensorGuards:
 
 
 def places_by_kind(params: list[Tensor]) -> list[list[int] | None]:
-    """Where in the list the parameters of one device and dtype are, for each such kind; None for everywhere."""
-    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, param in enumerate(params):
-        places.setdefault((param.device, param.dtype), []).append(place)
-    return list(places.values()) if len(places) > 1 else [None] * len(places)
+    """Where in the list the parameters of one device and dtype are, for each such kind; None for everywhere.
+
+    The kinds come in torch's order: where a call raises, those before it have been updated.
+    """
+    if not params:
+        return []
+    grouped = Optimizer._group_tensors_by_device_and_dtype([params], with_indices=True)  # pyright: ignore[reportArgumentType]
+    places = [indices for _, indices in grouped.values()]
+    return [*places] if len(places) > 1 else [None]
 
 
 def same(these: Iterable[Any], those: Iterable[Any]) -> bool:
