@@ -17,7 +17,7 @@ _TEXT_BYTES = 2048
 _NO_RANK = 2**31
 
 
-def agree(wrappers: Sequence[Any], problem: str, given: Sequence[tuple[str, str]]) -> str:
+def problem_of_any(wrappers: Sequence[Any], problem: str, given: Sequence[tuple[str, str]]) -> str:
     """A problem that any rank has, in words; or a key for which they were given something different; or nothing.
 
     Args:
@@ -51,7 +51,7 @@ def agree(wrappers: Sequence[Any], problem: str, given: Sequence[tuple[str, str]
     )
 
 
-def agreed(
+def told_by_all(
     problem: Exception | None,
     group: dist.ProcessGroup | None,
     told: Any = None,

@@ -22,7 +22,7 @@ from impl.distributed.fsdp._collectives import gathered_like
 from impl.distributed.fsdp._flat_layout import Slot
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._managed import clean_name, is_managed
-from impl.distributed.fsdp._state_dict.agreeing import agree
+from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
 from impl.distributed.fsdp._state_dict.packing import chunk_in, own_numel
 from impl.distributed.fsdp._state_dict.resharding import Held, Resharding, chunk_of, laid_out_as
 from impl.distributed.fsdp._state_dict.saving import WRAPPED, bring_to_rest
@@ -78,7 +78,7 @@ class Loading:
         problem = problem or "\n\t".join(one for unit in self._units.values() for one in unit.misshapen())
         given = [one for wrapper in self.wrappers for one in self._given_to(wrapper)]
         try:
-            verdict = agree(self.wrappers, problem, given)
+            verdict = problem_of_any(self.wrappers, problem, given)
         except BaseException:
             self._plain.put_back()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Generator, Mapping
@@ -105,7 +106,7 @@ class StateDicts(nn.Module):
         try:
             return super().state_dict(*args, **kwargs)
         except BaseException:
-            for one in _wrappers_in(self):
+            for one in wrappers_in(self):
                 if one._saving is not None:
                     one._saving.abandon()
                     one._saving = None
@@ -133,7 +134,7 @@ class StateDicts(nn.Module):
             copy into parameters as wholes, and cannot read them. If a module around this one is asked, what
             is missing or unexpected is told after the rest was loaded.
         """
-        loading = Loading(_wrappers_in(self))
+        loading = Loading(wrappers_in(self))
         loading.begin()
         try:
             keys = super().load_state_dict(state_dict, strict, assign)
@@ -183,7 +184,7 @@ class StateDicts(nn.Module):
             RuntimeError: LOCAL_STATE_DICT was set where a device mesh was given.
         """
         found: StateDictSettings | None = None
-        for one in _wrappers_in(module):
+        for one in wrappers_in(module):
             settings = StateDictSettings(
                 one._state_dict_type, one._state_dict_config, one._optim_state_dict_config
             )
@@ -213,7 +214,7 @@ class StateDicts(nn.Module):
         try:
             yield
         finally:
-            for one in _wrappers_in(module):
+            for one in wrappers_in(module):
                 one._state_dict_type = before.state_dict_type
                 one._state_dict_config = before.state_dict_config
                 one._optim_state_dict_config = before.optim_state_dict_config
@@ -239,6 +240,7 @@ class StateDicts(nn.Module):
             (f"{_FLAT_PARAM}_{index}" if index else _FLAT_PARAM, flat) for index, flat in enumerate(flats)
         ]
 
+    @functools.cached_property
     def _mesh(self) -> DeviceMesh:
         """What DTensors are dealt over."""
         return self._device_mesh or DeviceMesh.from_group(self.process_group, self.compute_device.type)
@@ -257,7 +259,8 @@ class StateDicts(nn.Module):
         return self._state_dict_type, self._state_dict_config
 
 
-def _wrappers_in(module: nn.Module) -> list[StateDicts]:
+def wrappers_in(module: nn.Module) -> list[StateDicts]:
+    """Every FullyShardedDataParallel at and below a module, the outermost first."""
     return [one for one in module.modules() if isinstance(one, StateDicts)]
 
 
@@ -276,7 +279,7 @@ def _set(
         raise RuntimeError(
             f"Expected optim_state_dict_config of type {optim_wanted} but got {type(optim_config)}"
         )
-    wrappers = _wrappers_in(module)
+    wrappers = wrappers_in(module)
     if len({one._state_dict_type for one in wrappers}) > 1:
         raise AssertionError("All FSDP modules should have the same state_dict_type.")
     if len({type(one._state_dict_config) for one in wrappers}) > 1:
@@ -346,7 +349,7 @@ def _before_loading(  # noqa: PLR0913  nn.Module's eight
     if loading is None or loading.is_walked_from(wrapper):
         if loading is not None:  # the walk has raised
             loading.abandon()
-        loading = Loading(_wrappers_in(wrapper), error_msgs)
+        loading = Loading(wrappers_in(wrapper), error_msgs)
         loading.begin()
     kind, config = wrapper._kind_and_config(_INSTEAD_OF_LOADING)
     try:

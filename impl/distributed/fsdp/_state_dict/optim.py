@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from impl.distributed.fsdp._state_dict.methods import wrappers_in
 from impl.distributed.fsdp._state_dict.optim_flat import Wanted
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType, Source, StateDict, rekeyed
 from impl.distributed.fsdp._state_dict.optim_load import Loading, load_together
@@ -54,7 +55,7 @@ class OptimStateDicts:
         Collectives: one of objects over `group`; for each flat a gather of each tensor (FULL), or one all-to-all.
         Source: torch's 2.13; differences: no two parameters share a number; sharded forms move each rank's rows alone.
         """
-        settings: Any = _wrappers_in(model)[0].get_state_dict_type(model)
+        settings: Any = wrappers_in(model)[0].get_state_dict_type(model)
         config = settings.optim_state_dict_config
         wanted = Wanted(
             is_full=settings.state_dict_type == StateDictType.FULL_STATE_DICT,
@@ -94,7 +95,7 @@ class OptimStateDicts:
         Source: torch's 2.13; differences: what cannot be loaded raises on all ranks, before anything is changed; shapes
             are compared with `use_orig_params` too; what is loaded shares no memory with what was given.
         """
-        settings: Any = _wrappers_in(model)[0].get_state_dict_type(model)
+        settings: Any = wrappers_in(model)[0].get_state_dict_type(model)
         found = Loading(
             model,
             _rooted(model),
@@ -226,11 +227,7 @@ class OptimStateDicts:
         """
         _warn_of_input(optim_input)
         source = Source(optim, optim_input)
-        return rekeyed(optim_state_dict, optim_state_key_type, model, _wrappers_in(model), source)
-
-
-def _wrappers_in(model: nn.Module) -> list[Any]:
-    return [one for one in model.modules() if isinstance(one, OptimStateDicts)]
+        return rekeyed(optim_state_dict, optim_state_key_type, model, wrappers_in(model), source)
 
 
 def _rooted(model: nn.Module) -> list[Any]:
@@ -239,7 +236,7 @@ def _rooted(model: nn.Module) -> list[Any]:
     Raises:
         AssertionError: some have parameters of their own, and some flat ones.
     """
-    wrappers = _wrappers_in(model)
+    wrappers = wrappers_in(model)
     if len({one._use_orig_params for one in wrappers}) > 1:
         raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
     for one in wrappers:

@@ -230,7 +230,7 @@ class FlatState:
         wrapper, layout = self._one.wrapper, self._flat.layout
         slot = layout.slots[item.index]
         if wanted.uses_dtensor:
-            made: Tensor = meshed(chunk, slot, wrapper._device_mesh)
+            made: Tensor = meshed(chunk, slot, wrapper._mesh)
             return made.cpu() if wanted.offloads else made
         over_all = replace(layout, world=wrapper.world_size)
         return chunked(chunk.cpu() if wanted.offloads else chunk, slot, over_all, wrapper.process_group)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from impl.distributed.fsdp._state_dict.agreeing import agreed
+from impl.distributed.fsdp._state_dict.agreeing import told_by_all
 from impl.distributed.fsdp._state_dict.optim_deal import FlatLoad, Scatter, is_in_parts, whole_of
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import (
@@ -87,7 +87,7 @@ class Loading:
         if self._agrees:
             moves = self._moves() if problem is None else []
             told = (moves, [one.flat.rank for one in self._names.flats])
-            by_rank = agreed(problem, self._group, told)
+            by_rank = told_by_all(problem, self._group, told)
             self._refuse_different_moves([moves for moves, _ in by_rank])
             if self._rank0_only:
                 owners = zip(*(owned for _, owned in by_rank), strict=True)
@@ -242,7 +242,7 @@ def load_together(optim: Optimizer, state_dict: StateDict, group: dist.ProcessGr
     except Exception as error:
         problem = error
     try:
-        agreed(problem, group)
+        told_by_all(problem, group)
     except Exception:
         vars(optim).update(kept)
         raise

@@ -52,7 +52,7 @@ def saved(  # noqa: PLR0913  what torch's functions are told
     keyed = names.keyed(source, is_keyed_by_name(state_dict))
     given: dict[Any, StateDict] = state_dict["state"]
     mine = {names.of(parameter): given[key] for key, parameter in keyed.items() if key in given}
-    told = _told_by_all(mine, group)
+    told = _states_of_all(mine, group)
     merges = wrappers[0]._use_orig_params
     keys = _merged_keys(told, names) if merges else _first_ranks_keys(told)
     destination = dist.get_global_rank(group or _world(), 0)
@@ -93,7 +93,7 @@ def _warn_of_unknown(key: Any) -> None:
 # What the ranks have, between them
 
 
-def _told_by_all(mine: dict[Stepped, StateDict], group: dist.ProcessGroup | None) -> list[Told]:
+def _states_of_all(mine: dict[Stepped, StateDict], group: dist.ProcessGroup | None) -> list[Told]:
     """
     Raises:
         ValueError: a rank cannot save what it has.

@@ -138,7 +138,7 @@ class Saving:
         self._packed.add(id(chunk))
         packed: Any
         if self._config._use_dtensor:
-            packed = meshed(chunk, slot, self._wrapper._mesh())
+            packed = meshed(chunk, slot, self._wrapper._mesh)
         else:
             packed = chunked(chunk, slot, flat.layout, self._wrapper.process_group)
         return packed.cpu() if self._config.offload_to_cpu else packed

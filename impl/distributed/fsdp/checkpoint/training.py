@@ -21,10 +21,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from impl.distributed.fsdp._state_dict.agreeing import agreed
+from impl.distributed.fsdp._state_dict.agreeing import told_by_all
 from impl.distributed.fsdp.api import StateDictType
 from impl.distributed.fsdp.checkpoint.folders import begin, commit, standing
 from impl.distributed.fsdp.checkpoint.reading import LoadPlanner, Reader
@@ -121,12 +121,12 @@ def load(
     with _sharded_state_dicts(model):
         parameters = model.state_dict()
         with _together("read a checkpoint", group):
-            saved = reader.read_metadata().state_dict_metadata
-            wanted = _wanted(saved, parameters, optimizer is not None, others)
+            metadata = reader.read_metadata()
+            wanted = _wanted(metadata.state_dict_metadata, parameters, optimizer is not None, others)
         with _by_dcp("read a checkpoint"):
             dcp.load(
                 wanted,
-                storage_reader=reader,
+                storage_reader=_Acquainted(reader.path, metadata),
                 planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=group,
             )
@@ -164,6 +164,17 @@ def _entries(
 
 
 # What is read
+
+
+class _Acquainted(Reader):
+    """Has read the metadata, for which DCP asks on every rank."""
+
+    def __init__(self, path: str | os.PathLike[str], metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
 
 
 def _wanted(
@@ -244,7 +255,7 @@ def _together(doing: str, group: _Group) -> Generator[_Told]:
         yield told
     except Exception as error:
         problem = error
-    told.by_rank = agreed(problem, group, told.value, doing)
+    told.by_rank = told_by_all(problem, group, told.value, doing)
 
 
 @contextmanager
