@@ -1,0 +1,138 @@
+"""A model and its optimizer written by torch.distributed.checkpoint (DCP), and read into others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.optim import _NamedOptimizer
+
+from conformance.distributed.fsdp.fsdp_cases import gathered_parameters, wrapped
+from conformance.distributed.fsdp.method_cases import Lab
+from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, copied, plain, step
+
+_GATHERED = Way("FULL", offloads=False)
+
+
+@dataclass
+class _Trained:
+    """A model of other values for each `seed`, and an optimizer that has stepped it."""
+
+    lab: Lab
+    way: Way
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        lab = self.lab
+        self.model = wrapped(lab.rank, lab.library, lab.tree.build(self.seed), lab.setup)
+        self.optimizer = Optimized(steps=1 + self.seed).stepped(self.model)
+
+    def state(self) -> dict[str, Any]:
+        lab = Lab(self.lab.rank, self.lab.library, self.lab.setup, self.model)
+        with self.way.set_on(lab):
+            model = self.model.state_dict()
+        return {"model": model, "optimizer": self.way.save(lab, self.optimizer)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        lab = Lab(self.lab.rank, self.lab.library, self.lab.setup, self.model)
+        with self.way.set_on(lab):
+            self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(self.way.load(lab, self.optimizer, state["optimizer"]))
+
+    def whole(self) -> dict[str, Any]:
+        """Parameters, buffers and states by name, as each rank sees them."""
+        lab = Lab(self.lab.rank, self.lab.library, self.lab.setup, self.model)
+        states = _GATHERED.save(lab, self.optimizer)["state"]
+        return copied(
+            {
+                "parameters": gathered_parameters(lab.library, self.model),
+                "buffers": dict(self.model.named_buffers()),
+                "states": plain(states),
+            }
+        )
+
+
+def written(lab: Lab, *, path: str, way: Way) -> Any:
+    trained = _Trained(lab, way)
+    dcp.save(trained.state(), checkpoint_id=path)
+    return trained.whole()
+
+
+def read(lab: Lab, *, path: str, way: Way) -> Any:
+    trained = _Trained(lab, way, seed=1)
+    state = trained.state()
+    dcp.load(state, checkpoint_id=path)
+    trained.load(state)
+    return trained.whole()
+
+
+def written_meanwhile(lab: Lab, *, path: str, way: Way) -> Any:
+    """What it was when writing began; it is trained on while a thread writes."""
+    trained = _Trained(lab, way)
+    wanted = trained.whole()
+    # What stages by default asks ShardedTensor for its address, which has none.
+    stager = BlockingAsyncStager() if way.name == "SHARDED" and lab.setup.ranks != "mesh" else None
+    group = dist.new_group(backend="gloo")
+    begun: Any = dcp.async_save(trained.state(), checkpoint_id=path, process_group=group, async_stager=stager)
+    step(trained.model, trained.optimizer)
+    getattr(begun, "upload_completion", begun).result()
+    return wanted
+
+
+def read_in_part(lab: Lab, *, path: str, planner: Any) -> Any:
+    """Into a model that has more than was written: what was, what is after, and what should have been read."""
+    way = Way("SHARDED", offloads=False)
+    written, target = _Trained(lab, way), _Trained(lab, way, seed=1)
+    some = {name: value for name, value in written.state()["model"].items() if name.startswith("body.")}
+    dcp.save({"model": some}, checkpoint_id=path)
+    before, state = target.whole(), target.state()
+    dcp.load({"model": state["model"]}, checkpoint_id=path, planner=planner(allow_partial_load=True))
+    target.load(state)
+    return {"before": before, "after": target.whole(), "written": written.whole()}
+
+
+def named(lab: Lab, *, path: str) -> Any:
+    """The states of two of torch's `_NamedOptimizer`, of which the second has read what the first has written."""
+    first, second = _Named(lab, 0), _Named(lab, 1)
+    dcp.save(first.saved(), checkpoint_id=path)
+    state = second.saved()
+    dcp.load(state, checkpoint_id=path)
+    second.load(state)
+    return [first.own_state(), second.own_state()]
+
+
+class _Named:
+    def __init__(self, lab: Lab, seed: int) -> None:
+        model = wrapped(lab.rank, lab.library, lab.tree.build(seed), lab.setup)
+        optimizer: Any = _NamedOptimizer(dict(model.named_parameters()), torch.optim.Adam)  # pyright: ignore[reportArgumentType]
+        optimizer.init_state()
+        for _ in range(1 + seed):
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach() * 0.5
+            optimizer.step()
+        self._lab = Lab(lab.rank, lab.library, lab.setup, model)
+        self._optimizer = optimizer
+
+    def saved(self) -> dict[str, Any]:
+        with _GATHERED.set_on(self._lab):
+            return self._lab.fsdp.optim_state_dict(
+                self._lab.model, self._optimizer, self._optimizer.state_dict()
+            )
+
+    def load(self, state: dict[str, Any]) -> None:
+        with _GATHERED.set_on(self._lab):
+            found = self._lab.fsdp.optim_state_dict_to_load(
+                self._lab.model, self._optimizer, state, is_named_optimizer=True
+            )
+        self._optimizer.load_state_dict(found)
+
+    def own_state(self) -> dict[str, Any]:
+        """Of what the rank steps any of."""
+        states = self._optimizer.state_dict()["state"]
+        owned = {name for name, parameter in self._lab.model.named_parameters() if parameter.numel()}
+        return copied({name: states[name] for name in owned})

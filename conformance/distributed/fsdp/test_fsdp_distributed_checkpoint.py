@@ -1,0 +1,93 @@
+"""torch.distributed.checkpoint (DCP) end to end: what it wrote of a wrapped model and its optimizer comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+
+from conformance.clauses import clause
+from conformance.distributed.fsdp import dcp_cases as cases
+from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.judging import probed
+from conformance.distributed.fsdp.optim_state_cases import Way
+from conformance.distributed.fsdp.optim_state_judging import as_tensors, values_of
+from conformance.library import Library
+from conformance.ranks import RankPool
+from impl.distributed.fsdp.checkpoint import LoadPlanner
+
+FLAT, ORIGINAL = (Setup(wrap="leaves", arguments={"use_orig_params": one}) for one in (False, True))
+WHOLE, ROWS = Way("FULL", offloads=False), Way("SHARDED", offloads=False)
+both_kinds = pytest.mark.parametrize("setup", [FLAT, ORIGINAL], ids=["flat", "original"])
+Ranks = Callable[..., RankPool]
+
+
+def assert_same(wanted: Any, got: Any, place: str = "") -> None:
+    """Of nested dicts of tensors, as ranks saw them."""
+    if isinstance(wanted, dict):
+        assert wanted.keys() == got.keys(), f"{place}: {sorted(got)}, wanted {sorted(wanted)}"
+        for key, value in wanted.items():
+            assert_same(value, got[key], f"{place}[{key!r}]")
+    elif isinstance(wanted, torch.Tensor):
+        assert torch.equal(wanted, got), f"{place}: {got}, wanted {wanted}"
+    else:
+        assert wanted == got, f"{place}: {got}, wanted {wanted}"
+
+
+def assert_reads(pool: RankPool, subject: Library, setup: Setup, wanted: Any, path: Path, way: Way) -> None:
+    for seen in values_of(probed(pool, subject, cases.read, setup, path=str(path), way=way)):
+        assert_same(as_tensors(wanted), as_tensors(seen))
+
+
+@clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
+@pytest.mark.parametrize(
+    ("way", "worlds"), [(WHOLE, (2, 3)), (ROWS, (3, 2))], ids=lambda one: getattr(one, "name", None)
+)
+@both_kinds
+def test_another_number_of_ranks_reads_it(
+    subject: Library, ranks: Ranks, tmp_path: Path, setup: Setup, way: Way, worlds: tuple[int, int]
+) -> None:
+    before, after = worlds
+    wrote = probed(ranks(before), subject, cases.written, setup, path=str(tmp_path), way=way)
+    assert_reads(ranks(after), subject, setup, values_of(wrote)[0], tmp_path, way)
+
+
+@clause("distributed.fsdp.fsdp_distributed_checkpoint.asynchronous")
+@pytest.mark.parametrize(
+    ("setup", "way"),
+    [(FLAT, WHOLE), (ORIGINAL, ROWS), (Setup(wrap="leaves", ranks="mesh"), ROWS)],
+    ids=["whole", "ShardedTensor", "DTensor"],
+)
+def test_training_goes_on_while_it_is_written(
+    subject: Library, ranks: Ranks, tmp_path: Path, setup: Setup, way: Way
+) -> None:
+    pool = ranks(2)
+    wrote = probed(pool, subject, cases.written_meanwhile, setup, path=str(tmp_path), way=way)
+    assert_reads(pool, subject, setup, values_of(wrote)[0], tmp_path, way)
+
+
+@clause("distributed.fsdp.fsdp_distributed_checkpoint.in_part")
+@pytest.mark.parametrize("planner", [DefaultLoadPlanner, LoadPlanner], ids=["torch's", "ours"])
+def test_a_part_is_read(subject: Library, ranks: Ranks, tmp_path: Path, planner: type) -> None:
+    seen = probed(ranks(2), subject, cases.read_in_part, ORIGINAL, path=str(tmp_path), planner=planner)
+    for one in map(as_tensors, values_of(seen)):
+        for kind, after in one["after"].items():
+            source = one["before"] if kind == "states" else one["written"]
+            wanted = {
+                name: value if name.startswith("body.") or "._fsdp" in name else one["before"][kind][name]
+                for name, value in source[kind].items()
+            }
+            assert_same(wanted, after, kind)
+
+
+@clause("distributed.fsdp.fsdp_distributed_checkpoint.named")
+@both_kinds
+def test_torchs_named_optimizer(subject: Library, ranks: Ranks, tmp_path: Path, setup: Setup) -> None:
+    for first, second in map(
+        as_tensors, values_of(probed(ranks(2), subject, cases.named, setup, path=str(tmp_path)))
+    ):
+        assert_same(first, second)
