@@ -18,8 +18,8 @@ _FLAGS: dict[str, dict[str, bool | None]] = {
     "foreach": {"foreach": True, "fused": None},
     "single": {"foreach": False, "fused": None},
 }
-# What a constructor writes onto the optimizer beside its groups if it is built fused.
-_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+# What a constructor writes onto an optimizer that unscales its gradients by itself, as fused ones do; scalers read it.
+_MARK = "_step_supports_amp_scaling"
 
 
 def implementation_of(optimizer: Optimizer) -> str:
@@ -43,10 +43,9 @@ def choose(optimizer: Optimizer, implementation: str) -> None:
     like = [_built_with(optimizer, group, flags) for group in optimizer.param_groups]
     for owner in (optimizer.defaults, *optimizer.param_groups):
         owner.update(flags)
-    for mark in _MARKS:
-        vars(optimizer).pop(mark, None)
-        if mark in vars(like[0]):
-            setattr(optimizer, mark, getattr(like[0], mark))
+    vars(optimizer).pop(_MARK, None)
+    if hasattr(like[0], _MARK):
+        setattr(optimizer, _MARK, getattr(like[0], _MARK))
     for group in optimizer.param_groups:
         for param in group["params"]:
             _place_counter(optimizer.state.get(param, {}), param, group)

@@ -173,8 +173,8 @@ class Plan:
         self._optimizer = weakref.ref(optimizer)
         self._names = list_names(type(optimizer))
         self._planned: dict[int, GroupPlan] = {}  # by the id of the group, which it keeps alive
-        self._keys: list[Any] = []
-        self._dicts: list[Any] = []
+        # The keys and values of `optimizer.state` when each group's part of it was last found to be the kept one.
+        self._seen_state: tuple[list[Any], list[Any]] | None = None
         self._why_none = ""
         self.builds = 0
         self.because = "there was no step yet"
@@ -201,6 +201,7 @@ class Plan:
 
     def _build(self, optimizer: Optimizer, group: dict[str, Any], why: str) -> GroupPlan:
         self._planned.pop(id(group), None)
+        self._seen_state = None
         planned = GroupPlan(optimizer, group, self._names)
         self._planned[id(group)] = planned
         self.builds += 1
@@ -213,15 +214,17 @@ class Plan:
         self._why_none = "a group was added" if self._planned else "it is the first step"
         if len(self._planned) > len(optimizer.param_groups):
             self._keep(set(map(id, optimizer.param_groups)), "there are fewer groups")
-        if len(state) == len(self._keys) and same(state, self._keys) and same(state.values(), self._dicts):
-            return
+        if self._seen_state is not None:
+            keys, values = self._seen_state
+            if len(state) == len(keys) and same(state, keys) and same(state.values(), values):
+                return
         held = {
             key
             for key, planned in self._planned.items()
             if same(map(state.get, planned.params), planned.states)
         }
         self._keep(held, "a parameter's state was replaced")
-        self._keys, self._dicts = list(state), list(state.values())
+        self._seen_state = list(state), list(state.values())
 
     def _keep(self, held: set[int], why: str) -> None:
         if held != self._planned.keys():

@@ -121,8 +121,6 @@ def capture(optimizer: AnyOptimizer, *, implementation: Implementation | None = 
     if implementation is not None:
         choose(optimizer, implementation)
     if is_captured(optimizer):
-        if implementation is not None:
-            optimizer.__dict__["_init_group"].plan.drop("another implementation was chosen")
         return optimizer
     if "_init_group" in vars(optimizer):
         _EAGER[optimizer] = "somebody else has replaced its _init_group"

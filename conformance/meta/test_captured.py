@@ -1,0 +1,384 @@
+"""`impl.optim.capture` against the same optimizer without it: every optimizer of torch, one kind of event at a time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer, lr_scheduler
+
+from conformance.meta import captured_twins as on
+from conformance.meta.captured_twins import EAGER, FUSED, KINDS, LISTED, Side, Twins
+from impl.optim import capture, explain, release
+
+Event = tuple[Callable[..., Any], dict[str, Any]]
+
+pytestmark = pytest.mark.deadline(120)
+
+
+def steps(count: int, **kwargs: Any) -> list[Event]:
+    return [(on.iteration, {"seed": seed, **kwargs}) for seed in range(count)]
+
+
+def after(event: Callable[..., Any], **kwargs: Any) -> list[Event]:
+    """The event, once the step is replayed, and steps after it that are replayed too."""
+    return [*steps(3), (event, kwargs), *steps(3)]
+
+
+SCRIPTS: dict[str, list[Event]] = {
+    "steps": steps(4),
+    "gradients kept": [*steps(2), (on.add_to_gradients, {}), (on.step, {}), (on.step, {})],
+    "gradients zeroed": [*steps(2), (on.zero_grad, {"set_to_none": False}), (on.step, {}), (on.step, {})],
+    "some gradients missing": [*steps(2), *steps(2, missing=(0,)), *steps(2, missing=(1, 2)), *steps(2)],
+    "no gradients": [(on.step, {}), *steps(2), (on.zero_grad, {}), (on.step, {}), *steps(2)],
+    "a shared gradient": after(on.share_a_gradient),
+    "sparse gradients": [*steps(2), (on.give_gradients, {"sparse": True}), (on.step, {}), *steps(2)],
+    "a closure": after(on.step_with_closure),
+    "a closure that fails": after(on.step_with_closure, fails=True),
+    "hooks": after(on.hook_steps),
+    "a schedule": [(on.schedule, {}), *steps(1), (on.schedule_step, {}), *after(on.schedule_step)],
+    "a schedule after steps": [
+        *steps(2),
+        (on.schedule, {}),
+        (on.schedule_step, {}),
+        *after(on.schedule_step),
+    ],
+    "another group": after(on.add_group),
+    "a group less": [(on.add_group, {}), *after(on.drop_last_group)],
+    "another group's parameter": [(on.add_group, {}), *after(on.move_parameter_to_last_group)],
+    "saved and loaded": [*steps(2), (on.save, {}), *steps(2), (on.load, {}), *steps(2)],
+    "loaded from a file": [*steps(2), (on.save, {}), *steps(2), (on.load, {"through_file": True}), *steps(2)],
+    "its own state loaded": after(on.load),
+    "state cleared": after(on.clear_state),
+    "one state forgotten": after(on.forget_one_state),
+    "states swapped": [(on.add_group, {}), *after(on.swap_states)],
+    "state edited": after(on.edit_states, how="in place"),
+    "state replaced": after(on.edit_states, how="replaced"),
+    "state moved": after(on.edit_states, how="moved"),
+    "parameters moved": after(on.move_parameters),
+    "dtype changed": after(on.change_dtype),
+    "a deepcopy": after(on.go_on_with_a_copy, how="deepcopy"),
+    "a pickle": after(on.go_on_with_a_copy, how="pickle"),
+    "unscaled by itself": [*steps(2), (on.scaled, {}), (on.scaled, {"unscaled": True}), *steps(1)],
+    "skipped by itself": [*steps(2), (on.scaled, {"inf": True}), (on.scaled, {"unscaled": True}), *steps(1)],
+    "inference mode": after(on.in_inference_mode),
+    **{
+        f"{name} is {value}": after(on.set_values, **{name: value})
+        for name, value in (
+            ("lr", 0.5),
+            ("lr", torch.tensor(0.5)),
+            ("betas", (0.5, 0.6)),
+            ("weight_decay", 0.0),
+            ("weight_decay", 0.5),
+            ("eps", 0.5),
+            ("momentum", 0.0),
+            ("momentum", 0.5),
+            ("dampening", 0.5),
+            ("lr_decay", 0.5),
+            ("maximize", True),
+            ("nesterov", False),
+            ("amsgrad", True),
+            ("foreach", False),
+            ("fused", None),
+        )
+    },
+}
+
+
+def play(twins: Twins, events: list[Event]) -> None:
+    for event, kwargs in events:
+        twins.do(event, **kwargs)
+
+
+@pytest.mark.parametrize("script", list(SCRIPTS))
+@pytest.mark.parametrize("kind", list(FUSED))
+def test_a_fused_step_is_the_plain_one(kind: str, script: str) -> None:
+    play(Twins(kind, dtypes=(torch.float32, torch.bfloat16)), SCRIPTS[script])
+
+
+@pytest.mark.profile("full")
+@pytest.mark.parametrize("script", list(SCRIPTS))
+@pytest.mark.parametrize("kind", [*LISTED, *EAGER])
+def test_a_step_is_the_plain_one(kind: str, script: str) -> None:
+    play(Twins(kind), SCRIPTS[script])
+
+
+@pytest.mark.parametrize("kind", [*LISTED, *EAGER])
+def test_steps_of_every_optimizer_are_the_plain_ones(kind: str) -> None:
+    play(Twins(kind, groups=1 if kind == "LBFGS" else 2), [*steps(3), *steps(2, missing=(0,)), *steps(2)])
+
+
+def test_every_optimizer_of_torch_is_asked_about() -> None:
+    kinds = {
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    assert {name for name, _ in KINDS.values()} == kinds
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_how_a_step_is_done(kind: str) -> None:
+    side = Side(kind, captured=True)
+    for seed in range(3):
+        on.iteration(side, seed)
+    name, options = KINDS[kind]
+    told = explain(side.optimizer)
+    assert told.captured == (kind not in EAGER)
+    assert told.implementation == next((flag for flag in ("fused", "foreach") if options.get(flag)), "single")
+    # SGD makes its momentum in the first step, when the lists have been built.
+    makes_momentum = name == "SGD" and "momentum" in options
+    assert told.builds == (0 if kind in EAGER else 2 if makes_momentum else 1)
+
+
+REASONS: dict[str, tuple[Event, str]] = {
+    "nothing": ((on.zero_grad, {}), "it is the first step"),
+    "a missing gradient": ((on.give_gradients, {"missing": (0,)}), "the gradient of parameter 0 is None"),
+    "another group": ((on.add_group, {}), "a group was added"),
+    "a load": ((on.load, {"through_file": True}), "a parameter's state was replaced"),
+    "cleared state": ((on.clear_state, {}), "a parameter's state was replaced"),
+    "replaced state": ((on.edit_states, {"how": "replaced"}), "a parameter has other state"),
+    "a moved counter": ((on.edit_states, {"how": "moved"}), "a step counter has other memory"),
+    "a switch": ((on.set_values, {"amsgrad": False, "maximize": True}), "the group's maximize changed"),
+    "a tensor for lr": ((on.set_values, {"lr": torch.tensor(0.5)}), "the group's lr changed"),
+    "a schedule": ((on.set_values, {"lr": 0.5, "betas": (0.1, 0.2)}), "it is the first step"),
+}
+
+
+@pytest.mark.parametrize("name", list(REASONS))
+def test_why_lists_were_built_again(name: str) -> None:
+    (event, kwargs), because = REASONS[name]
+    side = Side("AdamW fused", captured=True)
+    for seed in range(3):
+        on.iteration(side, seed)
+    event(side, **kwargs)
+    if event is not on.give_gradients:
+        on.give_gradients(side)
+    on.step(side)
+    assert explain(side.optimizer).reason == because
+    assert because in str(explain(side.optimizer))
+
+
+class OwnStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+
+
+class OwnLists(torch.optim.SGD):
+    def _init_group(self, *args: Any) -> Any:
+        return super()._init_group(*args)
+
+
+class OwnOptimizer(Optimizer):
+    def _init_group(self, group: Any, params: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (OwnStep, "OwnStep has its own step: what its lists depend on is not known"),
+        (OwnLists, "OwnLists has its own _init_group: what its lists depend on is not known"),
+        (
+            lambda params: OwnOptimizer(params, {}),
+            "OwnOptimizer is not of torch.optim: what its lists depend on is not known",
+        ),
+        (torch.optim.LBFGS, "LBFGS builds no lists: it has no _init_group"),
+    ],
+)
+def test_why_an_optimizer_stays_eager(kind: Callable[..., Optimizer], reason: str) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))])
+    assert explain(optimizer).reason == "capture was not called"
+    assert capture(optimizer) is optimizer
+    assert str(explain(optimizer)) == f"eager, single: {reason}"
+    assert explain(release(optimizer)).reason == "capture was not called"
+
+
+def test_a_subclass_that_changes_nothing_of_the_step_is_captured() -> None:
+    class Mine(torch.optim.AdamW):
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            super().add_param_group(param_group)
+
+    assert explain(capture(Mine([torch.nn.Parameter(torch.zeros(1))]))).captured
+
+
+def test_released_it_is_plain_again() -> None:
+    twins = Twins("AdamW fused")
+    play(twins, steps(2))
+    assert release(twins.captured.optimizer) is twins.captured.optimizer
+    assert vars(twins.captured.optimizer).keys() == vars(twins.plain.optimizer).keys() - {"_init_group"}
+    play(twins, steps(2))
+    capture(capture(twins.captured.optimizer))
+    play(twins, steps(3))
+
+
+def test_counters_are_one_buffer_and_the_tensors_they_were() -> None:
+    side = Side("AdamW fused", captured=True)
+    on.iteration(side)
+    counters = [state["step"] for state in side.optimizer.state.values()]
+    assert len({step.untyped_storage().data_ptr() for step in counters}) == len(counters)
+    on.iteration(side)
+    after = [state["step"] for state in side.optimizer.state.values()]
+    assert all(one is other for one, other in zip(counters, after, strict=True))
+    assert len({step.untyped_storage().data_ptr() for step in after}) == 1
+    assert [float(step) for step in after] == [2.0] * len(after)
+
+
+def test_counters_that_share_memory_stay_as_they_are() -> None:
+    """torch adds once for each parameter, so that a counter of two counts twice."""
+
+    def share(side: Side) -> None:
+        states = list(side.optimizer.state.values())
+        states[1]["step"] = states[0]["step"]
+        states[2]["step"] = states[0]["step"].view(())
+
+    twins = Twins("AdamW fused")
+    play(twins, [*steps(3), (share, {}), *steps(3)])
+
+
+def test_two_optimizers_that_share_state_share_it_still() -> None:
+    """A load within a process gives both the same tensors."""
+
+    def together(side: Side) -> list[Any]:
+        other = Side("AdamW fused", captured=side.captured)
+        other.optimizer.load_state_dict(side.optimizer.state_dict())
+        for seed in range(4):
+            on.iteration(side, seed)
+            on.iteration(other, seed + 10)
+        return [side.seen(), other.seen()]
+
+    twins = Twins("AdamW fused")
+    play(twins, [*steps(3), (together, {}), *steps(2)])
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "single"])
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "AdamW fused", "Adam foreach", "SGD momentum", "Adagrad fused", "RMSprop"]
+)
+@pytest.mark.parametrize("before", [0, 2])
+def test_another_implementation(kind: str, implementation: Any, before: int) -> None:
+    """From then on it is an optimizer that was built so, with the same state."""
+    if (kind, implementation) == ("RMSprop", "fused"):
+        pytest.skip("torch has none")
+    name, options = KINDS[kind]
+    flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}[
+        implementation
+    ]
+    built, changed = Side(kind, captured=False), Side(kind, captured=True)
+    without = {key: value for key, value in options.items() if key not in ("fused", "foreach")}
+    for seed in range(before):
+        on.iteration(changed, seed)
+    built.optimizer = getattr(torch.optim, name)(built.params, **{**without, **flags})
+    with torch.no_grad():
+        for param, other in zip(built.params, changed.params, strict=True):
+            param.copy_(other)
+    if before:
+        groups = built.optimizer.state_dict()["param_groups"]
+        built.optimizer.load_state_dict(
+            {"state": on.copy.deepcopy(changed.optimizer.state_dict()["state"]), "param_groups": groups}
+        )
+    capture(changed.optimizer, implementation=implementation)
+    assert explain(changed.optimizer).implementation == implementation
+    twins = Twins.of(built, changed)
+    play(twins, steps(3))
+    unscales_by_itself = [
+        getattr(side.optimizer, "_step_supports_amp_scaling", None) for side in (built, changed)
+    ]
+    assert unscales_by_itself[0] == unscales_by_itself[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation", "error", "words"),
+    [
+        (
+            "RMSprop",
+            "fused",
+            ValueError,
+            "RMSprop has no fused implementation; leave the argument out to capture the single one",
+        ),
+        ("Muon", "foreach", ValueError, "Muon has no foreach implementation"),
+        ("AdamW", "quick", ValueError, "implementation is 'quick'; wanted one of"),
+        (
+            "Adam fused tensor lr",
+            "foreach",
+            ValueError,
+            "lr as a Tensor is not supported for capturable=False and foreach=True",
+        ),
+    ],
+)
+def test_an_implementation_that_there_is_not(kind: str, implementation: Any, error: Any, words: str) -> None:
+    side = Side(kind, captured=False)
+    on.iteration(side)
+    before = side.seen()
+    with pytest.raises(error, match=words):
+        capture(side.optimizer, implementation=implementation)
+    assert side.seen() == before
+    assert not explain(side.optimizer).captured
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD", "RMSprop"])
+def test_it_goes_when_its_last_user_goes(kind: str) -> None:
+    """Without the collector: nothing that capturing adds refers in a circle."""
+    gc.disable()
+    try:
+        side = Side(kind, captured=True)
+        for seed in range(3):
+            on.iteration(side, seed)
+        watched = [weakref.ref(side.optimizer), *map(weakref.ref, side.params)]
+        watched += [weakref.ref(value) for state in side.optimizer.state.values() for value in state.values()]
+        del side
+        assert [ref() for ref in watched] == [None] * len(watched)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "RMSprop"])
+def test_gradients_go_when_they_are_set_to_none(kind: str) -> None:
+    """Kept until the next step, they would add their size to the peak of the next forward and backward."""
+    side = Side(kind, captured=True, groups=2, dtypes=(torch.float32, torch.float64))
+    for seed in range(3):
+        on.iteration(side, seed)
+        watched = [weakref.ref(param.grad) for param in side.params]
+        side.optimizer.zero_grad()
+        assert [ref() for ref in watched] == [None] * len(watched)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(500, marks=pytest.mark.profile("full")),
+        pytest.param(10_000, marks=pytest.mark.profile("deep")),
+    ],
+)
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD momentum"])
+def test_nothing_grows(kind: str, count: int) -> None:
+    """Not with the steps, nor with what makes the lists be built again."""
+    side = Side(kind, captured=True, groups=2)
+
+    def round_of_steps() -> int:
+        on.iteration(side, 1)
+        on.iteration(side, 2, missing=(0,))
+        on.load(side)
+        on.iteration(side, 3)
+        on.iteration(side, 4)
+        side.optimizer.zero_grad()
+        gc.collect()
+        return len(gc.get_objects())
+
+    sizes = [round_of_steps() for _ in range(count // 4)]
+    assert max(sizes[len(sizes) // 2 :]) <= max(sizes[2 : len(sizes) // 2])
+
+
+def test_a_schedule_builds_nothing() -> None:
+    side = Side("SGD fused momentum", captured=True)
+    scheduler = lr_scheduler.OneCycleLR(side.optimizer, max_lr=0.5, total_steps=20)
+    for seed in range(3):
+        on.iteration(side, seed)
+    builds = explain(side.optimizer).builds
+    for seed in range(10):
+        on.iteration(side, seed)
+        scheduler.step()
+    assert explain(side.optimizer).builds == builds
