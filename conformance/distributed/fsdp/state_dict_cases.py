@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,20 +185,24 @@ FAULTS: dict[str, Fault] = {
     "misshaped buffer": lambda found: found.update({_BUFFER: torch.ones(2)}),
     "a word": lambda found: found.update({_SOME: "word"}),
     "whole": lambda found: found.update({_SOME: torch.ones(4, 3)}),
+    "without values": lambda found: found.update({_SOME: found[_SOME].to("meta")}),
+    "misshaped part": lambda found: found.update({_SOME: found["head.weight"]}),
 }
 
 
-def failed(lab: Lab, *, form: Form, fault: str, on: Sequence[int]) -> dict[str, Any]:
+def failed(lab: Lab, *, form: Form, fault: str, on: Sequence[int], assign: bool = False) -> dict[str, Any]:
     """What loading a dict raises on each rank, with a fault on some; and whether it has left anything."""
     state_dict = _moved(_state_dict_of(lab, form))
     if lab.rank.rank in on:
         FAULTS[fault](state_dict)
-    return _tried_to_load(lab, state_dict)
+    return _tried_to_load(lab, state_dict, assign=assign)
 
 
-def _tried_to_load(lab: Lab, state_dict: dict[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
+def _tried_to_load(
+    lab: Lab, state_dict: dict[str, Any], module: nn.Module | None = None, assign: bool = False
+) -> dict[str, Any]:
     before = whole_state(lab)
-    error = tried(lambda: (module or lab.model).load_state_dict(state_dict))
+    error = tried(lambda: (module or lab.model).load_state_dict(state_dict, assign=assign))
     after = whole_state(lab)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     return {"error": error, "changed": changed, "loss": lab.backward()}
@@ -275,6 +280,38 @@ def assigned(lab: Lab, *, form: Form) -> dict[str, Any]:
     """Whether `assign` loads what units manage; it trains on."""
     lab.model.load_state_dict(_state_dict_of(lab, form), assign=True)
     return {"loaded": _has_values_of_other(lab), "loss": lab.backward()}
+
+
+def built_on_meta(lab: Lab, *, form: Form, assign: bool) -> dict[str, Any]:
+    """What has loaded of a model whose modules had no memory: its unit made some, but for a part that it ignores."""
+    origin = wrapped(lab.rank, lab.library, lab.tree.build(1), lab.setup)
+    target = _wrapped_on_meta(lab)
+    for one in (origin, target):
+        set_form(lab.library, one, form)
+    state_dict, wanted = origin.state_dict(), gathered_parameters(lab.library, origin)
+    ignored = [name for name in wanted if name.startswith("body.parts.0.")]
+    state_dict |= {name: wanted[name] for name in ignored}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        target.load_state_dict(state_dict, assign=assign)
+    got = gathered_parameters(lab.library, target)
+    loaded = {name for name in got if not got[name].is_meta and torch.equal(got[name], wanted[name])}
+    return {
+        "ignored": loaded.issuperset(ignored),
+        "managed": loaded.issuperset(got.keys() - set(ignored)),
+        "warned": any("which is a no-op" in str(one.message) for one in told),
+    }
+
+
+def _wrapped_on_meta(lab: Lab) -> nn.Module:
+    plain, device = lab.tree.build().to("meta"), lab.rank.device
+    return lab.fsdp(
+        plain,
+        device_id=device,
+        use_orig_params=lab.setup.uses_orig_params,
+        ignored_modules=[plain.body.parts[0]],
+        param_init_fn=lambda module: module.to_empty(device=device, recurse=False),
+    )
 
 
 def _has_values_of_other(lab: Lab) -> bool:

@@ -33,7 +33,7 @@ def values_of(seen: Sequence[Outcome]) -> list[Any]:
 
 @clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
-@pytest.mark.parametrize("fault", ["missing", "misshaped"])
+@pytest.mark.parametrize("fault", ["missing", "misshaped", "without values"])
 @pytest.mark.parametrize("setup", [LEAVES, ORIGINALS], ids=["flat", "originals"])
 def test_a_load_that_fails_on_one_rank(
     deviation: DeviationJudge, ranks: Ranks, setup: Setup, fault: str
@@ -139,6 +139,64 @@ def test_what_a_module_puts_in_and_does_not_fit(subject: Library, ranks: Ranks) 
         assert "head.weight: rank" in one["error"]
         assert "shape (1, 7), but keeps a tensor of shape (2, 7)" in one["error"]
         assert not one["changed"]
+
+
+@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@pytest.mark.parametrize(
+    ("setup", "kind"),
+    [
+        (LEAVES, "ShardedTensor"),
+        (ORIGINALS, "ShardedTensor"),
+        (Setup(wrap="leaves", ranks="mesh"), "DTensor"),
+    ],
+    ids=["flat", "originals", "mesh"],
+)
+def test_parts_of_another_shape(subject: Library, ranks: Ranks, setup: Setup, kind: str) -> None:
+    if subject.package == "torch":
+        unavailable("torch's ranks exchange what does not fit, and need not come back")
+    asks, form = state_dict_cases.failed, Form("SHARDED")
+    seen = values_of(probed(ranks(2), subject, asks, setup, form=form, fault="misshaped part", on=[1]))
+    told = f"body.parts.0.inner.weight: rank 1 of 2 was given a {kind} of shape (2, 7) but the parameter has the shape"
+    for one in seen:
+        assert told in one["error"]
+        assert not one["changed"]
+
+
+@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@pytest.mark.parametrize("setup", [LEAVES, ORIGINALS], ids=["flat", "originals"])
+def test_what_has_no_values_is_not_assigned(subject: Library, ranks: Ranks, setup: Setup) -> None:
+    if subject.package == "torch":
+        unavailable("torch assigns it to what it does not compute with: fsdp.assigned_parameters")
+    asks, fault = state_dict_cases.failed, "without values"
+    seen = values_of(probed(ranks(2), subject, asks, setup, form=Form(), fault=fault, on=[1], assign=True))
+    for one in seen:
+        assert "rank 1 was given a meta tensor of shape" in one["error"]
+        assert not one["changed"]
+
+
+@clause("distributed.fsdp.fsdp_state_dict.built_on_meta")
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+@pytest.mark.parametrize("originals", [False, True])
+def test_modules_built_on_meta(subject: Library, ranks: Ranks, kind: str, originals: bool) -> None:
+    setup = Setup(arguments={"use_orig_params": originals})
+    asks = state_dict_cases.built_on_meta
+    for one in values_of(probed(ranks(2), subject, asks, setup, form=Form(kind), assign=False)):
+        assert one == {"ignored": False, "managed": True, "warned": True}
+
+
+@clause("distributed.fsdp.fsdp_state_dict.built_on_meta")
+@pytest.mark.deviation("fsdp.assigned_parameters")
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+def test_modules_built_on_meta_are_assigned_to(deviation: DeviationJudge, ranks: Ranks, kind: str) -> None:
+    def probe(library: Library) -> Any:
+        asks, form = state_dict_cases.built_on_meta, Form(kind)
+        return values_of(probed(ranks(2), library, asks, ORIGINALS, form=form, assign=True))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: all(one["ignored"] and not one["managed"] for one in seen),
+        we_do=lambda seen: all(one["ignored"] and one["managed"] and not one["warned"] for one in seen),
+    )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.another_world")

@@ -75,7 +75,7 @@ class Loading:
         Collectives: all-reduces over the units' groups; and what writing takes.
         """
         self._end()
-        problem = problem or "\n\t".join(one for unit in self._units.values() for one in unit.misshapen())
+        problem = problem or "\n\t".join(one for unit in self._units.values() for one in unit.unfit())
         given = [one for wrapper in self.wrappers for one in self._given_to(wrapper)]
         try:
             verdict = problem_of_any(self.wrappers, problem, given)
@@ -148,8 +148,8 @@ class UnitLoading:
             self._sources = {flat: _taken(flat) for flat in self._unit.flats}
         self._shown.close()
 
-    def misshapen(self) -> list[str]:
-        """What modules that load in a way of their own have put in a parameter's place, and does not fit there."""
+    def unfit(self) -> list[str]:
+        """What was put in a parameter's place and cannot be copied from there, in words."""
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             return []
         return [
@@ -201,22 +201,23 @@ class UnitLoading:
             value = state_dict[key]
             chunk = chunk_in(value, wanted, self._wrapper.rank)
             slot = flat.layout.slots[index]
-            if tuple(value.size()) == slot.shape:
-                problem = self._problem_of(chunk, slot, flat)
-                problems += [f"{prefix}{name}: {problem}"] if problem else []
-            part = torch.empty(0, *value.size()[1:], dtype=value.dtype) if chunk is None else chunk
-            state_dict[key] = self._stand_in(value.size(), value.dtype, name, part)
+            problem = self._problem_of(value, chunk, slot, flat)
+            problems += [f"{prefix}{name}: {problem}"] if problem else []
+            part = torch.empty(0, *slot.shape[1:], dtype=value.dtype) if chunk is None else chunk
+            state_dict[key] = self._stand_in(torch.Size(slot.shape), value.dtype, name, part)
         return problems
 
-    def _problem_of(self, chunk: Tensor | None, slot: Slot, flat: Flat) -> str:
-        groups = self._unit.groups
+    def _problem_of(self, value: Any, chunk: Tensor | None, slot: Slot, flat: Flat) -> str:
+        groups, mine = self._unit.groups, f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given"
+        if tuple(value.size()) != slot.shape:
+            return f"{mine} {_form_of(value)} but the parameter has the shape {slot.shape}"
         wanted = chunk_of(slot, groups.shard_rank, flat.layout.world).shape
         got = (0, *slot.shape[1:]) if chunk is None else tuple(chunk.shape)
         if got == wanted:
             return ""
         return (
-            f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given a part of shape {got} but keeps "
-            f"{wanted}; what another number of ranks has saved is loaded by torch.distributed.checkpoint"
+            f"{mine} a part of shape {got} but keeps {wanted}; what another number of ranks has saved is loaded by "
+            "torch.distributed.checkpoint"
         )
 
     def _write_chunks(self, flat: Flat, given: Sequence[int], chunks: Sequence[Tensor]) -> None:
@@ -255,7 +256,7 @@ class UnitLoading:
     def _shard_in(self, value: ShardedTensor, flat: Flat) -> tuple[str, Tensor]:
         rank, layout = self._unit.groups.shard_rank, flat.layout
         shards = value.local_shards()
-        got = [(one.metadata.shard_offsets[0], one.tensor.numel()) for one in shards]
+        got = [(one.metadata.shard_offsets[0], one.tensor.numel()) for one in shards if not one.tensor.is_meta]
         numel = own_numel(layout, rank)
         wanted = [(rank * layout.shard_numel, numel)] if numel else []
         if got == wanted and value.size().numel() == layout.numel:
@@ -349,6 +350,8 @@ def _taken(flat: Flat) -> list[Any]:
 
 def _form_of(source: Any) -> str:
     kind = f"a {type(source).__name__}" if isinstance(source, (ShardedTensor, DTensor)) else "a tensor"
+    if not isinstance(source, ShardedTensor) and source.is_meta:
+        kind = "a meta tensor"
     return f"{kind} of shape {tuple(source.shape)}"
 
 

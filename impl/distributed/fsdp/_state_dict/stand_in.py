@@ -48,12 +48,15 @@ class StandIn(ReleasedParameter):
         """
         Raises:
             TypeError: it is dealt to ranks, where a whole tensor is wanted.
+            NotImplementedError: it has no values.
         """
         if isinstance(given, (ShardedTensor, DTensor)):
             raise TypeError(
                 f"expected a whole tensor for {self._name} but got a {type(given).__name__}; load it with "
                 "SHARDED_STATE_DICT"
             )
+        if isinstance(given, Tensor) and given.is_meta and not isinstance(given, StandIn):
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         self.source = given.source if isinstance(given, StandIn) else given
 
 
