@@ -1,4 +1,4 @@
-"""A captured optimizer and a plain one in lockstep: whatever happens, in whatever order, they stay the same to the bit."""
+"""A captured optimizer and a plain one in lockstep: whatever happens, in any order, they stay the same to the bit."""
 
 from __future__ import annotations
 

@@ -1,0 +1,131 @@
+"""The step of a captured optimizer: impl's beside torch's, which has the same optimizer without it.
+
+`against` is torch's implementation; impl's is the fused one, where torch has one.
+"""
+
+import itertools
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import comparison
+from benchmarks.common import DEVICES, GRADIENTS, HEADLINES, SHAPES, SUBJECTS, Training, member, training
+from benchmarks.timing import Workload
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-4, "fused": True},
+    "SGD": {"lr": 1e-4, "momentum": 0.9, "fused": True},
+    "Adagrad": {"lr": 1e-4, "fused": True},
+    "RMSprop": {"lr": 1e-4, "foreach": True},
+}
+
+
+def optimizer_of(subject: str, data: Training, name: str, **options: Any) -> torch.optim.Optimizer:
+    made = getattr(torch.optim, name)(data.parameters, **options)
+    return made if subject == "torch" else member(subject, "optim.capture")(made)
+
+
+def work(
+    data: Training, optimizer: torch.optim.Optimizer, step: Callable[[], Any], gradients: str
+) -> Workload:
+    def effect() -> list[torch.Tensor]:
+        before = [parameter.detach().clone() for parameter in data.parameters]
+        optimizer.state.clear()
+        step()
+        after = [parameter.detach().clone() for parameter in data.parameters[:1_000]]
+        with torch.no_grad():
+            torch._foreach_copy_(data.parameters, before)
+        return after
+
+    return Workload(step, data.renew if gradients == "renewed" else None, effect)
+
+
+def step(subject: str, shapes: str, against: str, gradients: str, device: str) -> Workload:
+    data = training(shapes, "float32", device)
+    options = {"fused": True} if subject != "torch" or against == "fused" else {"foreach": True}
+    optimizer = optimizer_of(subject, data, "AdamW", lr=1e-4, **options)
+    return work(data, optimizer, optimizer.step, gradients)
+
+
+def other_step(subject: str, optimizer: str, shapes: str, device: str) -> Workload:
+    data = training(shapes, "float32", device)
+    made = optimizer_of(subject, data, optimizer, **OPTIMIZERS[optimizer])
+    return work(data, made, made.step, "renewed")
+
+
+def changing_step(subject: str, shapes: str, device: str) -> Workload:
+    """The first parameter has a gradient in every second step alone: lists are never the same twice."""
+    data = training(shapes, "float32", device)
+    optimizer = optimizer_of(subject, data, "AdamW", lr=1e-4, fused=True)
+    gradients = itertools.cycle([None, data.parameters[0].grad])
+
+    def prepare() -> None:
+        data.parameters[0].grad = next(gradients)
+
+    done = work(data, optimizer, optimizer.step, "kept")
+    return Workload(done.call, prepare, done.effect)
+
+
+def compiled_step(subject: str, shapes: str, device: str) -> Workload:
+    """impl's is captured, torch's compiled, which takes a minute for a hundred tensors and needs a compiler."""
+    if device == "cpu" and shutil.which("c++") is None:
+        raise NotImplementedError("no C++ compiler")
+    data = training(shapes, "float32", device)
+    optimizer = optimizer_of(
+        subject, data, "AdamW", lr=1e-4, **({} if subject == "torch" else {"fused": True})
+    )
+    call: Callable[[], Any] = torch.compile(optimizer.step) if subject == "torch" else optimizer.step
+    return work(data, optimizer, call, "kept")
+
+
+class RatioCapturedStep(comparison.Ratio):
+    title = "optimizer.step, captured"
+    params = [list(SHAPES), ["fused", "foreach"], GRADIENTS, DEVICES]
+    param_names = ["shapes", "against", "gradients", "device"]
+    workload = staticmethod(step)
+
+    def setup_cache(self):
+        return self.measure_all()
+
+    setup_cache.timeout = 1_800
+
+
+class RatioCapturedOther(comparison.Ratio):
+    title = "optimizer.step of other optimizers, captured"
+    params = [["SGD", "Adagrad", "RMSprop"], ["1000x1k"], DEVICES]
+    param_names = ["optimizer", "shapes", "device"]
+    workload = staticmethod(other_step)
+
+    def setup_cache(self):
+        return self.measure_all()
+
+
+class RatioCapturedChanging(comparison.Ratio):
+    title = "optimizer.step, captured, its lists built again each time"
+    params = [["1000x1k"], DEVICES]
+    param_names = ["shapes", "device"]
+    workload = staticmethod(changing_step)
+
+    def setup_cache(self):
+        return self.measure_all()
+
+
+class RatioCapturedAgainstCompiled(comparison.Ratio):
+    title = "optimizer.step, captured, against torch's compiled"
+    params = [["1x1k", "100x1k"], DEVICES]
+    param_names = ["shapes", "device"]
+    workload = staticmethod(compiled_step)
+
+    def setup_cache(self):
+        return self.measure_all()
+
+    setup_cache.timeout = 1_800
+
+
+class CapturedStep(comparison.Absolute):
+    title = "optimizer.step, captured"
+    params = [SUBJECTS, HEADLINES, ["fused"], ["kept"], DEVICES]
+    param_names = ["subject", "shapes", "against", "gradients", "device"]
+    workload = staticmethod(step)
