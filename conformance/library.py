@@ -52,6 +52,8 @@ class Library:
 
     def find(self, path: str) -> Any:
         """The object at a dotted path; modules come back as places one can look further from."""
+        if self.package == "torch":
+            path = surface.PRIVATE_IN_TORCH.get(path, path)
         found: Any = self._root
         walked = self.package
         for name in path.split("."):

@@ -29,7 +29,11 @@ MODULES = (
 # A class whose clauses are being written: they may name what it has, which need not all be named yet.
 BEGUN = ("distributed.fsdp.FullyShardedDataParallel",)
 # Public by a spelling that no `__all__` lists, or listed and not ours.
-ADDED = ("nn.utils.get_total_norm", "nn.utils.clip_grads_with_norm_")
+ADDED = ("nn.utils.get_total_norm", "nn.utils.clip_grads_with_norm_", "dynamo.OptimizerVariable")
+# Where torch has what other packages may have in public.
+PRIVATE_IN_TORCH = {"dynamo.OptimizerVariable": "_dynamo.variables.optimizer.OptimizerVariable"}
+# Called by Dynamo alone: what it does is judged by what a compiled step does, whatever its methods are called.
+CALLED_BY_TORCH = ("dynamo.OptimizerVariable",)
 LEFT_OUT = {
     "cuda.amp.amp_definitely_not_available": "asks whether this torch was built with CUDA; not part of AMP's behaviour"
 }
@@ -49,7 +53,7 @@ class Item:
 
 def resolve(path: str) -> Any:
     """torch's object at a path below `torch`."""
-    module, _, name = f"torch.{path}".rpartition(".")
+    module, _, name = f"torch.{PRIVATE_IN_TORCH.get(path, path)}".rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
@@ -107,6 +111,8 @@ def owners() -> frozenset[str]:
 
 def _items_of(path: str, value: Any) -> Iterator[Item]:
     yield Item(path)
+    if path in CALLED_BY_TORCH:
+        return
     if inspect.isclass(value):
         if issubclass(value, enum.Enum):
             return

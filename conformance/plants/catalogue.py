@@ -22,6 +22,7 @@ from conformance.plants import (  # noqa: F401 to import an area is to enter its
     distributed_fsdp_sharded_grad_scaler,
     distributed_fsdp_summon,
     distributed_fsdp_wrap,
+    dynamo_optimizer,
     generated,
     nn_utils_clip_grad_dtensor,
     nn_utils_clip_grad_norm,

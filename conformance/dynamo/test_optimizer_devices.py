@@ -1,0 +1,159 @@
+"""Which tensors lie where, which Dynamo may count on, and what stays when the optimizer is gone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import assert_same_outcome
+from conformance.results import unavailable
+from conformance.strategies.compiled_steps import Rig, Script, outcome, tracing_of
+from conformance.strategies.optimizers import Make, maker
+from conformance.strategies.user_optimizers import Collecting
+
+SGD, ADAM = maker("SGD", options=["momentum"]), maker("Adam")
+
+
+@clause("dynamo.optimizer.devices.addresses")
+@pytest.mark.parametrize("make", [SGD, ADAM, Collecting])
+def test_what_is_marked(subject: Library, reference: Library, device: str, make: Make) -> None:
+    def script(rig: Rig) -> Any:
+        rig.without_gradient = {2}
+        return rig.train(3).marks()
+
+    outcomes = [outcome(library, script, make, device=device) for library in (reference, subject)]
+    assert_same_outcome(*outcomes)
+    marks = outcomes[1].value
+    assert set(marks["parameters"]) == {"guarded"}
+    assert set(marks["gradients"]) == {"None", "no tensor"}
+    assert {mark for entry in marks["state"] for mark in entry.values()} <= {"guarded"}
+
+
+@clause("dynamo.optimizer.devices.addresses")
+def test_tensors_of_nested_state_are_marked(subject: Library, reference: Library, device: str) -> None:
+    def script(rig: Rig) -> Any:
+        rig.train()
+        factors = [torch.ones(2, device=device), torch.ones(2, device=device)]
+        rig.optimizer.state[rig.parameters[1]]["factors"] = {"rows": factors[0], "columns": [factors[1]]}
+        rig.train()
+        return [getattr(each, "_dynamo_static_input_type", None) for each in factors], rig.seen()
+
+    outcomes = [outcome(library, script, ADAM, device=device) for library in (reference, subject)]
+    assert_same_outcome(*outcomes)
+
+
+def where_scalars_go(name: str) -> Script:
+    """On which devices they are after plain steps, and after compiled ones."""
+
+    def script(rig: Rig) -> Any:
+        def devices() -> list[str]:
+            return [str(rig.optimizer.state[each][name].device) for each in rig.parameters]
+
+        rig.plain_train(2)
+        before = devices()
+        rig.train(2)
+        return before, devices()
+
+    return script
+
+
+@clause("dynamo.optimizer.devices.scalars_move")
+@pytest.mark.parametrize("name", ["Adam", "RMSprop", "Rprop"])
+def test_loaded_step_counts_move(subject: Library, reference: Library, name: str) -> None:
+    """To a device without memory, which every machine has."""
+    script = where_scalars_go("step")
+    outcomes = [outcome(library, script, maker(name), device="meta") for library in (reference, subject)]
+    assert_same_outcome(*outcomes)
+    assert outcomes[1].value == (["cpu"] * 4, ["meta"] * 4)
+
+
+@clause("dynamo.optimizer.devices.scalars_move")
+@pytest.mark.deviation("optimizer_variable.products_move_too")
+def test_the_product_of_momenta_moves(deviation: DeviationJudge) -> None:
+    script = where_scalars_go("mu_product")
+
+    def probe(library: Library) -> Any:
+        found = outcome(library, script, maker("NAdam"), device="meta")
+        return found.raised.kind.__name__ if found.raised else found.value
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == "TorchRuntimeError",
+        we_do=lambda seen: seen == (["cpu"] * 4, ["meta"] * 4),
+    )
+
+
+@clause("dynamo.optimizer.devices.scalars_move")
+def test_step_counts_on_the_cpu_stay_the_same_tensors(subject: Library) -> None:
+    def script(rig: Rig) -> bool:
+        state = rig.plain_train(2).optimizer.state
+        before = [state[each]["step"] for each in rig.parameters]
+        rig.train(2)
+        return all(state[each]["step"] is was for each, was in zip(rig.parameters, before, strict=True))
+
+    assert outcome(subject, script, ADAM).value is True
+
+
+@clause("dynamo.optimizer.devices.capturable")
+@pytest.mark.parametrize("first", ["compiled", "plain"])
+def test_step_counts_lie_on_the_device(subject: Library, device: str, first: str) -> None:
+    if device != "cuda":
+        unavailable("no device that can capture")
+
+    def script(rig: Rig) -> Any:
+        (rig.train if first == "compiled" else rig.plain_train)(1)
+        rig.without_gradient = set()
+        rig.train(2)
+        return {rig.optimizer.state[each]["step"].device.type for each in rig.parameters}, rig.graphs.inputs
+
+    devices, _ = outcome(subject, script, ADAM, device=device).value
+    assert devices == {"cuda"}
+
+
+@clause("dynamo.optimizer.devices.capturable")
+def test_no_step_reads_a_count(subject: Library, device: str) -> None:
+    """Nor recompiles for its value, from the second step on, though the groups say that they are not capturable."""
+
+    def script(rig: Rig) -> list[int]:
+        return rig.train(12).compiled_after
+
+    assert outcome(subject, script, ADAM, device=device).value == [1] * 12
+
+
+@clause("dynamo.optimizer.lifetime.freed")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("make", [SGD, ADAM, Collecting])
+def test_tensors_go_with_the_optimizer(subject: Library, device: str, make: Make, backend: str) -> None:
+    with tracing_of(subject):
+        rig = Rig(make, device, backend)
+        rig.without_gradient = {3}
+        rig.train(2)
+        rig.without_gradient = set()
+        rig.train(2)
+        tensors = [*rig.parameters, *(t for entry in rig.optimizer.state.values() for t in entry.values())]
+        alive = [weakref.ref(tensor) for tensor in tensors]
+        graphs = rig.graphs
+        del rig, tensors
+        gc.collect()
+        assert graphs.inputs, "nothing was compiled"
+        assert [seen().shape for seen in alive if seen() is not None] == []
+
+
+@clause("dynamo.optimizer.lifetime.freed")
+def test_a_new_optimizer_at_an_old_address_is_no_old_one(subject: Library, device: str) -> None:
+    with tracing_of(subject):
+        step = torch.compile(lambda optimizer: optimizer.step(), backend="eager")
+        for _ in range(6):
+            rig = Rig(SGD, device)
+            rig.set_gradients()
+            wanted = [p.detach() - 0.05 * p.grad for p in rig.parameters]
+            step(rig.optimizer)
+            torch.testing.assert_close([p.detach() for p in rig.parameters], wanted)
+            del rig

@@ -1,0 +1,467 @@
+"""What may happen between two compiled steps: values, graphs and recompilations are torch's."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import assert_same_outcome
+from conformance.strategies.compiled_steps import Rig, Script, after, outcome, soon, tracing_of
+from conformance.strategies.optimizers import COMPILED, Make, four_parameters, maker
+
+SGD = maker("SGD", options=["momentum"])
+ADAM = maker("Adam", options=["weight_decay"])
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.01, "momentum": 0.5}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def assert_torchs(subject: Library, reference: Library, script: Script, make: Make, **rig: Any) -> None:
+    outcomes = [outcome(library, after(script), make, **rig) for library in (reference, subject)]
+    assert_same_outcome(*outcomes)
+    assert outcomes[0].raised is None, "the script itself fails on torch"
+
+
+@clause("dynamo.optimizer.graphs.one_for_a_step")
+def test_the_same_graphs_of_two_groups(subject: Library, reference: Library, device: str) -> None:
+    assert_torchs(subject, reference, lambda rig: rig.train(3), two_groups, device=device)
+
+
+@clause("dynamo.optimizer.graphs.one_for_a_step")
+@pytest.mark.parametrize("name", soon(COMPILED, "SGD", "Adam"))
+def test_the_same_graphs_of_each(subject: Library, reference: Library, device: str, name: str) -> None:
+    assert_torchs(subject, reference, lambda rig: rig.train(3), maker(name), device=device)
+
+
+# --- numbers in the groups
+
+
+def set_number(name: str, values: list[Any], group: int = 0) -> Script:
+    def script(rig: Rig) -> None:
+        for value in values:
+            rig.train()
+            rig.optimizer.param_groups[group][name] = value
+        rig.train()
+
+    return script
+
+
+def scheduled(make_scheduler: Any) -> Script:
+    def script(rig: Rig) -> None:
+        scheduler = make_scheduler(rig.optimizer)
+        for _ in range(4):
+            rig.train()
+            scheduler.step()
+
+    return script
+
+
+def fill_tensor_lr(rig: Rig) -> None:
+    for value in (0.1, 0.2, 0.3):
+        rig.optimizer.param_groups[0]["lr"].fill_(value)
+        rig.train()
+
+
+NUMBERS = {
+    "lr": (set_number("lr", [0.1, 0.2, 0.3]), ADAM),
+    "lr of the second group": (set_number("lr", [0.1, 0.2, 0.3], group=1), two_groups),
+    "betas": (set_number("betas", [(0.5, 0.9), (0.6, 0.8), (0.7, 0.95)]), ADAM),
+    "momentum": (set_number("momentum", [0.5, 0.6, 0.7]), SGD),
+    "tensor lr": (fill_tensor_lr, maker("Adam", "tensor lr")),
+    "tensor lr replaced": (
+        set_number("lr", [torch.tensor(0.1), torch.tensor(0.2)]),
+        maker("Adam", "tensor lr"),
+    ),
+    "StepLR": (scheduled(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)), SGD),
+    "OneCycleLR": (
+        scheduled(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)),
+        ADAM,
+    ),
+}
+
+
+@clause("dynamo.optimizer.guards.schedules")
+@pytest.mark.parametrize("case", soon(NUMBERS, "lr of the second group", "betas", "tensor lr"))
+def test_numbers_that_change(subject: Library, reference: Library, device: str, case: str) -> None:
+    script, make = NUMBERS[case]
+    assert_torchs(subject, reference, script, make, device=device)
+
+
+# --- gradients
+
+
+def gradients_go(*which: int) -> Script:
+    def script(rig: Rig) -> None:
+        for lacking in (which, (), which):
+            rig.without_gradient = set(lacking)
+            rig.train(2)
+
+    return script
+
+
+def zero_grad(set_to_none: bool) -> Script:
+    def script(rig: Rig) -> None:
+        for _ in range(3):
+            rig.set_gradients()
+            gradients = [parameter.grad for parameter in rig.parameters]
+            rig.optimizer.zero_grad(set_to_none=set_to_none)
+            for parameter, gradient in zip(rig.parameters, gradients, strict=True):
+                if set_to_none:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.add_(len(rig.compiled_after) + 1.0)
+            rig.take_step()
+
+    return script
+
+
+GRADIENTS = {
+    "the first's": (gradients_go(0), ADAM),
+    "the last's": (gradients_go(3), SGD),
+    "the second group's": (gradients_go(2, 3), two_groups),
+    "all but one": (gradients_go(0, 1, 2), ADAM),
+    "none at all": (gradients_go(0, 1, 2, 3), SGD),
+    "other tensors": (zero_grad(True), ADAM),
+    "the same tensors": (zero_grad(False), ADAM),
+}
+
+
+@clause("dynamo.optimizer.guards.gradients")
+@pytest.mark.parametrize("case", soon(GRADIENTS, "the last's", "the second group's"))
+def test_gradients_come_and_go(subject: Library, reference: Library, device: str, case: str) -> None:
+    script, make = GRADIENTS[case]
+    assert_torchs(subject, reference, script, make, device=device)
+
+
+# --- groups
+
+
+def add_group(rig: Rig) -> None:
+    rig.train(2)
+    added = four_parameters(rig.parameters[0].device.type)[:1]
+    rig.parameters += added
+    rig.optimizer.add_param_group({"params": added, "lr": 0.2})
+    rig.train(2)
+
+
+GROUPS = {
+    "added": (add_group, ADAM),
+    "maximize of the second": (set_number("maximize", [True, False, True], group=1), two_groups),
+    "nesterov of the second": (set_number("nesterov", [True, False], group=1), two_groups),
+    "weight_decay from 0": (set_number("weight_decay", [0.1, 0, 0.2]), SGD),
+    "capturable": (set_number("capturable", [True, False]), ADAM),
+}
+
+
+@clause("dynamo.optimizer.guards.groups")
+@pytest.mark.parametrize("case", soon(GROUPS, "added", "maximize of the second"))
+def test_groups_that_change(subject: Library, reference: Library, device: str, case: str) -> None:
+    script, make = GROUPS[case]
+    assert_torchs(subject, reference, script, make, device=device)
+
+
+# --- state
+
+
+def load_own(rig: Rig) -> None:
+    saved = copy.deepcopy(rig.train(2).optimizer.state_dict())
+    rig.train(1).optimizer.load_state_dict(saved)
+    rig.train(2)
+
+
+def load_aliasing(rig: Rig) -> None:
+    """The state of another optimizer, whose tensors both then hold."""
+    other = Rig(ADAM, rig.parameters[0].device.type).plain_train(2)
+    rig.train(1).optimizer.load_state_dict(other.optimizer.state_dict())
+    rig.train(2)
+
+
+def clear_state(rig: Rig) -> None:
+    rig.train(2).optimizer.state.clear()
+    rig.train(2)
+
+
+def forget_one(index: int) -> Script:
+    def script(rig: Rig) -> None:
+        del rig.train(2).optimizer.state[rig.parameters[index]]
+        rig.train(2)
+
+    return script
+
+
+def replace_one(index: int, name: str) -> Script:
+    def script(rig: Rig) -> None:
+        entry = rig.train(2).optimizer.state[rig.parameters[index]]
+        entry[name] = torch.full_like(entry[name], 0.5)
+        rig.train(2)
+
+    return script
+
+
+def plain_first(rig: Rig) -> None:
+    rig.plain_train(2).train(2)
+
+
+STATES = {
+    "loaded": (load_own, ADAM),
+    "loaded, SGD": (load_own, SGD),
+    "loaded from another, shared": (load_aliasing, ADAM),
+    "cleared": (clear_state, ADAM),
+    "cleared, SGD": (clear_state, SGD),
+    "the first's forgotten": (forget_one(0), SGD),
+    "the last's forgotten": (forget_one(3), ADAM),
+    "the first's replaced": (replace_one(0, "exp_avg"), ADAM),
+    "the last's replaced": (replace_one(3, "momentum_buffer"), SGD),
+    "made by plain steps": (plain_first, ADAM),
+}
+
+
+@clause("dynamo.optimizer.guards.state")
+@pytest.mark.parametrize("case", soon(STATES, "loaded", "the last's replaced", "cleared, SGD"))
+def test_state_that_changes(subject: Library, reference: Library, device: str, case: str) -> None:
+    script, make = STATES[case]
+    assert_torchs(subject, reference, script, make, device=device)
+
+
+# --- kinds of tensors
+
+
+def made_double(rig: Rig) -> None:
+    rig.train(2)
+    for parameter in rig.parameters:
+        parameter.data = parameter.data.double()
+
+
+def reshaped(rig: Rig) -> None:
+    rig.train(2)
+    for parameter in rig.parameters:
+        parameter.data = parameter.data.reshape(-1)
+
+
+def other_layout(rig: Rig) -> None:
+    rig.train(2)
+    for parameter in rig.parameters:
+        parameter.data = parameter.data.t().contiguous().t()
+
+
+@clause("dynamo.optimizer.guards.kinds_of_tensors")
+@pytest.mark.deviation("optimizer_variable.kinds_of_tensors")
+@pytest.mark.parametrize("change", [made_double, reshaped, other_layout])
+def test_kinds_of_tensors_are_guarded(deviation: DeviationJudge, device: str, change: Script) -> None:
+    def script(rig: Rig) -> list[int]:
+        change(rig)
+        for parameter in rig.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        rig.take_step()
+        return rig.compiled_after
+
+    def probe(library: Library) -> Any:
+        return outcome(library, script, maker("SGD"), device=device).value
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == [1, 1, 1],
+        we_do=lambda seen: seen[:2] == [1, 1] and seen[2] > 1,
+    )
+
+
+@clause("dynamo.optimizer.guards.kinds_of_tensors")
+@pytest.mark.parametrize("change", [made_double, reshaped, other_layout])
+def test_values_after_another_kind(subject: Library, device: str, change: Script) -> None:
+    def script(rig: Rig) -> bool:
+        change(rig)
+        wanted = []
+        for parameter in rig.parameters:
+            parameter.grad = torch.ones_like(parameter)
+            wanted.append(parameter.detach() - 0.05)
+        rig.take_step()
+        return all(map(torch.equal, wanted, rig.parameters))
+
+    assert outcome(subject, script, maker("SGD"), device=device).value is True
+
+
+# --- copies and twins
+
+
+def pickled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@clause("dynamo.optimizer.optimizer.several")
+@pytest.mark.profile("full")
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_goes_on(subject: Library, reference: Library, device: str, copied: Any) -> None:
+    def script(rig: Rig) -> Any:
+        rig.train(2)
+        twin = copied(rig.optimizer)
+        rig.train(1)
+        first = rig.values()
+        rig.optimizer, rig.parameters = twin, list(twin.param_groups[0]["params"])
+        rig.recompile()
+        rig.compiled_after.pop()
+        rig.train(1)
+        return first, rig.seen()
+
+    outcomes = [outcome(library, script, ADAM, device=device) for library in (reference, subject)]
+    assert_same_outcome(*outcomes)
+    first, second = outcomes[1].value
+    for one, other in zip(first["parameters"], second["parameters"], strict=True):
+        assert torch.equal(one.values, other.values)
+
+
+@clause("dynamo.optimizer.optimizer.several")
+@pytest.mark.parametrize("name", soon(["SGD", "Adam"], "SGD"))
+def test_two_in_turn(subject: Library, reference: Library, device: str, name: str) -> None:
+    make = maker(name)
+
+    def script(rig: Rig) -> Any:
+        other = Rig(make, device)
+        step = torch.compile(lambda optimizer: optimizer.step(), backend=rig.graphs)
+        for _ in range(3):
+            for each in (rig, other):
+                each.set_gradients()
+                step(each.optimizer)
+                each.compiled_after.append(len(rig.graphs.inputs))
+        return rig.seen(), other.seen()
+
+    assert_same_outcome(*(outcome(library, script, make, device=device) for library in (reference, subject)))
+
+
+@clause("dynamo.optimizer.optimizer.hooks")
+def test_hooks_run_once_a_step(subject: Library, reference: Library, device: str) -> None:
+    def script(rig: Rig) -> Any:
+        ran: list[str] = []
+        rig.optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+        rig.optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+        rig.train(3)
+        return ran, rig.seen()
+
+    outcomes = [outcome(library, script, SGD, device=device) for library in (reference, subject)]
+    assert_same_outcome(*outcomes)
+    assert outcomes[1].value[0] == ["before", "after"] * 3
+
+
+# --- functions that step
+
+
+@clause("dynamo.optimizer.graphs.whole_functions")
+@pytest.mark.parametrize("name", soon(["SGD", "Adam", "RAdam"], "Adam"))
+def test_whole_functions(subject: Library, reference: Library, device: str, name: str) -> None:
+    """Of the step itself: torch breaks the graph on purpose in what it is wrapped in."""
+
+    def script(rig: Rig) -> None:
+        bare = inspect.unwrap(type(rig.optimizer).step)
+
+        def run() -> None:
+            bare(rig.optimizer)
+
+        rig.step = torch.compile(run, backend=rig.graphs, fullgraph=True)
+        with torch.no_grad():
+            rig.train(3)
+
+    assert_torchs(subject, reference, script, maker(name), device=device)
+
+
+@clause("dynamo.optimizer.graphs.whole_functions")
+@pytest.mark.parametrize("mode", [True, False])
+def test_grad_mode_stays(subject: Library, device: str, mode: bool) -> None:
+    def script(rig: Rig) -> list[bool]:
+        with torch.set_grad_enabled(mode):
+            return [torch.is_grad_enabled() for _ in range(3) if rig.train()]
+
+    assert outcome(subject, script, SGD, device=device).value == [mode] * 3
+
+
+@clause("dynamo.optimizer.graphs.whole_functions")
+def test_grad_mode_after_an_exception(subject: Library, device: str) -> None:
+    def failing() -> torch.Tensor:
+        raise ZeroDivisionError
+
+    with tracing_of(subject):
+        rig = Rig(SGD, device).train()
+        with pytest.raises(ZeroDivisionError):
+            rig.take_step(failing)
+        assert torch.is_grad_enabled()
+        rig.train()
+
+
+@clause("dynamo.optimizer.init_group.pending_changes")
+def test_closures(subject: Library, reference: Library, device: str) -> None:
+    """They set gradients and change parameters, and what they return comes back."""
+
+    def script(rig: Rig) -> Any:
+        def closure() -> torch.Tensor:
+            for parameter in rig.parameters:
+                parameter.grad = torch.ones_like(parameter)
+            return torch.tensor(7.0)
+
+        return [float(rig.take_step(closure)) for _ in range(3)], rig.seen()
+
+    assert_same_outcome(*(outcome(library, script, ADAM, device=device) for library in (reference, subject)))
+
+
+@clause("dynamo.optimizer.init_group.pending_changes")
+def test_gradients_dropped_in_the_same_function(subject: Library, device: str) -> None:
+    """What stands before the step in one function counts: no gradient, no update."""
+
+    def script(rig: Rig) -> bool:
+        def run() -> None:
+            rig.parameters[1].grad = None
+            rig.optimizer.step()
+
+        compiled = torch.compile(run, backend=rig.graphs)
+        rig.set_gradients()
+        before = [parameter.detach().clone() for parameter in rig.parameters]
+        compiled()
+        return [torch.equal(*pair) for pair in zip(before, rig.parameters, strict=True)]
+
+    assert outcome(subject, script, SGD, device=device).value == [False, True, False, False]
+
+
+@clause("dynamo.optimizer.graphs.left_alone")
+def test_lbfgs(subject: Library, reference: Library, device: str) -> None:
+    def script(rig: Rig) -> Any:
+        def closure() -> torch.Tensor:
+            rig.optimizer.zero_grad()
+            loss = sum(parameter.square().sum() for parameter in rig.parameters)
+            loss.backward()
+            return loss
+
+        return [float(rig.take_step(closure)) for _ in range(2)], rig.seen()
+
+    assert_same_outcome(
+        *(outcome(library, script, maker("LBFGS"), device=device) for library in (reference, subject))
+    )
+
+
+def with_sparse_gradients(rig: Rig) -> None:
+    for _ in range(3):
+        rig.set_gradients()
+        for parameter in rig.parameters:
+            parameter.grad = parameter.grad.to_sparse()
+        rig.take_step()
+
+
+@clause("dynamo.optimizer.graphs.left_alone")
+def test_sparse_adam(subject: Library, reference: Library, device: str) -> None:
+    assert_torchs(subject, reference, with_sparse_gradients, maker("SparseAdam"), device=device)
+
+
+@clause("dynamo.optimizer.optimizer.sparse")
+@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+def test_sparse_gradients(subject: Library, reference: Library, device: str, name: str) -> None:
+    assert_torchs(subject, reference, with_sparse_gradients, maker(name), device=device)

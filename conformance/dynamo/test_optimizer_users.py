@@ -1,0 +1,235 @@
+"""Optimizers of users' own: what one can write beside what torch.optim writes, and torch does harm to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies import user_optimizers as users
+from conformance.strategies.compiled_steps import Rig, Script, after, outcome
+from conformance.strategies.optimizers import Make, maker
+from conformance.tolerances import Tolerance
+
+STEPS = 4
+# A number that changes is a symbol of the graph, which multiplies as a tensor of float64 would.
+ROUNDED = Tolerance(16, "four updates of terms near 1, with numbers that are symbols of a graph", terms=1.0)
+
+
+def parameters_after(rig: Rig) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in rig.parameters]
+
+
+def trained(rig: Rig) -> list[torch.Tensor]:
+    return parameters_after(rig.train(STEPS))
+
+
+def plainly(script: Script, make: Make, device: str) -> Outcome:
+    """The script with the optimizer's own step in the compiled one's place."""
+
+    def run() -> Any:
+        rig = Rig(make, device)
+        rig.step = rig.optimizer.step
+        return script(rig)
+
+    return observe(run)
+
+
+def is_right(script: Script, make: Make, device: str, library: Library) -> Any:
+    """True, False, or the error that compilation made of it."""
+    wanted, got = plainly(script, make, device), outcome(library, script, make, device=device)
+    if got.raised is not None:
+        return got.raised.kind.__name__
+    try:
+        assert_same_outcome(wanted, got, ROUNDED)
+    except AssertionError:
+        return False
+    return True
+
+
+@clause("dynamo.optimizer.init_group.users")
+@pytest.mark.parametrize("make", [users.Collecting, users.Plain])
+def test_as_torch_compiles_them(subject: Library, reference: Library, device: str, make: Make) -> None:
+    script = after(lambda rig: rig.train(STEPS))
+    assert_same_outcome(*(outcome(each, script, make, device=device) for each in (reference, subject)))
+
+
+@clause("dynamo.optimizer.init_group.users")
+@pytest.mark.parametrize("make", [users.Collecting, users.Plain])
+def test_as_without_compilation(subject: Library, device: str, make: Make) -> None:
+    def script(rig: Rig) -> list[torch.Tensor]:
+        rig.train(2)
+        rig.optimizer.param_groups[0]["lr"] = 0.3
+        rig.without_gradient = {2}
+        return trained(rig)
+
+    assert is_right(script, make, device, subject) is True
+
+
+# --- where torch does harm
+
+
+@clause("dynamo.optimizer.init_group.arguments")
+@pytest.mark.deviation("optimizer_variable.lists_by_keyword")
+def test_lists_by_keyword(deviation: DeviationJudge, device: str) -> None:
+    deviation.judge(
+        lambda library: is_right(trained, users.ByKeyword, device, library),
+        torch_does=lambda seen: seen is False,
+        we_do=lambda seen: seen is True,
+    )
+
+
+@clause("dynamo.optimizer.init_group.arguments")
+@pytest.mark.deviation("optimizer_variable.lists_not_empty")
+def test_lists_that_hold_something(deviation: DeviationJudge, device: str) -> None:
+    deviation.judge(
+        lambda library: is_right(trained, users.IntoFilled, device, library),
+        torch_does=lambda seen: seen is False,
+        we_do=lambda seen: seen is True,
+    )
+
+
+@clause("dynamo.optimizer.init_group.arguments")
+@pytest.mark.deviation("optimizer_variable.results_of_any_kind")
+def test_tensors_come_back(deviation: DeviationJudge, device: str) -> None:
+    deviation.judge(
+        lambda library: is_right(trained, users.Returning, device, library),
+        torch_does=lambda seen: seen == "AssertionError",
+        we_do=lambda seen: seen is True,
+    )
+
+
+@clause("dynamo.optimizer.guards.schedules")
+@pytest.mark.deviation("optimizer_variable.numbers_handed_over")
+def test_a_rate_that_init_group_collects(deviation: DeviationJudge, device: str) -> None:
+    def script(rig: Rig) -> list[torch.Tensor]:
+        for rate in (0.2, 0.3, 0.4):
+            rig.train().optimizer.param_groups[0]["lr"] = rate
+        return trained(rig)
+
+    deviation.judge(
+        lambda library: is_right(script, users.RatesHandedOver, device, library),
+        torch_does=lambda seen: seen is False,
+        we_do=lambda seen: seen is True,
+    )
+
+
+@clause("dynamo.optimizer.guards.state")
+@pytest.mark.deviation("optimizer_variable.state_of_each_parameter")
+@pytest.mark.parametrize("index", [0, 2, 3])
+@pytest.mark.parametrize("values", [(2.0, 3.0), (2.0, None)], ids=str)
+def test_state_that_init_group_collects(
+    deviation: DeviationJudge, device: str, index: int, values: tuple[Any, Any]
+) -> None:
+    def script(rig: Rig) -> list[torch.Tensor]:
+        for parameter in rig.parameters:
+            rig.optimizer.state[parameter]["scale"] = 1.0
+        for value in values:
+            rig.train().optimizer.state[rig.parameters[index]]["scale"] = value
+        return trained(rig)
+
+    deviation.judge(
+        lambda library: is_right(script, users.ScaledByState, device, library),
+        torch_does=lambda seen: seen is False,
+        we_do=lambda seen: seen is True,
+    )
+
+
+@clause("dynamo.optimizer.init_group.users")
+@pytest.mark.deviation("optimizer_variable.step_counts_of_python")
+def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, device: str) -> None:
+    deviation.judge(
+        lambda library: is_right(trained, users.CountingSteps, device, library),
+        torch_does=lambda seen: seen == "InternalTorchDynamoError",
+        we_do=lambda seen: seen is True,
+    )
+
+
+@clause("dynamo.optimizer.optimizer.attributes")
+@pytest.mark.deviation("optimizer_variable.names_compared_whole")
+def test_attributes_called_like_parts_of_init_group(deviation: DeviationJudge, device: str) -> None:
+    def graphs(rig: Rig) -> list[int]:
+        return rig.train(2).compiled_after
+
+    deviation.judge(
+        lambda library: outcome(library, graphs, users.OddlyNamed, device=device).value,
+        torch_does=lambda seen: seen == [0, 0],
+        we_do=lambda seen: seen == [1, 1],
+    )
+
+
+@clause("dynamo.optimizer.optimizer.attributes")
+@pytest.mark.deviation("optimizer_variable.attributes_are_written")
+def test_attributes_that_a_step_writes(deviation: DeviationJudge, device: str) -> None:
+    def script(rig: Rig) -> Any:
+        return trained(rig), rig.optimizer.taken
+
+    deviation.judge(
+        lambda library: is_right(script, users.KeepingCount, device, library),
+        torch_does=lambda seen: seen in (False, "AssertionError"),  # torch 2.11 has no word for it
+        we_do=lambda seen: seen is True,
+    )
+
+
+@clause("dynamo.optimizer.init_group.errors")
+@pytest.mark.deviation("optimizer_variable.errors_as_they_are")
+def test_errors_of_init_group(deviation: DeviationJudge, device: str) -> None:
+    """Adam's is the one that refuses sparse gradients."""
+
+    def script(rig: Rig) -> None:
+        rig.set_gradients()
+        for parameter in rig.parameters:
+            parameter.grad = parameter.grad.to_sparse()
+        rig.take_step()
+
+    def probe(library: Library) -> Any:
+        return outcome(library, script, maker("Adam"), device=device).raised
+
+    wanted = plainly(script, maker("Adam"), device).raised
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen.kind.__name__ == "InternalTorchDynamoError",
+        we_do=lambda seen: seen == wanted,
+    )
+
+
+@clause("dynamo.optimizer.optimizer.groups_stay")
+@pytest.mark.deviation("optimizer_variable.groups_stay")
+def test_capturable_is_the_users(deviation: DeviationJudge, device: str) -> None:
+    """A group without parameters counts for torch as one that lies on a GPU."""
+
+    def script(rig: Rig) -> list[bool]:
+        rig.optimizer.add_param_group({"params": []})
+        rig.train(2)
+        return [group["capturable"] for group in rig.optimizer.param_groups]
+
+    deviation.judge(
+        lambda library: outcome(library, script, maker("Adam"), device=device).value,
+        torch_does=lambda seen: seen == [device != "cpu", True],
+        we_do=lambda seen: seen == [False, False],
+    )
+
+
+@clause("dynamo.optimizer.optimizer.groups_stay")
+@pytest.mark.parametrize("way", ["defaults", "capturable", "tensor lr"])
+def test_groups_hold_what_they_held(subject: Library, device: str, way: str) -> None:
+    def script(rig: Rig) -> Any:
+        before = [dict(group) for group in rig.optimizer.param_groups]
+        same = rig.optimizer.param_groups[0]
+        rig.train(2)
+        return (
+            before,
+            [dict(group) for group in rig.optimizer.param_groups],
+            same is rig.optimizer.param_groups[0],
+        )
+
+    before, now, is_same = outcome(subject, script, maker("AdamW", way), device=device).value
+    assert is_same
+    for was, is_now in zip(before, now, strict=True):
+        was.pop("params"), is_now.pop("params")
+        assert repr(was) == repr(is_now)

@@ -1,0 +1,130 @@
+"""Parameters and state after compiled steps, against torch's compiled steps and against plain ones."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.clauses import clause
+from conformance.library import Library
+from conformance.outcome import assert_same_outcome, observe
+from conformance.results import unavailable
+from conformance.strategies.compiled_steps import Rig, outcome, soon
+from conformance.strategies.optimizers import (
+    COMPILED,
+    WAYS,
+    Make,
+    against_eager,
+    has_way,
+    maker,
+    options_of,
+    unknown_options,
+)
+
+STEPS = 5
+CASES = [(name, way) for name in COMPILED for way in WAYS if has_way(name, way)]
+# They differ in what their _init_group collects.
+SOONEST = ("SGD", "Adam", "Muon")
+
+
+def after_each_step(rig: Rig) -> list[object]:
+    return [rig.train().values() for _ in range(STEPS)]
+
+
+def assert_as_torch_compiles(
+    subject: Library, reference: Library, make: Make, device: str, backend: str = "aot_eager"
+) -> None:
+    outcomes = [
+        outcome(library, after_each_step, make, device=device, backend=backend)
+        for library in (reference, subject)
+    ]
+    assert_same_outcome(*outcomes)
+
+
+@clause("dynamo.optimizer.values.as_torch_compiles")
+@pytest.mark.parametrize("name", soon(COMPILED, *SOONEST))
+def test_with_all_options(subject: Library, reference: Library, device: str, name: str) -> None:
+    way = "foreach" if has_way(name, "foreach") else "defaults"
+    assert_as_torch_compiles(subject, reference, maker(name, way, options_of(name)), device)
+
+
+@clause("dynamo.optimizer.values.as_torch_compiles")
+@pytest.mark.profile("full")
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_each_way(subject: Library, reference: Library, device: str, name: str, way: str) -> None:
+    assert_as_torch_compiles(subject, reference, maker(name, way), device)
+
+
+@clause("dynamo.optimizer.values.as_torch_compiles")
+@pytest.mark.parametrize("name", soon(["SGD", "Adam"], "Adam"))
+def test_complex_parameters(subject: Library, reference: Library, device: str, name: str) -> None:
+    """Multi-tensor code has to be told of them, by what _init_group returns."""
+
+    def script(rig: Rig) -> list[object]:
+        for parameter in rig.parameters:
+            parameter.data = torch.complex(parameter.data, parameter.data.flip(0))
+        return after_each_step(rig)
+
+    make = maker(name, "foreach")
+    outcomes = [
+        outcome(library, script, make, device=device, backend="aot_eager") for library in (reference, subject)
+    ]
+    assert_same_outcome(*outcomes)
+    assert outcomes[0].raised is None
+
+
+@clause("dynamo.optimizer.values.as_torch_compiles")
+@pytest.mark.profile("deep")
+@settings(max_examples=100)
+@given(data=st.data())
+def test_any_options(subject: Library, reference: Library, device: str, data: st.DataObject) -> None:
+    name, way = data.draw(st.sampled_from(CASES))
+    options = data.draw(st.sets(st.sampled_from(options_of(name) or ["weight_decay"])))
+    if name == "SGD" and "nesterov" in options:
+        options |= {"momentum"}
+    assert_as_torch_compiles(subject, reference, maker(name, way, options & {*options_of(name)}), device)
+
+
+@clause("dynamo.optimizer.values.as_eager")
+@pytest.mark.parametrize("name", soon(COMPILED, "RMSprop"))
+def test_against_plain_steps(subject: Library, device: str, name: str) -> None:
+    make = maker(name, "defaults", options_of(name))
+    plain = observe(lambda: Rig(make, device).plain_train(STEPS).values()["parameters"])
+    compiled = outcome(
+        subject, lambda rig: rig.train(STEPS).values()["parameters"], make, device=device, backend="aot_eager"
+    )
+    assert_same_outcome(plain, compiled, against_eager(name))
+
+
+@clause("dynamo.optimizer.values.as_eager")
+@pytest.mark.profile("full")
+def test_plain_steps_after_compiled_ones(subject: Library, device: str) -> None:
+    """The state that compiled steps leave is one that plain steps go on with."""
+    make = maker("Adam", options=["amsgrad", "weight_decay"])
+    plain = observe(lambda: Rig(make, device).plain_train(STEPS).values()["parameters"])
+    mixed = outcome(
+        subject,
+        lambda rig: rig.train(2).plain_train(2).train(1).values()["parameters"],
+        make,
+        device=device,
+    )
+    assert_same_outcome(plain, mixed, against_eager("Adam"))
+
+
+@clause("dynamo.optimizer.values.inductor")
+@pytest.mark.profile("deep")
+@pytest.mark.deadline(600)
+@pytest.mark.parametrize("name", COMPILED)
+def test_through_inductor(subject: Library, reference: Library, device: str, name: str) -> None:
+    if device == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        unavailable("no C++ compiler")
+    assert_as_torch_compiles(subject, reference, maker(name), device, backend="inductor")
+
+
+@clause("dynamo.optimizer.values.as_torch_compiles")
+def test_every_option_is_tried() -> None:
+    assert unknown_options() == []

@@ -1,0 +1,89 @@
+"""What impl.dynamo decides about an optimizer, in every combination, and how it is put in Dynamo's place."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo.variables.builder
+
+import impl.dynamo
+from impl import drop_in
+from impl.dynamo._optimizer_rules import belongs_with_parameter, may_be_capturable
+
+DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
+
+
+@pytest.mark.parametrize(
+    "types", [types for size in range(4) for types in itertools.product(DEVICES, repeat=size)], ids=str
+)
+def test_where_a_group_may_be_capturable(types: tuple[str, ...]) -> None:
+    assert may_be_capturable(types) == (bool(types) and all(each in ("cuda", "xpu") for each in types))
+
+
+@pytest.mark.parametrize("name", ["step", "mu_product", "exp_avg"])
+@pytest.mark.parametrize(("at", "parameter_at"), list(itertools.product(DEVICES, repeat=2)))
+def test_which_scalars_move(name: str, at: str, parameter_at: str) -> None:
+    moves = belongs_with_parameter(name, at, parameter_at)
+    assert moves == (name != "exp_avg" and at == "cpu" and parameter_at != "cpu")
+
+
+def tracker() -> type:
+    return torch._dynamo.variables.builder.OptimizerVariable
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    before = tracker()
+    assert before is not impl.dynamo.OptimizerVariable
+    yield
+    impl.dynamo.uninstall()
+    drop_in.uninstall()
+    assert tracker() is before
+
+
+def test_install_lasts_until_uninstall() -> None:
+    impl.dynamo.install()
+    impl.dynamo.install()
+    assert tracker() is impl.dynamo.OptimizerVariable
+    assert torch._dynamo.variables.OptimizerVariable is impl.dynamo.OptimizerVariable
+    impl.dynamo.uninstall()
+    assert tracker() is not impl.dynamo.OptimizerVariable
+
+
+def test_a_block_ends_with_its_exception() -> None:
+    with pytest.raises(ZeroDivisionError), impl.dynamo.installed():
+        _ = 1 / 0
+    assert tracker() is not impl.dynamo.OptimizerVariable
+
+
+def test_drop_in_brings_it_along() -> None:
+    with drop_in.installed():
+        assert tracker() is impl.dynamo.OptimizerVariable
+    assert tracker() is not impl.dynamo.OptimizerVariable
+
+
+def test_drop_in_leaves_what_was_installed_before_it() -> None:
+    impl.dynamo.install()
+    with drop_in.installed():
+        pass
+    assert tracker() is impl.dynamo.OptimizerVariable
+    with drop_in.installed():
+        impl.dynamo.uninstall()
+        assert tracker() is impl.dynamo.OptimizerVariable
+    assert tracker() is not impl.dynamo.OptimizerVariable
+
+
+def test_an_installed_tracker_traces() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.Adam([parameter], lr=0.5)
+    optimizer.add_param_group({"params": []})
+    torch._dynamo.reset()
+    with impl.dynamo.installed():
+        torch.compile(optimizer.step, backend="eager")()
+    torch._dynamo.reset()
+    torch.testing.assert_close(parameter.detach(), torch.full((2,), 0.5))
+    assert [group["capturable"] for group in optimizer.param_groups] == [False, False]

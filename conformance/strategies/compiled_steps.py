@@ -1,0 +1,156 @@
+"""Compiled steps of an optimizer: what a library's tracing of it makes of the same script."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo.variables.builder
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters, get_static_address_type
+
+from conformance.library import Library
+from conformance.outcome import Outcome, observe
+from conformance.strategies.optimizers import Make, draw_gradient, four_parameters
+
+Script = Callable[["Rig"], Any]
+
+
+def soon(cases: Iterable[str], *names: str) -> list[Any]:
+    """The cases, of which the quick profile asks these: each compiles for a second and more."""
+    return [
+        pytest.param(each, marks=() if each in names else pytest.mark.profile("full"), id=each)
+        for each in cases
+    ]
+
+
+@contextlib.contextmanager
+def tracing_of(library: Library) -> Generator[None]:
+    """Optimizers are traced by the library's class, and no code compiled before or within stays."""
+    tracker = library.dynamo.OptimizerVariable
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        with mock.patch.object(torch._dynamo.variables.builder, "OptimizerVariable", tracker):
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend that keeps how often it was called, and with how many tensors from outside of the graph."""
+
+    def __init__(self, backend: str) -> None:
+        self._compile = lookup_backend(backend)
+        self.inputs: list[int] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        self.inputs.append(len([node for node in module.graph.nodes if node.op == "placeholder"]))
+        return self._compile(module, inputs)
+
+
+class Rig:
+    """An optimizer of a few parameters and its compiled step."""
+
+    def __init__(
+        self,
+        make: Make,
+        device: str = "cpu",
+        backend: str = "eager",
+        parameters: Iterable[torch.nn.Parameter] | None = None,
+    ) -> None:
+        self.parameters = four_parameters(device) if parameters is None else list(parameters)
+        self.optimizer = make(self.parameters)
+        self.graphs = Graphs(backend)
+        self.without_gradient: set[int] = set()
+        self.compiled_after: list[int] = []  # graphs compiled so far, after each step
+        self.recompile()
+
+    def recompile(self) -> None:
+        self.step = torch.compile(self.optimizer.step, backend=self.graphs)
+
+    def set_gradients(self) -> None:
+        number = 1000 * len(self.compiled_after)
+        for index, parameter in enumerate(self.parameters):
+            has_one = index not in self.without_gradient
+            parameter.grad = draw_gradient(parameter, number + index) if has_one else None
+
+    def train(self, steps: int = 1) -> Rig:
+        for _ in range(steps):
+            self.set_gradients()
+            self.take_step()
+        return self
+
+    def take_step(self, *args: Any) -> Any:
+        result = self.step(*args)
+        self.compiled_after.append(len(self.graphs.inputs))
+        return result
+
+    def plain_train(self, steps: int = 1) -> Rig:
+        """As `train`, by the optimizer's own step."""
+        for _ in range(steps):
+            self.set_gradients()
+            self.optimizer.step()
+            self.compiled_after.append(len(self.graphs.inputs))
+        return self
+
+    def values(self) -> dict[str, Any]:
+        """Parameters, state and groups, as a user finds them."""
+        state = self.optimizer.state
+        return {
+            "parameters": [parameter.detach().clone() for parameter in self.parameters],
+            "state": [
+                dict(state[each]) if each in state else None
+                for group in self.optimizer.param_groups
+                for each in group["params"]
+            ],
+            "groups": [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self.optimizer.param_groups
+            ],
+        }
+
+    def seen(self) -> dict[str, Any]:
+        return self.values() | {
+            "compiled after each step": self.compiled_after,
+            "inputs of each graph": self.graphs.inputs,
+            "graph breaks": sum(counters["graph_break"].values()),
+        }
+
+    def marks(self) -> dict[str, Any]:
+        """Which tensors Dynamo is told to find at the same address."""
+
+        def mark(value: Any) -> str:
+            return str(get_static_address_type(value)) if isinstance(value, torch.Tensor) else "no tensor"
+
+        entries = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        return {
+            "parameters": [mark(parameter) for parameter in self.parameters],
+            "gradients": [mark(parameter.grad) for parameter in self.parameters],
+            "state": [{name: mark(value) for name, value in entry.items()} for entry in entries],
+        }
+
+
+def outcome(library: Library, script: Script, make: Make, **rig: Any) -> Outcome:
+    """What the script does and leaves, with this library's tracing."""
+    with tracing_of(library):
+        found = observe(lambda: script(Rig(make, **rig)))
+    # What is said once a process, by modules that backends import and by torch's C++, is said to whoever comes first.
+    told = [(kind, text) for kind, text in found.warned if kind != "DeprecationWarning"]
+    often = tuple(each for each in told if "Triggered internally" not in each[1])
+    return dataclasses.replace(found, warned=often)
+
+
+def after(script: Callable[[Rig], Any]) -> Script:
+    """The script, and then all that is seen of its rig."""
+
+    def run(rig: Rig) -> Any:
+        script(rig)
+        return rig.seen()
+
+    return run

@@ -1,0 +1,122 @@
+"""Optimizers to compile: those of `torch.optim` with their options, and some as users write them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from conformance import seeding
+from conformance.tolerances import Tolerance
+
+Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    name: value
+    for name, value in sorted(vars(torch.optim).items())
+    if inspect.isclass(value)
+    and issubclass(value, torch.optim.Optimizer)
+    and value is not torch.optim.Optimizer
+}
+# Dynamo leaves their steps alone.
+UNCOMPILED = ("LBFGS", "SparseAdam")
+COMPILED = [name for name in CLASSES if name not in UNCOMPILED]
+
+# Values beside the defaults that take effect in a few steps, for every option of every optimizer.
+_VALUES: dict[str, Any] = {
+    "weight_decay": 0.1,
+    "maximize": True,
+    "amsgrad": True,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": True,
+    "centered": True,
+    "decoupled_weight_decay": True,
+    "momentum_decay": 0.01,
+    "lr_decay": 0.1,
+    "initial_accumulator_value": 0.5,
+    "betas": (0.8, 0.95),
+    "etas": (0.4, 1.3),
+    "step_sizes": (1e-5, 10),
+    "eps": 1e-6,
+    "rho": 0.8,
+    "alpha": 0.9,
+    "lambd": 1e-3,
+    "t0": 2.0,
+    "d": 0.5,
+    "beta2_decay": -0.7,
+    "ns_steps": 3,
+    "ns_coefficients": (3.0, -4.0, 2.0),
+    "adjust_lr_fn": "match_rms_adamw",
+}
+_OWN_VALUES = {("Adafactor", "eps"): (1e-6, 1e-3), ("Adadelta", "eps"): 1e-4}
+# Which of them say how a step is computed; torch refuses some together.
+_WAYS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "foreach": {"foreach": True},
+    "capturable": {"capturable": True, "foreach": True},
+    "tensor lr": {"capturable": True, "lr": torch.tensor(0.05)},
+    "differentiable": {"differentiable": True},
+    "fused": {"fused": True},
+}
+WAYS = list(_WAYS)
+# Neither a value nor a way: what is optimized, and a device's own kernel where it is not wanted.
+_GIVEN = ("params", "lr")
+
+
+def options_of(name: str) -> list[str]:
+    return [
+        each for each in inspect.signature(CLASSES[name]).parameters if each not in _GIVEN and each in _VALUES
+    ]
+
+
+def unknown_options() -> list[str]:
+    """Options of `torch.optim` that no value above tries."""
+    known = {*_GIVEN, *_VALUES, *(option for way in _WAYS.values() for option in way)}
+    return [
+        f"{name}({option})"
+        for name in COMPILED
+        for option in inspect.signature(CLASSES[name]).parameters
+        if option not in known
+    ]
+
+
+def has_way(name: str, way: str) -> bool:
+    return _WAYS[way].keys() <= {*inspect.signature(CLASSES[name]).parameters}
+
+
+def maker(name: str, way: str = "defaults", options: Iterable[str] = (), **more: Any) -> Make:
+    """Makes that optimizer with these of its options at other values than the default."""
+    given = {each: _OWN_VALUES.get((name, each), _VALUES[each]) for each in options}
+    # A copy: a tensor for the learning rate belongs to one optimizer.
+    chosen = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in _WAYS[way].items()}
+    lr = {} if "lr" in chosen or name in ("Adadelta", "Rprop") else {"lr": 0.05}
+    return lambda parameters: CLASSES[name](parameters, **lr, **given, **chosen, **more)
+
+
+def four_parameters(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    draw = seeding.generator(100)
+    return [
+        torch.nn.Parameter(torch.randn(3, 2 + index, generator=draw).to(device, dtype)) for index in range(4)
+    ]
+
+
+def draw_gradient(parameter: torch.Tensor, number: int) -> torch.Tensor:
+    drawn = torch.randn(parameter.shape, generator=seeding.generator(number))
+    return drawn.to(parameter.device, parameter.dtype)
+
+
+def against_eager(name: str) -> Tolerance:
+    """Compiled, a step count is a tensor: powers and quotients of it are rounded in float32 and not in float64."""
+    if name == "Muon":
+        return Tolerance(
+            8,
+            "an update orthogonalised in bfloat16, of learning rate 0.05, a few times",
+            torch.bfloat16,
+            terms=0.05,
+        )
+    return Tolerance(
+        64, "five updates of terms near 1, each of a dozen roundings, with step counts in float32", terms=1.0
+    )

@@ -1,0 +1,164 @@
+"""Optimizers as users write them, with an `_init_group` of their own and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class Collecting(torch.optim.Optimizer):
+    """Like torch's: `_init_group` makes state and fills lists."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def _init_group(self, group: dict[str, Any], parameters: list[Any], gradients: list[Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameters.append(parameter)
+                gradients.append(parameter.grad)
+
+    def update(self, group: dict[str, Any]) -> None:
+        parameters: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        self._init_group(group, parameters, gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.add_(gradient * -group["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            self.update(group)
+
+
+class ByKeyword(Collecting):
+    """Gives the lists by keyword."""
+
+    def update(self, group: dict[str, Any]) -> None:
+        parameters: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        self._init_group(group, parameters=parameters, gradients=gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.add_(gradient * -group["lr"])
+
+
+class Returning(Collecting):
+    """Gets the tensors back instead of giving lists."""
+
+    def _init_group(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+    def update(self, group: dict[str, Any]) -> None:
+        for parameter in self._init_group(group):
+            parameter.add_(parameter.grad * -group["lr"])
+
+
+class IntoFilled(Collecting):
+    """Gives a list that holds something already."""
+
+    def _init_group(self, group: dict[str, Any], factors: list[float]) -> None:
+        factors.extend(0.5 for parameter in group["params"] if parameter.grad is not None)
+
+    def update(self, group: dict[str, Any]) -> None:
+        factors = [1.0]
+        self._init_group(group, factors)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad * -group["lr"] * len(factors))
+
+
+class RatesHandedOver(Collecting):
+    """`_init_group` collects numbers of the group."""
+
+    def _init_group(self, group: dict[str, Any], parameters: list[Any], rates: list[float]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameters.append(parameter)
+                rates.append(group["lr"])
+
+    def update(self, group: dict[str, Any]) -> None:
+        parameters: list[torch.Tensor] = []
+        rates: list[float] = []
+        self._init_group(group, parameters, rates)
+        for parameter, rate in zip(parameters, rates, strict=True):
+            parameter.add_(parameter.grad * -rate)
+
+
+class ScaledByState(Collecting):
+    """`_init_group` collects a number, or its lack, of each parameter's state."""
+
+    def _init_group(self, group: dict[str, Any], parameters: list[Any], scales: list[Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameters.append(parameter)
+                scales.append(self.state[parameter].setdefault("scale", None))
+
+    def update(self, group: dict[str, Any]) -> None:
+        parameters: list[torch.Tensor] = []
+        scales: list[Any] = []
+        self._init_group(group, parameters, scales)
+        for parameter, scale in zip(parameters, scales, strict=True):
+            parameter.add_(parameter.grad * -(0.1 if scale is None else scale))
+
+
+class CountingSteps(Collecting):
+    """Its step counts are Python's numbers, under the name that torch's have."""
+
+    def _init_group(self, group: dict[str, Any], parameters: list[Any], gradients: list[Any]) -> None:
+        super()._init_group(group, parameters, gradients)
+        for parameter in parameters:
+            self.state[parameter].setdefault("step", 0)
+
+    def update(self, group: dict[str, Any]) -> None:
+        parameters: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        self._init_group(group, parameters, gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            self.state[parameter]["step"] += 1
+            parameter.add_(gradient * (-group["lr"] / self.state[parameter]["step"]))
+
+
+class Plain(torch.optim.Optimizer):
+    """Without `_init_group`: all is in the step."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                parameter.add_(state["momentum"] * -group["lr"])
+
+
+class OddlyNamed(Plain):
+    """Its attributes are called what `_init_group` is made of."""
+
+    group = init = 0.5
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups:
+            for parameter in each["params"]:
+                parameter.sub_(parameter.grad * self.group * self.init)
+
+
+class KeepingCount(Plain):
+    """Counts its steps in an attribute of its own, and the count matters."""
+
+    taken = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.taken += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * (group["lr"] / self.taken))
