@@ -91,14 +91,17 @@ def trained_and_saved(rank: Rank, *, path: Path, use_orig_params: bool = False, 
     return saved, run.state(), took_s
 
 
-def resumed(rank: Rank, *, path: Path, use_orig_params: bool = False, steps: int = 3) -> Any:
-    """What is loaded into another run, and what comes of training it on."""
+def resumed(rank: Rank, *, paths: Sequence[Path], use_orig_params: bool = False, steps: int = 3) -> Any:
+    """For each checkpoint what is loaded into another run, and what comes of training it on."""
     run = Run(rank, seed=1, use_orig_params=use_orig_params)
     run.train(range(1))  # so that there is something to be overwritten
-    run.load(path)
-    loaded = run.state()
-    run.train(range(steps, steps + 2))
-    return loaded, run.state()
+    seen: list[Any] = []
+    for path in paths:
+        run.load(path)
+        loaded = run.state()
+        run.train(range(steps, steps + 2))
+        seen.append((loaded, run.state()))
+    return seen
 
 
 def latest_loaded(rank: Rank, *, folder: Path) -> Any:

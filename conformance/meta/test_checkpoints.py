@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from impl.distributed.fsdp.checkpoint import LoadPlanner, Reader
 
 CASES = "conformance.meta.checkpoint_cases"
 WORLDS = [1, 2, 3, 4]
+# What is saved, over the old one or beside it, and who is killed meanwhile.
+KILLS = [(name, victims) for victims in ((0,), (1,), (0, 1)) for name in ("step-3", "step-5")]
 
 
 def are_same(one: Any, other: Any) -> bool:
@@ -36,48 +37,70 @@ def are_same(one: Any, other: Any) -> bool:
     return one == other
 
 
+class Saved:
+    """Checkpoints by numbers of ranks, each made when it is first asked for; none may be changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[int, tuple[Path, list[Any]]] = {}
+
+    def by(self, pool: RankPool) -> tuple[Path, list[Any]]:
+        """Where it lies, and what its ranks saw."""
+        number = pool.world_size
+        if number not in self._made:
+            path = self._folder / f"by-{number}" / "step-3"
+            self._made[number] = path, pool.run(f"{CASES}:trained_and_saved", path=path)
+        return self._made[number]
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two ranks."""
-    path = tmp_path_factory.mktemp("saved") / "step-3"
-    with RankPool(2) as pool:
-        pool.run(f"{CASES}:trained_and_saved", path=path)
-    return path
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Path:
-    """One that a test may damage."""
-    return Path(shutil.copytree(saved, tmp_path / saved.name))
+def copied(saved: Saved, ranks: Callable[..., RankPool], tmp_path: Path) -> Path:
+    """One of two ranks that a test may damage."""
+    path, _ = saved.by(ranks(2))
+    return Path(shutil.copytree(path, tmp_path / path.name))
 
 
 # Resuming
 
 
-@pytest.mark.parametrize("orig", [(False, True), (True, False)], ids=str)
 @pytest.mark.parametrize("number", WORLDS)
 def test_training_resumed_is_training_not_interrupted(
-    ranks: Callable[..., RankPool], tmp_path: Path, number: int, orig: tuple[bool, bool]
+    ranks: Callable[..., RankPool], saved: Saved, number: int
 ) -> None:
-    pool, path = ranks(number), tmp_path / "runs" / "step-3"
-    ends = pool.run(f"{CASES}:trained_and_saved", path=path, use_orig_params=orig[0])
-    again = pool.run(f"{CASES}:resumed", path=path, use_orig_params=orig[1])
-    for (saved, wanted, _), (loaded, got) in zip(ends, again, strict=True):
-        assert are_same(loaded, saved)
+    """With parameters of their own, too, where flat ones were saved."""
+    pool = ranks(number)
+    path, ends = saved.by(pool)
+    again = pool.run(f"{CASES}:resumed", paths=[path], use_orig_params=True)
+    for (saved_state, wanted, _), [(loaded, got)] in zip(ends, again, strict=True):
+        assert are_same(loaded, saved_state)
         assert are_same(got, wanted)
-        assert not are_same(saved, wanted)
+        assert not are_same(saved_state, wanted)
 
 
-@pytest.mark.parametrize(
-    "worlds", list(itertools.permutations(WORLDS, 2)), ids=lambda two: f"{two[0]}-{two[1]}"
-)
-def test_another_number_of_ranks_loads_the_same(
-    ranks: Callable[..., RankPool], tmp_path: Path, worlds: tuple[int, int]
+def test_parameters_of_their_own_are_resumed_as_flat_ones(
+    ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    before, after = worlds
-    wanted = ranks(before).run(f"{CASES}:trained_and_saved", path=tmp_path / "one")[0][0]
-    for loaded, _ in ranks(after).run(f"{CASES}:resumed", path=tmp_path / "one"):
-        assert are_same(loaded, wanted)
+    pool, path = ranks(3), tmp_path / "runs" / "step-3"
+    ends = pool.run(f"{CASES}:trained_and_saved", path=path, use_orig_params=True)
+    again = pool.run(f"{CASES}:resumed", paths=[path])
+    for (saved_state, wanted, _), [(loaded, got)] in zip(ends, again, strict=True):
+        assert are_same(loaded, saved_state)
+        assert are_same(got, wanted)
+
+
+@pytest.mark.parametrize("number", WORLDS)
+def test_another_number_of_ranks_loads_the_same(
+    ranks: Callable[..., RankPool], saved: Saved, number: int
+) -> None:
+    others = [saved.by(ranks(other)) for other in WORLDS if other != number]
+    for seen in ranks(number).run(f"{CASES}:resumed", paths=[path for path, _ in others]):
+        for (loaded, _), (_, ends) in zip(seen, others, strict=True):
+            assert are_same(loaded, ends[0][0])
 
 
 # Being killed
@@ -97,37 +120,39 @@ class Generations:
         return next((name for name, one in both.items() if are_same(one, state)), "neither")
 
 
-@pytest.fixture(scope="module")
-def generations(tmp_path_factory: pytest.TempPathFactory) -> Generations:
-    folder = tmp_path_factory.mktemp("generations")
-    path, whole = folder / "step-3", folder / "whole" / "step-5"
-    with RankPool(2) as pool:
-        old, _, took_s = pool.run(f"{CASES}:trained_and_saved", path=path)[0]
-        pool.run(f"{CASES}:killed_while_saving", path=path, over=whole, victims=(), after_s=0.0)
-        new = pool.run(f"{CASES}:latest_loaded", folder=whole.parent)[0]
-    return Generations(path, old, new, took_s)
+@pytest.fixture
+def generations(
+    saved: Saved, ranks: Callable[..., RankPool], tmp_path_factory: pytest.TempPathFactory
+) -> Generations:
+    pool, whole = ranks(2), tmp_path_factory.mktemp("whole") / "step-5"
+    path, ends = saved.by(pool)
+    old, _, took_s = ends[0]
+    pool.run(f"{CASES}:killed_while_saving", path=path, over=whole, victims=(), after_s=0.0)
+    return Generations(path, old, pool.run(f"{CASES}:latest_loaded", folder=whole.parent)[0], took_s)
 
 
-@pytest.mark.deadline(300)
-@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("name", ["step-3", "step-5"])
-@pytest.mark.parametrize("kills", [2, pytest.param(9, marks=pytest.mark.profile("deep"))])
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(KILLS, id="each once"),
+        pytest.param(9 * KILLS, id="each nine times", marks=pytest.mark.profile("deep")),
+    ],
+)
 def test_the_last_complete_one_always_loads(
     generations: Generations,
+    ranks: Callable[..., RankPool],
     tmp_path: Path,
     record_property: Callable[[str, object], None],
-    name: str,
-    victims: tuple[int, ...],
-    kills: int,
+    kills: Sequence[tuple[str, tuple[int, ...]]],
 ) -> None:
     """Over an older one and beside it, whatever part of the time that a save takes has passed."""
-    for kill in range(kills):
-        folder = tmp_path / str(kill)
+    for number, (name, victims) in enumerate(kills):
+        folder = tmp_path / str(number)
         shutil.copytree(generations.path, folder / "step-3")
-        kill_while_saving(folder, name, victims, generations.took_s * (kill + 0.5) / kills)
+        kill_while_saving(folder, name, victims, generations.took_s * (number + 0.5) / len(kills))
         record_property("left by a kill", " ".join(sorted(entry.name for entry in folder.iterdir())))
-        with RankPool(2) as pool:
-            found = pool.run(f"{CASES}:latest_loaded", folder=folder)
+        found = ranks(2).run(f"{CASES}:latest_loaded", folder=folder)
         assert {generations.name_of(state) for state in found} < {"old", "new"}, found
 
 
