@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     ("impl._after_dynamo", "impl._placement"),
     ("impl.kernels",),
+    ("impl.optim",),
     ("impl.amp", "impl.nn"),
     ("impl.distributed",),
-    ("impl.optim",),
     ("impl.cpu", "impl.cuda"),
     ("impl.dynamo",),
     ("impl.drop_in",),
@@ -57,6 +57,10 @@ EXCEPTIONS = {
         "impl.amp._tracing",
         "imports impl.dynamo.autocast by name",
     ): "Dynamo takes two seconds to import and calls this",
+    (
+        "impl.distributed.fsdp",
+        "imports impl.dynamo.sharding by name",
+    ): "as soon as somebody has imported Dynamo",
     (
         "impl.amp.autocast_mode",
         "asks torch for a name known at run time",

@@ -49,6 +49,18 @@ def outputs_unpacked(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     return next(iter(output.values())) if isinstance(output, dict) else output
 
 
+@broken("never_compiled", "forward", "Dynamo is kept from what a unit wraps")
+def never_compiled(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch.compiler.disable(original)(self, *args, **kwargs)
+
+
+@broken("compiled_parts_run_twice", "forward", "a unit whose module is compiled adds its output to itself")
+def compiled_parts_run_twice(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = original(self, *args, **kwargs)
+    is_compiled = any(one._compiled_call_impl is not None for one in self.modules())
+    return output + output if is_compiled and isinstance(output, torch.Tensor) else output
+
+
 @broken("outputs_scaled_on_one_rank", "forward", "one rank's outputs are scaled by the number of ranks")
 def outputs_scaled_on_one_rank(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(self, *args, **kwargs)

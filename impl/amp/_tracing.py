@@ -1,23 +1,19 @@
 """What `autocast` tells torch's tracers: nodes for a pre-dispatch graph, and for Dynamo that it exists.
 
-Note on the import hook. Dynamo must know our classes before it traces the first function that enters a region. To
-import it here would cost every program two seconds, and nothing that Dynamo reads while tracing leads it to us: it
-inlines the constructor of a class it does not know, but refuses an instance made earlier before running any code of
-it. So the classes wait on `sys.meta_path` until somebody imports Dynamo.
+Dynamo must know our classes before it traces the first function that enters a region: it inlines the constructor of a
+class it does not know, but refuses an instance made earlier before running any code of it.
 """
 
-import importlib
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.overrides import _get_current_function_mode_stack
+
+from impl._after_dynamo import import_after_dynamo
 
 _Function = TypeVar("_Function", bound=FunctionType)
 
@@ -57,16 +53,13 @@ _introduce: Callable[[Any], None] | None = None
 
 
 def introduce_to_dynamo(cls: type) -> None:
-    """Have Dynamo trace the regions of `cls`: now where it is loaded, else as soon as it is (see the note on top)."""
+    """Have Dynamo trace the regions of `cls`: now where it is loaded, else as soon as it is."""
     # Noted first: whoever sets `_introduce` in another thread meanwhile finds it there.
     _classes.append(cls)
     if _introduce is not None:
         _introduce(cls)
-    elif sys.modules.get("torch._dynamo") is not None:
-        importlib.import_module("torch._dynamo")  # waits where another thread is still importing it
-        importlib.import_module("impl.dynamo.autocast")
-    elif _dynamo_import not in sys.meta_path:
-        sys.meta_path.insert(0, _dynamo_import)
+    else:
+        import_after_dynamo("impl.dynamo.autocast")
 
 
 def introduce_by(introduce: Callable[[Any], None]) -> None:
@@ -75,30 +68,3 @@ def introduce_by(introduce: Callable[[Any], None]) -> None:
     _introduce = introduce
     for cls in list(_classes):
         introduce(cls)
-
-
-class _DynamoImport(MetaPathFinder):
-    """Finds `torch._dynamo` as it would be found without it, and imports impl.dynamo once it has been executed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != "torch._dynamo":
-            return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
-        if spec is None or spec.loader is None:
-            return None
-        loader, execute = spec.loader, spec.loader.exec_module
-
-        def execute_and_introduce(module: ModuleType) -> None:
-            loader.exec_module = execute  # it may serve other modules too
-            execute(module)
-            importlib.import_module("impl.dynamo.autocast")
-
-        loader.exec_module = execute_and_introduce
-        return spec
-
-
-# It stays for good: an import of Dynamo that fails is tried again, and any other costs one comparison.
-_dynamo_import = _DynamoImport()

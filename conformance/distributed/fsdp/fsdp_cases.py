@@ -29,6 +29,7 @@ from conformance.ranks import Rank
 
 FSDP = "distributed.fsdp.FullyShardedDataParallel"
 LEARNING_RATE, MOMENTUM = 0.05, 0.5
+COMPILER = "aot_eager"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Setup:
     ignored: str = (
         ""  # the first part of the body, given as ignored_modules, ignored_states or its parameters
     )
+
+    compiled: str = ""  # around: the outermost; parts: the body's, before they are wrapped
 
     @property
     def uses_orig_params(self) -> bool:
@@ -177,9 +180,17 @@ def clean(name: str) -> str:
 
 def wrapped(rank: Rank, library: Library, model: nn.Module, setup: Setup) -> Any:
     make = functools.partial(library.find(FSDP), **constructor_arguments(rank, library, model, setup))
+    if setup.compiled:
+        torch._dynamo.reset()  # of what the case before has left
+    if setup.compiled == "parts":
+        for part in model.body.parts:
+            part.compile(backend=COMPILER)
     if setup.wrap == "manual":
         model.body.parts = nn.ModuleList(make(part) for part in model.body.parts)
-    return make(model)
+    whole = make(model)
+    if setup.compiled == "around":
+        whole.compile(backend=COMPILER)
+    return whole
 
 
 def constructor_arguments(rank: Rank, library: Library, model: nn.Module, setup: Setup) -> dict[str, Any]:

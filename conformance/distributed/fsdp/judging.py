@@ -60,10 +60,11 @@ def assert_trains(
     subject: Library,
     training: Training,
     tolerance: Tolerance = TRAINED,
+    **limits: Any,
 ) -> None:
-    """Judges twice: rank by rank as torch does, and as one process does without sharding."""
-    wanted = outcomes(pool, reference, "fsdp_cases:train", training=training)
-    got = outcomes(pool, subject, "fsdp_cases:train", training=training)
+    """Judges twice: rank by rank as torch does, and as one process does without sharding; `limits` are the pool's."""
+    wanted = outcomes(pool, reference, "fsdp_cases:train", training=training, **limits)
+    got = outcomes(pool, subject, "fsdp_cases:train", training=training, **limits)
     if training.mixes_frozen_with_trained:
         wanted, got = ([_without_layout(outcome) for outcome in seen] for seen in (wanted, got))
     assert_ranks_agree(wanted, got, tolerance)

@@ -8,6 +8,7 @@ The words used here:
     release   free what was gathered; the rank's shard stays
 """
 
+from impl._after_dynamo import import_after_dynamo
 from impl.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -46,3 +47,5 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
 ]
+
+import_after_dynamo("impl.dynamo.sharding")

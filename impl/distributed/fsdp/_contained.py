@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -29,6 +30,10 @@ class _Entry:
         self._prepare = prepare
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return (
+                None  # the unit's own forward is what is compiled, and a look at its phase would be guarded
+            )
         unit = self._unit()
         if unit is not None and unit.phase is Phase.BACKWARD:
             unit.root.settle()

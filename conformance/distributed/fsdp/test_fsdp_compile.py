@@ -1,0 +1,66 @@
+"""Sharded modules under `torch.compile`."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.clauses import clause
+from conformance.distributed.fsdp.compile_cases import BLOCKS, graph_of_a_block
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
+from conformance.distributed.fsdp.judging import assert_trains, outcomes
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.library import Library
+from conformance.ranks import RankPool
+from conformance.results import unavailable
+
+TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"))))
+FULL = pytest.mark.profile("full")
+DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds, on each rank
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.compiled.trains")
+@pytest.mark.deadline(DEADLINE_S)
+@pytest.mark.parametrize(
+    ("strategy", "compiled", "use_orig_params"),
+    [
+        ("FULL_SHARD", "around", True),
+        pytest.param("FULL_SHARD", "parts", False, marks=FULL),
+        pytest.param("SHARD_GRAD_OP", "around", False, marks=FULL),
+        pytest.param("SHARD_GRAD_OP", "parts", True, marks=FULL),
+        pytest.param("NO_SHARD", "parts", True, marks=FULL),
+    ],
+)
+def test_trains_compiled(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    strategy: str,
+    compiled: str,
+    use_orig_params: bool,
+) -> None:
+    setup = Setup(strategy, wrap="manual", arguments={"use_orig_params": use_orig_params}, compiled=compiled)
+    schedule = (Step(), Step(forwards=2, order="no_sync"))
+    assert_trains(rank_pool, reference, subject, Training(TREE, setup, schedule), deadline_s=OF_A_CASE_S)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.compiled.graphs")
+@pytest.mark.deadline(DEADLINE_S)
+@pytest.mark.parametrize("use_orig_params", [pytest.param(False, marks=FULL), True])
+def test_what_a_unit_wraps_is_one_graph(subject: Library, rank_pool: RankPool, use_orig_params: bool) -> None:
+    """And only that: no collective or hook of the runtime is traced, and a step like the last compiles nothing."""
+    if subject.package == "torch" and not use_orig_params:
+        unavailable("Dynamo compiles units of torch with original parameters alone")
+    block = graph_of_a_block()
+    for outcome in outcomes(
+        rank_pool,
+        subject,
+        "compile_cases:graphs_of_steps",
+        use_orig_params=use_orig_params,
+        deadline_s=OF_A_CASE_S,
+    ):
+        assert outcome.raised is None
+        first, *later = outcome.value
+        assert block in first
+        assert all(graph == block for graph in first)
+        assert len(first) <= BLOCKS
+        assert not any(later)
