@@ -67,7 +67,7 @@ SCRIPTS: dict[str, list[Event]] = {
     "skipped by itself": [*steps(2), (on.scaled, {"inf": True}), (on.scaled, {"unscaled": True}), *steps(1)],
     "inference mode": after(on.in_inference_mode),
     **{
-        f"{name} is {value}": after(on.set_values, **{name: value})
+        f"{name} is {value!r}": after(on.set_values, **{name: value})
         for name, value in (
             ("lr", 0.5),
             ("lr", torch.tensor(0.5)),
@@ -161,6 +161,24 @@ def test_why_lists_were_built_again(name: str) -> None:
     on.step(side)
     assert explain(side.optimizer).reason == because
     assert because in str(explain(side.optimizer))
+
+
+def test_lists_that_never_stay_are_not_kept() -> None:
+    """A gradient that comes and goes; the steps are eager for a while, and captured again when it stays."""
+    twins = Twins("AdamW fused")
+    play(twins, steps(2))
+    told = []
+    for number in range(24):
+        twins.do(on.iteration, number, (number % 2,))
+        told.append(explain(twins.captured.optimizer))
+    assert [each.captured for each in told] == [True] * 3 + [False] * 16 + [True] * 4 + [False]
+    assert [told[3].builds, told[-1].builds] == [5, 9]
+    assert (
+        "its lists changed 4 times in succession, the last time because the gradient of parameter 1 is None"
+        in str(told[3])
+    )
+    play(twins, steps(18))
+    assert explain(twins.captured.optimizer).captured
 
 
 class OwnStep(torch.optim.SGD):

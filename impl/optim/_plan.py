@@ -104,6 +104,8 @@ class GroupPlan:
         self.returned: Any = plain_init_group(optimizer)(group, *self.lists)
         self.params, self.grads = self.lists[:2]
         self.replays = False  # whether the guards have held once since
+        self.built_in_a_row = 1  # how many steps in succession the lists of this group had to be built for
+        self.attached: Any = None  # for the plan's user: what follows from these lists and goes with them
         self._shape, self._seen = shape_of(group), list(group.values())
         self._all_params: list[Tensor] = list(group["params"])
         self._without = [param for param in self._all_params if param.grad is None]
@@ -126,18 +128,20 @@ class GroupPlan:
             return "the group has other parameters"
         if not same(self._values_now(), self._values):
             return "a parameter has other state"
-        if any(bucket.counters.have_moved() for bucket in self.buckets):
-            return "a step counter has other memory"
-        if not self._placed.check(*self._elsewhere):
+        for bucket in self.buckets:
+            if bucket.counters.have_moved():
+                return "a step counter has other memory"
+        if self._elsewhere and not self._placed.check(*self._elsewhere):
             return "a parameter has another device or dtype"
         grads = list(map(_gradient, self.params))
         if not self._gradients.check(*grads):
             return self._objection_to(grads)
-        if not same(map(_gradient, self._without), _NONE):
+        if self._without and not same(map(_gradient, self._without), _NONE):
             return "a parameter that had no gradient has one"
         self.grads[:] = grads
         for bucket in self.buckets:
-            bucket.take(grads)
+            if bucket.places is not None:
+                bucket.take(grads)
         self.replays = True
         return None
 
@@ -199,10 +203,16 @@ class Plan:
         for planned in self._planned.values():
             planned.let_go_of_gradients()
 
+    def forget(self) -> None:
+        """Let go of all lists; the next step builds new ones."""
+        self._planned.clear()
+
     def _build(self, optimizer: Optimizer, group: dict[str, Any], why: str) -> GroupPlan:
-        self._planned.pop(id(group), None)
+        before = self._planned.pop(id(group), None)
         self._seen_state = None
         planned = GroupPlan(optimizer, group, self._names)
+        if before is not None and not before.replays:
+            planned.built_in_a_row += before.built_in_a_row
         self._planned[id(group)] = planned
         self.builds += 1
         self.because = why

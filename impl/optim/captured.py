@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch.optim import Optimizer
 from impl.optim._fused_operators import Update, update_for
 from impl.optim._implementation import Implementation, choose, implementation_of
 from impl.optim._plan import GroupPlan, Plan, cannot_plan, plain_init_group
+
+# Lists that had to be built in so many steps in succession are not worth it: so many steps are eager then.
+_RESTLESS, _PAUSE = 4, 16
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -42,30 +45,45 @@ class Explanation:
         return f"captured, {self.implementation}: {times}, the last one because {self.reason}"
 
 
+class _Chosen(NamedTuple):
+    update: Update | None
+
+
 class _Capture:
     """Stands in an optimizer's place of `_init_group`; holds it weakly, so that it goes when its last user goes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.plan = Plan(optimizer)
-        self._updates: weakref.WeakKeyDictionary[GroupPlan, Update | None] = weakref.WeakKeyDictionary()
+        self.pause = 0  # for how many more steps no lists are kept
+        self._pausing = False
 
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None
-        if TracingContext.try_get() is not None:
+        if TracingContext.try_get() is not None or self._pauses(optimizer, group):
             return plain_init_group(optimizer)(group, *lists)
         planned = self.plan.group(group)
+        if planned.built_in_a_row >= _RESTLESS:
+            self.pause = _PAUSE
         try:
             self._run(optimizer, planned, lists)
         finally:
             planned.let_go_of_gradients()
         return planned.returned
 
+    def _pauses(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
+        if group is optimizer.param_groups[0]:
+            self._pausing = self.pause > 0
+            if self._pausing:
+                self.pause -= 1
+                self.plan.forget()
+        return self._pausing
+
     def _run(self, optimizer: Optimizer, planned: GroupPlan, lists: tuple[list[Any], ...]) -> None:
-        if planned not in self._updates:
-            self._updates[planned] = update_for(optimizer, planned)
-        update = self._updates[planned]
+        if planned.attached is None:
+            planned.attached = _Chosen(update_for(optimizer, planned))
+        update = planned.attached.update
         if update is None:
             for wanted, kept in zip(lists, planned.lists, strict=True):
                 wanted.extend(kept)
@@ -148,5 +166,11 @@ def explain(optimizer: Optimizer) -> Explanation:
     implementation = implementation_of(optimizer)
     if not is_captured(optimizer):
         return Explanation(False, implementation, _EAGER.get(optimizer, "capture was not called"))
-    plan: Plan = vars(optimizer)["_init_group"].plan
+    captured: _Capture = vars(optimizer)["_init_group"]
+    plan = captured.plan
+    if captured.pause:
+        why = f"its lists changed {_RESTLESS} times in succession, the last time because {plan.because}"
+        return Explanation(
+            False, implementation, f"{why}; it is tried again after {captured.pause} steps", plan.builds
+        )
     return Explanation(True, implementation, plan.because, plan.builds)
