@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +139,16 @@ def there_and_back(lab: Lab, optimized: Optimized, way: Way) -> Any:
 
 def copied(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def outlived(lab: Lab, way: Way) -> list[str]:
+    """Names whose tensors are there when the state dict that has them is gone."""
+    optimizer = Optimized().stepped(lab.model)
+    saved = way.save(lab, optimizer)
+    held = {name: weakref.ref(state["exp_avg"]) for name, state in saved["state"].items()}
+    del saved
+    gc.collect()
+    return [name for name, one in held.items() if one() is not None]
 
 
 def saved_again(lab: Lab, optimized: Optimized, saved: Mapping[str, Any], way: Way) -> Any:

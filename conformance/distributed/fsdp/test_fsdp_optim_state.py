@@ -209,6 +209,13 @@ def test_either_library_loads_what_the_other_saved(
             assert_same_outcome(Outcome(one), Outcome(other))
 
 
+@clause("distributed.fsdp.fsdp_optim_state.freed")
+@pytest.mark.parametrize("way", [Way("FULL", offloads=False), Way("SHARDED")], ids=lambda way: way.name)
+def test_nobody_else_holds_what_was_saved(subject: Library, ranks: Callable[..., RankPool], way: Way) -> None:
+    for names in values_of(probed(ranks(2), subject, cases.outlived, Setup(wrap="leaves"), way=way)):
+        assert names == []
+
+
 @clause("distributed.fsdp.fsdp_optim_state.resumes")
 @pytest.mark.parametrize("way", [Way("FULL", True, False), Way("SHARDED")], ids=lambda way: way.name)
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -158,6 +158,17 @@ def test_what_can_be_set(subject: Library, reference: Library, rank_pool: RankPo
     assert seen[0].raised is None, seen[0].raised
 
 
+@clause("distributed.fsdp.fsdp_state_dict.freed")
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+def test_nobody_else_holds_what_was_saved(
+    subject: Library, ranks: Callable[..., RankPool], kind: str
+) -> None:
+    asks, setup = state_dict_cases.outlived, Setup(wrap="leaves")
+    for outcome in probed(ranks(2), subject, asks, setup, form=Form(kind)):
+        assert outcome.raised is None, outcome.raised
+        assert outcome.value == []
+
+
 @clause("distributed.fsdp.fsdp_state_dict.hooks")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("wrap", ["root", "leaves"])
