@@ -45,13 +45,15 @@ class ByKeyword(Collecting):
 
 
 class Returning(Collecting):
-    """Gets the tensors back instead of giving lists."""
+    """Gets the tensors back instead of giving lists, and changes the list that it got."""
 
     def _init_group(self, group: dict[str, Any]) -> list[torch.Tensor]:
         return [parameter for parameter in group["params"] if parameter.grad is not None]
 
     def update(self, group: dict[str, Any]) -> None:
-        for parameter in self._init_group(group):
+        found = self._init_group(group)
+        found.reverse()
+        for parameter in found:
             parameter.add_(parameter.grad * -group["lr"])
 
 

@@ -9,7 +9,7 @@ from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import GlobalWeakRefSource, Source
 from torch._dynamo.utils import GLOBAL_KEY_PREFIX
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch.utils._pytree import tree_leaves
 
@@ -63,9 +63,10 @@ class Collected:
     def tracker(self, value: Any) -> VariableTracker:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if type(value) in (list, tuple):
-            kind = ListVariable if isinstance(value, list) else TupleVariable
-            return kind([self.tracker(item) for item in value])
+        if type(value) is list:
+            return ListVariable([self.tracker(item) for item in value], mutation_type=ValueMutationNew())
+        if type(value) is tuple:
+            return TupleVariable([self.tracker(item) for item in value])
         return VariableTracker.build(self._tx, value)
 
     def _tensor(self, tensor: torch.Tensor) -> VariableTracker:
