@@ -10,7 +10,7 @@ import functools
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from impl import kernels
+from impl.amp._fused_step import Wanted, fused_step
 from impl.amp._loss_scale import FloorWatch, PerDevice, check_new_scale, inverse, placed, read_state, times
 from impl.amp._opt_state import OptState, advance, refresh_per_optimizer_state
 
@@ -36,6 +37,7 @@ class Verdicts:
     here: dict[torch.device, Tensor] | None = None  # the same, as far as this process's gradients tell
     stepped: dict[torch.device, Tensor] | None = None  # by the check that its last step went by
     taken: bool | None = None  # that step, once the host knows
+    copies: Sequence[Tensor] = ()  # on which the gradients lie that were checked, where not on the parameters
 
 
 class Scaling:
@@ -89,6 +91,22 @@ class Scaling:
         state["stage"] = stepped
         verdicts.checked = verdicts.stepped = state["found_inf_per_device"]
         return result
+
+    def fused_step(self, scaler: GradScaler, optimizer: _Optimizer, wanted: Wanted, update: bool) -> Tensor:
+        _recall_scale(scaler, optimizer)
+        scale, _ = scaler._check_scale_growth_tracker("fused_step")
+        stage = stage_of(scaler, optimizer)
+        stepped = advance(stage, "step")
+        known = scaler._found_inf_per_device(optimizer) if stage is OptState.UNSCALED else None
+        done = fused_step(scaler, optimizer, wanted, scale, known)
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["stage"], state["found_inf_per_device"] = stepped, done.found
+        verdicts = scaler._verdicts_on(optimizer)
+        verdicts.checked = verdicts.stepped = done.found
+        verdicts.here, verdicts.taken, verdicts.copies = done.here, done.taken, wanted.copies
+        if update:
+            scaler.update()
+        return done.norm
 
     def update(self, scaler: GradScaler, new_scale: float | Tensor | None) -> None:
         _recall_scale(scaler, None)
@@ -179,6 +197,9 @@ class PassingThrough:
 
     def step(self, scaler: GradScaler, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
         return cast("float | None", optimizer.step(*args, **kwargs))
+
+    def fused_step(self, scaler: GradScaler, optimizer: _Optimizer, wanted: Wanted, update: bool) -> Tensor:
+        return fused_step(scaler, optimizer, wanted, scale=None, known=None).norm
 
     def update(self, scaler: GradScaler, new_scale: float | Tensor | None) -> None:
         return None

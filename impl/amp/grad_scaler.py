@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from impl import kernels
 from impl.amp._availability import amp_definitely_not_available
+from impl.amp._fused_step import Wanted, agree_in_one_group, lent
 from impl.amp._gradients import nonfinite_parameters, sorted_gradients
 from impl.amp._loss_scale import (
     SMALLEST_SCALE,
@@ -33,6 +34,7 @@ from impl.amp._opt_state import OptimizerState, OptState
 # torch's name: pickles of torch's scalers ask for it.
 from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_optimizer_state
 from impl.amp._scaling import PASSING_THROUGH, SCALING, PassingThrough, Scaling, Verdicts
+from impl.optim._shards import Norms
 
 __all__ = ["GradScaler", "OptState"]
 
@@ -209,6 +211,56 @@ class GradScaler:
         """
         return self._policy.step(self, optimizer, *args, **kwargs)
 
+    def fused_step(
+        self,
+        optimizer: _Optimizer,
+        max_norm: float = math.inf,
+        norm_type: float = 2.0,
+        *,
+        copies: Iterable[Tensor] = (),
+        update: bool = True,
+    ) -> Tensor:
+        """Do what `unscale_`, `clip_grad_norm_`, `step` and `update` do, in two passes over memory.
+
+        Adam, AdamW, SGD and Adagrad of `torch.optim` step as with `fused=True`, whatever they were built with. Their
+        gradients are read, and stay scaled and unclipped in `.grad`. Every other optimizer, and gradients that no fused
+        update takes (sparse ones, say), have `.grad` unscaled and clipped in place, and then `optimizer.step()`.
+        After `unscale_` the gradients are taken as they are, and what it found decides.
+
+        Args:
+            optimizer: owns the gradients of one norm. Its hooks and schedulers see a step, if it is taken; on a device
+                other than the CPU always, as with an optimizer that skips for itself.
+            max_norm: clip the unscaled gradients to it, as `clip_grad_norm_` does; inf clips nothing.
+            norm_type: the order of the norm, any float.
+            copies: one for each parameter of the optimizer, in lower precision, to which the new parameters are written
+                in the same pass. Gradients are taken from a copy where the parameter has none.
+            update: False leaves the scale to an `update()` that follows when other optimizers have stepped too.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, 0-dim, as `clip_grad_norm_` returns it; of a step that
+            is skipped whatever the gradients make of it. In float32 or float64 where parameters are sharded.
+
+        Raises:
+            RuntimeError: the optimizer has stepped since the last `update`; or see `update`.
+            AssertionError: there is no scale yet; or no parameter of the optimizer has a gradient.
+            ValueError: `max_norm` is nan or -inf; `norm_type` is nan; `copies` do not fit the parameters.
+        Sync: none for the four optimizers (but when momentum with `dampening` begins) and for those that take
+            `found_inf` themselves. For others, one where a state lies on the host or is still to be made; else the step
+            is made and put back, from copies of all parameters and states.
+        Collectives: none; one all-gather where a process group holds the parameters in parts (FSDP, DTensor).
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = GradScaler("cpu", init_scale=1024.0)
+        >>> scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
+        >>> scaler.fused_step(optimizer, max_norm=1.0)
+        tensor(5.)
+        >>> weight.detach()
+        tensor([0.7000, 0.6000])
+        """
+        wanted = Wanted(float(max_norm), float(norm_type), tuple(copies))
+        return self._policy.fused_step(self, optimizer, wanted, update)
+
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by what this iteration's checks found; to be called once, after the last `step`.
 
@@ -285,7 +337,9 @@ class GradScaler:
         >>> scaler.nonfinite_parameters(optimizer)
         ['weight']
         """
-        names = nonfinite_parameters(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        with lent(params, self._verdicts_on(optimizer).copies):
+            names = nonfinite_parameters(optimizer)
         if not names and any(flag.item() for flag in (self._verdicts_on(optimizer).here or {}).values()):
             raise RuntimeError(
                 "the last check of this optimizer found inf or nan, but none of its gradients holds any now: they were "
@@ -412,6 +466,20 @@ class GradScaler:
         process's gradients alone. Empty if the optimizer has no gradients.
         """
         return found_inf_per_device
+
+    def _agree(
+        self, norms: Norms, found_inf_per_device: dict[torch.device, Tensor]
+    ) -> tuple[Tensor, dict[torch.device, Tensor]]:
+        """Agree with other processes on a norm and on what a check found, in one collective, if any."""
+        if norms.dealt:
+            return agree_in_one_group(norms, found_inf_per_device)
+        return norms.whole, self._reduce_found_inf(found_inf_per_device)
+
+    def _place_of_norms(self, params: Sequence[Tensor]) -> torch.device:
+        """Where numbers about all gradients of `params` meet."""
+        if self._enabled and self._scale is not None:
+            return self._scale.device
+        return next((param.device for param in params if param.grad is not None), torch.device("cpu"))
 
     def _check_inf_per_device(self, optimizer: _Optimizer) -> dict[torch.device, Tensor]:
         """Check the gradients, float16 ones too, and leave them scaled."""

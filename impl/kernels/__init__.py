@@ -1,4 +1,4 @@
-"""Multi-tensor kernels: unscale, norm, scale, clamp, scale update.
+"""Multi-tensor kernels: unscale, norm, scale, clamp, an optimizer's update, scale update.
 
 Lists are not empty and hold dense tensors on one device, of mixed sizes and dtypes. Nothing here tracks
 gradients. One operation a file: its door, torch's operators as the reference, what the CPU does faster; the
@@ -13,6 +13,7 @@ Cost for N f32 elements, launches counted on CUDA:
 |---|---|---|
 | `unscale_` | 8 | 1 |
 | `total_norm` | 4 | 2 |
+| `checked_norm` | 4 | 5 |
 | `scale_` | 8, 0 where the factor is 1 | 1 |
 | `clamp_` | 8 | 1 |
 | `update_scale_` | 20 in all | 1 |
@@ -20,11 +21,14 @@ Cost for N f32 elements, launches counted on CUDA:
 """
 
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
-from impl.kernels._route import route
+from impl.kernels._route import known_on_host, route
 from impl.kernels._storage_order import OVERLAP, overlaps_itself
 from impl.kernels._untracked import untracked
+from impl.kernels.checked_norm import checked_norm, nonfinite_flag
 from impl.kernels.clamp import clamp_
+from impl.kernels.fused_step import Parameters, fused_step_
 from impl.kernels.norm import total_norm
+from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
 from impl.kernels.scale import scale_
 from impl.kernels.scale_update import update_scale_
 from impl.kernels.unscale import nonfinite_mask, unscale_
@@ -33,10 +37,19 @@ __all__ = [
     "KERNEL_DTYPES",
     "OVERLAP",
     "PLAIN_TYPES",
+    "AdagradRule",
+    "AdamRule",
+    "Parameters",
+    "Rule",
+    "SGDRule",
     "are_on",
+    "checked_norm",
     "clamp_",
     "dtypes_of",
+    "fused_step_",
+    "known_on_host",
     "layouts_of",
+    "nonfinite_flag",
     "nonfinite_mask",
     "overlaps_itself",
     "route",

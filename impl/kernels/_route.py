@@ -91,6 +91,11 @@ def _fastest(asked: str, tensor: Tensor) -> Carrier:
     return "plain"
 
 
+def known_on_host(flag: Tensor) -> bool | None:
+    """Whether `flag` is not zero, where a look at it costs nothing; None where it would be a synchronisation."""
+    return flag.item() != 0 if plan_for([flag]).way == "cached" else None
+
+
 def is_eager(tensors: Sequence[Tensor]) -> bool:
     """Whether these are ordinary tensors that no compiler, tracer, transform or dispatch mode watches."""
     return (

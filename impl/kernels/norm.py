@@ -27,7 +27,7 @@ _SAFE_ABOVE = 2.0**-30
 
 
 @untracked
-def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
     """Joint p-norm, as if all elements stood in one vector.
 
     The two-norm does not overflow or underflow where its value can be represented.
@@ -35,9 +35,11 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     Args:
         tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
         norm_type: any float, inf and -inf included. As in torch, 0 counts the tensors that are not all zero.
+        dtype: of the result and of what it is summed from; None is the one that the tensors' dtypes promote to, but f32
+            for f16 alone.
 
     Returns:
-        0-dim, on that device; the dtype the tensors' dtypes promote to, but f32 for f16 alone.
+        0-dim, on that device.
 
     Raises:
         RuntimeError: torch's: inf or negative `norm_type` with an empty tensor, integer tensors.
@@ -46,18 +48,22 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         looked at and Triton does not run (tensor subclasses, traced code, other devices) torch's limits hold.
     """
     plan = plan_for(tensors)
+    wanted = dtype or result_dtype(plan.dtypes)
     if plan.way == "triton":
         from impl.kernels._triton.norm import launch_norm  # noqa: PLC0415  optional, and slow to import
 
-        norm = launch_norm(tensors, norm_type, _result_dtype(plan.dtypes))
+        norm = launch_norm(tensors, norm_type, wanted)
         if norm is not None:
             return norm
     elif plan.way == "cached" and norm_type == math.inf and _is_worth_a_search(tensors):
-        return _largest(by_dtype(tensors, plan.dtypes)).to(_result_dtype(plan.dtypes))
+        return _largest(by_dtype(tensors, plan.dtypes)).to(wanted)
     groups = by_dtype(tensors, plan.dtypes)
     if norm_type != 2:
-        return _norm_plain(groups, norm_type)
-    norm = _two_norm_cached(groups, plan.dtypes) if plan.way == "cached" else _norm_plain(groups, norm_type)
+        return _norm_plain(groups, norm_type, dtype)
+    if plan.way == "cached":
+        norm = _two_norm_cached(groups, wanted, widens=dtype is not None)
+    else:
+        norm = _norm_plain(groups, norm_type, dtype)
     if plan.is_eager and norm.is_cpu:
         value = norm.item()
         if value < _SAFE_ABOVE or value == math.inf:
@@ -65,15 +71,15 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     return norm
 
 
-def _result_dtype(dtypes: set[torch.dtype]) -> torch.dtype:
+def result_dtype(dtypes: set[torch.dtype]) -> torch.dtype:
     return torch.float32 if dtypes == {torch.float16} else reduce(torch.promote_types, dtypes)
 
 
-def _norm_plain(groups: list[list[Tensor]], norm_type: float) -> Tensor:
+def _norm_plain(groups: list[list[Tensor]], norm_type: float, dtype: torch.dtype | None) -> Tensor:
     norms: list[Tensor] = []
     for same_dtype in groups:
         # In f16 the norm of finite gradients soon passes 65504.
-        wide = torch.float32 if same_dtype[0].dtype is torch.float16 else None
+        wide = dtype or (torch.float32 if same_dtype[0].dtype is torch.float16 else None)
         if takes_foreach(same_dtype):
             norms.extend(torch._foreach_norm(same_dtype, norm_type, dtype=wide))
         else:
@@ -81,9 +87,8 @@ def _norm_plain(groups: list[list[Tensor]], norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _two_norm_cached(groups: list[list[Tensor]], dtypes: set[torch.dtype]) -> Tensor:
+def _two_norm_cached(groups: list[list[Tensor]], dtype: torch.dtype, widens: bool) -> Tensor:
     """Two-norm on the CPU: 4 B an element in f32, large tensors on all threads, small ones copied together."""
-    dtype = _result_dtype(dtypes)
     match groups:
         case [[alone]] if alone.numel() <= _SHORT:
             return torch.linalg.vector_norm(alone, dtype=dtype)
@@ -92,7 +97,7 @@ def _two_norm_cached(groups: list[list[Tensor]], dtypes: set[torch.dtype]) -> Te
     norms: list[Tensor] = []
     for same_dtype in groups:
         for flat in flat_runs(same_dtype):
-            _append_norms(norms, flat)
+            _append_norms(norms, flat, widens)
     if len(norms) == 1 and norms[0].numel() == 1:
         norm = norms[0].squeeze_(0)
         return norm if norm.dtype is dtype else norm.to(dtype)
@@ -102,10 +107,10 @@ def _two_norm_cached(groups: list[list[Tensor]], dtypes: set[torch.dtype]) -> Te
     return torch.linalg.vector_norm(torch.cat(norms), dtype=accumulate).to(dtype)
 
 
-def _append_norms(norms: list[Tensor], flat: Tensor) -> None:
-    """Append 1-D two-norms of parts that together cover a 1-D tensor."""
-    if flat.dtype is torch.float16:
-        # torch sums f16 slowly, and a norm in f16 would overflow.
+def _append_norms(norms: list[Tensor], flat: Tensor, widens: bool) -> None:
+    """Append 1-D two-norms of parts that together cover a 1-D tensor; in f32 where it holds f16, or bf16 and widens."""
+    if flat.dtype is torch.float16 or (widens and flat.dtype is torch.bfloat16):
+        # torch sums slowly into another dtype, as it does f16, and a norm in f16 would overflow.
         norms.extend(torch.linalg.vector_norm(part.float(), keepdim=True) for part in flat.split(_PART))
         return
     if flat.numel() > _ROW:

@@ -26,6 +26,7 @@ from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._nested import replaced, tensors_in
 from impl.distributed.fsdp._streams import Lane, Streams
 from impl.distributed.fsdp.api import BackwardPrefetch, MixedPrecision
+from impl.optim._shards import deal
 
 
 class Phase(Enum):
@@ -96,6 +97,9 @@ class Unit:
         self._module = weakref.ref(module)
         self.flats = list(flats)
         self.groups = groups
+        if groups.shard is not None:
+            for parameter in (parameter for flat in self.flats for parameter in flat.stepped):
+                deal(parameter, groups.shard)
         self.plan = plan
         self.reduction = Reduction(groups)
         self.gradients = [GradientShard(flat, plan.keeps_low_precision_grads) for flat in flats]

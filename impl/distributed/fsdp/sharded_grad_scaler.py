@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from impl.amp._fused_step import joint_flag
 from impl.amp._loss_scale import SMALLEST_SCALE, placed
 from impl.amp._scaling import stage_of
 from impl.amp.grad_scaler import GradScaler, OptState
+from impl.optim._fused_updates import has_fused_update
+from impl.optim._shards import Norms, exchanged, shard_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -150,6 +154,52 @@ class ShardedGradScaler(GradScaler):
         with self._answering_peers(optimizer):
             return super().step(optimizer, *args, **kwargs)
 
+    def fused_step(
+        self,
+        optimizer: _Optimizer,
+        max_norm: float = math.inf,
+        norm_type: float = 2.0,
+        *,
+        copies: Iterable[Tensor] = (),
+        update: bool = True,
+    ) -> Tensor:
+        """Do what `unscale_`, the clipping of all ranks' gradients, `step` and `update` do, on all ranks alike.
+
+        Args:
+            optimizer: owns the gradients, or none; the same parameters on every rank, whole or in parts.
+            max_norm, norm_type, copies, update: as for `GradScaler.fused_step`.
+
+        Returns:
+            The norm of all ranks' gradients, each element counted once; as `GradScaler.fused_step`.
+
+        Raises:
+            RuntimeError: as `GradScaler.fused_step`; or another rank's check failed; or the group was not pickled; or a
+                parameter is dealt to ranks outside the group.
+            AssertionError: there is no scale yet.
+            ValueError: as `GradScaler.fused_step`; no process group is up; this rank is not in it.
+        Sync: as `GradScaler.fused_step`.
+        Collectives: one all-gather of a number a rank and one more for each group that holds parameters in parts.
+            Where the optimizer has no fused update, the all-reduce of `unscale_` comes before it.
+        """
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        numbers = 1 + len(shard_groups(params)) if has_fused_update(optimizer) else None
+        with self._answering_peers(optimizer, numbers):
+            return super().fused_step(optimizer, max_norm, norm_type, copies=copies, update=update)
+
+    def _agree(
+        self, norms: Norms, found_inf_per_device: dict[torch.device, Tensor]
+    ) -> tuple[Tensor, dict[torch.device, Tensor]]:
+        """The norm and one verdict for all ranks, by one all-gather."""
+        if not self._enabled and not norms.dealt:
+            return norms.whole, found_inf_per_device
+        self._owes_verdict = False
+        device = norms.whole.device
+        norm, verdict = norms.gathered(self._group, joint_flag(found_inf_per_device, device))
+        return norm, self._refused(verdict.float())
+
+    def _place_of_norms(self, params: Sequence[Tensor]) -> torch.device:
+        return self._meeting_place() if self._enabled else super()._place_of_norms(params)
+
     def _checked(
         self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -162,17 +212,28 @@ class ShardedGradScaler(GradScaler):
         device = self._meeting_place()
         found = [placed(flag, device).reshape(()) for flag in found_inf_per_device.values()]
         verdict = torch.stack(found).any().float() if found else torch.zeros((), device=device)
-        self._tell(verdict)
+        self._owes_verdict = False
+        dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=self.process_group)
+        return self._refused(verdict)
+
+    def _refused(self, verdict: Tensor) -> dict[torch.device, Tensor]:
+        """The verdict, unless a rank says that it has not checked."""
         if verdict.is_cpu and verdict.item() == _NOT_CHECKED:
             raise RuntimeError(
                 "another rank of the process group failed to check its gradients, and raises the reason; this rank has "
                 "checked, and may have unscaled, its own: clear them on all ranks before the next backward"
             )
-        return {verdict.device: verdict.clamp_(max=_NONFINITE)}
+        return {verdict.device: verdict.clamp(max=_NONFINITE)}
 
     def __getstate__(self) -> dict[str, Any]:
         default = self.process_group is None or self.process_group is dist.group.WORLD
         return super().__getstate__() | {"process_group": None if default else _Group.NOT_PICKLED}
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        group = self.process_group
+        assert not isinstance(group, _Group)  # refused at the door
+        return group
 
     def _meeting_place(self) -> torch.device:
         """The device for collectives: of one kind on all ranks, wherever their gradients and losses lie."""
@@ -182,25 +243,34 @@ class ShardedGradScaler(GradScaler):
         return torch.device(self._device)
 
     @contextlib.contextmanager
-    def _answering_peers(self, optimizer: _Optimizer) -> Generator[None]:
-        """Tell the peers if the check that they wait for fails in this block."""
+    def _answering_peers(self, optimizer: _Optimizer, numbers: int | None = None) -> Generator[None]:
+        """Tell the peers if the check that they wait for fails in this block.
+
+        Args:
+            numbers: that a rank tells in an all-gather; None: one, in an all-reduce.
+        """
         if not self._enabled:
             yield
             return
         self._refuse_foreign_group()
-        self._owes_verdict = stage_of(self, optimizer) is OptState.READY
+        stage = stage_of(self, optimizer)
+        self._owes_verdict = stage is OptState.READY or (numbers is not None and stage is OptState.UNSCALED)
         try:
             yield
         except Exception:
             if self._owes_verdict:
-                self._tell(torch.full((), _NOT_CHECKED, device=self._meeting_place()))
+                self._tell_of_failure(numbers)
             raise
         finally:
             self._owes_verdict = False
 
-    def _tell(self, verdict: Tensor) -> None:
-        self._owes_verdict = False
-        dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=self.process_group)
+    def _tell_of_failure(self, numbers: int | None) -> None:
+        device = self._meeting_place()
+        if numbers is None:
+            verdict = torch.full((), _NOT_CHECKED, device=device)
+            dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=self.process_group)
+        else:
+            exchanged(torch.full((numbers,), _NOT_CHECKED, dtype=torch.float64, device=device), self._group)
 
     def _refuse_foreign_group(self) -> None:
         if self.process_group is _Group.NOT_PICKLED:

@@ -356,7 +356,7 @@ def _scale_to_norm_(gradients: _Gradients, max_norm: float, total_norm: Tensor) 
         raise ValueError(
             f"max_norm is {max_norm}, which would overwrite every gradient; pass a number or inf"
         )
-    coefficient = _coefficient(max_norm, total_norm)
+    coefficient = clip_coefficient(max_norm, total_norm)
     if type(coefficient) is not Tensor or coefficient.dim() > 0:
         # No kernel takes such a factor: whether it fits is for the operators to say.
         gradients = gradients._replace(ordinary={}, others=gradients.every)
@@ -374,7 +374,7 @@ def _scale_to_norm_(gradients: _Gradients, max_norm: float, total_norm: Tensor) 
         kernels.scale_(tensors, coefficient.to(device))
 
 
-def _coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
+def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
     """`max_norm / (total_norm + 1e-6)`, at most 1; `float / tensor` is a product with the reciprocal in torch."""
     if type(total_norm) is Tensor:
         return (total_norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)

@@ -1,0 +1,315 @@
+"""A whole mixed-precision step in two passes over memory: the norm of scaled gradients, then one update from them.
+
+Two ways
+    An optimizer that has a fused update reads its gradients where they are, scaled; the clip factor, times one over the
+    scale, is one number in that update. Every other optimizer, and gradients that no fused update takes (sparse ones,
+    some tensor subclasses), get them unscaled and clipped in place, as by `unscale_` and `clip_grad_norm_`.
+
+Whether a step is taken
+    On the CPU the host looks, and does not call the optimizer for a step that is skipped. Elsewhere the optimizer is
+    always called, and the flag on the device decides: in the fused update, in an optimizer that takes `found_inf`
+    itself, or by putting back what the step has changed.
+"""
+
+# A part of the scaler: it works on attributes that bear torch's underscored names.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl import kernels
+from impl.amp._conditional_step import step_unless
+from impl.amp._loss_scale import inverse, placed
+from impl.nn.utils.clip_grad import clip_coefficient, clip_grads_with_norm_, get_total_norm
+from impl.optim._fused_updates import Unfused, Update, step_by, updates_of
+from impl.optim._shards import Norms, local_part, shard_group, shard_groups
+
+if TYPE_CHECKING:
+    from impl.amp.grad_scaler import GradScaler
+
+_Optimizer = torch.optim.Optimizer
+Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 where there is inf or nan
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a fused step is asked for.
+
+    Raises:
+        ValueError: a number that would ruin the parameters.
+    """
+
+    max_norm: float
+    norm_type: float
+    copies: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > -math.inf:
+            raise ValueError(
+                f"max_norm is {self.max_norm}, which would overwrite every parameter; pass a number or inf"
+            )
+        if math.isnan(self.norm_type):
+            raise ValueError("norm_type is nan, which is the order of no norm; pass a number or inf")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a fused step found and did."""
+
+    norm: Tensor  # of the unscaled gradients
+    here: Found  # in this process's gradients
+    found: Found  # by all processes: what decides
+    taken: bool | None  # None: the host does not know
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One call, and what it needs of the scaler."""
+
+    scaler: GradScaler
+    optimizer: _Optimizer
+    wanted: Wanted
+    params: list[Tensor]
+    scale: Tensor | None  # f32, 0-dim; None of a scaler that is switched off: nothing is looked for
+    known: Found | None  # what a check found already that has unscaled the gradients
+
+    @functools.cached_property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return shard_groups(self.params)
+
+    @property
+    def home(self) -> torch.device:
+        """Where numbers about all gradients meet."""
+        return self.scaler._place_of_norms(self.params)
+
+
+@kernels.untracked
+def fused_step(
+    scaler: GradScaler, optimizer: _Optimizer, wanted: Wanted, scale: Tensor | None, known: Found | None
+) -> Done:
+    """Step `optimizer` by gradients over `scale`, clipped, unless inf or nan is found; the arguments as in `_Step`.
+
+    Raises:
+        AssertionError: there are no gradients, here or on any rank.
+        Nothing was changed then.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    step = _Step(scaler, optimizer, wanted, params, scale, known)
+    with lent(params, wanted.copies):
+        try:
+            copies = dict(zip(map(id, params), wanted.copies, strict=False))
+            with updates_of(optimizer, copies) as updates:
+                return _by_updates(step, updates)
+        except Unfused as why:
+            if step.groups and why.is_of_this_rank:
+                # Others may have found no reason, and wait.
+                raise RuntimeError(
+                    f"no fused step of this optimizer on this rank, since {why}; call unscale_, clip_grad_norm_, step "
+                    "and update instead, on all ranks"
+                ) from None
+        return _by_optimizer(step)
+
+
+@contextmanager
+def lent(params: Sequence[Tensor], copies: Sequence[Tensor]) -> Generator[None]:
+    """Parameters that have no gradient have that of their copy, whatever its dtype.
+
+    Raises:
+        ValueError: the copies are not as many, or not of the shapes of the parameters; or both have a gradient.
+    """
+    if not copies:
+        yield
+        return
+    if [p.shape for p in params] != [c.shape for c in copies]:
+        raise ValueError(
+            f"copies are {len(copies)} tensors and the optimizer has {len(params)} parameters, or their shapes differ; "
+            "pass one copy for each parameter, in the order of the optimizer's groups"
+        )
+    borrowers = [
+        (param, copy.grad) for param, copy in zip(params, copies, strict=True) if copy.grad is not None
+    ]
+    if any(param.grad is not None for param, _ in borrowers):
+        raise ValueError(
+            "a parameter has a gradient and its copy has one too; leave gradients on the copies alone, "
+            "which the backward writes"
+        )
+    dtypes = [param.grad_dtype for param, _ in borrowers]
+    try:
+        for param, grad in borrowers:
+            param.grad_dtype = None
+            param.grad = grad
+        yield
+    finally:
+        for (param, _), dtype in zip(borrowers, dtypes, strict=True):
+            param.grad = None
+            param.grad_dtype = dtype
+
+
+def _by_updates(step: _Step, updates: Sequence[Update]) -> Done:
+    parts = [part for update in updates for part in zip(update.params, update.grads, strict=True)]
+    norm, here, found = _agreed(step, parts)
+    unscales = step.scale is not None and step.known is None
+    inv_scale = inverse(step.scale) if unscales and step.scale is not None else None
+    if inv_scale is not None and step.wanted.norm_type != 0:
+        norm = (norm * placed(inv_scale, norm.device)).to(norm.dtype)
+    flag = None if step.scale is None else joint_flag(found, step.home)
+    is_bad = False if flag is None else kernels.known_on_host(flag)
+    if not is_bad:
+        factor = _factor(step.wanted, norm, inv_scale)
+
+        def apply(update: Update) -> None:
+            device = update.bucket.device
+            undecided = None if flag is None or is_bad is False else placed(flag, device)
+            update.apply(step.optimizer, placed(factor, device), undecided)
+
+        step_by(step.optimizer, updates, apply)
+    return Done(norm, here, found, None if is_bad is None else not is_bad)
+
+
+def _by_optimizer(step: _Step) -> Done:
+    """By the optimizer's own step, from gradients that are unscaled and clipped in place."""
+    scaler, optimizer, wanted = step.scaler, step.optimizer, step.wanted
+    with _widened(step.params, wanted.copies):
+        if step.scale is not None and step.known is None:
+            scaler.unscale_(optimizer)
+        having = [(param, param.grad) for param in step.params if param.grad is not None]
+        if step.groups:
+            norm, _, _ = _agreed(step, [(param, local_part(grad)) for param, grad in having])
+        else:
+            norm = get_total_norm([grad for _, grad in having], wanted.norm_type)
+        if wanted.max_norm < math.inf:
+            clip_grads_with_norm_(step.params, wanted.max_norm, norm)
+        taken = _call_step(step)
+        if wanted.copies and taken is not False:
+            torch._foreach_copy_([*wanted.copies], step.params)
+    if step.scale is None:
+        return Done(norm, {}, {}, taken)
+    verdicts = scaler._verdicts_on(optimizer)
+    return Done(norm, verdicts.here or {}, scaler._found_inf_per_device(optimizer), taken)
+
+
+def _call_step(step: _Step) -> bool | None:
+    """Whether the optimizer took its step; None where the host does not know."""
+    scaler, optimizer = step.scaler, step.optimizer
+    if step.scale is None:
+        optimizer.step()
+        return True
+    flag = joint_flag(scaler._found_inf_per_device(optimizer), step.home)
+    if kernels.known_on_host(flag) is not None or getattr(optimizer, "_step_supports_amp_scaling", False):
+        scaler.step(optimizer)
+        return scaler._verdicts_on(optimizer).taken
+    return step_unless(optimizer, flag)
+
+
+def agree_in_one_group(norms: Norms, here: Found) -> tuple[Tensor, Found]:
+    """What the ranks that hold the parameters together make of it, where there is one group of them.
+
+    Raises:
+        RuntimeError: there are several.
+    Collectives: one all-gather.
+    """
+    if len(norms.dealt) > 1:
+        raise RuntimeError(
+            f"the parameters are dealt to {len(norms.dealt)} process groups, none of which can decide for all; use a "
+            "ShardedGradScaler, with a process_group of all their ranks"
+        )
+    [group] = norms.dealt
+    device = norms.whole.device
+    norm, flag = norms.gathered(group, joint_flag(here, device))
+    return norm, {device: flag.float()}
+
+
+def _agreed(step: _Step, parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Found, Found]:
+    """Joint norm of all processes' gradients, what a check finds in this one's, and what decides.
+
+    Args:
+        parts: parameters, and this process's part of their gradients.
+    """
+    whole: list[Tensor] = []
+    dealt: dict[dist.ProcessGroup, list[Tensor]] = {group: [] for group in step.groups}
+    for param, grad in parts:
+        group = shard_group(param) if dealt else None
+        (whole if group is None else dealt[group]).append(grad)
+    here: Found = {}
+    # Gradients of copies are worth more than their dtype: what they change is wide.
+    dtype = (
+        functools.reduce(torch.promote_types, {p.dtype for p in step.params}) if step.wanted.copies else None
+    )
+
+    def norm_of(grads: list[Tensor]) -> Tensor:
+        return _norm(grads, step.wanted.norm_type, dtype, here, step.home)
+
+    norms = Norms(
+        step.wanted.norm_type, norm_of(whole), {group: norm_of(some) for group, some in dealt.items()}
+    )
+    norm, found = step.scaler._agree(norms, here)
+    if step.scale is not None and step.known is None and not found:
+        raise AssertionError("No inf checks were recorded for this optimizer.")
+    return norm, here, found if step.known is None else step.known
+
+
+def _norm(
+    grads: Sequence[Tensor], order: float, dtype: torch.dtype | None, here: Found, home: torch.device
+) -> Tensor:
+    """Of gradients that may lie on several devices; what a check of them finds goes into `here`."""
+    norms: list[Tensor] = []
+    for device, batch in _by_device([grad for grad in grads if grad.numel()]).items():
+        norm, flag = kernels.checked_norm(batch, order, dtype)
+        here[device] = torch.maximum(here[device], flag) if device in here else flag
+        norms.append(placed(norm, home))
+    for grad in grads:
+        if grad.device not in here:  # one without elements
+            here[grad.device] = torch.zeros((), device=grad.device)
+    if not norms:
+        return torch.full((), math.inf if order < 0 else 0.0, device=home)
+    # Norms of order 0 are counts, which add up.
+    return norms[0] if len(norms) == 1 else kernels.total_norm(norms, order or 1.0)
+
+
+def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    if grads and kernels.are_on(grads[0].device, grads):
+        return {grads[0].device: grads}
+    batches: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        batches.setdefault(grad.device, []).append(grad)
+    return batches
+
+
+def joint_flag(found: Found, home: torch.device) -> Tensor:
+    """1.0 if one of the flags is, on `home`."""
+    flags = [placed(flag, home) for flag in found.values()]
+    return functools.reduce(torch.maximum, flags) if flags else torch.zeros((), device=home)
+
+
+def _factor(wanted: Wanted, norm: Tensor, inv_scale: Tensor | None) -> Tensor:
+    """By what a scaled gradient is multiplied, 0-dim: f64 if the norm is, else f32."""
+    wide = torch.float64 if norm.dtype is torch.float64 else torch.float32
+    factor = (
+        torch.ones((), device=norm.device, dtype=wide)
+        if inv_scale is None
+        else inv_scale.to(norm.device, wide)
+    )
+    return factor * clip_coefficient(wanted.max_norm, norm) if wanted.max_norm < math.inf else factor
+
+
+@contextmanager
+def _widened(params: Sequence[Tensor], copies: Sequence[Tensor]) -> Generator[None]:
+    """Gradients lent by copies are, in here, copies in the dtype of their parameter."""
+    narrow = [(param, param.grad) for param in params if copies and param.grad is not None]
+    try:
+        for param, grad in narrow:
+            param.grad = grad.to(param.dtype, copy=True)
+        yield
+    finally:
+        for param, grad in narrow:
+            param.grad = grad

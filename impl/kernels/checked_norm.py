@@ -1,0 +1,67 @@
+"""The joint p-norm of a list of tensors and whether one of them holds inf or nan, in one pass that only reads."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._route import plan_for
+from impl.kernels._untracked import untracked
+from impl.kernels.norm import result_dtype, total_norm
+
+# Orders whose norm of f32 and narrower tensors, summed in f64, is finite where every element is.
+_TELLING = (1.0, 2.0, math.inf)
+
+
+@untracked
+def checked_norm(
+    tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Joint p-norm, as `total_norm` takes it, and what a check of the same tensors finds.
+
+    Args:
+        tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        norm_type: any float, inf and -inf included.
+        dtype: of the norm, as for `total_norm`.
+
+    Returns:
+        The norm, as `total_norm` returns it; and found_inf: f32, 0-dim, on that device, 1.0 if a tensor holds inf or
+        nan, else 0.0. A norm that is too large for its dtype is inf and says nothing of the tensors.
+
+    Raises:
+        RuntimeError: torch's: inf or negative `norm_type` with an empty tensor, integer tensors.
+    Sync: none. Collectives: none.
+    """
+    plan = plan_for(tensors)
+    if plan.way == "triton" and norm_type in _TELLING and torch.float64 not in plan.dtypes:
+        from impl.kernels._triton.norm import launch_norm  # noqa: PLC0415  optional, and slow to import
+
+        wide = launch_norm(tensors, norm_type, torch.float64)
+        if wide is not None:
+            return wide.to(dtype or result_dtype(plan.dtypes)), nonfinite_flag(wide)
+    norm = total_norm(tensors, norm_type, dtype)
+    # Neither an inf nor a nan can hide from a finite norm of positive order; on the CPU a look costs nothing.
+    if plan.way == "cached" and norm_type > 0 and math.isfinite(norm.item()):
+        return norm, torch.zeros((), device=norm.device)
+    return norm, _found_inf_plain(by_dtype(tensors, plan.dtypes))
+
+
+def _found_inf_plain(groups: list[list[Tensor]]) -> Tensor:
+    """By the largest magnitudes, which read 4 B an element in f32 and write nothing."""
+    largest: list[Tensor] = []
+    for same_dtype in groups:
+        filled = [t for t in same_dtype if t.numel()]
+        if filled and takes_foreach(filled):
+            largest.extend(torch._foreach_norm(filled, math.inf))
+        else:
+            largest.extend(torch.linalg.vector_norm(t, math.inf) for t in filled)
+    if not largest:
+        return torch.zeros((), device=groups[0][0].device)
+    return nonfinite_flag(torch.stack([norm.double() for norm in largest]))
+
+
+def nonfinite_flag(values: Tensor) -> Tensor:
+    """f32, 0-dim: 1.0 if one of `values` is inf or nan, else 0.0. Sync: none."""
+    return values.isfinite().all().logical_not().float()

@@ -1,0 +1,293 @@
+"""What a fused step of an optimizer works on: from its groups the rules, from its plan the lists.
+
+The optimizers of `torch.optim` that have a fused update are known here by their exact types, since a subclass may step
+in its own way. How an optimizer was told to step (`foreach`, `fused`, `capturable`) does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from impl.kernels import (
+    KERNEL_DTYPES,
+    PLAIN_TYPES,
+    AdagradRule,
+    AdamRule,
+    Parameters,
+    Rule,
+    SGDRule,
+    fused_step_,
+)
+from impl.optim._plan import Bucket, Plan, cannot_plan
+from impl.optim._shards import local_part
+
+_Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """An optimizer that has a fused update."""
+
+    lists: tuple[str, ...]  # of states, as `_init_group` names them
+    rule: Callable[[_Group, bool], Rule]  # of a group, and whether its states hold nothing yet
+
+
+def _adam_rule(group: _Group, unfilled: bool) -> Rule:
+    beta1, beta2 = group["betas"]
+    names = ("lr", "eps", "weight_decay", "amsgrad", "maximize")
+    return AdamRule(
+        beta1=beta1,
+        beta2=beta2,
+        decoupled=group["decoupled_weight_decay"],
+        **{name: group[name] for name in names},
+    )
+
+
+def _sgd_rule(group: _Group, unfilled: bool) -> Rule:
+    names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    return SGDRule(is_first_step=unfilled, **{name: group[name] for name in names})
+
+
+def _adagrad_rule(group: _Group, unfilled: bool) -> Rule:
+    return AdagradRule(
+        **{name: group[name] for name in ("lr", "lr_decay", "eps", "weight_decay", "maximize")}
+    )
+
+
+_MOMENTS = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+_KINDS: dict[type[Optimizer], _Kind] = {
+    Adam: _Kind(_MOMENTS, _adam_rule),
+    AdamW: _Kind(_MOMENTS, _adam_rule),
+    SGD: _Kind(("momentum_buffer_list",), _sgd_rule),
+    Adagrad: _Kind(("state_sums",), _adagrad_rule),
+}
+
+
+class Unfused(Exception):
+    """An optimizer, or what it holds, has no fused update; the message says why."""
+
+    def __init__(self, why: str, is_of_this_rank: bool = True) -> None:
+        super().__init__(why)
+        self.is_of_this_rank = is_of_this_rank  # and other ranks, which hold other parts, may not have it
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update: parameters of one group, dtype and device, or those of them whose states hold nothing yet."""
+
+    kind: _Kind
+    group: dict[str, Any]
+    params: list[Tensor]  # as the optimizer has them
+    parameters: Parameters
+    grads: list[Tensor]  # this rank's parts
+    bucket: Bucket
+    unfilled: bool
+
+    def apply(self, optimizer: Optimizer, factor: Tensor, found_inf: Tensor | None) -> None:
+        """Step from gradients times `factor`, unless `found_inf` is 1.0; None: it is known to be 0.0.
+
+        Sync: one where momentum begins with `dampening` and whether it does is known on the device alone.
+        """
+        begins_by_itself = found_inf is None or not self.group.get("dampening")
+        if self.unfilled and not begins_by_itself:
+            assert found_inf is not None
+            if found_inf.item():
+                return
+            found_inf = None
+        # Momentum of zeros becomes the gradient where nothing dampens it, and stays zeros where the step is skipped.
+        rule = self.kind.rule(self.group, self.unfilled and found_inf is None)
+        counters = self.bucket.counters
+        counters.advance()
+        fused_step_(rule, self.parameters, self.grads, factor, found_inf)
+        if found_inf is not None:
+            counters.take_back(found_inf)
+        if self.unfilled:
+            for param, momentum in zip(self.params, self.parameters.states[0], strict=True):
+                optimizer.state[param]["momentum_buffer"] = momentum
+
+
+def has_fused_update(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has one, whatever its parameters are: all ranks get the same answer."""
+    return _objection_to(optimizer) is None
+
+
+def _objection_to(optimizer: Optimizer) -> str | None:
+    if type(optimizer) not in _KINDS:
+        return f"{type(optimizer).__name__} has no fused update"
+    if any(group["differentiable"] for group in optimizer.param_groups):
+        return "its steps are differentiable"
+    if any(isinstance(beta, Tensor) for group in optimizer.param_groups for beta in group.get("betas", ())):
+        return "its betas are tensors"
+    return cannot_plan(optimizer)
+
+
+@contextmanager
+def updates_of(optimizer: Optimizer, copies: Mapping[int, Tensor]) -> Generator[list[Update]]:
+    """The updates of one step; the lists behind them are kept from step to step, without the gradients.
+
+    Args:
+        copies: of parameters in lower precision, by `id` of the parameter.
+
+    Raises:
+        Unfused: nothing was changed then but that states were initialised.
+    """
+    objection = _objection_to(optimizer)
+    if objection is not None:
+        raise Unfused(objection, is_of_this_rank=False)
+    lists = _lists_of.get(optimizer)
+    if lists is None:
+        lists = _lists_of[optimizer] = _Lists(optimizer)
+    try:
+        yield lists.collect(optimizer, copies)
+    finally:
+        lists.plan.let_go_of_gradients()
+
+
+def step_by(optimizer: Optimizer, updates: Sequence[Update], apply: Callable[[Update], None]) -> None:
+    """Call `optimizer.step()`, which does `apply` to each update and nothing else: hooks and schedulers see a step."""
+
+    def of_group(group: dict[str, Any], *lists: list[Any]) -> Any:
+        """In the place of `_init_group`: does the group's updates, and returns lists that leave nothing to do."""
+        for update in updates:
+            if update.group is group:
+                apply(update)
+        return (False, False) if type(optimizer) is Adagrad else False
+
+    attributes: Any = optimizer
+    before = vars(optimizer).get("_init_group")
+    attributes._init_group = of_group
+    try:
+        optimizer.step()
+    finally:
+        if before is None:
+            del attributes._init_group
+        else:
+            attributes._init_group = before
+
+
+class _Lists:
+    """The updates of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._kind = _KINDS[type(optimizer)]
+        self.plan = Plan(optimizer)
+        self._prepared: WeakKeyDictionary[Bucket, Parameters] = WeakKeyDictionary()
+
+    def collect(self, optimizer: Optimizer, copies: Mapping[int, Tensor]) -> list[Update]:
+        updates: list[Update] = []
+        groups = self.plan.groups()
+        if any(_place_counters(optimizer, bucket) for planned in groups for bucket in planned.buckets):
+            groups = self.plan.groups()
+        for planned in groups:
+            for bucket in planned.buckets:
+                if planned.replays:
+                    bucket.counters.join()
+                updates += self._of_bucket(planned.group, bucket, copies)
+        return updates
+
+    def _of_bucket(self, group: dict[str, Any], bucket: Bucket, copies: Mapping[int, Tensor]) -> list[Update]:
+        grads = _local_gradients(bucket)
+        states = [bucket[name] for name in self._kind.lists if bucket[name]]
+        if any(state is None for state in states[0]) if states else False:
+            return self._of_unfilled(group, bucket, grads, copies)
+        mine = _copies_of(bucket.params, copies)
+        # What is no plain tensor is looked through anew, since its part may lie elsewhere now.
+        parameters = self._prepared.get(bucket) if PLAIN_TYPES.issuperset(map(type, bucket.params)) else None
+        if parameters is None or [*map(id, parameters.copies)] != [*map(id, mine)]:
+            parameters = _prepared(bucket.params, states, bucket, grads, mine)
+            self._prepared[bucket] = parameters
+        return [Update(self._kind, group, bucket.params, parameters, grads, bucket, unfilled=False)]
+
+    def _of_unfilled(
+        self, group: dict[str, Any], bucket: Bucket, grads: list[Tensor], copies: Mapping[int, Tensor]
+    ) -> list[Update]:
+        """The first steps with momentum; parameters may begin at different times."""
+        momenta = bucket["momentum_buffer_list"]
+        updates: list[Update] = []
+        for unfilled in (False, True):
+            places = [i for i, momentum in enumerate(momenta) if (momentum is None) is unfilled]
+            if places:
+                params = [bucket.params[i] for i in places]
+                some = [momenta[i] for i in places] if not unfilled else [*map(torch.zeros_like, params)]
+                some_grads = [grads[i] for i in places]
+                mine = _copies_of(params, copies)
+                parameters = _prepared(params, [some], bucket, some_grads, mine)
+                updates.append(Update(self._kind, group, params, parameters, some_grads, bucket, unfilled))
+        return updates
+
+
+_lists_of: WeakKeyDictionary[Optimizer, _Lists] = WeakKeyDictionary()
+
+
+def _place_counters(optimizer: Optimizer, bucket: Bucket) -> bool:
+    """Put step counters where a fused update reads them; whether one lay elsewhere."""
+    misplaced = [
+        param
+        for param, step in zip(bucket.params, bucket.counters.steps, strict=False)
+        if step.dtype is not torch.float32 or step.device != bucket.device
+    ]
+    for param in misplaced:
+        state = optimizer.state[param]
+        state["step"] = state["step"].to(bucket.device, torch.float32, non_blocking=True)
+    return bool(misplaced)
+
+
+def _local_gradients(bucket: Bucket) -> list[Tensor]:
+    if type(bucket.params[0]) in PLAIN_TYPES and PLAIN_TYPES.issuperset(map(type, bucket.grads)):
+        return [*bucket.grads]
+    for param, grad in zip(bucket.params, bucket.grads, strict=True):
+        if getattr(param, "placements", None) != getattr(grad, "placements", None):
+            raise Unfused("a gradient is dealt otherwise than its parameter")
+    return [local_part(grad) for grad in bucket.grads]
+
+
+def _copies_of(params: Sequence[Tensor], copies: Mapping[int, Tensor]) -> list[Tensor]:
+    return [local_part(copies[id(param)]) for param in params] if copies else []
+
+
+def _prepared(
+    params: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    bucket: Bucket,
+    grads: Sequence[Tensor],
+    copies: list[Tensor],
+) -> Parameters:
+    parameters = Parameters(
+        [*map(local_part, params)],
+        [[*map(local_part, state)] for state in states],
+        bucket.counters.steps,
+        copies,
+    )
+    for place, param in enumerate(parameters.params):
+        alike = [param, *(state[place] for state in parameters.states)]
+        _check_memory(alike, grads[place], copies[place] if copies else None)
+    return parameters
+
+
+def _check_memory(alike: list[Tensor], grad: Tensor, copy: Tensor | None) -> None:
+    """Refuse what the update's operators would read or write by the address, and wrongly."""
+    param = alike[0]
+    for tensor in (*alike, grad, *([] if copy is None else [copy])):
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
+            raise Unfused(f"it holds a {type(tensor).__name__} with layout {tensor.layout}")
+        if tensor.dtype not in KERNEL_DTYPES:
+            raise Unfused(f"it holds a tensor of {tensor.dtype}")
+        if tensor.shape != param.shape:
+            raise Unfused(
+                f"a tensor of shape {tuple(tensor.shape)} belongs to a parameter of {tuple(param.shape)}"
+            )
+    if not torch.ops.aten.is_non_overlapping_and_dense(param):
+        raise Unfused("a parameter has gaps, or elements that share memory")
+    for tensor in (*alike[1:], *([] if copy is None else [copy])):
+        if tensor.stride() != param.stride() and not (tensor.is_contiguous() and param.is_contiguous()):
+            raise Unfused("a state is laid out otherwise than its parameter")
+    if any(tensor.dtype is not param.dtype for tensor in alike):
+        raise Unfused("a state has another dtype than its parameter")

@@ -1,0 +1,111 @@
+"""Which ranks hold the other parts of a parameter, and what they make of numbers that each found in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from impl.kernels import PLAIN_TYPES
+
+_dealt: Any = WeakIdKeyDictionary()
+
+
+def deal(parameter: Tensor, group: dist.ProcessGroup) -> None:
+    """Note that `parameter` is one rank's part of what all ranks of `group` hold together."""
+    _dealt[parameter] = group
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; asked without importing what defines them, which takes half a second."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "_local_tensor")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`, as a plain tensor at the same address."""
+    whole: Any = tensor
+    if is_distributed(tensor):
+        return whole._local_tensor
+    return whole.data if type(tensor) not in PLAIN_TYPES and isinstance(tensor, Parameter) else tensor
+
+
+def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that hold `parameter` together, each element once; None if this rank holds all of it.
+
+    Raises:
+        NotImplementedError: it is a DTensor that is dealt along several dimensions of its mesh, or has sums to take.
+    """
+    if not is_distributed(parameter):
+        return _dealt.get(parameter)
+    whole: Any = parameter
+    if any(placement.is_partial() for placement in whole.placements):
+        raise NotImplementedError("a DTensor with partial sums is no parameter that can be stepped")
+    dealt = [dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()]
+    if len(dealt) > 1:
+        raise NotImplementedError(
+            f"a DTensor with placements {whole.placements} is dealt along {len(dealt)} dimensions of its mesh, whose "
+            "ranks have no one process group; call unscale_, clip_grad_norm_, step and update instead"
+        )
+    return whole.device_mesh.get_group(dealt[0]) if dealt else None
+
+
+def shard_groups(parameters: Iterable[Tensor]) -> list[dist.ProcessGroup]:
+    """The groups that hold these together, in order of appearance, which is the same on all ranks."""
+    listed = list(parameters)
+    if not _dealt and PLAIN_TYPES.issuperset(map(type, listed)):
+        return []
+    groups = dict.fromkeys(map(shard_group, listed))
+    return [group for group in groups if group is not None]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Of one order, 0-dim and on one device."""
+
+    order: float
+    whole: Tensor  # of what each rank holds all of
+    dealt: dict[dist.ProcessGroup, Tensor]  # of this rank's part of what a group holds
+
+    def gathered(self, among: dist.ProcessGroup | None, flag: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of all, each element counted once, and the largest of the ranks' flags; f32 and f64, 0-dim.
+
+        Collectives: one all-gather of a number for each group and one more, in `among`, to which all groups belong.
+        """
+        mine = torch.stack(
+            [flag.to(torch.float64), *(norm.to(torch.float64) for norm in self.dealt.values())]
+        )
+        everyones = exchanged(mine, among)
+        norms = [self.whole.to(torch.float64)]
+        for column, group in enumerate(self.dealt, start=1):
+            rows = [_rank_in(among, rank) for rank in dist.get_process_group_ranks(group)]
+            norms.append(self._joined(everyones[rows, column]))
+        wide = torch.float64 if self.whole.dtype is torch.float64 else torch.float32
+        return self._joined(torch.stack(norms)).to(wide), everyones[:, 0].amax()
+
+    def _joined(self, norms: Tensor) -> Tensor:
+        # Norms of order 0 are counts, which add up.
+        return torch.linalg.vector_norm(norms, self.order or 1.0)
+
+
+def exchanged(numbers: Tensor, among: dist.ProcessGroup | None) -> Tensor:
+    """Every rank's `numbers`, a row a rank."""
+    everyones = numbers.new_empty((dist.get_world_size(among), len(numbers)))
+    dist.all_gather([*everyones.unbind()], numbers, group=among)
+    return everyones
+
+
+def _rank_in(among: dist.ProcessGroup | None, rank: int) -> int:
+    group = dist.group.WORLD if among is None else among
+    assert group is not None
+    if rank not in dist.get_process_group_ranks(group):
+        raise RuntimeError(
+            f"rank {rank} holds a part of a parameter, and is not in the process group that decides on the step; give "
+            "the ShardedGradScaler a process_group of all ranks that hold parts"
+        )
+    return dist.get_group_rank(group, rank)
