@@ -407,6 +407,24 @@ def after_an_error_inside(lab: Lab) -> str:
     return lab.fsdp.get_state_dict_type(lab.model).state_dict_type.name
 
 
+def set_on_no_unit(lab: Lab) -> Any:
+    """What comes of the context around a module without any unit."""
+    types = lab.library.distributed.fsdp.StateDictType
+
+    def enter() -> str:
+        with lab.fsdp.state_dict_type(nn.Linear(1, 1), types.SHARDED_STATE_DICT):
+            return "entered"
+
+    return tried(enter)
+
+
+def saved_while_whole(lab: Lab, *, form: Form) -> Any:
+    """Inside summon_full_params the keys of a state dict, or what is raised."""
+    set_form(lab.library, lab.model, form)
+    with lab.fsdp.summon_full_params(lab.model, writeback=False):
+        return tried(lambda: list(lab.model.state_dict()))
+
+
 # -- users' hooks
 
 
@@ -439,6 +457,21 @@ def hooked(lab: Lab) -> dict[str, Any]:
     seen.append([(key, described(value)) for key, value in state_dict.items()])
     root.load_state_dict(state_dict)
     return {"seen": seen, "whole": gathered_parameters(lab.library, root)}
+
+
+def seen_by_a_hook(lab: Lab) -> Any:
+    """Whether the parameter that a module's own hook meets in SHARDED_STATE_DICT is whole, with values."""
+    whole = gathered_parameters(lab.library, lab.model)["head.weight"]
+    set_form(lab.library, lab.model, Form("SHARDED"))
+    seen: list[bool] = []
+
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        value = state_dict[f"{prefix}weight"]
+        seen.append(tried(lambda: torch.equal(value, whole)) is True)
+
+    lab.model.head._register_state_dict_hook(after_save)
+    lab.model.state_dict()
+    return seen
 
 
 class OwnWay(nn.Linear):

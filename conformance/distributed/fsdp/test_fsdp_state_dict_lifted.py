@@ -294,6 +294,62 @@ def test_settings_after_an_error(deviation: DeviationJudge, ranks: Ranks) -> Non
     )
 
 
+@clause("distributed.fsdp.fsdp_state_dict.settings_without_units")
+@pytest.mark.deviation("fsdp.state_dict_type_without_units")
+def test_settings_without_units(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        return values_of(probed(ranks(1), library, state_dict_cases.set_on_no_unit, LEAVES))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen[0].startswith("KeyError"),
+        we_do=lambda seen: seen == ["entered"],
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.while_whole")
+@pytest.mark.deviation("fsdp.rank0_only_while_whole")
+def test_the_first_rank_alone_saves_what_all_see(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        asks, form = state_dict_cases.saved_while_whole, Form("FULL", {"rank0_only": True})
+        return values_of(probed(ranks(2), library, asks, LEAVES, form=form))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: "head.weight" in seen[0] and str(seen[1]).startswith("KeyError"),
+        we_do=lambda seen: "head.weight" in seen[0] and seen[1] == [],
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.while_whole")
+@pytest.mark.deviation("fsdp.local_while_whole")
+def test_shards_are_not_saved_while_parameters_are_whole(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        asks, form = state_dict_cases.saved_while_whole, Form("LOCAL")
+        return values_of(probed(ranks(2), library, asks, LEAVES, form=form))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: all(str(one).startswith("ValueError") for one in seen),
+        we_do=lambda seen: all(
+            str(one).startswith("RuntimeError") and "leave the context first" in one for one in seen
+        ),
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.hooks_of_parts")
+@pytest.mark.deviation("fsdp.hooks_see_no_wholes")
+def test_what_hooks_see_of_parts(deviation: DeviationJudge, ranks: Ranks) -> None:
+    def probe(library: Library) -> Any:
+        return values_of(probed(ranks(2), library, state_dict_cases.seen_by_a_hook, LEAVES))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen == [[True], [True]],
+        we_do=lambda seen: seen == [[False], [False]],
+    )
+
+
 def share_of(world_size: int) -> int:
     """The bytes that a rank holds of the model at most: its part, and one row of each parameter."""
     plain = list(TREE.build().parameters())
