@@ -58,6 +58,7 @@ class _Capture:
         self.pause = 0  # for how many more steps no lists are kept
         self._pausing = False
 
+    @torch._disable_dynamo
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None
