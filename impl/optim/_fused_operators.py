@@ -85,7 +85,11 @@ def update_for(optimizer: Optimizer, planned: GroupPlan) -> Update | None:
     tensors = chain.from_iterable(planned.lists)
     if not all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in tensors):
         return None
-    return next((update for kind, update in _UPDATES.items() if isinstance(optimizer, kind)), None)
+    update = next((update for kind, update in _UPDATES.items() if isinstance(optimizer, kind)), None)
+    if update is not None:
+        # For what it raises: torch groups before it updates anything.
+        Optimizer._group_tensors_by_device_and_dtype(planned.lists)
+    return update
 
 
 def _is_on_device(value: Any) -> bool:
