@@ -37,6 +37,8 @@ HEADLINES = ["1000x1k", "gpt2"]
 LEFT_OUT_OF_QUICK = {
     *(set(SHAPES) - {"1x1k", *HEADLINES}),
     "renewed",
+    "optimizer",
+    "FULL",
     1.0,
     float("inf"),
 }  # values of parameters
@@ -116,6 +118,11 @@ class Training:
         with torch.no_grad():
             torch._foreach_copy_(self.parameters, before)
         return gradients + after
+
+    def effect_on_parameters(self, call: Callable[[], object]) -> list[torch.Tensor]:
+        """What `call` returned and the parameters after a first step by it; all put back."""
+        effect = self.effect_on_step(call)
+        return [effect[0], *effect[1 + len(self.parameters[:1_000]) :]]
 
 
 @functools.lru_cache(maxsize=1)

@@ -186,7 +186,7 @@ def _by_optimizer(step: _Step) -> Done:
         if step.groups:
             norm, _, _ = _agreed(step, [(param, local_part(grad)) for param, grad in having])
         else:
-            norm = get_total_norm([grad for _, grad in having], wanted.norm_type)
+            norm = get_total_norm([grad for _, grad in having if grad.numel()], wanted.norm_type)
         if wanted.max_norm < math.inf:
             clip_grads_with_norm_(step.params, wanted.max_norm, norm)
         taken = _call_step(step)

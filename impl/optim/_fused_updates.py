@@ -62,11 +62,13 @@ def _adagrad_rule(group: _Group, unfilled: bool) -> Rule:
     )
 
 
+_HALVES = (torch.float16, torch.bfloat16)
+_MOMENTUM = ("momentum_buffer_list",)
 _MOMENTS = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 _KINDS: dict[type[Optimizer], _Kind] = {
     Adam: _Kind(_MOMENTS, _adam_rule),
     AdamW: _Kind(_MOMENTS, _adam_rule),
-    SGD: _Kind(("momentum_buffer_list",), _sgd_rule),
+    SGD: _Kind(_MOMENTUM, _sgd_rule),
     Adagrad: _Kind(("state_sums",), _adagrad_rule),
 }
 
@@ -194,6 +196,14 @@ class _Lists:
         return updates
 
     def _of_bucket(self, group: dict[str, Any], bucket: Bucket, copies: Mapping[int, Tensor]) -> list[Update]:
+        if (
+            self._kind.lists == _MOMENTUM
+            and group["momentum"]
+            and bucket.dtype in _HALVES
+            and bucket.device.type == "cpu"
+        ):
+            # Threads of torch's operator read momentum that others have not written yet, or beyond the end.
+            raise Unfused("on the CPU no operator steps momentum in half precision rightly")
         grads = _local_gradients(bucket)
         states = [bucket[name] for name in self._kind.lists if bucket[name]]
         if any(state is None for state in states[0]) if states else False:
