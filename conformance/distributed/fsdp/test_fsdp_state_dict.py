@@ -102,6 +102,15 @@ def test_what_replicas_save(
     )
 
 
+@clause("distributed.fsdp.fsdp_state_dict.saved")
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+def test_what_is_saved_of_buffers_that_are_cast(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], kind: str
+) -> None:
+    setup = Setup(wrap="leaves", mixed_precision={"buffer_dtype": torch.bfloat16})
+    assert_probes_agree(ranks(2), (reference, subject), state_dict_cases.saved, setup, EXACT, form=Form(kind))
+
+
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
 @share_of_examples(0.4)
 @given(data=st.data())
