@@ -1,4 +1,4 @@
-"""A whole mixed-precision step in two passes over memory: the norm of scaled gradients, then one update from them.
+"""A whole mixed-precision step: the norm of scaled gradients, then one update from them.
 
 Two ways
     An optimizer that has a fused update reads its gradients where they are, scaled; the clip factor, times one over the
