@@ -86,7 +86,7 @@ def update_for(optimizer: Optimizer, planned: GroupPlan) -> Update | None:
     if not all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in tensors):
         return None
     update = next((update for kind, update in _UPDATES.items() if isinstance(optimizer, kind)), None)
-    if update is not None:
+    if update is not None and planned.params:
         # For what it raises: torch groups before it updates anything.
         Optimizer._group_tensors_by_device_and_dtype(planned.lists)
     return update
