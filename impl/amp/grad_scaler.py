@@ -223,8 +223,8 @@ class GradScaler:
         """Do what `unscale_`, `clip_grad_norm_`, `step` and `update` do, on the CPU in two passes over memory.
 
         Adam, AdamW, SGD and Adagrad of `torch.optim` step as with `fused=True`, whatever they were built with. Their
-        gradients are read, and stay scaled and unclipped in `.grad`; devices other than the CPU update from scaled copies
-        of them. Every other optimizer, and gradients that no fused update takes (sparse ones, say), have `.grad`
+        gradients are read, and stay scaled and unclipped in `.grad`; other devices than the CPU update from scaled
+        copies of them. Every other optimizer, and gradients that no fused update takes (sparse ones, say), have `.grad`
         unscaled and clipped in place, and then `optimizer.step()`.
         After `unscale_` the gradients are taken as they are, and what it found decides.
 
