@@ -26,11 +26,12 @@ SGD, ADAM = maker("SGD", options=["momentum"]), maker("Adam")
 def test_what_is_marked(subject: Library, reference: Library, device: str, make: Make) -> None:
     def script(rig: Rig) -> Any:
         rig.without_gradient = {2}
-        return rig.train(3).marks()
+        return rig.train().marks()["gradients"], rig.train(2).marks()
 
     outcomes = [outcome(library, script, make, device=device) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
-    marks = outcomes[1].value
+    compiled_with, marks = outcomes[1].value
+    assert set(compiled_with) == {"None", "no tensor"}
     assert set(marks["parameters"]) == {"guarded"}
     assert set(marks["gradients"]) == {"None", "no tensor"}
     assert {mark for entry in marks["state"] for mark in entry.values()} <= {"guarded"}
