@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from benchmarks.timing import Workload
 
 UNITS = 8
 _DEVICES = ["cpu"]
+_WAYS = ["impl", "torch", "FSDP2", "DDP"]
 _KEPT = ["flat", "original"]  # what `parameters()` are: `use_orig_params`
 
 
@@ -54,8 +56,31 @@ def step(subject: str, world_size: int, kept: str, device: str) -> Workload:
     given: dict[str, Any] = {"subject": subject, "use_orig_params": kept == "original", "deadline_s": 300}
     return Workload(
         functools.partial(pool.run, "benchmarks.fsdp_ranks:step", **given),
-        effect=lambda: pool.run("benchmarks.fsdp_ranks:weights_after_a_step", **given)[0],
+        effect=lambda: pool.run("benchmarks.fsdp_ranks:logits_after_a_step", **given)[0],
     )
+
+
+def step_of_peers(subject: str, world_size: int, peer: str, device: str) -> Workload:
+    return step(peer if subject == "torch" else subject, world_size, "original", device)
+
+
+def wrapping(subject: str, parameters: int, kept: str, device: str) -> Workload:
+    """A module in the middle of a world of ranks that are not there: what is dealt is cut out, nothing is sent."""
+    _group_of_eight()
+    make = functools.partial(
+        member(subject, "distributed.fsdp.FullyShardedDataParallel"),
+        device_id=torch.device(device),
+        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({nn.Sequential}),
+        use_orig_params=kept == "original",
+    )
+    ready: list[nn.Module] = []
+
+    def prepare() -> None:
+        torch.manual_seed(0)
+        parts = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(parameters // 2))) for _ in range(UNITS)]
+        ready[:] = [nn.ModuleList(parts)]
+
+    return Workload(lambda: make(ready.pop()), prepare)
 
 
 @functools.cache
@@ -88,3 +113,69 @@ class RatioFsdpStep(comparison.Ratio):
         return self.measure_all()
 
     setup_cache.timeout = 1_800
+
+
+class RatioFsdpStepToPeers(comparison.Ratio):
+    title = "FSDP: a step of the same transformer, against torch's other ways"
+    params = [[2, 4], ["FSDP2", "DDP"], _DEVICES]
+    param_names = ["world_size", "peer", "device"]
+    workload = staticmethod(step_of_peers)
+
+    def setup_cache(self):
+        return self.measure_all()
+
+    setup_cache.timeout = 1_800
+
+
+class RatioFsdpWrap(comparison.Ratio):
+    title = "FSDP: wrapping"
+    params = [[2, 24], _KEPT, _DEVICES]
+    param_names = ["parameters", "kept", "device"]
+    workload = staticmethod(wrapping)
+
+    def setup_cache(self):
+        with warnings.catch_warnings(action="ignore"):
+            return self.measure_all()
+
+    setup_cache.timeout = 600
+
+
+class FsdpPeak:
+    """Most memory that the first rank takes in a step, above what it takes without a model."""
+
+    params = [_WAYS, [2, 4]]
+    param_names = ["subject", "world_size"]
+    version = "1"
+    timeout = 600
+
+    def track_bytes(self, subject, world_size):
+        return _asked_once("peak_bytes", subject, world_size)
+
+    track_bytes.unit, track_bytes.type = "bytes", "memory"
+    track_bytes.pretty_name = "FSDP: peak memory of a rank in a step"
+
+
+class FsdpTraffic:
+    """Bytes that the ranks send one another in a step, all together."""
+
+    params = [_WAYS, [2, 4]]
+    param_names = ["subject", "world_size"]
+    version = "1"
+    timeout = 600
+
+    def track_bytes(self, subject, world_size):
+        return _asked_once("bytes_sent", subject, world_size)
+
+    track_bytes.unit, track_bytes.type = "bytes", "memory"
+    track_bytes.pretty_name = "FSDP: bytes on the wire in a step"
+
+
+def _asked_once(what: str, subject: str, world_size: int) -> int:
+    """Of ranks of their own, which have had no other model."""
+    from conformance.ranks import RankPool  # noqa: PLC0415 (brings what only the judge needs)
+
+    if not Path("/proc/self/clear_refs").exists():
+        raise NotImplementedError("asks Linux")
+    with RankPool(world_size) as pool:
+        given: dict[str, Any] = {"subject": subject, "use_orig_params": True, "deadline_s": 300}
+        return pool.run(f"benchmarks.fsdp_ranks:{what}", **given)[0]

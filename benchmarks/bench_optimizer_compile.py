@@ -17,7 +17,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9, foreach=True),
     "AdamW": functools.partial(torch.optim.AdamW, lr=1e-4, foreach=True),
 }
-SIZES = ["16x1k", "100x1k"]
+SIZES = ["1x1k", "100x1k"]
 
 
 def tracing(subject: str) -> contextlib.AbstractContextManager[None]:

@@ -2,12 +2,16 @@
 
 import functools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import memory
 from benchmarks.common import member
 
 WIDTH, HEADS, LAYERS, WORDS = 512, 8, 6, 4096  # 21 million parameters
@@ -46,35 +50,80 @@ class Transformer(nn.Module):
 
 
 @functools.cache
-def sharded(subject: str, use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
-    """The model, dealt; its optimizer; and this rank's words."""
+def trained(subject: str, use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
+    """The model, dealt or replicated; its optimizer; and this rank's words."""
     torch.manual_seed(0)
-    wrapper = member(subject, "distributed.fsdp.FullyShardedDataParallel")
-    policy = member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({Block})
     with warnings.catch_warnings(action="ignore"):  # a world of one is told to be NO_SHARD
-        model = wrapper(
-            Transformer(),
-            auto_wrap_policy=policy,
-            device_id=torch.device("cpu"),
-            use_orig_params=use_orig_params,
-        )
+        model = _PEERS[subject]() if subject in _PEERS else _sharded(subject, use_orig_params)
     words = torch.randint(
         0, WORDS, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank())
     )
     return model, torch.optim.SGD(model.parameters(), lr=1e-3), words
 
 
+def _sharded(subject: str, use_orig_params: bool) -> nn.Module:
+    return member(subject, "distributed.fsdp.FullyShardedDataParallel")(
+        Transformer(),
+        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
+    )
+
+
+def _fully_shard() -> nn.Module:
+    model = Transformer()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+_PEERS = {"FSDP2": _fully_shard, "DDP": lambda: DistributedDataParallel(Transformer())}
+
+
 def step(rank: Any, *, subject: str, use_orig_params: bool) -> None:
-    model, optimizer, words = sharded(subject, use_orig_params)
+    model, optimizer, words = trained(subject, use_orig_params)
     logits = model(words)
     nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def weights_after_a_step(rank: Any, *, subject: str, use_orig_params: bool) -> list[Tensor]:
-    """This rank's parts, from the same beginning each time."""
-    sharded.cache_clear()
+def logits_after_a_step(rank: Any, *, subject: str, use_orig_params: bool) -> list[Tensor]:
+    """From the same beginning each time."""
+    trained.cache_clear()
     step(rank, subject=subject, use_orig_params=use_orig_params)
-    model, _, _ = sharded(subject, use_orig_params)
-    return [p.detach().flatten()[:1000].clone() for p in model.parameters()]
+    model, _, words = trained(subject, use_orig_params)
+    with torch.no_grad():
+        return [model(words)[0, 0]]
+
+
+def peak_bytes(rank: Any, *, subject: str, use_orig_params: bool) -> int:
+    """Of this process in a step, above what it holds without a model."""
+    local = Transformer()  # what torch and the allocator keep after a step of any model is there before
+    local(torch.zeros(SEQUENCES, TOKENS, dtype=torch.long)).sum().backward()
+    del local
+    memory.give_back_at_once()
+    without = memory.resident_bytes()
+    for _ in range(2):
+        step(rank, subject=subject, use_orig_params=use_orig_params)
+    memory.forget_peak()
+    step(rank, subject=subject, use_orig_params=use_orig_params)
+    return memory.peak_bytes() - without
+
+
+def bytes_sent(rank: Any, *, subject: str, use_orig_params: bool) -> int:
+    """Over the loopback interface in a step, by all ranks together and whoever else uses it."""
+    for _ in range(2):
+        step(rank, subject=subject, use_orig_params=use_orig_params)
+    dist.barrier()
+    before = _sent_over_loopback()
+    dist.barrier()
+    step(rank, subject=subject, use_orig_params=use_orig_params)
+    dist.barrier()
+    return _sent_over_loopback() - before
+
+
+def _sent_over_loopback() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    [numbers] = [line.partition(":")[2].split() for line in lines if line.strip().startswith("lo:")]
+    return int(numbers[8])

@@ -24,10 +24,18 @@ class GradientShard:
         self._flat = flat
         self._keeps_low_precision = keeps_low_precision
         self._averaged: Tensor | None = None  # [shard_numel], of this and earlier backwards, not shown yet
-        self._shown: Tensor | None = None  # [shard_numel], what `.grad` is made of
+        self._shown: Tensor | None = (
+            None  # [shard_numel], what the user's own parameters' `.grad` are made of
+        )
         self._shown_parts: list[Tensor | None] = []
         self._unreduced: Tensor | None = None  # [padded_numel], of backwards that did not synchronise
         self._unreduced_views: list[Tensor] = []
+
+    def forget_if_cleared(self) -> None:
+        """Let go of memory that `.grad` was made of until a user set it to None."""
+        if self._shown is not None and self._is_cleared():
+            self._shown = None
+            self._shown_parts = []
 
     def begin_backward(self) -> None:
         """Take aside what `.grad` holds, so that this backward is added to it."""
@@ -101,10 +109,10 @@ class GradientShard:
     def show(self, shard: Tensor) -> None:
         """Make [shard_numel] the `.grad` of what the optimizer steps."""
         flat = self._flat
-        self._shown = shard
         if not flat.use_orig_params:
             _set_grad(flat.flat_param, shard)
             return
+        self._shown = shard
         self._shown_parts = flat.pieces_of(shard)
         for parameter, part in zip(flat.parameters, self._shown_parts, strict=True):
             if part is None or not parameter.requires_grad:

@@ -57,7 +57,7 @@ class Root:
         self._forwards = 0  # that are under way, one inside the other
         self._released: dict[Unit, Any] = {}  # whose memory is still theirs, with the event of its last use
         self._ending: weakref.ref[_EndOfBackward] | None = None  # what autograd holds while a backward runs
-        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._being_reduced: list[tuple[Tensor, Any]] = []
         self._agreements = list({one: None for unit in units for one in unit.groups.agreements.values()})
@@ -176,13 +176,15 @@ class Root:
         if self.streams.is_async or not flat.is_dealt:
             made = torch.empty(numel, dtype=dtype, device=self.device)
             return made, flat.views_of(made)
-        key = (dtype, numel)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(numel, dtype=dtype, device=self.device)
+        longest = self._buffers.get(dtype)
+        if longest is None or longest.numel() < numel:
+            longest = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self.device)
+            self._views.clear()
+        buffer = longest[:numel]
         views = self._views.get((id(flat), dtype))
         if views is None:
-            views = self._views[id(flat), dtype] = flat.views_of(self._buffers[key])
-        return self._buffers[key], views
+            views = self._views[id(flat), dtype] = flat.views_of(buffer)
+        return buffer, views
 
     def keep_until_reduced(self, buffer: Tensor) -> None:
         """Hold a buffer that REDUCE reads until COMPUTE, which will reuse its memory, has waited for that."""

@@ -183,6 +183,8 @@ class Unit:
             return args, kwargs
         self.phase = Phase.FORWARD
         self.root.note_begun(self)
+        for gradients in self.gradients:
+            gradients.forget_if_cleared()
         self.make_whole()
         if self.plan.forward_prefetch:
             self._prefetch(self.root.next_in_forward(self))
@@ -428,6 +430,7 @@ class Unit:
         else:
             buffer, views = root.buffer(flat, dtype)
             join(flat.layout, grads, views, buffer)
+        grads.clear()  # their memory serves the collective
         root.streams.wait(Lane.REDUCE, root.streams.record(Lane.COMPUTE))
         with root.streams.on(Lane.REDUCE):
             reduced = self.reduction(buffer, flat.layout.shard_numel, self.name)

@@ -256,7 +256,9 @@ class UnitLoading:
     def _shard_in(self, value: ShardedTensor, flat: Flat) -> tuple[str, Tensor]:
         rank, layout = self._unit.groups.shard_rank, flat.layout
         shards = value.local_shards()
-        got = [(one.metadata.shard_offsets[0], one.tensor.numel()) for one in shards if not one.tensor.is_meta]
+        got = [
+            (one.metadata.shard_offsets[0], one.tensor.numel()) for one in shards if not one.tensor.is_meta
+        ]
         numel = own_numel(layout, rank)
         wanted = [(rank * layout.shard_numel, numel)] if numel else []
         if got == wanted and value.size().numel() == layout.numel:
