@@ -226,7 +226,8 @@ class GradScaler:
         gradients are read, and stay scaled and unclipped in `.grad`; other devices than the CPU update from scaled
         copies of them. Every other optimizer, and gradients that no fused update takes (sparse ones, say), have `.grad`
         unscaled and clipped in place, and then `optimizer.step()`.
-        After `unscale_` the gradients are taken as they are, and what it found decides.
+        After `unscale_` the gradients are taken as they are, and what it found decides. Of the names that a subclass may
+        override, a fused update asks neither `_unscale_grads_` nor `_maybe_opt_step`: it does the work of both itself.
 
         Args:
             optimizer: owns the gradients of one norm. Its hooks and schedulers see a step, if it is taken; on a device

@@ -202,8 +202,8 @@ class _Lists:
             and bucket.dtype in _HALVES
             and bucket.device.type == "cpu"
         ):
-            # Threads of torch's operator read momentum that others have not written yet, or beyond the end.
-            raise Unfused("on the CPU no operator steps momentum in half precision rightly")
+            # torch's operator has given other results with two threads than with one, and from run to run.
+            raise Unfused("on the CPU torch's operator steps momentum in half precision unreliably")
         grads = _local_gradients(bucket)
         states = [bucket[name] for name in self._kind.lists if bucket[name]]
         if any(state is None for state in states[0]) if states else False:
