@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,12 +22,42 @@ from conformance.training.plan import small_plan
 
 PLAN = small_plan("bf16")
 PARTS = 2  # of a batch, one for each rank
+WINDOWS = PARTS * PLAN.batch  # of a batch, however many ranks share it
 
 
 def train_sharded(
     rank: Rank, *, library: str, strategy: str, use_orig_params: bool, steps: int
 ) -> list[float]:
     """Bits a byte over the whole batch, before each step."""
+    model, optimizer = _sharded(library, strategy, use_orig_params)
+    return _train(optimizer, _backward_of_ranks(rank, model), range(steps))
+
+
+def begin(rank: Rank, *, library: str, use_orig_params: bool, steps: int, folder: str) -> list[float]:
+    """The first steps, after which a checkpoint is written."""
+    model, optimizer = _sharded(library, "FULL_SHARD", use_orig_params)
+    curve = _train(optimizer, _backward_of_ranks(rank, model), range(steps))
+    dcp.save(_state(library, model, optimizer), checkpoint_id=folder)
+    return curve
+
+
+def go_on(
+    rank: Rank, *, library: str, use_orig_params: bool, steps: tuple[int, int], folder: str
+) -> list[float]:
+    """The steps after them, on any number of ranks."""
+    model, optimizer = _sharded(library, "FULL_SHARD", use_orig_params)
+    _fill(optimizer)
+    state = _state(library, model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    sharded = load_library(library).distributed.fsdp.FullyShardedDataParallel
+    with _by_rows(library, model):
+        model.load_state_dict(state["model"])
+        moments = sharded.optim_state_dict_to_load(model, optimizer, state["optimizer"])
+    optimizer.load_state_dict(moments)
+    return _train(optimizer, _backward_of_ranks(rank, model), range(*steps))
+
+
+def _sharded(library: str, strategy: str, use_orig_params: bool) -> tuple[Any, torch.optim.Optimizer]:
     fsdp = load_library(library).distributed.fsdp
     model = fsdp.FullyShardedDataParallel(
         _model(),
@@ -33,15 +66,39 @@ def train_sharded(
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )
+    return model, _optimizer(model)
 
+
+def _backward_of_ranks(rank: Rank, model: nn.Module) -> Callable[[int], float]:
     def backward(step: int) -> float:
-        loss = _loss(model, _part(step, rank.rank))
+        loss = _loss(model, _part(step, rank.rank, rank.world_size))
         loss.backward()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        return float(mean) / PARTS
+        return float(mean) / rank.world_size
 
-    return _train(model, backward, steps)
+    return backward
+
+
+def _by_rows(library: str, model: Any) -> contextlib.AbstractContextManager[None]:
+    fsdp = load_library(library).distributed.fsdp
+    return fsdp.FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.SHARDED_STATE_DICT)
+
+
+def _state(library: str, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    sharded = load_library(library).distributed.fsdp.FullyShardedDataParallel
+    with _by_rows(library, model):
+        return {"model": model.state_dict(), "optimizer": sharded.optim_state_dict(model, optimizer)}
+
+
+def _fill(optimizer: torch.optim.Optimizer) -> None:
+    """Moments to be read into, by a step that changes nothing."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @functools.cache
@@ -49,12 +106,12 @@ def train_whole(steps: int) -> list[float]:
     model = _model()
 
     def backward(step: int) -> float:
-        losses = [_loss(model, _part(step, part)) / PARTS for part in range(PARTS)]
+        losses = [_loss(model, _part(step, part, PARTS)) / PARTS for part in range(PARTS)]
         for loss in losses:
             loss.backward()
         return sum(float(loss.detach()) for loss in losses)
 
-    return _train(model, backward, steps)
+    return _train(_optimizer(model), backward, range(steps))
 
 
 def _model() -> GPT:
@@ -62,10 +119,13 @@ def _model() -> GPT:
     return GPT(PLAN.shape)
 
 
-def _train(model: nn.Module, backward: Callable[[int], float], steps: int) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=PLAN.weight_decay)
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=PLAN.weight_decay)
+
+
+def _train(optimizer: torch.optim.Optimizer, backward: Callable[[int], float], steps: range) -> list[float]:
     losses: list[float] = []
-    for step in range(steps):
+    for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = PLAN.learning_rate_at(step)
         losses.append(backward(step) / math.log(2))
@@ -74,9 +134,10 @@ def _train(model: nn.Module, backward: Callable[[int], float], steps: int) -> li
     return losses
 
 
-def _part(step: int, part: int) -> Tensor:
-    first = (step * PARTS + part) * PLAN.batch
-    drawn = range(first, first + PLAN.batch)
+def _part(step: int, part: int, parts: int) -> Tensor:
+    numel = WINDOWS // parts
+    first = step * WINDOWS + part * numel
+    drawn = range(first, first + numel)
     return windows(load_corpus().train, PLAN.shape.context + 1, f"train {PLAN.seed}", drawn)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from conformance.library import Library
 from conformance.ranks import RankPool
 
 STEPS = 24
+_CASES = "conformance.distributed.fsdp.gpt_cases"
 full = pytest.mark.profile("full")
 # Two terms have one sum in either order; what is left are roundings of the loss's mean over the ranks.
 SAME_CURVE = 1e-5
@@ -35,7 +38,7 @@ def test_gpt_learns_as_in_one_process(
     wanted = train_whole(STEPS)
     assert wanted[-1] < wanted[0] - 1, "the model learns, or its curve would tell nothing"
     seen = ranks(PARTS).run(
-        "conformance.distributed.fsdp.gpt_cases:train_sharded",
+        f"{_CASES}:train_sharded",
         library=subject.spec,
         strategy=strategy,
         use_orig_params=use_orig_params,
@@ -43,7 +46,31 @@ def test_gpt_learns_as_in_one_process(
         deadline_s=120,
     )
     for curve in seen:
-        apart = [
-            step for step in range(STEPS) if not math.isclose(curve[step], wanted[step], rel_tol=SAME_CURVE)
-        ]
-        assert not apart, f"steps {apart}: got {curve}, wanted {wanted}"
+        assert_same_curve(wanted, curve)
+
+
+@clause("distributed.fsdp.fsdp_distributed_checkpoint.resumes")
+@pytest.mark.parametrize(
+    ("worlds", "use_orig_params"),
+    [((2, 4), True), pytest.param((4, 1), False, marks=full), pytest.param((1, 2), True, marks=full)],
+)
+def test_gpt_goes_on_with_another_number_of_ranks(
+    subject: Library,
+    ranks: Callable[..., RankPool],
+    tmp_path: Path,
+    worlds: tuple[int, int],
+    use_orig_params: bool,
+) -> None:
+    before, after = worlds
+    given: dict[str, Any] = {"library": subject.spec, "use_orig_params": use_orig_params, "deadline_s": 120}
+    subject.find("distributed.fsdp.FullyShardedDataParallel")
+    wanted = train_whole(STEPS)
+    first, *_ = ranks(before).run(f"{_CASES}:begin", steps=STEPS // 2, folder=str(tmp_path), **given)
+    for then in ranks(after).run(f"{_CASES}:go_on", steps=(STEPS // 2, STEPS), folder=str(tmp_path), **given):
+        assert_same_curve(wanted, [*first, *then])
+
+
+def assert_same_curve(wanted: list[float], got: list[float]) -> None:
+    assert len(wanted) == len(got)
+    apart = [step for step in range(STEPS) if not math.isclose(got[step], wanted[step], rel_tol=SAME_CURVE)]
+    assert not apart, f"steps {apart}: got {got}, wanted {wanted}"
