@@ -81,11 +81,8 @@ class Trainer:
         last = self.parameters[-1]
         if step == plan.inject_inf_at and last.grad is not None:
             last.grad.view(-1)[0] = math.inf
-        self.scaler.unscale_(self.optimizer)
-        norm = self.parts.clip_grad_norm_(self.parameters, plan.max_norm, foreach=self._clip_foreach)
         before = last.detach().clone()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        norm = self.update()
         self.optimizer.zero_grad()
         # AdamW moves every weight in every step that it takes, so one parameter tells for all.
         if torch.equal(before, last):
@@ -93,6 +90,14 @@ class Trainer:
         run.grad_norms.append(float(norm))
         run.scales.append(float(self.scaler.get_scale()))
         run.losses.append(float(loss) / math.log(2))
+
+    def update(self) -> torch.Tensor:
+        """The optimizer's side of a step; the norm of the gradients before they were clipped."""
+        self.scaler.unscale_(self.optimizer)
+        norm = self.parts.clip_grad_norm_(self.parameters, self.plan.max_norm, foreach=self._clip_foreach)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return norm
 
     @torch.no_grad()
     def held_out_bits(self) -> float:
@@ -184,11 +189,12 @@ def train(
     saved: Path | None = None,
     save_every: int = 10,
     on_step: Callable[[Run], None] | None = None,
+    trained_by: type[Trainer] = Trainer,
 ) -> Run:
     """Run `plan` to its end; with `saved`, go on from the checkpoint there, if any, and keep it up to date."""
     started = time.perf_counter()
     with _repeatable(plan):
-        trainer = Trainer(parts, plan, corpus)
+        trainer = trained_by(parts, plan, corpus)
         state = checkpoint.load(saved, plan.device) if saved else None
         if state:
             trainer.load_state_dict(state)

@@ -1,0 +1,64 @@
+"""The gate's model, trained by what `impl` has beside torch's names: the fused step, and captured optimizers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from conformance.library import Library, load_library
+from conformance.training.compare import Bound, compare
+from conformance.training.corpus import load_corpus
+from conformance.training.judge import parts_of
+from conformance.training.plan import Plan, small_plan
+from conformance.training.trainer import Run, Trainer, train
+from impl.optim import capture, explain
+
+IMPL = parts_of(load_library("impl"))
+FULL = pytest.mark.profile("full")
+
+
+class ByFusedStep(Trainer):
+    def update(self) -> torch.Tensor:
+        return self.scaler.fused_step(self.optimizer, max_norm=self.plan.max_norm)
+
+
+class Captured(Trainer):
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)  # type: ignore[arg-type]
+        capture(self.optimizer)
+
+    def update(self) -> torch.Tensor:
+        norm = super().update()
+        assert explain(self.optimizer).captured
+        return norm
+
+
+def run(plan: Plan, trained_by: type[Trainer] = Trainer) -> Run:
+    return train(IMPL, plan, load_corpus(), trained_by=trained_by)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["fused", pytest.param("adamw", marks=FULL), pytest.param("foreach", marks=FULL)]
+)
+def test_captured_it_has_the_same_bits(subject: Library, optimizer: str) -> None:
+    if subject.package != "impl":
+        return  # torch has no such thing
+    plan = dataclasses.replace(small_plan("fp16"), optimizer=optimizer)
+    wanted, got = run(plan), run(plan, Captured)
+    assert wanted.skipped
+    for name in ("losses", "grad_norms", "scales", "skipped", "held_out", "weights"):
+        assert repr(getattr(got, name)) == repr(getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("dtype", ["fp16", pytest.param("bf16", marks=FULL)])
+def test_fused_it_has_the_same_curve(subject: Library, dtype: str) -> None:
+    """Within what lies between two of torch's own ways to update."""
+    if subject.package != "impl":
+        return
+    plan = dataclasses.replace(small_plan(dtype), optimizer="fused")
+    wanted = run(plan)
+    bound = Bound.between(wanted, run(plan.with_other_update()))
+    failed = [check for check in compare(plan, wanted, run(plan, ByFusedStep), bound) if not check.passed]
+    assert not failed, failed
