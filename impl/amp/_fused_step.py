@@ -111,7 +111,8 @@ def fused_step(
             with updates_of(optimizer, copies) as updates:
                 return _by_updates(step, updates)
         except Unfused as why:
-            if step.groups and why.is_of_this_rank:
+            has_peers = bool(step.groups) or (scaler._has_peers and scale is not None)
+            if has_peers and why.is_of_this_rank:
                 # Others may have found no reason, and wait.
                 raise RuntimeError(
                     f"no fused step of this optimizer on this rank, since {why}; call unscale_, clip_grad_norm_, step "
@@ -184,7 +185,9 @@ def _by_optimizer(step: _Step) -> Done:
             scaler.unscale_(optimizer)
         having = [(param, param.grad) for param in step.params if param.grad is not None]
         if step.groups:
-            norm, _, _ = _agreed(step, [(param, local_part(grad)) for param, grad in having])
+            norm, _, found = _agreed(step, [(param, local_part(grad)) for param, grad in having])
+            if step.scale is not None:
+                scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         else:
             norm = get_total_norm([grad for _, grad in having if grad.numel()], wanted.norm_type)
         if wanted.max_norm < math.inf:
@@ -252,10 +255,10 @@ def _agreed(step: _Step, parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor
     norms = Norms(
         step.wanted.norm_type, norm_of(whole), {group: norm_of(some) for group, some in dealt.items()}
     )
-    norm, found = step.scaler._agree(norms, here)
-    if step.scale is not None and step.known is None and not found:
+    norm, found = step.scaler._agree(norms, here if step.known is None else step.known)
+    if step.scale is not None and not found:
         raise AssertionError("No inf checks were recorded for this optimizer.")
-    return norm, here, found if step.known is None else step.known
+    return norm, here, found
 
 
 def _norm(

@@ -101,6 +101,7 @@ class GradScaler:
     _error_if_stuck: bool = False
     _loaded: bool = False  # a state dict was, and the scale is known though it has no tensor yet
     _frames_above: int = 0  # between the methods here and who called them, for the places that warnings name
+    _has_peers: bool = False  # a step waits for other processes, whatever the parameters are
 
     def __init__(  # noqa: PLR0913  torch's six
         self,
@@ -226,8 +227,8 @@ class GradScaler:
         gradients are read, and stay scaled and unclipped in `.grad`; other devices than the CPU update from scaled
         copies of them. Every other optimizer, and gradients that no fused update takes (sparse ones, say), have `.grad`
         unscaled and clipped in place, and then `optimizer.step()`.
-        After `unscale_` the gradients are taken as they are, and what it found decides. Of the names that a subclass may
-        override, a fused update asks neither `_unscale_grads_` nor `_maybe_opt_step`: it does the work of both itself.
+        After `unscale_` the gradients are taken as they are, and what it found decides. Of what a subclass may override
+        a fused update asks neither `_unscale_grads_` nor `_maybe_opt_step`: it does the work of both itself.
 
         Args:
             optimizer: owns the gradients of one norm. Its hooks and schedulers see a step, if it is taken; on a device
@@ -243,7 +244,8 @@ class GradScaler:
             is skipped whatever the gradients make of it. In float32 or float64 where parameters are sharded.
 
         Raises:
-            RuntimeError: the optimizer has stepped since the last `update`; or see `update`.
+            RuntimeError: the optimizer has stepped since the last `update`; parameters are sharded and no fused update
+                takes this rank's gradients; or see `update`.
             AssertionError: there is no scale yet; or no parameter of the optimizer has a gradient.
             ValueError: `max_norm` is nan or -inf; `norm_type` is nan; `copies` do not fit the parameters.
         Sync: none for the four optimizers (but when momentum with `dampening` begins) and for those that take

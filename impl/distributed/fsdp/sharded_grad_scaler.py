@@ -87,6 +87,7 @@ class ShardedGradScaler(GradScaler):
     process_group: ProcessGroup | Literal[_Group.NOT_PICKLED] | None = None
 
     _frames_above = 1
+    _has_peers = True
     _owes_verdict: bool = False  # peers wait for what this rank's check finds
 
     def __init__(  # noqa: PLR0913  torch's seven
@@ -174,7 +175,8 @@ class ShardedGradScaler(GradScaler):
 
         Raises:
             RuntimeError: as `GradScaler.fused_step`; or another rank's check failed; or the group was not pickled; or a
-                parameter is dealt to ranks outside the group.
+                parameter is dealt to ranks outside the group; or this rank's gradients, which others need not know,
+                allow no fused update of an optimizer that has one.
             AssertionError: there is no scale yet.
             ValueError: as `GradScaler.fused_step`; no process group is up; this rank is not in it.
         Sync: as `GradScaler.fused_step`.

@@ -1,0 +1,123 @@
+"""What ranks do with `fused_step`: a small model is trained that they hold in parts, and beside it the whole one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
+
+from conformance import seeding
+from conformance.distributed.fsdp.fsdp_cases import FSDP, gathered_parameters
+from conformance.library import load_library
+from conformance.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+SIZE = 4  # of a rank's batch
+# An eps as large as the gradients: where one is nearly zero its roundings are not the whole of the update.
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda parameters: AdamW(parameters, lr=0.125, eps=1.0),
+    "nesterov": lambda parameters: SGD(parameters, lr=0.125, momentum=0.5, nesterov=True),
+    "rmsprop": lambda parameters: RMSprop(parameters, lr=0.125, eps=1.0),
+}
+MAX_NORM = 0.25
+OPTIONS = {"init_scale": 8.0, "growth_interval": 2}
+
+
+def plain_model() -> nn.Module:
+    seeding.seed_all()
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def inputs_of(number: int, ranks: int) -> torch.Tensor:
+    """Of all ranks, one behind the other, in one iteration."""
+    return torch.randn(SIZE * ranks, 5, generator=seeding.generator(number))
+
+
+def unsharded(kind: str, fates: Sequence[int | None], norm_type: float, ranks: int) -> list[Any]:
+    """After each iteration of torch's four calls: norm, scale and parameters. Where there is a fate, inf is found."""
+    model = plain_model()
+    optimizer, scaler = OPTIMIZERS[kind](model.parameters()), torch.amp.GradScaler("cpu", **OPTIONS)
+    seen: list[Any] = []
+    for number, fate in enumerate(fates):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs_of(number, ranks)).square().mean()).backward()
+        if fate is not None:
+            _spoil(model)
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((norm, scaler.get_scale(), [p.detach().clone() for p in model.parameters()]))
+    return seen
+
+
+def sharded(
+    rank: Rank,
+    *,
+    library: str,
+    scaler: str,
+    sharding: str,
+    kind: str,
+    fates: tuple[int | None, ...],
+    norm_type: float,
+) -> list[Any]:
+    """The same by `fused_step` of parameters in parts; a fate is the one rank whose gradients hold inf."""
+    found = load_library(library)
+    model = _in_parts(rank, library, sharding)
+    optimizer, its_scaler = OPTIMIZERS[kind](model.parameters()), found.find(scaler)("cpu", **OPTIONS)
+    seen: list[Any] = []
+    for number, fate in enumerate(fates):
+        optimizer.zero_grad()
+        own = inputs_of(number, rank.world_size).split(SIZE)[rank.rank]
+        its_scaler.scale(model(own).square().mean()).backward()
+        if fate == rank.rank:
+            _spoil(model)
+        norm = its_scaler.fused_step(optimizer, MAX_NORM, norm_type)
+        seen.append((norm, its_scaler.get_scale(), _whole(library, model, sharding)))
+    return seen
+
+
+def _in_parts(rank: Rank, library: str, sharding: str) -> nn.Module:
+    if sharding == "dtensor":
+        return fully_shard(plain_model(), mesh=init_device_mesh("cpu", (rank.world_size,)))
+    wrapper = load_library(library).find(FSDP)
+    return wrapper(plain_model(), device_id=rank.device, use_orig_params=sharding == "original")
+
+
+def _whole(library: str, model: nn.Module, sharding: str) -> list[torch.Tensor]:
+    if sharding == "dtensor":
+        parameters: Any = model.parameters()
+        return [parameter.full_tensor().detach().clone() for parameter in parameters]
+    return [*gathered_parameters(load_library(library), model).values()]
+
+
+def _spoil(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        grad: Any = parameter.grad
+        own = getattr(grad, "_local_tensor", grad)
+        if own is not None and own.numel():
+            own.view(-1)[-1] = math.inf
+            return
+
+
+def one_fails(rank: Rank, *, library: str, scaler: str, failure: str) -> tuple[Outcome, Outcome, list[float]]:
+    """The first rank's fused step fails; then all clear their gradients and go on."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer, its_scaler = SGD([parameter], lr=0.125), load_library(library).find(scaler)("cpu", **OPTIONS)
+    fails = rank.rank == 0
+    if not (fails and failure == "no scale"):
+        its_scaler.scale(parameter.sum()).backward()
+    if fails and failure == "sparse":
+        parameter.grad = parameter.grad.to_sparse()
+    max_norm = math.nan if fails and failure == "max_norm" else math.inf
+    failed = observe(its_scaler.fused_step, optimizer, max_norm)
+    after_failure = parameter.tolist()
+    parameter.grad = None
+    its_scaler.scale(parameter.sum()).backward()
+    return failed, observe(its_scaler.fused_step, optimizer), after_failure
