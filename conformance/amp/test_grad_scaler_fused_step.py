@@ -90,6 +90,7 @@ def story(
 ) -> Iterator[tuple[Outcome, Outcome]]:
     """After each iteration: the norm, and all that lasts."""
     rig = Rig(library, device, SOME, KINDS[kind], init_scale=8.0, growth_interval=2)
+    rig.optimizer.param_groups[-1]["lr"] *= 2
     for number, last in enumerate(fates):
         rig.zero_grad()
         rig.backward(last, times=1.0 + number)

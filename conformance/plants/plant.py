@@ -30,6 +30,7 @@ class Plant:
     thread: str = ""  # where the public can read about it, or "own" for one of ours
     part: str = ""  # the surface item inside `breaks` that it is about, if it is about one
     on_ranks: bool = False  # whether it shows between ranks alone
+    wants: str = ""  # a method that torch has not, without which nothing can be broken
 
     @property
     def about(self) -> str:
