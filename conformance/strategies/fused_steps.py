@@ -1,0 +1,138 @@
+"""Steps with clipping by torch's four calls and by `fused_step`, and stories of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.gradients import Gradient
+from conformance.strategies.scaling import Rig
+from conformance.tolerances import Tolerance, norm_of
+
+LACKING = "no such method"
+ROW = pytest.mark.deviation("grad_scaler.fused_step")
+# 16500 elements lie beyond what is joined with others, in pieces.
+SOME = (
+    Gradient((5,), seed=1),
+    Gradient((0,), seed=2),
+    Gradient((3, 4), seed=3, layout="transposed"),
+    Gradient((6,), None),
+    Gradient((16_500,), seed=4, scale=0.1),
+    Gradient((7,), seed=5),
+)
+KINDS: dict[str, Callable[[Any], Optimizer]] = {
+    "adam": lambda groups: Adam(groups, lr=0.125, amsgrad=True, weight_decay=0.25, fused=True),
+    "adamw": lambda groups: AdamW(groups, lr=0.125, maximize=True, fused=True),
+    "sgd": lambda groups: SGD(groups, lr=0.125, fused=True),
+    "nesterov": lambda groups: SGD(groups, lr=0.125, momentum=0.5, nesterov=True, fused=True),
+    "dampened": lambda groups: SGD(groups, lr=0.125, momentum=0.5, dampening=0.25, fused=True),
+    "adagrad": lambda groups: Adagrad(groups, lr=0.125, lr_decay=0.5, fused=True),
+    "rmsprop": lambda groups: RMSprop(groups, lr=0.125),
+}
+FUSED = [name for name in KINDS if name != "rmsprop"]
+# How torch's fused momentum begins after a step that is skipped is what its memory happens to hold.
+FATES = st.lists(st.sampled_from([None, None, None, math.inf, math.nan]), min_size=2, max_size=5).map(
+    lambda fates: [None, *fates]
+)
+Take = Callable[..., torch.Tensor]
+Story = list[tuple[Outcome, Any]]  # of each iteration, the norm and all that lasts
+
+
+def by_four(
+    rig: Rig, max_norm: float, norm_type: float = 2.0, given: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Gradients are clipped by the norm that is given, or else by torch's, which is returned."""
+    rig.scaler.unscale_(rig.optimizer)
+    norm = clipped([p for p in rig.parameters if p.numel()], max_norm, norm_type, given)
+    rig.scaler.step(rig.optimizer)
+    rig.scaler.update()
+    return norm
+
+
+def clipped(
+    parameters: list[Any], max_norm: float, norm_type: float = 2.0, given: torch.Tensor | None = None
+) -> torch.Tensor:
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+    if max_norm < math.inf:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm if given is None else given)
+    return norm
+
+
+def by_one(rig: Rig, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    return rig.scaler.fused_step(rig.optimizer, max_norm, norm_type)
+
+
+def norms_in(seen: Iterable[tuple[Outcome, Any]]) -> list[torch.Tensor | None]:
+    return [None if norm.raised else norm.value.values for norm, _ in seen]
+
+
+def by_four_with(norms: Iterable[torch.Tensor | None]) -> Take:
+    """Clips by these norms, one an iteration: what follows from a norm has the same bits, whatever made the norm."""
+    given = iter(norms)
+    return lambda rig, *wanted: by_four(rig, *wanted, given=next(given))
+
+
+def state_of(rig: Rig) -> Outcome:
+    return observe(
+        lambda: {
+            "parameters": [parameter.detach().clone() for parameter in rig.parameters],
+            "optimizer": {
+                number: {name: torch.as_tensor(value).clone() for name, value in state.items()}
+                for number, state in rig.optimizer.state_dict()["state"].items()
+            },
+            "scaler": rig.scaler.state_dict(),
+        }
+    )
+
+
+def story(
+    library: Library, device: str, take: Take, kind: str, fates: list[float | None], *wanted: float
+) -> Iterator[tuple[Outcome, Outcome]]:
+    """After each iteration: the norm, and all that lasts."""
+    rig = Rig(library, device, SOME, KINDS[kind], init_scale=8.0, growth_interval=2)
+    rig.optimizer.param_groups[-1]["lr"] *= 2
+    for number, last in enumerate(fates):
+        rig.zero_grad()
+        rig.backward(last, times=1.0 + number)
+        if number == 2:
+            rig.parameters[0].grad = None
+        yield observe(take, rig, *wanted), state_of(rig)
+
+
+def judge(deviation: DeviationJudge, probe: Callable[[Library], Any], compare: Callable[[Any], None]) -> None:
+    """`compare` raises where what was seen of the fused step is wrong."""
+
+    def asked(library: Library) -> Any:
+        return probe(library) if hasattr(library.amp.GradScaler, "fused_step") else LACKING
+
+    def agrees(seen: Any) -> bool:
+        if seen is LACKING:
+            return False
+        compare(seen)
+        return True
+
+    deviation.judge(asked, torch_does=lambda seen: seen is LACKING, we_do=agrees)
+
+
+def assert_same_stories(wanted: Story, seen: Story, norm_type: float = 2.0) -> None:
+    """Norms within the roundings of their sums, all else to the bit: scales are powers of two."""
+    tolerance = norm_of_some(norm_type)
+    assert len(wanted) == len(seen)
+    for (norm, state), (our_norm, our_state) in zip(wanted, seen, strict=True):
+        assert_same_outcome(norm, our_norm, tolerance)
+        assert_same_outcome(state, our_state)
+
+
+def norm_of_some(norm_type: float) -> Tolerance:
+    return norm_of(
+        sum(math.prod(gradient.shape) for gradient in SOME if gradient.dtype), len(SOME), norm_type
+    )
