@@ -70,8 +70,8 @@ class GradScaler:
     Source: torch.amp.GradScaler 2.13; differences: `min_scale` and what watches it, float16 and bfloat16 losses are
         scaled in float32, a positional closure is refused like one by keyword, `load_state_dict` checks first and
         changes then, a loaded scale is known before the first `scale`, calls that fail change nothing, and values
-        that would ruin the scale or the gradients in silence are refused. New: `found_inf`, `step_was_taken`,
-        `nonfinite_parameters`.
+        that would ruin the scale or the gradients in silence are refused. New: `fused_step`, `found_inf`,
+        `step_was_taken`, `nonfinite_parameters`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
