@@ -25,6 +25,7 @@ from conformance.strategies.fused_steps import (
     KINDS,
     ROW,
     SOME,
+    UNSCALING,
     Story,
     Take,
     assert_same_stories,
@@ -309,7 +310,7 @@ def test_copies_in_lower_precision(
 
 @clause("amp.grad_scaler.fused_step.low_precision")
 @ROW
-@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd", "adagrad"])
+@pytest.mark.parametrize("kind", UNSCALING)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_parameters_of_every_dtype(
     deviation: DeviationJudge, reference: Library, device: str, kind: str, dtype: torch.dtype

@@ -39,6 +39,12 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "rmsprop": lambda groups: RMSprop(groups, lr=0.125),
 }
 FUSED = [name for name in KINDS if name != "rmsprop"]
+# Without momentum, and unscaling for themselves with torch's own scaler, which torch 2.11's Adagrad does not.
+UNSCALING = [
+    name
+    for name in ("adam", "adamw", "sgd", "adagrad")
+    if getattr(KINDS[name]([torch.zeros(1)]), "_step_supports_amp_scaling", False)
+]
 # How torch's fused momentum begins after a step that is skipped is what its memory happens to hold.
 FATES = st.lists(st.sampled_from([None, None, None, math.inf, math.nan]), min_size=2, max_size=5).map(
     lambda fates: [None, *fates]
