@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.fused_steps import (
@@ -72,6 +73,7 @@ def assert_all_same(wanted: list[Outcome], seen: list[Outcome]) -> None:
 @ROW
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
+@share_of_examples(0.4)
 @given(fates=FATES)
 def test_iterations(
     deviation: DeviationJudge,
