@@ -2,14 +2,13 @@
 
 import functools
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import comparison
+from benchmarks import comparison, memory
 from benchmarks.common import member
 from benchmarks.timing import Workload
 
@@ -171,11 +170,6 @@ class FsdpTraffic:
 
 
 def _asked_once(what: str, subject: str, world_size: int) -> int:
-    """Of ranks of their own, which have had no other model."""
-    from conformance.ranks import RankPool  # noqa: PLC0415 (brings what only the judge needs)
-
-    if not Path("/proc/self/clear_refs").exists():
-        raise NotImplementedError("asks Linux")
-    with RankPool(world_size) as pool:
-        given: dict[str, Any] = {"subject": subject, "use_orig_params": True, "deadline_s": 300}
-        return pool.run(f"benchmarks.fsdp_ranks:{what}", **given)[0]
+    return memory.asked_of_new_ranks(
+        f"benchmarks.fsdp_ranks:{what}", world_size, subject=subject, use_orig_params=True
+    )

@@ -1,10 +1,9 @@
 """Sharded checkpoints: what saving and loading a transformer of 21 million parameters, and its AdamW, takes."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
-from benchmarks import comparison
+from benchmarks import comparison, memory
 from benchmarks.timing import Workload
 
 _DEVICES = ["cpu"]
@@ -69,13 +68,7 @@ class FsdpSavePeak:
     timeout = 600
 
     def track_bytes(self, subject, what, kind):
-        from conformance.ranks import RankPool  # noqa: PLC0415 (brings what only the judge needs)
-
-        if not Path("/proc/self/clear_refs").exists():
-            raise NotImplementedError("asks Linux")
-        given: dict[str, Any] = {"subject": subject, "what": what, "kind": kind, "deadline_s": 300}
-        with RankPool(2) as pool:
-            return pool.run(f"{_RANKS}:peak_bytes", **given)[0]
+        return memory.asked_of_new_ranks(f"{_RANKS}:peak_bytes", 2, subject=subject, what=what, kind=kind)
 
     track_bytes.unit, track_bytes.type = "bytes", "memory"
     track_bytes.pretty_name = "FSDP: peak memory of a rank that saves"

@@ -206,7 +206,7 @@ class _Lists:
             raise Unfused("on the CPU torch's operator steps momentum in half precision unreliably")
         grads = _local_gradients(bucket)
         states = [bucket[name] for name in self._kind.lists if bucket[name]]
-        if any(state is None for state in states[0]) if states else False:
+        if states and any(state is None for state in states[0]):
             return self._of_unfilled(group, bucket, grads, copies)
         mine = _copies_of(bucket.params, copies)
         # What is no plain tensor is looked through anew, since its part may lie elsewhere now.
