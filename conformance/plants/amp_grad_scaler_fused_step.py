@@ -25,7 +25,7 @@ def broken(plant_id: str, says: str, thread: str = "own") -> Callable[[Fault], F
 
 def broken_on_ranks(plant_id: str, says: str, thread: str = "own") -> Callable[[Fault], Fault]:
     """The same in the scaler of several ranks."""
-    return _entering(plant_id, SCALER, says, thread, part=f"{SCALER}.step", on_ranks=True)
+    return _entering(plant_id, SCALER, says, thread, part=SCALER, on_ranks=True)
 
 
 def _entering(plant_id: str, breaks: str, says: str, thread: str, **more: Any) -> Callable[[Fault], Fault]:
