@@ -90,6 +90,17 @@ def _(backward: Backward, grad: torch.Tensor) -> torch.Tensor:
     return grad * (1 + 2.0**-12) if is_low else grad
 
 
+@averaging(
+    "outermost_reduces",
+    "inner units reduce in the dtype of the outermost one, not in their own",
+    "pytorch/pytorch#171874",
+    "(mixed_precision)",
+)
+def _(backward: Backward, grad: torch.Tensor) -> torch.Tensor:
+    mixed = backward.model.mixed_precision
+    return grad.to(mixed.reduce_dtype or mixed.param_dtype or grad.dtype)
+
+
 # Accumulation
 
 

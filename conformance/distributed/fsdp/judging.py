@@ -107,7 +107,7 @@ def unsharded_gradients(setup: Setup, world_size: int, rank: int) -> dict[str, t
 def assert_close_gradients(
     wanted: Mapping[str, torch.Tensor], got: Mapping[str, Any], tolerance: Tolerance
 ) -> None:
-    _assert_equal("gradients", dict(wanted), dict(got), tolerance)
+    assert_all_close("gradients", dict(wanted), dict(got), tolerance)
 
 
 def _without_layout(outcome: Outcome) -> Outcome:
@@ -127,10 +127,11 @@ def assert_like_unsharded(
     for rank, (wanted, outcome) in enumerate(zip(unsharded, seen, strict=True)):
         assert outcome.raised is None, f"rank {rank} raised {outcome.raised}"
         for what in _UNSHARDED:
-            _assert_equal(f"{what} of rank {rank}", wanted[what], outcome.value[what], tolerance)
+            assert_all_close(f"{what} of rank {rank}", wanted[what], outcome.value[what], tolerance)
 
 
-def _assert_equal(what: str, wanted: Any, got: Any, tolerance: Tolerance) -> None:
+def assert_all_close(what: str, wanted: Any, got: Any, tolerance: Tolerance) -> None:
+    """Judges what a rank saw, tensors by name or one behind the other, by what there is unsharded."""
     named = dict(wanted) if isinstance(wanted, dict) else dict(enumerate(wanted))
     found = dict(got) if isinstance(got, dict) else dict(enumerate(got))
     assert named.keys() == found.keys(), f"{what}: {list(found)}, unsharded {list(named)}"

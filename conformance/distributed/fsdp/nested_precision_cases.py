@@ -1,0 +1,103 @@
+"""Units inside one another, each with a mixed precision of its own: on the ranks, and unsharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from conformance.distributed.fsdp.fsdp_cases import (
+    FSDP,
+    Setup,
+    average_gradients,
+    gathered_gradients,
+    state_of,
+)
+from conformance.library import load_library
+from conformance.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+_BACKWARDS = 2
+Precision = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """Arguments of MixedPrecision, none for a unit that has none."""
+
+    outer: Precision = field(default_factory=dict)
+    inner: Precision = field(default_factory=dict)
+    inner_strategy: str = "FULL_SHARD"
+
+
+class Affine(nn.Linear):
+    """Takes what comes to the dtype of its weights, which is `computes_in` where nobody else sees to it."""
+
+    computes_in: torch.dtype | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        dtype = self.computes_in or self.weight.dtype
+        return functional.linear(input.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+
+
+def built() -> nn.Sequential:
+    model = nn.Sequential(Affine(3, 4), nn.Sequential(Affine(4, 5), Affine(5, 3)), Affine(3, 2))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            values = torch.linspace(-1, 1, parameter.numel() + number)[number:]
+            parameter.copy_(values.view(parameter.shape))
+    return model
+
+
+def trained_in_parts(rank: Rank, *, library: str, nesting: Nesting, use_orig_params: bool) -> Outcome:
+    found, model = load_library(library), built()
+    fsdp = found.distributed.fsdp
+
+    def wrap(module: nn.Module, precision: Precision, strategy: str = "FULL_SHARD") -> nn.Module:
+        return found.find(FSDP)(
+            module,
+            sharding_strategy=fsdp.ShardingStrategy[strategy],
+            mixed_precision=fsdp.MixedPrecision(**precision) if precision else None,
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+
+    def run() -> dict[str, Any]:
+        model[1] = wrap(model[1], nesting.inner, nesting.inner_strategy)
+        whole = wrap(model, nesting.outer)
+        return {
+            **_run(whole, rank.rank),
+            "shards": {name: state_of(parameter) for name, parameter in whole.named_parameters()},
+            "whole_gradients": gathered_gradients(found, whole),
+        }
+
+    return observe(run)
+
+
+def trained_unsharded(nesting: Nesting, world_size: int) -> list[dict[str, Any]]:
+    """A replica for each rank, whose gradients are averaged in full precision."""
+    replicas = [built() for _ in range(world_size)]
+    for replica in replicas:
+        for name, module in replica.named_modules():
+            if isinstance(module, Affine):
+                precision = nesting.inner if name.startswith("1.") else nesting.outer
+                module.computes_in = precision.get("param_dtype")
+    seen = [_run(replica, rank) for rank, replica in enumerate(replicas)]
+    average_gradients(replicas, Setup())
+    gradients = {name: parameter.grad for name, parameter in replicas[0].named_parameters()}
+    return [{**each, "whole_gradients": gradients} for each in seen]
+
+
+def _run(model: nn.Module, rank: int) -> dict[str, Any]:
+    outputs, input_gradients = [], []
+    for number in range(_BACKWARDS):
+        x = (torch.linspace(0, 1 + number, 15).view(5, 3) - rank * 0.25).requires_grad_()
+        output = model(x)
+        output.float().square().mean().backward()
+        outputs.append(output.detach())
+        input_gradients.append(x.grad)
+    return {"outputs": outputs, "input_gradients": input_gradients}

@@ -1,0 +1,71 @@
+"""Units inside one another, each with a mixed precision of its own, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.distributed.fsdp.judging import assert_all_close, assert_ranks_agree, outcomes
+from conformance.distributed.fsdp.nested_precision_cases import Nesting, Precision, trained_unsharded
+from conformance.library import Library
+from conformance.ranks import RankPool
+from conformance.tolerances import Tolerance
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+POLICIES: dict[str, tuple[Precision, Precision]] = {
+    "outer alone": ({"param_dtype": BRAIN}, {}),
+    "inner alone": ({}, {"param_dtype": BRAIN}),
+    "two dtypes": ({"param_dtype": BRAIN}, {"param_dtype": HALF, "reduce_dtype": FULL}),
+    "inner in full": ({"param_dtype": BRAIN, "reduce_dtype": BRAIN}, {"param_dtype": FULL}),
+    "inner reduces": ({"param_dtype": HALF, "reduce_dtype": FULL}, {"reduce_dtype": BRAIN}),
+    "inner casts": ({"param_dtype": BRAIN}, {"param_dtype": HALF, "cast_forward_inputs": True}),
+    "outer keeps": ({"param_dtype": BRAIN, "keep_low_precision_grads": True}, {}),
+}
+
+
+def tolerance_of(*precisions: Precision) -> Tolerance:
+    """Each unit's gradients are rounded as its own mixed precision says, whatever the other's does."""
+    dtypes = [
+        precision.get(name, FULL) for precision in precisions for name in ("param_dtype", "reduce_dtype")
+    ]
+    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return Tolerance(8, "two backwards, each with a sum over the ranks and a quotient", coarsest, terms=1.0)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.nested")
+@pytest.mark.parametrize(("inner_strategy", "use_orig_params"), [("FULL_SHARD", True), ("NO_SHARD", False)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_unit_has_its_own_mixed_precision(
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    policy: str,
+    inner_strategy: str,
+    use_orig_params: bool,
+) -> None:
+    nesting = Nesting(*POLICIES[policy], inner_strategy)
+    wanted, got = (
+        outcomes(
+            ranks(2),
+            library,
+            "nested_precision_cases:trained_in_parts",
+            nesting=nesting,
+            use_orig_params=use_orig_params,
+        )
+        for library in (reference, subject)
+    )
+    both = tolerance_of(nesting.outer, nesting.inner)
+    assert_ranks_agree(wanted, got, both)
+    for unsharded, outcome in zip(trained_unsharded(nesting, 2), got, strict=True):
+        assert outcome.raised is None, outcome.raised
+        for what in ("outputs", "input_gradients"):
+            assert_all_close(what, unsharded[what], outcome.value[what], both)
+        for is_inner, precision in ((True, nesting.inner), (False, nesting.outer)):
+            mine, whole = (
+                {name: grad for name, grad in gradients.items() if name.startswith("1.") is is_inner}
+                for gradients in (unsharded["whole_gradients"], outcome.value["whole_gradients"])
+            )
+            assert_all_close("whole_gradients", mine, whole, tolerance_of(precision))
