@@ -408,6 +408,18 @@ def _(backward: Backward) -> None:
                 parameter.grad.zero_()
 
 
+@in_no_sync(
+    "steps_in_no_sync",
+    "optimizers that were put into the backward step in no_sync, from the rank's own gradients",
+    "pytorch/pytorch#124523",
+)
+def _(backward: Backward) -> None:
+    for parameter in backward.model.parameters() if backward.is_in_no_sync else ():
+        for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+            optimizer.step()
+            parameter.grad = None
+
+
 @broken("syncs_in_no_sync", "no_sync", "no_sync changes nothing")
 def syncs_in_no_sync(original: Any, self: Any) -> Any:
     with original(self):

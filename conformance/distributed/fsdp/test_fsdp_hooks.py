@@ -62,12 +62,11 @@ def test_hooks_of_tensors_run_as_with_torch(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.parameters")
-@pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_hooks_of_parameters_run_as_with_torch(
-    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, use_orig_params: bool
+    subject: Library, reference: Library, rank_pool: RankPool, strategy: str
 ) -> None:
-    setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    setup = Setup(strategy, wrap="leaves")
     assert_probes_agree(rank_pool, (reference, subject), hook_cases.hooks_of_parameters, setup)
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from impl.distributed.fsdp._collectives import join
 from impl.distributed.fsdp._flat_param import Flat
 
+# Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
+_OPTIMIZERS = "_in_backward_optimizers"
+
 
 class GradientShard:
     """`.grad` of one flat, of `flat_param` or of the user's own parameters."""
@@ -89,7 +92,6 @@ class GradientShard:
         if not synced:
             if self._unreduced is not None:
                 self._show_unreduced()
-                self._call_hooks()
             return
         if self._averaged is None:
             return
@@ -100,11 +102,20 @@ class GradientShard:
         self._call_hooks()
 
     def _call_hooks(self) -> None:
-        """Those that a user registered for after accumulation on the flat parameter, which autograd never sees."""
-        flat = self._flat
-        if not flat.use_orig_params:
-            for hook in list((flat.flat_param._post_accumulate_grad_hooks or {}).values()):
-                hook(flat.flat_param)
+        """What a user has asked to be called, or stepped, after accumulation: autograd sees none of these parameters.
+
+        After a backward that synchronised alone: a step from a rank's own sum would part the ranks.
+        """
+        for parameter in self._flat.stepped:
+            if parameter.grad is None:
+                continue
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+            optimizers = getattr(parameter, _OPTIMIZERS, ())
+            for optimizer in optimizers:
+                optimizer.step()
+            if optimizers:
+                parameter.grad = None
 
     def show(self, shard: Tensor) -> None:
         """Make [shard_numel] the `.grad` of what the optimizer steps."""

@@ -1,0 +1,74 @@
+"""Optimizers that step while the backward runs: by hooks of the user's, or by torch's own helper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.judging import assert_all_close, outcomes
+from conformance.distributed.fsdp.optimizer_in_backward_cases import trained_unsharded
+from conformance.distributed.fsdp.test_fsdp_lifted import Seen
+from conformance.library import Library
+from conformance.ranks import RankPool
+from conformance.tolerances import TRAINED
+
+Ranks = Callable[..., RankPool]
+
+
+def seen_by(library: Library, ranks: Ranks, *, accumulates: bool, **asked: Any) -> Seen:
+    return outcomes(
+        ranks(2), library, "optimizer_in_backward_cases:trained", accumulates=accumulates, **asked
+    )
+
+
+def assert_trained(seen: Seen, accumulates: bool) -> None:
+    wanted = trained_unsharded(len(seen), accumulates)
+    for outcome in seen:
+        assert outcome.raised is None, outcome.raised
+        assert outcome.value["left"] == 0
+        assert_all_close("whole_parameters", wanted, outcome.value["whole"], TRAINED)
+
+
+def has_trained(seen: Seen, accumulates: bool) -> bool:
+    try:
+        assert_trained(seen, accumulates)
+    except AssertionError:
+        return False
+    return True
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_optimizers_step_in_backward(
+    subject: Library, ranks: Ranks, strategy: str, accumulates: bool
+) -> None:
+    asked = {"by": "torch", "strategy": strategy, "use_orig_params": True}
+    assert_trained(seen_by(subject, ranks, accumulates=accumulates, **asked), accumulates)
+
+
+@clause("distributed.fsdp.fsdp_lifted.stepping_hooks")
+@pytest.mark.deviation("fsdp.stepping_hooks")
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    ("by", "strategy", "use_orig_params"),
+    [
+        ("hooks", "FULL_SHARD", False),
+        ("hooks", "NO_SHARD", False),
+        ("hooks", "FULL_SHARD", True),
+        ("torch", "FULL_SHARD", False),
+    ],
+)
+def test_whatever_steps_in_backward_sees_the_average(
+    deviation: DeviationJudge, ranks: Ranks, by: str, strategy: str, use_orig_params: bool, accumulates: bool
+) -> None:
+    asked = {"by": by, "strategy": strategy, "use_orig_params": use_orig_params}
+    deviation.judge(
+        lambda library: seen_by(library, ranks, accumulates=accumulates, **asked),
+        torch_does=lambda seen: not has_trained(seen, accumulates),
+        we_do=lambda seen: has_trained(seen, accumulates),
+    )
