@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -131,14 +132,23 @@ def _(backward: Backward) -> None:
 
 @broken("input_gradients_halved", "forward", "gradients of inputs are halved")
 def input_gradients_halved(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    def halved(value: Any) -> Any:
+    return original(self, *_with_gradients(args, lambda grad: grad / 2), **kwargs)
+
+
+@broken("input_gradients_detached", "forward", "gradients of inputs cannot be differentiated")
+def input_gradients_detached(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(self, *_with_gradients(args, torch.Tensor.detach), **kwargs)
+
+
+def _with_gradients(args: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    def changed(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
         passed = value.view_as(value)
-        passed.register_hook(lambda grad: grad / 2)
+        passed.register_hook(change)
         return passed
 
-    return original(self, *map(halved, args), **kwargs)
+    return [changed(value) for value in args]
 
 
 # Hooks in the place of the reduction

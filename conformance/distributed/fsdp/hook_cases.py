@@ -11,7 +11,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from conformance.distributed.fsdp.fsdp_cases import clean, gathered_gradients, state_of
 from conformance.distributed.fsdp.method_cases import Lab, tried
-from conformance.distributed.fsdp.module_trees import out_of_form
+from conformance.distributed.fsdp.module_trees import loss_of, out_of_form
 
 # -- no_sync
 
@@ -113,7 +113,7 @@ def hooks_of_tensors(lab: Lab) -> dict[str, Any]:
     batch.x.register_hook(lambda grad: events.append(["input", tuple(grad.shape)]) or grad * 2)
     output = out_of_form(lab.model(batch.x, ids=batch.ids))
     output.register_hook(lambda grad: events.append(["output", tuple(grad.shape)]))
-    output.sum().backward()
+    loss_of(output).backward()  # a plain sum would be the same for all inputs, of which a statistic is taken
     return {"events": events, "input gradient": batch.x.grad}
 
 

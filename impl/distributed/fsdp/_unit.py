@@ -117,6 +117,7 @@ class Unit:
         self._shards_at_gather: list[int] = []
         self._open_inputs = 0  # differentiable inputs whose gradients have not come yet
         self._input_hooks: list[RemovableHandle] = []
+        self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
 
     @property
     def is_gathered(self) -> bool:
@@ -246,11 +247,17 @@ class Unit:
         if self.plan.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_for_backward()
 
+    def before_backward_of_backward(self, gradient: Tensor) -> None:
+        """An input's gradient is differentiated: what made it reads the leaves, and nothing tells when it has."""
+        self._finishes_at_end = True
+        self.before_backward(gradient)
+
     def finish_if_complete(self, gradient: Tensor) -> None:
         """An input has its gradient: finish as soon as nothing in the graph will read the leaves again."""
-        del gradient
+        if gradient.requires_grad:
+            gradient.register_hook(self.before_backward_of_backward)
         self._open_inputs -= 1
-        if self.phase is Phase.BACKWARD and self._has_all_gradients():
+        if self.phase is Phase.BACKWARD and not self._finishes_at_end and self._has_all_gradients():
             self.finish_backward()
 
     def finish_backward(self) -> None:
@@ -295,6 +302,7 @@ class Unit:
             hook.remove()
         self._input_hooks.clear()
         self._open_inputs = 0
+        self._finishes_at_end = False
 
     def show_gradients(self) -> None:
         """Have `.grad` hold what this backward left."""

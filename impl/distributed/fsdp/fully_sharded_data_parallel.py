@@ -87,8 +87,8 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         and the outermost unit gather once. Hybrid strategies add an all-reduce of each rank's part; NO_SHARD has an
         all-reduce alone.
     Source: torch.distributed.fsdp.FullyShardedDataParallel 2.13; differences: what torch's docstring lists as limits
-        works, but for gradients of gradients; parameters changed in place during forward are refused, and reading a
-        released one raises; no accelerator is needed.
+        works, of gradients of gradients those with respect to inputs; parameters changed in place during forward are
+        refused, and reading a released one raises; no accelerator is needed.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

@@ -1,0 +1,76 @@
+"""Gradients that are differentiated: those of inputs can be, those of parameters are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.double_backward_cases import penalized_unsharded
+from conformance.distributed.fsdp.judging import assert_close_gradients, outcomes
+from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
+from conformance.library import Library
+from conformance.ranks import RankPool
+from conformance.tolerances import ONE_STEP
+
+Ranks = Callable[..., RankPool]
+
+
+def has_penalized(seen: Seen, freezes: bool, adds_loss: bool) -> bool:
+    """Whether every rank has what one process has without sharding."""
+    wanted = penalized_unsharded(len(seen), freezes, adds_loss)
+    try:
+        for outcome in seen:
+            assert outcome.raised is None
+            assert_close_gradients(wanted, outcome.value["whole"], ONE_STEP)
+    except AssertionError:
+        return False
+    return True
+
+
+@clause("distributed.fsdp.fsdp_lifted.gradient_penalty")
+@pytest.mark.deviation("fsdp.gradient_penalty")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "freezes", "adds_loss"),
+    [
+        ("FULL_SHARD", False, False),
+        ("FULL_SHARD", True, True),
+        ("SHARD_GRAD_OP", False, False),
+        ("NO_SHARD", False, False),
+    ],
+)
+def test_the_gradient_of_an_input_can_be_differentiated(
+    deviation: DeviationJudge,
+    ranks: Ranks,
+    strategy: str,
+    use_orig_params: bool,
+    freezes: bool,
+    adds_loss: bool,
+) -> None:
+    deviation.judge(
+        lambda library: outcomes(
+            ranks(2),
+            library,
+            "double_backward_cases:penalized",
+            strategy=strategy,
+            use_orig_params=use_orig_params,
+            freezes=freezes,
+            adds_loss=adds_loss,
+        ),
+        torch_does=lambda seen: not has_penalized(seen, freezes, adds_loss),
+        we_do=lambda seen: has_penalized(seen, freezes, adds_loss),
+    )
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.gradients_of_gradients")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_gradients_of_parameters_cannot_be_differentiated(
+    subject: Library, ranks: Ranks, use_orig_params: bool
+) -> None:
+    seen = outcomes(
+        ranks(2), subject, "double_backward_cases:gradients_with_a_graph", use_orig_params=use_orig_params
+    )
+    assert raised(seen, RuntimeError, "FSDP does not support gradients of gradients"), seen
