@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,19 @@ def tied_in_two_units(rank: Rank, *, library: str) -> Outcome:
         fsdp = found.find(FSDP)
         units = nn.Sequential(fsdp(first, device_id=cpu), fsdp(second, device_id=cpu))
         return len(list(fsdp(units, device_id=cpu).parameters()))
+
+    return observe(run)
+
+
+def copied(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
+    """A deep copy of a model with a unit inside."""
+    found, plain = load_library(library), nn.Sequential(built("plain"), nn.Linear(4, 2))
+
+    def run() -> str:
+        fsdp = found.find(FSDP)
+        arguments = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+        plain[1] = fsdp(plain[1], **arguments)
+        return type(copy.deepcopy(fsdp(plain, **arguments))).__name__
 
     return observe(run)
 

@@ -37,6 +37,21 @@ def test_a_parameter_has_one_unit(deviation: DeviationJudge, ranks: Ranks) -> No
     )
 
 
+@clause("distributed.fsdp.fsdp_lifted.copies")
+@pytest.mark.deviation("fsdp.copies")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_copy_is_refused_with_its_cure(
+    deviation: DeviationJudge, ranks: Ranks, use_orig_params: bool
+) -> None:
+    deviation.judge(
+        lambda library: outcomes(ranks(2), library, "lifted_cases:copied", use_orig_params=use_orig_params),
+        torch_does=lambda seen: all(
+            outcome.raised is not None and "wrapped" not in outcome.raised.text for outcome in seen
+        ),
+        we_do=lambda seen: raised(seen, TypeError, "copy it before it is wrapped"),
+    )
+
+
 @clause("distributed.fsdp.fsdp_lifted.nonfinite_is_refused")
 @pytest.mark.deviation("fsdp.clip_can_refuse")
 def test_clipping_refuses_an_inf_of_another_rank(deviation: DeviationJudge, ranks: Ranks) -> None:

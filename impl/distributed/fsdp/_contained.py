@@ -17,7 +17,7 @@ def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[Removable
     """Have each module that keeps a parameter of the unit begin a forward of it where none is going on.
 
     Args:
-        prepare: called before; finds the root.
+        prepare: a method, held weakly, that is called before; it finds the root.
     """
     modules = {place.module: None for flat in unit.flats for one in flat.owned for place in one.places}
     entry = _Entry(unit, prepare)
@@ -27,7 +27,7 @@ def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[Removable
 class _Entry:
     def __init__(self, unit: Unit, prepare: Callable[[], object]) -> None:
         self._unit = weakref.ref(unit)
-        self._prepare = prepare
+        self._prepare = weakref.WeakMethod(prepare)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -37,9 +37,10 @@ class _Entry:
         unit = self._unit()
         if unit is not None and unit.phase is Phase.BACKWARD:
             unit.root.settle()
-        if unit is None or unit.phase is not Phase.IDLE:
+        prepare = self._prepare()
+        if unit is None or prepare is None or unit.phase is not Phase.IDLE:
             return None
-        self._prepare()
+        prepare()
         try:
             given = unit.before_forward(args, kwargs)
         except BaseException:

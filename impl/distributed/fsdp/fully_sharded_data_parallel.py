@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -200,8 +200,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         self._root: Root | None = None
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._claim_inner()
-        me = weakref.ref(self)
-        self._entries = watch_contained(self._unit, lambda: _rooted(me()))
+        self._entries = watch_contained(self._unit, self._find_root)
 
     @property
     def module(self) -> nn.Module:
@@ -222,6 +221,12 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         """Index the wrapped module, which may be a Sequential."""
         inner: Any = self._fsdp_wrapped_module
         return inner[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            f"{type(self.module).__name__} cannot be copied, since its parameters are dealt to a group of ranks; copy "
+            "it before it is wrapped, or wrap another one and load this one's state_dict() into it"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward with its parameters whole."""
@@ -492,8 +497,3 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         if self._unit.phase is not Phase.SUMMONED:
             return named
         return ((name.replace(_PREFIX, ""), value) for name, value in named)
-
-
-def _rooted(wrapper: FullyShardedDataParallel | None) -> None:
-    if wrapper is not None:
-        wrapper._find_root()
