@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from impl.kernels._triton.chunk import OPTIONS, SHAPE
 from impl.kernels._triton.clamp import clamp_kernel
 from impl.kernels._triton.norm import finish_norm_kernel, partial_norm_kernel
+from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
 from impl.kernels._triton.scale import scale_kernel
 from impl.kernels._triton.scale_update import update_scale_kernel
 from impl.kernels._triton.unscale import unscale_kernel
+from impl.kernels._triton.update import LAUNCH as UPDATE
+from impl.kernels._triton.update import SHAPE as UPDATE_SHAPE
 
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -30,6 +34,19 @@ class Case(NamedTuple):
     kernel: Any
     signature: dict[str, str]
     constants: dict[str, Any]
+    options: dict[str, Any] = OPTIONS
+
+
+def _update(
+    name: str, kernel: Any, states: int, own: tl.dtype, grads: tl.dtype, copies: tl.dtype | None, **flags: Any
+) -> Case:
+    pointers = {"rows_ptr": "*i64", "settings_ptr": "*fp64", "lr_ptr": "*fp64", "factor_ptr": "*fp32"}
+    dtypes = {"OWN": own, "GRADS": grads, "COPIES": copies or own, "LISTS": states + (3 if copies else 2)}
+    options = {name: UPDATE[name] for name in UPDATE.keys() - UPDATE_SHAPE.keys()}
+    return Case(
+        name, kernel, {**pointers, "found_inf_ptr": "*fp32"},
+        {**UPDATE_SHAPE, **dtypes, "STATES": states, "MAXIMIZE": False, **flags}, options,
+    )  # fmt: skip
 
 
 _FINISH = {"partial_ptr": "*fp64", "norm_ptr": "*fp32", "chunks": "i32", "p": "fp64"}
@@ -55,11 +72,15 @@ CASES = (
         },
         {},
     ),
+    _update("adamw_copies", adam_kernel, 2, tl.float32, tl.bfloat16, tl.bfloat16, AMSGRAD=False, DECAY="decoupled"),
+    _update("adam_halves", adam_kernel, 3, tl.bfloat16, tl.bfloat16, None, AMSGRAD=True, DECAY="gradient"),
+    _update("momentum", sgd_kernel, 1, tl.float32, tl.float32, None, MOMENTUM="goes_on", NESTEROV=True, DECAYS=True),
+    _update("adagrad", adagrad_kernel, 1, tl.float32, tl.float16, None, DECAYS=True),
 )  # fmt: skip
 
 
 def compiled(case: Case, capability: int) -> dict[str, Any]:
-    """Registers, spilled bytes, loads, stores and roundings to bfloat16 of one kernel on one architecture."""
+    """Registers, spilled bytes, loads, stores and roundings of one kernel on one architecture."""
     names = case.kernel.arg_names
     source = ASTSource(
         fn=case.kernel,
@@ -71,7 +92,7 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
             if case.signature.get(n, "").startswith("*")
         },
     )
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=case.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(binary.asm["cubin"])
         cubin.flush()
@@ -84,6 +105,10 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
         "spilled": int(counted[3]) + len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         "wide_loads": len(re.findall(r"\bLDG\.E[.\w]*\.128\b", sass)),
         "wide_stores": len(re.findall(r"\bSTG\.E[.\w]*\.128\b", sass)),
+        # A product that the assembler may fuse into a sum, or a quotient or root that is not rounded to nearest.
+        "loose": sorted(
+            set(re.findall(r"\b(?:mul\.f32|(?:div|sqrt|rcp)\.(?!rn)[.\w]*f32)\b", binary.asm["ptx"]))
+        ),
         "roundings": sorted(set(re.findall(r"\bcvt\.(\w+)[.\w]*\.bf16(?:x2)?\.f32\b", binary.asm["ptx"]))),
     }
 

@@ -56,12 +56,15 @@ def call(route: str, operation: str, specs: list[Spec], *arguments: Any) -> Resu
     with kernels.route(route):
         value = getattr(kernels, operation)(tensors, *arguments)
     found_inf = arguments[1] if operation == "unscale_" else None
-    untouched = True
-    for tensor, buffer in built:
-        mask = torch.ones_like(buffer, dtype=torch.bool)
-        mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
-        untouched = untouched and bool((buffer[mask] == _SENTINEL).all())
+    untouched = all(is_intact(tensor, buffer) for tensor, buffer in built)
     return Result([t.clone() for t in tensors], found_inf if value is None else value, untouched)
+
+
+def is_intact(tensor: Tensor, buffer: Tensor) -> bool:
+    """Whether `buffer` holds the sentinel wherever `tensor`, which was built with it, does not lie."""
+    mask = torch.ones_like(buffer, dtype=torch.bool)
+    mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+    return bool((buffer[mask] == _SENTINEL).all())
 
 
 def norm_by(route: str, tensors: list[Tensor], p: float) -> Tensor:

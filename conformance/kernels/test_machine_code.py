@@ -13,6 +13,9 @@ import pytest
 _WIDE = 2 + 2 + 4 + 8
 _READ = ("unscale", "scale", "clamp", "norm_two")
 _WRITTEN = ("unscale", "scale", "clamp")
+# Of the updates, whose threads take eight elements a turn: one access of 128 bits in half precision, two in f32, for
+# each list of tensors that is read, and for each that is written. Twice as many would be a second pass.
+_A_TURN = {"adamw_copies": (7, 7), "adam_halves": (5, 4), "momentum": (6, 4), "adagrad": (5, 4)}
 # Sixty-four thousand registers hold at least four blocks of 128 threads at this many each.
 _MOST_REGISTERS = 128
 
@@ -35,4 +38,13 @@ def test_kernels_compile_without_spills_and_with_wide_loads(capability):
     for name in _WRITTEN:
         assert kernels[name]["wide_stores"] >= _WIDE, (name, kernels[name])
         # To nearest even, as torch does: what the interpreter is mended to do has to be what a GPU does.
+        assert kernels[name]["roundings"] == ["rn"], (name, kernels[name])
+    for name, (read, written) in _A_TURN.items():
+        turns = kernels[name]["wide_loads"] // read  # more than one where the loop is unrolled
+        assert turns >= 1, (name, kernels[name])
+        assert kernels[name]["wide_loads"] == turns * read, (name, kernels[name])
+        assert kernels[name]["wide_stores"] == turns * written, (name, kernels[name])
+        # As the interpreter computes, to the bit: no sum is fused but by name, quotients and roots are to nearest.
+        assert kernels[name]["loose"] == [], (name, kernels[name])
+    for name in ("adamw_copies", "adam_halves"):
         assert kernels[name]["roundings"] == ["rn"], (name, kernels[name])

@@ -75,6 +75,7 @@ EXCEPTIONS = {
     ): "the dtype that a pickle names",
     ("impl.kernels.checked_norm", "imports impl.kernels._triton.norm in a function"): _OPTIONAL,
     ("impl.kernels.clamp", "imports impl.kernels._triton.clamp in a function"): _OPTIONAL,
+    ("impl.kernels.fused_step", "imports impl.kernels._triton.fused_step in a function"): _OPTIONAL,
     ("impl.kernels.norm", "imports impl.kernels._triton.norm in a function"): _OPTIONAL,
     ("impl.kernels.scale", "imports impl.kernels._triton.scale in a function"): _OPTIONAL,
     ("impl.kernels.scale_update", "imports impl.kernels._triton.scale_update in a function"): _OPTIONAL,

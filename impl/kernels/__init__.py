@@ -17,7 +17,7 @@ Cost for N f32 elements, launches counted on CUDA:
 | `scale_` | 8, 0 where the factor is 1 | 1 |
 | `clamp_` | 8 | 1 |
 | `update_scale_` | 20 in all | 1 |
-| `fused_step_` with AdamW | 28 on the CPU, 36 elsewhere | torch's, and one to scale copies of the gradients |
+| `fused_step_` with AdamW | 28 on the CPU and by Triton, 36 elsewhere | 1; else torch's, and one to scale copies |
 | `nonfinite_mask` | about 6, on demand | 3 a tensor |
 """
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -53,40 +52,64 @@ def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
             numels=tuple([t.numel() for t in tensors]),
             dtypes=tuple([t.dtype for t in tensors]),
             device=device,
-            stream=torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
+            stream=stream_of(device),
         )
     )
 
 
+def stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 @lru_cache(maxsize=64)
 def _table_of(key: _Key) -> ChunkTable | None:
-    spans = sorted(
-        (address, address + numel * _ITEM_BYTES[CODES[dtype]])
-        for address, numel, dtype in zip(key.addresses, key.numels, key.dtypes, strict=True)
-        if numel
-    )
-    if any(stop > start for (_, stop), (start, _) in pairwise(spans)):
+    address_T = on_host(key.addresses)  # T = tensors, C = chunks
+    numel_T = on_host(key.numels)
+    code_T = on_host([CODES[d] for d in key.dtypes])
+    bytes_T = on_host(_ITEM_BYTES)[code_T]
+    if not lie_apart(address_T, address_T + numel_T * bytes_T):
         return None
-    if spans and spans[0][0] == 0:  # a tensor of zeros for which torch keeps no memory
-        return None
-    rows = _rows(key)
-    chunks = len(rows)
-    if key.device.type == "cuda":
-        rows = rows.pin_memory().to(key.device, non_blocking=True)
-    return ChunkTable(rows, chunks)
+    chunks = chunks_of(numel_T)
+    address_C = address_T[chunks.tensor_C] + chunks.start_C * bytes_T[chunks.tensor_C]
+    whole_C = chunks.are_whole(address_C)
+    rows = torch.stack([address_C, chunks.count_C, code_T[chunks.tensor_C], whole_C], dim=1)
+    return ChunkTable(sent_to(key.device, rows), len(rows))
 
 
-def _rows(key: _Key) -> Tensor:
-    """Rows on the CPU, tensor after tensor, chunk after chunk."""
-    address_T = torch.tensor(key.addresses, dtype=torch.int64)  # T = tensors, C = chunks
-    numel_T = torch.tensor(key.numels, dtype=torch.int64)
-    code_T = torch.tensor([CODES[d] for d in key.dtypes], dtype=torch.int64)
+class Chunks(NamedTuple):
+    """Of tensor after tensor, chunk after chunk: which tensor, from which element on, how many elements."""
+
+    tensor_C: Tensor
+    start_C: Tensor
+    count_C: Tensor
+
+    def are_whole(self, *addresses: Tensor) -> Tensor:
+        """1 where the chunk is full and all these addresses of its first element are aligned."""
+        aligned_C = torch.stack([address_C % _ALIGNED == 0 for address_C in addresses]).all(dim=0)
+        return ((self.count_C == CHUNK) & aligned_C).long()
+
+
+def chunks_of(numel_T: Tensor) -> Chunks:
     chunks_T = (numel_T + CHUNK - 1) // CHUNK
     tensor_C = torch.repeat_interleave(chunks_T)
     first_chunk_T = chunks_T.cumsum(0) - chunks_T
-    start_C = (torch.arange(len(tensor_C)) - first_chunk_T[tensor_C]) * CHUNK
-    code_C = code_T[tensor_C]
-    address_C = address_T[tensor_C] + start_C * torch.tensor(_ITEM_BYTES)[code_C]
-    count_C = (numel_T[tensor_C] - start_C).clamp_(max=CHUNK)
-    whole_C = ((count_C == CHUNK) & (address_C % _ALIGNED == 0)).long()
-    return torch.stack([address_C, count_C, code_C, whole_C], dim=1)
+    start_C = (torch.arange(len(tensor_C), device="cpu") - first_chunk_T[tensor_C]) * CHUNK
+    return Chunks(tensor_C, start_C, (numel_T[tensor_C] - start_C).clamp_(max=CHUNK))
+
+
+def lie_apart(starts: Tensor, stops: Tensor) -> bool:
+    """Whether no two spans of memory that are not empty share a byte, and none lacks memory, as torch's zeros may."""
+    filled = stops > starts
+    starts, order = starts[filled].sort()
+    stops = stops[filled][order]
+    return not bool((stops[:-1] > starts[1:]).any() or (starts[:1] == 0).any())
+
+
+def on_host(numbers: Sequence[int]) -> Tensor:
+    """i64, whatever device is the default."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """From the host, without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

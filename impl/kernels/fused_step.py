@@ -1,7 +1,8 @@
 """One update of many parameters from gradients that are still scaled; the gradients are read and left as they are.
 
 torch's fused operators divide the gradients they are given, in place. Here they are given copies: on the CPU of one
-piece after the other, each small enough to stay in the cache, so that memory is read and written no more often.
+piece after the other, each small enough to stay in the cache, so that memory is read and written no more often. Triton's
+kernels read the gradients where they are.
 """
 
 from __future__ import annotations
@@ -106,7 +107,13 @@ def fused_step_(
 
     Sync: none. Collectives: none.
     """
-    if found_inf is None and plan_for([*parameters.params, *grads]).way == "cached":
+    way = plan_for([*parameters.params, *grads]).way
+    if way == "triton":
+        from impl.kernels._triton.fused_step import launch_fused_step  # noqa: PLC0415  optional, and slow to import
+
+        if launch_fused_step(rule, parameters, grads, factor, found_inf):
+            return
+    if way == "cached" and found_inf is None:
         _step_cached(rule, parameters, grads, factor)
     else:
         _step_plain(rule, parameters, grads, factor, found_inf)

@@ -61,17 +61,17 @@ def _visit_as(
     BLOCK: tl.constexpr,
 ) -> None:
     if code == F16:
-        VISIT(_pointer_to(address, tl.float16, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
+        VISIT(pointer_to(address, tl.float16, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
     elif code == BF16:
-        VISIT(_pointer_to(address, tl.bfloat16, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
+        VISIT(pointer_to(address, tl.bfloat16, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
     elif code == F32:
-        VISIT(_pointer_to(address, tl.float32, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
+        VISIT(pointer_to(address, tl.float32, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
     else:
-        VISIT(_pointer_to(address, tl.float64, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
+        VISIT(pointer_to(address, tl.float64, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
 
 
 @triton.jit
-def _pointer_to(address: tl.tensor, DTYPE: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
+def pointer_to(address: tl.tensor, DTYPE: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
     """The chunk's first element. The hint after the cast is what lets whole chunks load 128 bits at a time."""
     pointer = address.to(tl.pointer_type(DTYPE))
     if WHOLE:

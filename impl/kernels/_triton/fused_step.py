@@ -1,0 +1,139 @@
+"""Update many parameters in one launch from gradients that are still scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from impl.kernels._lists import dtypes_of
+from impl.kernels._table import ChunkTable, sent_to, stream_of
+from impl.kernels._triton.chunk import on_device
+from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
+from impl.kernels._triton.update import LAUNCH
+from impl.kernels._update_table import update_table
+from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
+
+if TYPE_CHECKING:
+    from impl.kernels.fused_step import Parameters
+
+_HANDLED = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+class _Arithmetic(NamedTuple):
+    kernel: Any
+    settings: tuple[float, ...]  # as the kernel lists them, after the learning rate
+    flags: dict[str, bool | str]
+
+
+class _Alike(NamedTuple):
+    """Parameters whose gradients have one dtype, and whose copies have one."""
+
+    lists: list[Sequence[Tensor]]  # parameters, gradients, states, copies
+    table: ChunkTable
+    dtypes: dict[str, Any]  # as the kernels call them
+
+
+def launch_fused_step(
+    rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None
+) -> bool:
+    """Run a kernel; False, and nothing done, where there is none for the rule or the parameters."""
+    arithmetic = _arithmetic_of(rule)
+    if arithmetic is None or parameters.params[0].dtype not in _HANDLED:
+        return False
+    kinds = [_alike(parameters, grads, places) for places in _places_by_kind(parameters, grads)]
+    if None in kinds:
+        return False
+    lr, settings = _numbers(rule.lr, arithmetic.settings, factor.device)
+    with on_device(factor):
+        for alike in filter(None, kinds):
+            if alike.table.chunks:
+                arithmetic.kernel[(alike.table.chunks,)](
+                    alike.table.rows, settings, lr, factor, found_inf, LISTS=len(alike.lists),
+                    STATES=len(parameters.states), **arithmetic.flags, **alike.dtypes, **LAUNCH,
+                )  # fmt: skip
+    for written in (parameters.params, *parameters.states, parameters.copies):
+        torch.autograd.graph.increment_version(written)
+    return True
+
+
+def _places_by_kind(parameters: Parameters, grads: Sequence[Tensor]) -> list[list[int] | None]:
+    """Places with one dtype of gradients and one of copies; None for all places."""
+    copies = parameters.copies or grads
+    if len(dtypes_of(grads)) == len(dtypes_of(copies)) == 1:
+        return [None]
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for place, (grad, copy) in enumerate(zip(grads, copies, strict=True)):
+        kinds.setdefault((grad.dtype, copy.dtype), []).append(place)
+    return [*kinds.values()]
+
+
+def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | None) -> _Alike | None:
+    def picked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[place] for place in places] if places and tensors else tensors
+
+    params, copies = picked(parameters.params), picked(parameters.copies)
+    laid_out = [*map(_laid_out_as, params, picked(grads))]
+    lists = [params, laid_out, *map(picked, parameters.states), *([copies] if copies else [])]
+    table = update_table(lists, picked(parameters.steps))
+    named = {"OWN": params, "GRADS": laid_out, "COPIES": copies or params}
+    dtypes = {name: _DTYPES[some[0].dtype] for name, some in named.items()}
+    return None if table is None else _Alike(lists, table, dtypes)
+
+
+def _laid_out_as(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient, or a copy of it where its elements lie in memory in another order than the parameter's."""
+    if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+
+
+def _arithmetic_of(rule: Rule) -> _Arithmetic | None:
+    match rule:
+        case AdamRule():
+            decay = "none" if rule.weight_decay == 0 else "decoupled" if rule.decoupled else "gradient"
+            return _Arithmetic(
+                adam_kernel,
+                (rule.beta1, rule.beta2, rule.eps, rule.weight_decay),
+                {"AMSGRAD": rule.amsgrad, "MAXIMIZE": rule.maximize, "DECAY": decay},
+            )
+        case SGDRule():
+            momentum = "none" if rule.momentum == 0 else "begins" if rule.is_first_step else "goes_on"
+            flags = {"MOMENTUM": momentum, "NESTEROV": rule.nesterov, "DECAYS": rule.weight_decay != 0}
+            return _Arithmetic(
+                sgd_kernel,
+                (rule.momentum, rule.dampening, rule.weight_decay),
+                {**flags, "MAXIMIZE": rule.maximize},
+            )
+        case AdagradRule():
+            return _Arithmetic(
+                adagrad_kernel,
+                (rule.lr_decay, rule.eps, rule.weight_decay),
+                {"MAXIMIZE": rule.maximize, "DECAYS": rule.weight_decay != 0},
+            )
+        case _:
+            return None
+
+
+def _numbers(lr: float | Tensor, settings: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The learning rate, and it and the settings, on the device; where it is there already, 0.0 stands for it."""
+    if isinstance(lr, Tensor) and lr.device == device:
+        return lr, _on_device((0.0, *settings), device, stream_of(device))
+    numbers = _on_device((float(lr), *settings), device, stream_of(device))
+    return numbers, numbers
+
+
+@lru_cache(maxsize=64)
+def _on_device(numbers: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
+    """f64, kept while a group's numbers stay the same; `stream` is the one it is copied on."""
+    return sent_to(device, torch.tensor(numbers, dtype=torch.float64, device="cpu"))

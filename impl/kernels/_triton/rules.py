@@ -1,0 +1,170 @@
+"""The kernels of the rules: each updates parameters and states in one pass from gradients that are still scaled.
+
+Settings are f64 on the device; what follows from them for a whole tensor is computed in f64 and rounded to f32 once.
+"""
+
+import triton
+import triton.language as tl
+
+from impl.kernels._triton.update import is_taken, step_of, visit_update
+
+
+@triton.jit
+def _adam(
+    param: tl.tensor, grad: tl.tensor, states: tl.tuple, numbers: tl.tuple, flags: tl.tuple
+) -> tl.tuple:
+    mean, square, largest = states
+    beta1, beta2, eps, decay, step_size, correction = numbers
+    AMSGRAD: tl.constexpr = flags[0]
+    MAXIMIZE: tl.constexpr = flags[1]
+    DECAY: tl.constexpr = flags[2]
+    if MAXIMIZE:
+        grad = -grad
+    if DECAY == "gradient":
+        grad = tl.fma(decay, param, grad)
+    elif DECAY == "decoupled":
+        param = tl.fma(-decay, param, param)
+    mean = tl.fma(beta1, mean, tl.fma(-beta1, grad, grad))
+    squared = grad * grad
+    square = tl.fma(beta2, square, tl.fma(-beta2, squared, squared))
+    largest = tl.maximum(largest, square, propagate_nan=tl.PropagateNan.ALL) if AMSGRAD else square
+    denominator = tl.div_rn(tl.sqrt_rn(largest), correction) + eps
+    param = param - tl.div_rn(step_size * mean, denominator)
+    return param, mean, square, largest
+
+
+@triton.jit
+def adam_kernel(
+    rows_ptr: tl.tensor,  # [chunks, 3 + lists] i64
+    settings_ptr: tl.tensor,  # [5] f64: lr, betas, eps, weight decay
+    lr_ptr: tl.tensor,  # [] any float dtype, which counts
+    factor_ptr: tl.tensor,  # [] f32 or f64
+    found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
+    AMSGRAD: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    DECAY: tl.constexpr,  # none, gradient or decoupled
+    LISTS: tl.constexpr,
+    STATES: tl.constexpr,
+    OWN: tl.constexpr,
+    GRADS: tl.constexpr,
+    COPIES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Adam and AdamW. f32: 28 B an element (16 read, 12 written), 36 with the largest squares; one launch a list."""
+    if is_taken(found_inf_ptr):
+        step = step_of(rows_ptr, LISTS)
+        beta1, beta2 = tl.load(settings_ptr + 1), tl.load(settings_ptr + 2)
+        eps, decay = tl.load(settings_ptr + 3), tl.load(settings_ptr + 4)
+        lr = tl.load(lr_ptr).to(tl.float64)
+        if DECAY == "decoupled":
+            decay = lr * decay
+        step_size = lr / (1.0 - tl.exp2(tl.log2(beta1) * step))
+        correction = tl.sqrt(1.0 - tl.exp2(tl.log2(beta2) * step))
+        numbers = (
+            beta1.to(tl.float32), beta2.to(tl.float32), eps.to(tl.float32), decay.to(tl.float32),
+            step_size.to(tl.float32), correction.to(tl.float32),
+        )  # fmt: skip
+        visit_update(
+            rows_ptr, factor_ptr, _adam, numbers, (AMSGRAD, MAXIMIZE, DECAY), LISTS, STATES, OWN, GRADS, COPIES,
+            CHUNK, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sgd(param: tl.tensor, grad: tl.tensor, states: tl.tuple, numbers: tl.tuple, flags: tl.tuple) -> tl.tuple:
+    mean, second, third = states
+    lr, momentum, undampened, decay = numbers
+    MOMENTUM: tl.constexpr = flags[0]
+    NESTEROV: tl.constexpr = flags[1]
+    MAXIMIZE: tl.constexpr = flags[2]
+    DECAYS: tl.constexpr = flags[3]
+    if MAXIMIZE:
+        grad = -grad
+    if DECAYS:
+        grad = tl.fma(decay, param, grad)
+    if MOMENTUM != "none":
+        mean = grad if MOMENTUM == "begins" else tl.fma(momentum, mean, undampened * grad)
+        grad = tl.fma(momentum, mean, grad) if NESTEROV else mean
+    return tl.fma(-lr, grad, param), mean, second, third
+
+
+@triton.jit
+def sgd_kernel(
+    rows_ptr: tl.tensor,  # [chunks, 3 + lists] i64
+    settings_ptr: tl.tensor,  # [4] f64: lr, momentum, dampening, weight decay
+    lr_ptr: tl.tensor,  # [] any float dtype, which counts
+    factor_ptr: tl.tensor,  # [] f32 or f64
+    found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
+    MOMENTUM: tl.constexpr,  # none, begins or goes_on
+    NESTEROV: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    LISTS: tl.constexpr,
+    STATES: tl.constexpr,
+    OWN: tl.constexpr,
+    GRADS: tl.constexpr,
+    COPIES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """SGD. f32: 12 B an element (8 read, 4 written), 20 with momentum; one launch a list."""
+    if is_taken(found_inf_ptr):
+        lr = tl.load(lr_ptr).to(tl.float64)
+        momentum, dampening = tl.load(settings_ptr + 1), tl.load(settings_ptr + 2)
+        decay = tl.load(settings_ptr + 3)
+        numbers = (
+            lr.to(tl.float32), momentum.to(tl.float32), (1.0 - dampening).to(tl.float32), decay.to(tl.float32),
+        )  # fmt: skip
+        visit_update(
+            rows_ptr, factor_ptr, _sgd, numbers, (MOMENTUM, NESTEROV, MAXIMIZE, DECAYS), LISTS, STATES, OWN, GRADS,
+            COPIES, CHUNK, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _adagrad(
+    param: tl.tensor, grad: tl.tensor, states: tl.tuple, numbers: tl.tuple, flags: tl.tuple
+) -> tl.tuple:
+    total, second, third = states
+    step_size, eps, decay = numbers
+    MAXIMIZE: tl.constexpr = flags[0]
+    DECAYS: tl.constexpr = flags[1]
+    if MAXIMIZE:
+        grad = -grad
+    if DECAYS:
+        grad = tl.fma(decay, param, grad)
+    total = tl.fma(grad, grad, total)
+    param = param - tl.div_rn(step_size * grad, tl.sqrt_rn(total) + eps)
+    return param, total, second, third
+
+
+@triton.jit
+def adagrad_kernel(
+    rows_ptr: tl.tensor,  # [chunks, 3 + lists] i64
+    settings_ptr: tl.tensor,  # [4] f64: lr, lr decay, eps, weight decay
+    lr_ptr: tl.tensor,  # [] any float dtype, which counts
+    factor_ptr: tl.tensor,  # [] f32 or f64
+    found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
+    MAXIMIZE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    LISTS: tl.constexpr,
+    STATES: tl.constexpr,
+    OWN: tl.constexpr,
+    GRADS: tl.constexpr,
+    COPIES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Adagrad. f32: 20 B an element (12 read, 8 written); one launch a list."""
+    if is_taken(found_inf_ptr):
+        step = step_of(rows_ptr, LISTS)
+        lr = tl.load(lr_ptr).to(tl.float64)
+        lr_decay, eps = tl.load(settings_ptr + 1), tl.load(settings_ptr + 2)
+        decay = tl.load(settings_ptr + 3)
+        step_size = lr / (1.0 + (step - 1.0) * lr_decay)
+        numbers = step_size.to(tl.float32), eps.to(tl.float32), decay.to(tl.float32)
+        visit_update(
+            rows_ptr, factor_ptr, _adagrad, numbers, (MAXIMIZE, DECAYS), LISTS, STATES, OWN, GRADS, COPIES,
+            CHUNK, BLOCK,
+        )  # fmt: skip

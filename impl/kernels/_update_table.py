@@ -1,0 +1,81 @@
+"""The table from which one launch finds its way through parameters and all that is read and written beside them."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from impl.kernels._table import ChunkTable, chunks_of, lie_apart, on_host, sent_to, stream_of
+
+# The first columns of a row; an address for each list follows.
+COUNT, WHOLE, STEP, ADDRESSES = range(4)
+
+
+class _Key(NamedTuple):
+    """As a chunk table's: all that this one depends on, and no tensor."""
+
+    addresses: tuple[tuple[int, ...], ...]  # of each list's tensors
+    item_bytes: tuple[int, ...]  # of each list
+    numels: tuple[int, ...]
+    steps: tuple[int, ...]  # addresses
+    device: torch.device
+    stream: int
+
+
+def update_table(lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> ChunkTable | None:
+    """The table of lists whose tensors of one place are walked together; kept while addresses and sizes are the same.
+
+    Args:
+        lists: of one length, each of one dtype; tensors of one place have one shape, all are on one device.
+        steps: a 0-dim counter for each place; or empty.
+
+    Returns:
+        [chunks, 3 + lists] i64: elements, whole, address of the counter or 0, address of the first element in each
+        list. `whole` is 1 for full chunks that are aligned in every list. None where no kernel can take the tensors:
+        two share memory, or memory is not what one holds, or those of one place are not dense and laid out alike.
+    Sync: none; on CUDA a new table is copied there from pinned memory.
+    """
+    if not _are_laid_out_alike(lists) or any(map(Tensor.is_neg, chain(*lists, steps))):
+        return None
+    params = lists[0]
+    return _table_of(
+        _Key(
+            addresses=tuple([tuple(map(Tensor.data_ptr, tensors)) for tensors in lists]),
+            item_bytes=tuple([tensors[0].element_size() for tensors in lists]),
+            numels=tuple(map(Tensor.numel, params)),
+            steps=tuple(map(Tensor.data_ptr, steps)),
+            device=params[0].device,
+            stream=stream_of(params[0].device),
+        )
+    )
+
+
+def _are_laid_out_alike(lists: Sequence[Sequence[Tensor]]) -> bool:
+    if all(map(Tensor.is_contiguous, chain(*lists))):
+        return True
+    return all(
+        all(map(Tensor.is_contiguous, alike))
+        or (
+            torch.ops.aten.is_non_overlapping_and_dense(alike[0])
+            and all(tensor.stride() == alike[0].stride() for tensor in alike)
+        )
+        for alike in zip(*lists, strict=True)
+    )
+
+
+@lru_cache(maxsize=64)
+def _table_of(key: _Key) -> ChunkTable | None:
+    address_LT = torch.stack([on_host(addresses) for addresses in key.addresses])  # L = lists, T = places
+    bytes_L1 = on_host(key.item_bytes)[:, None]
+    numel_T = on_host(key.numels)
+    if not lie_apart(address_LT.flatten(), (address_LT + numel_T * bytes_L1).flatten()):
+        return None
+    chunks = chunks_of(numel_T)
+    address_LC = address_LT[:, chunks.tensor_C] + chunks.start_C * bytes_L1
+    whole_C = chunks.are_whole(*address_LC)
+    step_T = on_host(key.steps) if key.steps else torch.zeros_like(numel_T)
+    rows = torch.stack([chunks.count_C, whole_C, step_T[chunks.tensor_C], *address_LC], dim=1)
+    return ChunkTable(sent_to(key.device, rows), len(rows))
