@@ -131,7 +131,6 @@ def trees(*, shares: bool) -> st.SearchStrategy[Tree]:
         roots,
         shared=_nodes(st.sampled_from(list(_LEAVES)), least=1) if shares else st.just(Node("linear")),
         ignored=some,
-        frozen=some,
         is_tied=st.booleans() if shares else st.just(False),
     )
 

@@ -24,6 +24,9 @@ _TO_TORCH_ITSELF = (
     "_get_pg_default_device",
     "Multiple backends are registered",
 )
+_OF_FROZEN_PARTS = (
+    "has both parameters with requires_grad=True and False"  # row fsdp.frozen_in_part_by_policy
+)
 _UNSHARDED = ("outputs", "losses", "input_gradients", "whole_gradients", "whole_parameters", "buffers")
 
 
@@ -40,8 +43,9 @@ def outcomes(pool: RankPool, library: Library, case: str, **arguments: Any) -> l
 
 
 def _without_torchs_own(warned: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Each once; without what torch tells those who wrote its sharding, of functions that it calls itself."""
-    return tuple(sorted(one for one in set(warned) if not any(text in one[1] for text in _TO_TORCH_ITSELF)))
+    """Each once; without what is true of torch alone, or meant for those who wrote its sharding."""
+    of_torch = (*_TO_TORCH_ITSELF, _OF_FROZEN_PARTS)
+    return tuple(sorted(one for one in set(warned) if not any(text in one[1] for text in of_torch)))
 
 
 def assert_ranks_agree(

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from impl.distributed.fsdp._division import Division, places, refuse_or_warn_of_frozen
+from impl.distributed.fsdp._division import Division, places
 from impl.distributed.fsdp._full_precision import FullPrecision
 
 __all__ = [
@@ -314,15 +314,13 @@ def auto_wrap(  # noqa: PLR0913 one for each thing that the constructor was told
             are wrapped by themselves without it, and compute in float32 whatever they are given.
 
     Raises:
-        ValueError: a `wrapper_cls` is there already; or a policy that sees the whole tree chose a module for which
-            `use_orig_params` is needed and not set, because it has frozen and trainable parameters.
+        ValueError: a `wrapper_cls` is there already.
     """
     _refuse_wrapped(root, wrapper_cls)
     mixed_precision = wrapper_kwargs["mixed_precision"]
     alone_classes = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
     alone = [module for module in root.modules() if isinstance(module, alone_classes)]
-    sees_tree = hasattr(policy, "_run_policy")
-    if sees_tree:
+    if hasattr(policy, "_run_policy"):  # it sees the whole tree
         chosen: _Chosen = {module: dict(wrapper_kwargs) for module in alone if module not in ignored_modules}
         chosen |= policy._run_policy(root, ignored_modules, dict(wrapper_kwargs))
     else:
@@ -335,9 +333,6 @@ def auto_wrap(  # noqa: PLR0913 one for each thing that the constructor was told
 
     division = Division(root, chosen.keys(), ignored_params)
     _warn_of_classes(alone)
-    if sees_tree:
-        for unit in filter(chosen.__contains__, division.names):
-            refuse_or_warn_of_frozen(division, unit, wrapper_kwargs["use_orig_params"])
     for module in alone:
         FullPrecision(module)
     _wrap_each(root, chosen, division, wrapper_cls)
@@ -387,7 +382,7 @@ def _warn_of_classes(alone: Iterable[nn.Module]) -> None:
 
 def _wrap_each(root: nn.Module, chosen: _Chosen, division: Division, wrapper_cls: type[nn.Module]) -> None:
     places_of = places(root)
-    for module in division.names:
+    for module in division.order:
         if module in chosen and module is not root:
             left = division.left_to_ancestors(module)
             kwargs = chosen[module] | ({"_left_to_ancestor": left} if left else {})
