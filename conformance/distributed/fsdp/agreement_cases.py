@@ -77,6 +77,17 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
     return seen + [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def synchronise(rank: Rank, *, library: str) -> None:
+    """Two blocks, wrapped by hand so that all ranks begin with the first one's: one rank begins with the other."""
+    blocks = [Block(8), Block(16)]
+    try:
+        for block in reversed(blocks) if rank.rank == ASTRAY else blocks:
+            load_library(library).find(FSDP)(block, device_id=torch.device("cpu"), sync_module_states=True)
+    except Exception:
+        _wait_until_raised(rank.world_size)
+        raise
+
+
 def _wrapped(library: Library, model: Blocks, group: dist.ProcessGroup | None = None) -> Any:
     policy = library.distributed.fsdp.wrap.ModuleWrapPolicy({Block})
     return library.find(FSDP)(

@@ -14,6 +14,7 @@ from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.agreement_cases import ASTRAY, TIMEOUT_S, Program
 from conformance.library import Library
 from conformance.ranks import RankFault, RankPool, RanksDiverged
+from conformance.results import unavailable
 from conformance.tolerances import TRAINED
 
 CASES = "conformance.distributed.fsdp.agreement_cases"
@@ -99,6 +100,20 @@ def test_alone_on_a_way_that_all_have_gone(deviation: DeviationJudge, mode: str)
         torch_does=is_wrong_in_silence,
         we_do=lambda seen: tells_both_names(seen, program),
     )
+
+
+@clause("distributed.fsdp.fsdp_agreement.parts_while_wrapping")
+@pytest.mark.deadline(90)
+def test_states_synchronised_in_another_order(subject: Library) -> None:
+    if subject.package == "torch":
+        unavailable("the reference cannot run here: fsdp.sync_module_states")
+    with RankPool(2, grace_s=GRACE_S) as pool, pytest.raises(RankFault) as fault:
+        pool.run(f"{CASES}:synchronise", library=subject.spec)
+    told = {failure.rank: failure.text for failure in fault.value.scene.failures}
+    assert len(told) == 2, told
+    for text in told.values():
+        assert "'Block.0.weight' of shape (8, 4)" in text, text
+        assert "'Block.0.weight' of shape (16, 4)" in text, text
 
 
 @clause("distributed.fsdp.fsdp_agreement.changes_alike")

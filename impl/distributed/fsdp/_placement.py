@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._managed import Ignored, is_managed
+from impl.distributed.fsdp._agreement import agreement_about
+from impl.distributed.fsdp._managed import Ignored, clean_name, is_managed
+from impl.distributed.fsdp._showing import Owned
 
-# Broadcasts of many small tensors are joined up to this size.
-_BUCKET_BYTES = 250 * 1024 * 1024
+_FIRST_RANK = 0  # of a group
 
 
 def managed_below(root: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
@@ -185,20 +186,26 @@ def _move(module: nn.Module, ignored: Ignored, device: torch.device, wrapper: ty
 _SYNCED = "_fsdp_synced"
 
 
-def broadcast_states(
-    module: nn.Module, parameters: Sequence[nn.Parameter], groups: Iterable[dist.ProcessGroup]
-) -> None:
+def broadcast_states(module: nn.Module, owned: Sequence[Owned], groups: Iterable[dist.ProcessGroup]) -> None:
     """Have every rank hold what the first rank of the groups holds.
 
     Args:
         groups: one after the other; what the first leaves on its ranks the next one spreads further.
-    Collectives: broadcasts over each group; all ranks must call it.
+
+    Raises:
+        RuntimeError: the ranks wrap other modules, or in another order.
+    Collectives: broadcasts over each group, one for each tensor; all ranks must call it.
     """
-    tensors: list[Tensor] = [p.detach() for p in parameters]
-    for buffer in module.buffers():
+    states: list[tuple[str, Tensor]] = [(one.name, one.parameter.detach()) for one in owned]
+    for name, buffer in module.named_buffers():
         if not getattr(buffer, _SYNCED, False):
             setattr(buffer, _SYNCED, True)
-            tensors.append(buffer.detach())
+            states.append((clean_name(name), buffer.detach()))
+    kind = type(module).__name__
     for group in groups:
-        if tensors:
-            dist._broadcast_coalesced(group, tensors, _BUCKET_BYTES, 0)
+        for name, state in states if group.size() > 1 else ():
+            sent = state.contiguous()
+            entry = f"broadcast '{kind}.{name}' of shape {tuple(state.shape)}"
+            agreement_about(group).run(entry, dist.ProcessGroup.broadcast, group, sent, _FIRST_RANK)
+            if sent is not state:
+                state.copy_(sent)

@@ -182,7 +182,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         self._groups = groups_of(self.sharding_strategy, *groups)
         if sync_module_states:
             outward_in = [group for group in reversed(groups) if group is not None]
-            broadcast_states(module, [one.parameter for one in owned], outward_in)
+            broadcast_states(module, owned, outward_in)
         flats = flats_of(
             owned,
             self._groups,
