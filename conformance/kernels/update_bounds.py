@@ -35,7 +35,7 @@ def _decayed(rule: SGDRule | AdagradRule | AdamRule, param: Rounded, grad: Round
 
 
 def _adam(rule: AdamRule, param: Rounded, grad: Rounded, states: list[Rounded], step: float) -> list[Rounded]:
-    lr, one = float(rule.lr), _number(1.0)
+    lr = float(rule.lr)
     beta1, beta2 = _number(rule.beta1), _number(rule.beta2)
     if rule.decoupled:
         grad = -grad if rule.maximize else grad
@@ -43,8 +43,8 @@ def _adam(rule: AdamRule, param: Rounded, grad: Rounded, states: list[Rounded], 
     else:
         grad = _decayed(rule, param, grad)
     mean, square, *largest = states
-    mean = beta1 * mean + (one - beta1) * grad
-    square = beta2 * square + (one - beta2) * (grad * grad)
+    mean = beta1 * mean + _number(1.0 - rule.beta1) * grad
+    square = beta2 * square + _number(1.0 - rule.beta2) * grad * grad
     largest = [some.maximum(square) for some in largest]
     root = (largest[0] if rule.amsgrad else square).sqrt()
     denominator = root / _number(math.sqrt(1.0 - rule.beta2**step)) + _number(rule.eps)

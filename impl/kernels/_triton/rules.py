@@ -14,7 +14,7 @@ def _adam(
     param: tl.tensor, grad: tl.tensor, states: tl.tuple, numbers: tl.tuple, flags: tl.tuple
 ) -> tl.tuple:
     mean, square, largest = states
-    beta1, beta2, eps, decay, step_size, correction = numbers
+    beta1, weight1, beta2, weight2, eps, decay, step_size, correction = numbers
     AMSGRAD: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
     DECAY: tl.constexpr = flags[2]
@@ -24,9 +24,8 @@ def _adam(
         grad = tl.fma(decay, param, grad)
     elif DECAY == "decoupled":
         param = tl.fma(-decay, param, param)
-    mean = tl.fma(beta1, mean, tl.fma(-beta1, grad, grad))
-    squared = grad * grad
-    square = tl.fma(beta2, square, tl.fma(-beta2, squared, squared))
+    mean = tl.fma(beta1, mean, weight1 * grad)
+    square = tl.fma(beta2, square, weight2 * grad * grad)
     largest = tl.maximum(largest, square, propagate_nan=tl.PropagateNan.ALL) if AMSGRAD else square
     denominator = tl.div_rn(tl.sqrt_rn(largest), correction) + eps
     param = param - tl.div_rn(step_size * mean, denominator)
@@ -62,8 +61,8 @@ def adam_kernel(
         step_size = lr / (1.0 - tl.exp2(tl.log2(beta1) * step))
         correction = tl.sqrt(1.0 - tl.exp2(tl.log2(beta2) * step))
         numbers = (
-            beta1.to(tl.float32), beta2.to(tl.float32), eps.to(tl.float32), decay.to(tl.float32),
-            step_size.to(tl.float32), correction.to(tl.float32),
+            beta1.to(tl.float32), (1.0 - beta1).to(tl.float32), beta2.to(tl.float32), (1.0 - beta2).to(tl.float32),
+            eps.to(tl.float32), decay.to(tl.float32), step_size.to(tl.float32), correction.to(tl.float32),
         )  # fmt: skip
         visit_update(
             rows_ptr, factor_ptr, _adam, numbers, (AMSGRAD, MAXIMIZE, DECAY), LISTS, STATES, OWN, GRADS, COPIES,
