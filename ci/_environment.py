@@ -129,10 +129,18 @@ def project() -> dict[str, Any]:
 
 
 def _digest() -> str:
-    """Of the tables of pyproject.toml that decide what is installed; lint rules change without a rebuild."""
+    """Of what decides what is installed: tables of pyproject.toml (lint rules change without a rebuild), and C code."""
     declared = project()
-    tables = [declared["build-system"], declared["project"], declared["tool"]["tandem"]]
-    return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()
+    tables = [
+        declared["build-system"],
+        declared["project"],
+        declared["tool"]["tandem"],
+        declared["tool"]["setuptools"],
+    ]
+    digest = hashlib.sha256(json.dumps(tables, sort_keys=True).encode())
+    for source in sorted((ROOT / "impl").rglob("*.[ch]")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
 
 
 def _torch_build() -> str:

@@ -67,6 +67,23 @@ def require_impl_of(folder: Path, python: Path, environ: dict[str, str]) -> None
         raise RuntimeError(f"impl of {folder.name} must be imported from {folder}, and came from: {told}")
 
 
+def build_library(tree: Path, commit: str, python: Path) -> None:
+    """The CPU library of that commit, if it has one and there is a compiler: an installation would have it too.
+
+    Raises:
+        RuntimeError: the build itself went wrong; that there is no compiler does not count.
+    """
+    if not (tree / "impl" / "kernels" / "_native").is_dir():
+        return
+    _git(tree, "checkout", "--quiet", commit, "--", "pyproject.toml", "README.md", "LICENSE")
+    build = "import setuptools; setuptools.setup(script_args=['--quiet', 'build_ext', '--inplace'])"
+    run = subprocess.run([str(python), "-c", build], cwd=tree, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(
+            f"the CPU library of {commit[:8]} cannot be built: {run.stderr.strip().splitlines()[-1]}"
+        )
+
+
 def _remove(path: Path, root: Path) -> None:
     """Also what an earlier run left when it was killed."""
     if path.exists():

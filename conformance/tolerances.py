@@ -21,6 +21,8 @@ class Tolerance:
     coarsest: torch.dtype | None = None
     # How large the terms of a sum may be that cancel to something smaller: what is lost is as large as they are.
     terms: float = 0.0
+    # The terms of every element are as large as the largest number of its tensor.
+    of_largest: bool = False
 
     def bound(self, wanted: torch.Tensor) -> torch.Tensor:
         """The error allowed at each element of `wanted`, in float64."""
@@ -28,7 +30,10 @@ class Tolerance:
         eps = max(own.eps, torch.finfo(self.coarsest).eps) if self.coarsest else own.eps
         exact = wanted.to(torch.complex128 if wanted.is_complex() else torch.float64)
         smallest_subnormal = own.smallest_normal * own.eps
-        return self.roundings * (eps * exact.abs().clamp(min=self.terms) + smallest_subnormal)
+        terms = self.terms
+        if self.of_largest:
+            terms = max(terms, float(exact.abs().nan_to_num(0.0, 0.0, 0.0).max()))
+        return self.roundings * (eps * exact.abs().clamp(min=terms) + smallest_subnormal)
 
     def excess(self, wanted: torch.Tensor, got: torch.Tensor) -> str | None:
         """None when `got` agrees, else a sentence on the worst element."""
@@ -75,6 +80,35 @@ TRAINED = Tolerance(
 ONE_STEP = Tolerance(
     64, "one forward and backward of a small model of terms near 1, summed in another order", terms=1.0
 )
+
+
+def updates(steps: int) -> Tolerance:
+    """Bound for parameters and states after so many updates by optimizers that do the same in another order.
+
+    An update of Adam, the longest, rounds some 30 times on both sides together: scale and clip factor as one number or
+    two, two moments with their coefficients, the root, its correction, the quotient, the product and the sum. What is
+    lost in terms that cancel is as large as they are.
+    """
+    return Tolerance(
+        32 * steps, "the roundings of an update, in another order, in each step", of_largest=True
+    )
+
+
+def stored_updates(steps: int, dtype: torch.dtype) -> Tolerance:
+    """The same where parameters and states are rounded to halves when they are stored.
+
+    What differs in f32 can round to the neighbour: the parameter, and each moment that it is computed from.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return updates(steps)
+    return Tolerance(
+        4 * steps,
+        "neighbours that an update is rounded to when it is stored",
+        coarsest=dtype,
+        of_largest=True,
+    )
+
+
 EXACT = Tolerance(0, "the operation is a move, a copy or one rounding that both must do alike")
 
 

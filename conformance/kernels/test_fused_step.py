@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from conformance.kernels.interpreter import the_interpreter
 from conformance.kernels.update_bounds import update
 from conformance.kernels.updates import Described, Lists, Place, lists_of, updated
+from conformance.results import unavailable
 from impl.kernels import AdagradRule, AdamRule, Rule, SGDRule
+from impl.kernels._native import library
 from impl.kernels._table import CHUNK
 
 _NARROW = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, *_NARROW)
 _EDGES = (0, 1, 5, 1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1)
 few = settings(max_examples=15, deadline=None)
+many = settings(max_examples=25, deadline=None)
 
 rates = st.sampled_from([1e-3, 0.125, torch.tensor(0.01), torch.tensor(1e-4, dtype=torch.float64)])
 decays = st.sampled_from([0.0, 0.1])
@@ -77,11 +80,16 @@ EACH = [
     SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=False),
     AdagradRule(0.01, 0.5, 1e-8, 0.1, maximize=False),
 ]
+each_route = pytest.mark.parametrize("route", ["triton", "native"])
 each_rule = pytest.mark.parametrize("rule", EACH, ids=lambda rule: type(rule).__name__)
 
 
-def by_triton(what: Described) -> Lists:
-    return the_interpreter().call(updated, "triton", what)
+def by(route: str, what: Described) -> Lists:
+    if route == "triton":
+        return the_interpreter().call(updated, route, what)
+    if library() is None:
+        unavailable("the CPU library was not built")
+    return updated(route, what)
 
 
 def in_f64(what: Described) -> Lists:
@@ -98,9 +106,9 @@ def in_f64(what: Described) -> Lists:
     return Lists(params, before.grads, wide, before.copies, before.steps)
 
 
-def assert_within_roundings(what: Described) -> None:
+def assert_within_roundings(route: str, what: Described) -> None:
     before, _ = lists_of(what)
-    wanted, got = in_f64(what), by_triton(what)
+    wanted, got = in_f64(what), by(route, what)
     assert got.outside, "memory beside a tensor was written"
     assert all(map(torch.equal, got.grads, before.grads)), "gradients were written"
     assert all(map(torch.equal, got.steps, before.steps)), "counters were written"
@@ -120,20 +128,30 @@ def assert_within_roundings(what: Described) -> None:
 
 @few
 @given(described())
-def test_updates_are_right_but_for_the_roundings(what: Described) -> None:
-    assert_within_roundings(what)
+def test_triton_updates_are_right_but_for_the_roundings(what: Described) -> None:
+    assert_within_roundings("triton", what)
 
 
+@many
+@given(described(), st.sampled_from(_DTYPES))
+def test_native_updates_are_right_but_for_the_roundings(what: Described, dtype: torch.dtype) -> None:
+    """Of gradients in one dtype, on the CPU, where it is known that a step is taken."""
+    places = [place._replace(grad_dtype=dtype) for place in what.places]
+    assert_within_roundings("native", what._replace(places=places, found_inf=None))
+
+
+@each_route
 @each_rule
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_every_rule_in_every_dtype(rule: Rule, dtype: torch.dtype) -> None:
-    assert_within_roundings(one(rule, dtype=dtype))
+def test_every_rule_in_every_dtype(route: str, rule: Rule, dtype: torch.dtype) -> None:
+    assert_within_roundings(route, one(rule, dtype=dtype))
 
 
+@each_route
 @each_rule
 @pytest.mark.parametrize("dtype", _NARROW, ids=str)
-def test_copies_are_the_new_parameters_rounded_once(rule: Rule, dtype: torch.dtype) -> None:
-    got = by_triton(one(rule, copies=dtype))
+def test_copies_are_the_new_parameters_rounded_once(route: str, rule: Rule, dtype: torch.dtype) -> None:
+    got = by(route, one(rule, copies=dtype))
     assert [copy.dtype for copy in got.copies] == [dtype, dtype]
     assert all(torch.equal(copy, param.to(dtype)) for copy, param in zip(got.copies, got.params, strict=True))
 
@@ -142,7 +160,7 @@ def test_copies_are_the_new_parameters_rounded_once(rule: Rule, dtype: torch.dty
 def test_nothing_is_done_where_the_flag_is_set(rule: Rule) -> None:
     what = one(rule, found_inf=1.0, copies=torch.bfloat16)
     before, _ = lists_of(what)
-    got = by_triton(what)
+    got = by("triton", what)
     for old, new in zip(every(before), every(got), strict=True):
         assert torch.equal(old, new)
 

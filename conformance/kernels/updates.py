@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 from unittest import mock
 
@@ -72,11 +73,13 @@ def lists_of(described: Described) -> tuple[Lists, list[Tensor]]:
 
 
 def updated(route: str, described: Described) -> Lists:
-    """After the update. The route "triton" is not left: another way than its kernels raises."""
+    """After the update. The routes "triton" and "native" are not left: another way than their code raises."""
     lists, buffers = lists_of(described)
     found_inf = None if described.found_inf is None else torch.tensor(described.found_inf)
-    unless = mock.patch.object(fused_step, "_step_plain", _refused) if route == "triton" else mock.MagicMock()
-    with kernels.route(route), unless:
+    others = [] if route not in ("triton", "native") else ["_step_plain", "_step_cached"]
+    with kernels.route(route), contextlib.ExitStack() as refusing:
+        for other in others:
+            refusing.enter_context(mock.patch.object(fused_step, other, _refused))
         kernels.fused_step_(
             described.rule,
             kernels.Parameters(lists.params, lists.states, lists.steps, lists.copies),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -20,6 +21,7 @@ from benchmarks import asv_format, decision, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
 from conformance.meta.report_cases import a_report
 from conformance.report.verdict import reasons
+from conformance.results import unavailable
 
 pytestmark = pytest.mark.deadline(60)
 CI = Path(__file__).resolve().parents[2] / "ci"
@@ -290,6 +292,29 @@ def test_an_impl_from_elsewhere_is_not_timed(
         ci_history.require_impl_of(tree, Path(sys.executable), {})
 
 
+def test_a_commit_is_timed_with_its_own_library(
+    ci_history: ModuleType, repository: Path, tmp_path: Path
+) -> None:
+    if shutil.which("cc") is None:
+        unavailable("no C compiler")
+    native = repository / "impl" / "kernels" / "_native"
+    native.mkdir(parents=True)
+    (native / "one.c").write_text("int one(void) { return 1; }")
+    (repository / "README.md").write_text("")
+    (repository / "LICENSE").write_text("")
+    (repository / "pyproject.toml").write_text(
+        '[project]\nname = "p"\nversion = "1"\n[tool.setuptools]\npackages = []\n[[tool.setuptools.ext-modules]]\n'
+        'name = "impl.kernels._native._library"\nsources = ["impl/kernels/_native/one.c"]\n'
+    )
+    git(repository, "add", ".")
+    git(repository, "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "a library")
+    newest, *_, without = ci_history.commits_of_impl(99, repository)
+    for commit, built in ((newest, 1), (without, 0)):
+        with ci_history.worktree(commit, tmp_path / "trees", repository) as tree:
+            ci_history.build_library(tree, commit, Path(sys.executable))
+            assert len(list(tree.glob("impl/kernels/_native/_library.*"))) == built
+
+
 def test_a_commit_that_is_none_is_told(ci_history: ModuleType, repository: Path) -> None:
     assert ci_history.commit_named("main", repository) == git(repository, "rev-parse", "HEAD")
     with pytest.raises(ValueError, match="'nonsense' names no commit"):
@@ -326,6 +351,7 @@ def test_what_is_kept_of_a_run(
         "unmeasured": ["a" * 40],
         "subject_of": "a commit",
         "require_impl_of": None,
+        "build_library": None,
         "worktree": contextlib.nullcontext(Path()),
     }.items():
         monkeypatch.setattr(ci_history, name, lambda *_, answer=answer: answer)

@@ -2,7 +2,8 @@
 
 Lists are not empty and hold dense tensors on one device, of mixed sizes and dtypes. Nothing here tracks
 gradients. One operation a file: its door, torch's operators as the reference, what the CPU does faster; the
-Triton kernel and its launcher lie in `_triton/` under the same name, so that Triton is imported only where it runs.
+Triton kernel and its launcher lie in `_triton/` under the same name, so that Triton is imported only where it runs;
+what the CPU library has, in `_native/`.
 
 The CUDA route has not run on a GPU yet. What is known of the kernels comes from Triton's interpreter and from the
 machine code compiled ahead of time for sm_80, sm_90 and sm_100.

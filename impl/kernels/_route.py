@@ -13,8 +13,9 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES
+from impl.kernels._native import Library, library
 
-Route = Literal["auto", "plain", "cached", "triton"]
+Route = Literal["auto", "plain", "cached", "native", "triton"]
 Carrier = Literal["plain", "cached", "triton"]
 
 _NAMES: tuple[str, ...] = get_args(Route)
@@ -37,7 +38,8 @@ def route(name: Route) -> Generator[None]:
     What a route cannot take (tensor subclasses, traced code, other dtypes) goes by "plain" whatever was asked.
 
     Args:
-        name: "plain" is torch's own operators; "cached" the CPU fast path on top of them; "triton" the Triton
+        name: "plain" is torch's own operators; "cached" the CPU fast path on top of them; "native" the same, with the
+            CPU library for what it has; "triton" the Triton
             kernels, on CUDA, or in Triton's interpreter on CPU tensors where TRITON_INTERPRET=1 was set before
             Triton was imported; "auto" the fastest that takes the tensors at hand. Outside any block the
             environment variable TANDEM_KERNELS holds, read at import.
@@ -89,6 +91,22 @@ def _fastest(asked: str, tensor: Tensor) -> Carrier:
     if tensor.is_cpu:
         return "triton" if asked == "triton" else "cached"
     return "plain"
+
+
+def cpu_library() -> Library | None:
+    """The CPU library, for tensors that go the way "cached": None where there is none, or it was not asked for.
+
+    Raises:
+        RuntimeError: "native" was asked for and there is none.
+    """
+    asked = _asked.get()
+    found = library() if asked in ("auto", "native") else None
+    if asked == "native" and found is None:
+        raise RuntimeError(
+            "the kernel route is 'native' but the CPU library was not built, or finds no OpenMP runtime of torch; "
+            "install the package with a C compiler at hand, or ask for 'auto'"
+        )
+    return found
 
 
 def known_on_host(flag: Tensor) -> bool | None:

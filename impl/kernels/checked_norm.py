@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._route import plan_for
+from impl.kernels._native.checked_norm import sum_of_squares
+from impl.kernels._route import cpu_library, plan_for
 from impl.kernels._untracked import untracked
 from impl.kernels.norm import result_dtype, total_norm
 
@@ -41,11 +42,21 @@ def checked_norm(
         wide = launch_norm(tensors, norm_type, torch.float64)
         if wide is not None:
             return wide.to(dtype or result_dtype(plan.dtypes)), nonfinite_flag(wide)
+    if plan.way == "cached" and norm_type == 2.0:
+        squares = _squares_by_library(tensors)
+        if squares is not None:
+            norm = torch.tensor(math.sqrt(squares), dtype=dtype or result_dtype(plan.dtypes))
+            return norm, torch.tensor(0.0 if math.isfinite(squares) else 1.0)
     norm = total_norm(tensors, norm_type, dtype)
     # Neither an inf nor a nan can hide from a finite norm of positive order; on the CPU a look costs nothing.
     if plan.way == "cached" and norm_type > 0 and math.isfinite(norm.item()):
         return norm, torch.zeros((), device=norm.device)
     return norm, _found_inf_plain(by_dtype(tensors, plan.dtypes))
+
+
+def _squares_by_library(tensors: Sequence[Tensor]) -> float | None:
+    library = cpu_library()
+    return None if library is None else sum_of_squares(library, tensors)
 
 
 def _found_inf_plain(groups: list[list[Tensor]]) -> Tensor:

@@ -1,8 +1,8 @@
 """One update of many parameters from gradients that are still scaled; the gradients are read and left as they are.
 
 torch's fused operators divide the gradients they are given, in place. Here they are given copies: on the CPU of one
-piece after the other, each small enough to stay in the cache, so that memory is read and written no more often. Triton's
-kernels read the gradients where they are.
+piece after the other, each small enough to stay in the cache, so that memory is read and written no more often. The CPU
+library and Triton's kernels read the gradients where they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from impl.kernels._route import plan_for
+from impl.kernels._native.fused_step import Memory, fused_step
+from impl.kernels._route import cpu_library, plan_for
 from impl.kernels._storage_order import flat_view
 from impl.kernels._untracked import untracked
 from impl.kernels.rules import Rule
@@ -39,6 +40,10 @@ class Parameters:
         Tensor
     ] = ()  # f32, 0-dim, on that device: updates so far; empty if the rule does not count
     copies: Sequence[Tensor] = ()  # of the new parameters, in lower precision; or empty
+
+    @cached_property
+    def memory(self) -> Memory:
+        return Memory(self.params, self.states, self.copies, self.steps)
 
     def parts(self) -> list[_Run | _Long]:
         """How the CPU walks them, which takes longer to find out than to do: kept while memory stays where it is."""
@@ -114,7 +119,9 @@ def fused_step_(
         if launch_fused_step(rule, parameters, grads, factor, found_inf):
             return
     if way == "cached" and found_inf is None:
-        _step_cached(rule, parameters, grads, factor)
+        library = cpu_library()
+        if library is None or not fused_step(library, rule, parameters.memory, grads, factor):
+            _step_cached(rule, parameters, grads, factor)
     else:
         _step_plain(rule, parameters, grads, factor, found_inf)
 

@@ -96,6 +96,9 @@ class SGDRule:
         divisor: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
+        if params[0].is_cpu and params[0].dtype in (torch.float16, torch.bfloat16):
+            self._apply_in_f32_(params, grads, states, divisor, found_inf)
+            return
         torch._fused_sgd_(
             [*params],
             [*grads],
@@ -110,6 +113,21 @@ class SGDRule:
             grad_scale=divisor,
             found_inf=found_inf,
         )
+
+    def _apply_in_f32_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        divisor: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """By copies: torch's operator for the CPU leaves most elements of halves as they were."""
+        narrow = (params, *states)
+        wide = [[tensor.float() for tensor in tensors] for tensors in narrow]
+        self.apply_(wide[0], [grad.float() for grad in grads], wide[1:], (), divisor, found_inf)
+        for kept, new in zip(narrow, wide, strict=True):
+            torch._foreach_copy_([*kept], new)
 
 
 @dataclass(frozen=True)

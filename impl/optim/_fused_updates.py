@@ -62,7 +62,6 @@ def _adagrad_rule(group: _Group, unfilled: bool) -> Rule:
     )
 
 
-_HALVES = (torch.float16, torch.bfloat16)
 _MOMENTUM = ("momentum_buffer_list",)
 _MOMENTS = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 _KINDS: dict[type[Optimizer], _Kind] = {
@@ -196,14 +195,6 @@ class _Lists:
         return updates
 
     def _of_bucket(self, group: dict[str, Any], bucket: Bucket, copies: Mapping[int, Tensor]) -> list[Update]:
-        if (
-            self._kind.lists == _MOMENTUM
-            and group["momentum"]
-            and bucket.dtype in _HALVES
-            and bucket.device.type == "cpu"
-        ):
-            # torch's operator has given other results with two threads than with one, and from run to run.
-            raise Unfused("on the CPU torch's operator steps momentum in half precision unreliably")
         grads = _local_gradients(bucket)
         states = [bucket[name] for name in self._kind.lists if bucket[name]]
         if states and any(state is None for state in states[0]):

@@ -1,0 +1,158 @@
+"""The CPU library: sums of squares, threads, what it leaves to others, its absence; updates in test_fused_step.py."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conformance.kernels.calls import Spec, build
+from conformance.results import unavailable
+from impl import kernels
+from impl.kernels import AdamRule, Parameters, SGDRule, _native, _route, fused_step
+from impl.kernels._native import CHUNK, CODES
+from impl.kernels._native.checked_norm import sum_of_squares
+
+ADAMW = AdamRule(0.01, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled=True)
+specs = st.lists(
+    st.builds(
+        Spec,
+        numel=st.sampled_from([0, 1, 15, 16, 17, 511, 513, CHUNK - 1, CHUNK, CHUNK + 1]),
+        dtype=st.shared(st.sampled_from(list(CODES)), key="dtype"),
+        layout=st.sampled_from(["contiguous", "misaligned", "transposed"]),
+        seed=st.integers(0, 99),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.fixture
+def library() -> _native.Library:
+    found = _native.library()
+    if found is None:
+        unavailable("the CPU library was not built")
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(specs)
+def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
+    found = _native.library() or unavailable("the CPU library was not built")
+    tensors = [build(spec)[0] for spec in specs]
+    got = sum_of_squares(found, tensors)
+    want = math.fsum(float(x) for t in tensors for x in t.double().square().flatten())
+    # A square of an f32 is exact in f64, and a sum of as many terms loses a few bits of 53.
+    assert got == pytest.approx(want, rel=1e-13, abs=0.0)
+
+
+@pytest.mark.parametrize("dtype", list(CODES), ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, CHUNK + 16])
+def test_one_number_that_is_none_is_found(
+    library: _native.Library, dtype: torch.dtype, bad: float, place: int
+) -> None:
+    tensor = torch.zeros(CHUNK + 17, dtype=dtype)
+    tensor[place] = bad
+    assert not math.isfinite(sum_of_squares(library, [torch.zeros(3, dtype=dtype), tensor]))
+    largest = torch.full((CHUNK + 17,), torch.finfo(dtype).max, dtype=dtype)
+    assert math.isfinite(sum_of_squares(library, [largest]))
+
+
+def updated(threads: int, rule: kernels.Rule = ADAMW) -> list[Tensor]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        draw = torch.Generator().manual_seed(0)
+        params, grads, means, squares = (
+            [torch.rand(numel, generator=draw) for numel in (5, 3 * CHUNK + 1, 0, CHUNK, 1)] for _ in range(4)
+        )
+        steps = [torch.tensor(2.0) for _ in params]
+        with kernels.route("native"):
+            norm, _ = kernels.checked_norm(grads, 2.0)
+            kernels.fused_step_(rule, Parameters(params, [means, squares], steps), grads, norm.reciprocal())
+        return [norm, *params, *means, *squares]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_do_not_show(library: _native.Library) -> None:
+    for one, other in zip(updated(1), updated(5), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_mean_is_the_gradient_where_beta1_is_zero(library: _native.Library) -> None:
+    mean, grad = torch.tensor([1e8]), torch.tensor([1.0])
+    rule = AdamRule(0.01, 0.0, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
+    lists = Parameters([torch.ones(1)], [[mean], [torch.ones(1)]], [torch.tensor(1.0)])
+    with kernels.route("native"):
+        kernels.fused_step_(rule, lists, [grad], torch.tensor(1.0))
+    assert mean.item() == 1.0
+
+
+SGD = SGDRule(1.0, 0.0, 0.0, 0.0, nesterov=False, maximize=False, is_first_step=False)
+
+
+def stepped(params: list[Tensor], grads: list[Tensor], lists: Parameters | None = None) -> None:
+    with kernels.route("native"):
+        kernels.fused_step_(SGD, lists or Parameters(params, []), grads, torch.tensor(1.0))
+
+
+def test_memory_that_has_moved_is_found_again(library: _native.Library) -> None:
+    param = torch.zeros(3)
+    lists = Parameters([param], [])
+    stepped([], [torch.ones(3)], lists)
+    param.set_(torch.full((3,), 5.0))
+    stepped([], [torch.ones(3)], lists)
+    assert param.tolist() == [4.0] * 3
+
+
+def test_autograd_hears_of_it(library: _native.Library) -> None:
+    param, grad = torch.zeros(3), torch.ones(3)
+    stepped([param], [grad])
+    assert (param._version, grad._version) == (1, 0)
+
+
+def halves_of_one() -> list[Tensor]:
+    memory = torch.arange(12.0)
+    return [memory[:8], memory[4:]]
+
+
+LEFT = {
+    "gaps": lambda: ([torch.ones(3, 2).t()[:, ::2].t()], [torch.ones(2, 2)]),
+    "opposites": lambda: ([torch.ones(3)], [torch._neg_view(torch.ones(3))]),
+    "overlapping": lambda: (halves_of_one(), [torch.ones(8), torch.ones(8)]),
+    "a parameter as gradient": lambda: ([param := torch.ones(8), torch.ones(8)], [torch.ones(8), param]),
+    "float64": lambda: ([torch.ones(3, dtype=torch.float64)], [torch.ones(3, dtype=torch.float64)]),
+    "two dtypes": lambda: ([torch.ones(3), torch.ones(2)], [torch.ones(3), torch.ones(2).bfloat16()]),
+}
+
+
+@pytest.mark.parametrize("what", list(LEFT))
+def test_what_it_cannot_take_is_left_to_torch(library: _native.Library, what: str) -> None:
+    params, grads = LEFT[what]()
+    with mock.patch.object(fused_step, "_step_cached") as others:
+        stepped(params, grads)
+    assert others.call_count == 1
+
+
+def test_another_interface_is_not_called() -> None:
+    asked = "from impl.kernels import _native as n; n._INTERFACE += 1; assert n.library() is None"
+    subprocess.run([sys.executable, "-c", asked], check=True, timeout=120)
+
+
+def test_without_it_only_who_asks_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_route, "library", lambda: None)
+    param = torch.zeros(3)
+    kernels.fused_step_(SGD, Parameters([param], []), [torch.ones(3)], torch.tensor(1.0))
+    assert param.tolist() == [-1.0] * 3
+    with pytest.raises(RuntimeError, match="install the package with a C compiler at hand"):
+        stepped([param], [torch.ones(3)])
+    assert param.tolist() == [-1.0] * 3

@@ -1,0 +1,140 @@
+"""The CPU library: what torch's operators do in several passes over memory, done in one by code in C.
+
+It is built when the package is installed, where there is a compiler for it, and used where it was built; without it
+everything works, by torch's operators. Its threads are those of torch: it runs in parallel regions of the OpenMP
+runtime that torch has loaded. One operation a file: the C code, and under the same name its door in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# As `tandem_interface` gives it: changed together with the arguments and structures of the C code.
+_INTERFACE = 1
+# As in lists.h.
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CHUNK = 1 << 14
+STATES = 3
+# Elements up to which other threads cost more than they help.
+_FEW = 1 << 15
+
+
+class List(Structure):
+    """Addresses of tensors of one dtype; all zero: there is no such list."""
+
+    _fields_ = (("tensors", c_void_p), ("dtype", c_int64))
+
+
+class Settings(Structure):
+    """A rule's, for one parameter group; a rule reads its own."""
+
+    _fields_ = (
+        ("rule", c_int64),
+        *((name, c_double) for name in ("lr", "weight_decay", "eps", "beta1", "beta2")),
+        *((name, c_double) for name in ("momentum", "dampening", "lr_decay")),
+        *((name, c_int64) for name in ("maximize", "decoupled", "nesterov", "first")),
+    )
+
+
+class Update(Structure):
+    """One update of a list of parameters."""
+
+    _fields_ = (
+        ("settings", Settings),
+        ("factor", c_float),
+        ("params", List),
+        ("grads", List),
+        ("states", List * STATES),
+        ("copies", List),
+        ("steps", c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class Library:
+    """The functions of the library; their first four arguments are given by `lists`."""
+
+    sum_of_squares: Callable[..., float]
+    fused_step: Callable[..., None]
+    region: int | None  # address of `GOMP_parallel`; None: there is one thread
+
+    def lists(self, numels: Column) -> tuple[int | None, int, int, int]:
+        few = self.region is None or sum(numels.numbers) <= _FEW
+        return self.region, 1 if few else torch.get_num_threads(), len(numels.numbers), numels.address
+
+
+@functools.cache
+def library() -> Library | None:
+    """None where it was not built, or where torch has several threads and it would have one. Loaded once."""
+    here = Path(__file__).parent
+    built = next((path for end in EXTENSION_SUFFIXES if (path := here / f"_library{end}").exists()), None)
+    if built is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(str(built))
+        if loaded.tandem_interface() != _INTERFACE:
+            return None
+    except (OSError, AttributeError):
+        return None
+    region = _parallel_region()
+    if region is None and torch.get_num_threads() > 1:
+        return None
+    of_lists = (c_void_p, c_int64, c_int64, c_void_p)
+    squares = ctypes.CFUNCTYPE(c_double, *of_lists, List, c_void_p)
+    update = ctypes.CFUNCTYPE(None, *of_lists, POINTER(Update))
+    return Library(squares(("tandem_sum_of_squares", loaded)), update(("tandem_fused_step", loaded)), region)
+
+
+def _parallel_region() -> int | None:
+    """Address of the function by which compiled code enters a parallel region, in torch's OpenMP runtime."""
+    for path in _loaded_openmp():
+        try:
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _loaded_openmp() -> list[str]:
+    """Paths of the OpenMP runtimes in this process, torch's own first."""
+    if not sys.platform.startswith("linux"):
+        return []
+    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    found = [path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
+    home = str(Path(torch.__file__).parent.parent)
+    return sorted(found, key=lambda path: (not path.startswith(home), path))
+
+
+class Column:
+    """Numbers, one a tensor, where the library reads them."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = array("q", numbers)
+        self.address = self.numbers.buffer_info()[0]
+
+
+def memory_of(tensors: Sequence[Tensor]) -> list[int] | None:
+    """Addresses of tensors whose elements lie there without gaps, in whatever order of dimensions; else None."""
+    if not all(map(Tensor.is_contiguous, tensors)) and not all(map(_is_dense, tensors)):
+        return None
+    if any(map(Tensor.is_neg, tensors)):  # a view: memory holds the opposites
+        return None
+    addresses = list(map(Tensor.data_ptr, tensors))
+    if not all(addresses) and any(t.numel() and not t.data_ptr() for t in tensors):  # zeros without memory
+        return None
+    return addresses
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)

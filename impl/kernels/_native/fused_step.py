@@ -1,0 +1,152 @@
+"""One update of many parameters from gradients that are still scaled, in one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from impl.kernels._native import CODES, STATES, Column, Library, List, Settings, Update, memory_of
+from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where tensors lie that an update writes, and its counters."""
+
+    numels: Column
+    params: Column
+    states: list[Column]
+    copies: Column | None
+    steps: Column | None
+    written: list[Tensor]
+    starts: frozenset[int]  # of what is written
+
+
+class Memory:
+    """The tensors of an update as the library finds them; where they lie is looked up anew before each update."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        copies: Sequence[Tensor],
+        steps: Sequence[Tensor],
+    ) -> None:
+        self.params = params
+        self.copies = copies
+        self._states = [state for state in states if state]
+        self._steps = steps
+        self._lists = [params, *self._states, *([copies] if copies else []), *([steps] if steps else [])]
+        self._addresses: list[list[int]] | None = None
+        self._places: _Places | None = None
+
+    def places(self) -> _Places | None:
+        """None if the library cannot take them."""
+        addresses = [list(map(Tensor.data_ptr, tensors)) for tensors in self._lists]
+        if addresses != self._addresses:
+            self._places = self._look() if self._has_known_dtypes() else None
+            self._addresses = addresses
+        return self._places
+
+    def _has_known_dtypes(self) -> bool:
+        own = self.params[0].dtype
+        return (
+            own in CODES
+            and all(tensor.dtype is own for state in self._states for tensor in state)
+            and len(kinds := {copy.dtype for copy in self.copies}) <= 1
+            and kinds <= CODES.keys()
+            and all(step.dtype is torch.float32 for step in self._steps)
+        )
+
+    def _look(self) -> _Places | None:
+        lists = [self.params, *self._states, *([self.copies] if self.copies else [])]
+        found = [memory_of(tensors) for tensors in lists]
+        if any(addresses is None for addresses in found):
+            return None
+        columns = [Column(addresses) for addresses in found if addresses is not None]
+        written = [tensor for tensors in lists for tensor in tensors]
+        if _overlap(written):
+            return None
+        counted = 1 + len(self._states)
+        return _Places(
+            Column([param.numel() for param in self.params]),
+            columns[0],
+            columns[1:counted],
+            columns[counted] if self.copies else None,
+            Column([step.data_ptr() for step in self._steps]) if self._steps else None,
+            written,
+            frozenset(tensor.data_ptr() for tensor in written if tensor.numel()),
+        )
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t.numel())
+    return any(stop > start for (_, stop), (start, _) in pairwise(spans))
+
+
+def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Tensor], factor: Tensor) -> bool:
+    """Update what `memory` holds by `rule` from gradients times `factor`, as `impl.kernels.fused_step_`.
+
+    Returns:
+        False if the library cannot take these tensors; nothing is changed then.
+    Sync: none, but for a learning rate or factor on another device.
+    """
+    settings, code, places = _settings_of(rule), CODES.get(grads[0].dtype), memory.places()
+    if (
+        settings is None
+        or code is None
+        or places is None
+        or any(g.dtype is not grads[0].dtype for g in grads)
+    ):
+        return False
+    grads = _laid_out_like(memory.params, grads)
+    addresses = memory_of(grads)
+    if addresses is None or not places.starts.isdisjoint(addresses):
+        return False
+    grads_at = Column(addresses)
+    own = CODES[memory.params[0].dtype]
+    states = (List * STATES)(*[List(column.address, own) for column in places.states])
+    copies = List() if places.copies is None else List(places.copies.address, CODES[memory.copies[0].dtype])
+    update = Update(
+        settings,
+        float(factor),
+        List(places.params.address, own),
+        List(grads_at.address, code),
+        states,
+        copies,
+        None if places.steps is None else places.steps.address,
+    )
+    library.fused_step(*library.lists(places.numels), byref(update))
+    torch.autograd.graph.increment_version(places.written)
+    return True
+
+
+def _laid_out_like(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients in the order in which the elements of the parameters lie; copies of those that are in another one."""
+    if all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads)):
+        return grads
+    return [
+        grad if grad.stride() == param.stride() else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        for param, grad in zip(params, grads, strict=True)
+    ]
+
+
+def _settings_of(rule: Rule) -> Settings | None:
+    """None of a rule that the library does not have."""
+    if not isinstance(rule, AdamRule | SGDRule | AdagradRule):
+        return None
+    settings = Settings(lr=float(rule.lr), weight_decay=rule.weight_decay, maximize=rule.maximize)
+    if isinstance(rule, AdamRule):
+        settings.rule, settings.decoupled = 0, rule.decoupled
+        settings.beta1, settings.beta2, settings.eps = rule.beta1, rule.beta2, rule.eps
+    elif isinstance(rule, SGDRule):
+        settings.rule, settings.nesterov, settings.first = 1, rule.nesterov, rule.is_first_step
+        settings.momentum, settings.dampening = rule.momentum, rule.dampening
+    else:
+        settings.rule, settings.eps, settings.lr_decay = 2, rule.eps, rule.lr_decay
+    return settings

@@ -1,0 +1,173 @@
+/* Lists of tensors, walked by several threads a chunk at a time, and elements as f32. */
+
+#ifndef TANDEM_LISTS_H
+#define TANDEM_LISTS_H
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Compiled once for each level of the instruction set; the loader picks one. Products and sums are never contracted
+   (setup: -ffp-contract=off), so every level gives the same bits. */
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_CPU
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum {
+    CHUNK = 1 << 14, /* elements that a thread takes at a time */
+    BLOCK = 1 << 9,  /* elements that stay in the first-level cache while they are worked on */
+};
+
+enum dtype { F32, BF16, F16 };
+
+static const int64_t BYTES[] = {[F32] = 4, [BF16] = 2, [F16] = 2};
+
+struct list {
+    char *const *tensors; /* addresses of the first elements; null: there is no such list */
+    int64_t dtype;
+};
+
+/* --- chunks, which threads take in turn */
+
+struct chunks {
+    int64_t count; /* of tensors */
+    const int64_t *numels;
+    _Atomic int64_t next;
+};
+
+struct chunk {
+    int64_t number; /* among all */
+    int64_t first;  /* number of its tensor's first */
+    int64_t tensor, start, stop;
+};
+
+/* The next chunk that nobody has, later than `mine`; false if all are taken. */
+INLINE bool take(struct chunks *all, struct chunk *mine)
+{
+    mine->number = atomic_fetch_add_explicit(&all->next, 1, memory_order_relaxed);
+    for (; mine->tensor < all->count; mine->tensor++) {
+        const int64_t numel = all->numels[mine->tensor], chunks = (numel + CHUNK - 1) / CHUNK;
+        if (mine->number < mine->first + chunks) {
+            mine->start = (mine->number - mine->first) * CHUNK;
+            mine->stop = mine->start + CHUNK < numel ? mine->start + CHUNK : numel;
+            return true;
+        }
+        mine->first += chunks;
+    }
+    return false;
+}
+
+/* A parallel region of the OpenMP runtime that torch has loaded, so that both share its threads. */
+typedef void region(void (*work)(void *), void *job, unsigned threads, unsigned flags);
+
+static inline void in_parallel(region *parallel, int64_t threads, void (*work)(void *), void *job)
+{
+    if (threads > 1)
+        parallel(work, job, (unsigned)threads, 0);
+    else
+        work(job);
+}
+
+/* --- elements: narrow ones are worked on in f32 and rounded to nearest, ties to even */
+
+INLINE float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE float from_bf16(uint16_t half) { return float_of((uint32_t)half << 16); }
+
+INLINE uint16_t to_bf16(float value)
+{
+    const uint32_t bits = bits_of(value);
+    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* By integers, for compilers that know no f16 or do not vectorise it; subnormals hold where f32 ones are flushed. */
+INLINE float from_f16(uint16_t half)
+{
+    const uint32_t magnitude = half & 0x7fff, rebiased = (magnitude << 13) + (112u << 23);
+    const uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-24f);
+    const uint32_t bits = magnitude < 0x0400   ? subnormal
+                          : magnitude < 0x7c00 ? rebiased
+                                               : rebiased + (112u << 23); /* inf and nan */
+    return float_of(bits | (uint32_t)(half & 0x8000) << 16);
+}
+
+INLINE uint16_t to_f16(float value)
+{
+    const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff;
+    const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    /* 0.5 is so much larger that the sum is rounded to a multiple of the smallest f16. */
+    const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+    const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+    const uint32_t rounded = magnitude < 0x38800000   ? subnormal
+                             : magnitude < 0x47800000 ? normal
+                                                      : special;
+    return (uint16_t)(rounded | (bits >> 16 & 0x8000));
+}
+
+INLINE void widen(float *restrict to, const void *from, int64_t dtype, int64_t n)
+{
+    const uint16_t *restrict halves = from;
+    if (dtype == F32)
+        memcpy(to, from, (size_t)n * sizeof *to);
+    else if (dtype == BF16)
+        for (int64_t i = 0; i < n; i++)
+            to[i] = from_bf16(halves[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            to[i] = from_f16(halves[i]);
+}
+
+INLINE void narrow(void *to, const float *restrict from, int64_t dtype, int64_t n)
+{
+    uint16_t *restrict halves = to;
+    if (dtype == F32)
+        memcpy(to, from, (size_t)n * sizeof *from);
+    else if (dtype == BF16)
+        for (int64_t i = 0; i < n; i++)
+            halves[i] = to_bf16(from[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            halves[i] = to_f16(from[i]);
+}
+
+INLINE char *at(struct list list, int64_t tensor, int64_t element)
+{
+    return list.tensors[tensor] + element * BYTES[list.dtype];
+}
+
+/* Elements of a list as f32: in place where they are, else in `buffer`; null if there is no such list. */
+INLINE float *opened(float *buffer, struct list list, int64_t tensor, int64_t start, int64_t n)
+{
+    if (!list.tensors)
+        return 0;
+    char *from = at(list, tensor, start);
+    if (list.dtype == F32)
+        return (float *)from;
+    widen(buffer, from, list.dtype, n);
+    return buffer;
+}
+
+INLINE void put_back(struct list list, const float *values, int64_t tensor, int64_t start, int64_t n)
+{
+    if (values && list.dtype != F32)
+        narrow(at(list, tensor, start), values, list.dtype, n);
+}
+
+#endif
