@@ -30,12 +30,20 @@ def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]
     """
     device = tensors[0].device
     factor, found = torch.tensor(-1.0, device=device), torch.zeros(1, device=device)
+    # With a learning rate of 0 and without decay the parameters stay as they are.
+    adamw = kernels.AdamRule(0.0, 0.9, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
+    alike = [[torch.zeros_like(tensor) for tensor in tensors] for _ in range(3)]
+    steps = [torch.ones((), device=device) for _ in tensors]
+    parameters = kernels.Parameters(alike[0], alike[1:], steps)
     return {
         "unscale_": (2, lambda: kernels.unscale_(tensors, factor, found)),
         "scale_": (2, lambda: kernels.scale_(tensors, factor)),
         "clamp_": (2, lambda: kernels.clamp_(tensors, -1e3, 1e3)),
         "total_norm 2": (1, lambda: kernels.total_norm(tensors, 2.0)),
         "total_norm inf": (1, lambda: kernels.total_norm(tensors, math.inf)),
+        "checked_norm": (1, lambda: kernels.checked_norm(tensors, 2.0)),
+        # Parameters and two moments read and written, gradients read.
+        "fused_step_ AdamW": (7, lambda: kernels.fused_step_(adamw, parameters, tensors, factor, found[0])),
     }
 
 

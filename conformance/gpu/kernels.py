@@ -12,15 +12,25 @@ import torch
 from torch import Tensor
 
 from conformance.gpu.rows import Rows, Task, in_words, serve
+from conformance.kernels.update_bounds import update
 from conformance.tolerances import EXACT, Tolerance, norm_of
 from impl import kernels
 
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _SIZES = (1, 3, 1000, 4097)
 _LARGE = 1_000_003  # for a GPU alone: the interpreter takes a second a million elements
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FACTOR = 0.37
 _LIMITS = -0.5, 0.25
 _NORMS = (1.0, 2.0, 3.0, math.inf)
+_NARROW = (torch.float16, torch.bfloat16)
+# Each with as many states as it has.
+_RULES: dict[str, tuple[kernels.Rule, int]] = {
+    "Adam": (kernels.AdamRule(0.01, 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled=True), 3),
+    "SGD": (kernels.SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=True, is_first_step=False), 1),
+    "Adagrad": (kernels.AdagradRule(0.01, 0.5, 1e-8, 0.1, maximize=False), 1),
+}
+_STEP, _INV_SCALE = 3.0, 0.125
 _PRODUCT = Tolerance(1, "a product that is rounded to float32 and then to the dtype, beside one rounded once")
 
 
@@ -71,6 +81,28 @@ def update_scale_(device: str) -> None:
         _assert_same(state[1], state[0], EXACT)
 
 
+def fused_step_(rule: kernels.Rule, states: int, params: list[Tensor]) -> None:
+    """Within the roundings of the update, as they add up element by element."""
+    device = params[0].device
+    grads = [param.flip(0) / _INV_SCALE for param in params]
+    lists = [[param.abs() / (2 + number) for param in params] for number in range(states)]
+    before = [[tensor.cpu().clone() for tensor in tensors] for tensors in (params, *lists)]
+    steps = [torch.tensor(_STEP, device=device) for _ in params]
+    factor, found = torch.tensor(_INV_SCALE, device=device), torch.ones((), device=device)
+    parameters = kernels.Parameters(params, lists, steps)
+    kernels.fused_step_(rule, parameters, grads, factor, found)
+    assert all(torch.equal(old, param.cpu()) for old, param in zip(before[0], params, strict=True)), (
+        "not skipped"
+    )
+    kernels.fused_step_(rule, parameters, grads, factor, torch.zeros_like(found))
+    for place, grad in enumerate(grads):
+        old, *old_states = (tensors[place] for tensors in before)
+        bounds = update(rule, old, grad.cpu(), old_states, _STEP, _INV_SCALE)
+        for bound, got in zip(bounds, (tensors[place].cpu() for tensors in (params, *lists)), strict=True):
+            excess = (got.double() - bound.value).abs() - bound.stored(got.dtype).error
+            assert not excess.gt(0).any(), f"parameter {place}: {excess.max():.3e} beyond the roundings"
+
+
 def _assert_same(wanted: Sequence[Tensor], got: Sequence[Tensor], tolerance: Tolerance) -> None:
     for index, (want, have) in enumerate(zip(wanted, got, strict=True)):
         excess = tolerance.excess(want, have)
@@ -81,12 +113,22 @@ OPERATIONS = (unscale_, scale_, clamp_, total_norm)
 
 
 def work(task: Task, rows: Rows) -> None:
+    if _INTERPRETED and find_spec("triton"):
+        from conformance.kernels.interpreter_rounding import mend  # noqa: PLC0415  needs Triton
+
+        mend()
     todo: dict[str, Callable[[], None]] = {}
     for operation in OPERATIONS:
         for dtypes in (*((dtype,) for dtype in _DTYPES), _DTYPES):
             word = str(dtypes[0]).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
             todo[f"{operation.__name__} {word}"] = lambda do=operation, of=dtypes: do(_drawn(of, task.device))
     todo["update_scale_"] = lambda: update_scale_(task.device)
+    for name, (rule, states) in _RULES.items():
+        for dtype in (torch.float32, *_NARROW):
+            word = f"fused_step_ {name} {str(dtype).removeprefix('torch.')}"
+            todo[word] = lambda of=rule, states=states, dtype=dtype: fused_step_(
+                of, states, _drawn((dtype,), task.device)
+            )
     compiled = _kernels() if task.device == "cuda" and find_spec("triton") else {}
     rows.plan([*todo, *compiled])
     for name, call in todo.items():
@@ -114,7 +156,7 @@ def _outcome(call: Callable[[], None]) -> tuple[str, str]:
             call()
     except Exception as error:  # the others are still worth running
         return "failed", in_words(error)
-    return "agrees", "in the interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    return "agrees", "in the interpreter" if _INTERPRETED else ""
 
 
 def _drawn(dtypes: tuple[torch.dtype, ...], device: str) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import bench_amp_step, bench_clip_grad, bench_grad_scaler
+from benchmarks import bench_amp_step, bench_clip_grad, bench_fused_amp_step, bench_grad_scaler
 from benchmarks.timing import Workload
 from conformance.gpu.rows import Rows, Task, in_words, serve
 
@@ -30,6 +30,7 @@ WORKLOADS: dict[str, tuple[Callable[..., Workload], tuple[str, ...]]] = {
     "unscale_": (bench_grad_scaler.unscale, ("float32", "kept")),
     "clip_grad_norm_": (bench_clip_grad.clip_grad_norm, ("float32", "clipped", "kept")),
     "whole AMP step": (bench_amp_step.amp_step, ("float32", "kept")),
+    "fused AMP step": (bench_fused_amp_step.fused_amp_step, ("float32", "kept")),
 }
 
 
