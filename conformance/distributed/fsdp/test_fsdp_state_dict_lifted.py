@@ -238,6 +238,23 @@ def test_torchs_shards_of_original_parameters(subject: Library, reference: Libra
             assert torch.equal(one["whole"][name].values, wanted.values), name
 
 
+@clause("distributed.fsdp.fsdp_state_dict.local_of_replicas")
+@pytest.mark.deviation("fsdp.local_of_replicas")
+def test_shards_of_every_replica(deviation: DeviationJudge, ranks: Ranks) -> None:
+    setup = Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves")
+
+    def probe(library: Library) -> Any:
+        return probed(ranks(4), library, state_dict_cases.loads_its_own, setup, form=Form("LOCAL"))
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: (
+            [outcome.raised is not None for outcome in seen] == [False, False, True, True]
+        ),
+        we_do=lambda seen: all(one.raised is None and one.value["loaded"] for one in seen),
+    )
+
+
 @clause("distributed.fsdp.fsdp_state_dict.dtensor_without_mesh")
 @pytest.mark.deviation("fsdp.dtensor_without_mesh")
 def test_dtensors_of_a_process_group(deviation: DeviationJudge, ranks: Ranks) -> None:

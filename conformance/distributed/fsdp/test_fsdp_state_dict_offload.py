@@ -1,0 +1,101 @@
+"""State dicts where something lies on the CPU by wish: the dict, by its configuration, or parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import StaleRow
+from conformance.distributed.fsdp import optim_state_cases, state_dict_cases
+from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.judging import assert_ranks_agree, probed
+from conformance.distributed.fsdp.optim_state_cases import Optimized, Way
+from conformance.distributed.fsdp.state_dict_cases import Form
+from conformance.library import Library
+from conformance.outcome import Outcome
+from conformance.ranks import RankFault, RankPool
+from conformance.results import unavailable
+from conformance.tolerances import EXACT
+
+Ranks = Callable[..., RankPool]
+_TO_CPU = {"offload_to_cpu": True}
+
+
+def what_is_in_it(outcome: Outcome) -> Outcome:
+    """What the dict has, and what the model does afterwards; not how it was asked for, nor who else has its memory."""
+    assert outcome.raised is None, outcome.raised
+    kept = {key: value for key, value in outcome.value.items() if key not in ("settings", "shared")}
+    return replace(outcome, value=kept, warned=())
+
+
+@clause("distributed.fsdp.fsdp_state_dict.whole_on_the_cpu")
+@pytest.mark.reference_limit("fsdp.full_state_dict_to_cpu")
+def test_torch_cannot_bring_a_whole_dict_to_a_cpu() -> None:
+    asks, form = state_dict_cases.saved, Form("FULL", _TO_CPU)
+    with RankPool(2) as pool:
+        try:
+            seen = probed(pool, Library("torch"), asks, Setup(wrap="leaves"), form=form)
+        except RankFault:
+            return
+        if all(outcome.raised is None for outcome in seen):
+            raise StaleRow("torch brings a whole state dict to a CPU")
+
+
+@clause("distributed.fsdp.fsdp_state_dict.whole_on_the_cpu")
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_whole_dict_on_the_cpu(
+    subject: Library, reference: Library, ranks: Ranks, use_orig_params: bool, rank0_only: bool
+) -> None:
+    """Has what torch's has that was not to be brought there."""
+    if subject.package == "torch":
+        unavailable("the reference cannot run here: fsdp.full_state_dict_to_cpu")
+    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    config = {"rank0_only": rank0_only}
+    wanted, got = (
+        probed(ranks(2), library, state_dict_cases.saved, setup, form=Form("FULL", flags))
+        for library, flags in ((reference, config), (subject, config | _TO_CPU))
+    )
+    assert_ranks_agree(list(map(what_is_in_it, wanted)), list(map(what_is_in_it, got)), EXACT)
+
+
+@clause("distributed.fsdp.fsdp_state_dict.parameters_on_the_cpu")
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_states_of_parameters_that_are_offloaded(
+    subject: Library, reference: Library, ranks: Ranks, strategy: str, kind: str
+) -> None:
+    """The model's has what torch's has of parameters that are not, and loads; so has the optimizer's."""
+    if subject.package == "torch":
+        unavailable("the reference cannot run here: fsdp.cpu_offload")
+    plain, form = Setup(strategy, wrap="leaves"), Form(kind)
+    asked = ((reference, plain), (subject, replace(plain, offload_params=True)))
+    wanted, got = (
+        probed(ranks(2), library, state_dict_cases.saved, setup, form=form) for library, setup in asked
+    )
+    assert_ranks_agree(list(map(what_is_in_it, wanted)), list(map(what_is_in_it, got)), EXACT)
+
+    for outcome in probed(
+        ranks(2), subject, state_dict_cases.exchanged, asked[1][1], source=subject.spec, form=form
+    ):
+        assert outcome.raised is None, outcome.raised
+        for name, value in outcome.value["wanted"].items():
+            assert torch.equal(outcome.value["whole"][name].values, value.values), name
+
+    way = Way(kind, offloads=kind != "FULL")
+    wanted, got = (
+        probed(
+            ranks(2),
+            library,
+            optim_state_cases.there_and_back,
+            setup,
+            optimized=Optimized("momentum"),
+            way=way,
+        )
+        for library, setup in asked
+    )
+    assert_ranks_agree(wanted, got, EXACT)
