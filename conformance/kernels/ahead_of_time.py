@@ -61,8 +61,8 @@ CASES = (
     Case("norm_two", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "two"}),
     Case("norm_largest", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "largest"}),
     Case("norm_power", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "power"}),
-    Case("finish_two", finish_norm_kernel, _FINISH, {"KIND": "two", "BLOCK": 1024}),
-    Case("finish_power", finish_norm_kernel, _FINISH, {"KIND": "power", "BLOCK": 1024}),
+    Case("finish_two", finish_norm_kernel, {**_FINISH, "found_inf_ptr": "*fp32"}, {"KIND": "two", "BLOCK": 1024}),
+    Case("finish_power", finish_norm_kernel, _FINISH, {"KIND": "power", "BLOCK": 1024, "found_inf_ptr": None}),
     Case(
         "update_scale",
         update_scale_kernel,

@@ -72,6 +72,12 @@ def norm_by(route: str, tensors: list[Tensor], p: float) -> Tensor:
         return kernels.total_norm(tensors, p)
 
 
+def checked_norm_by(route: str, tensors: list[Tensor], p: float) -> tuple[float, float]:
+    with kernels.route(route):
+        norm, found_inf = kernels.checked_norm(tensors, p)
+    return norm.item(), found_inf.item()
+
+
 def scaled_by(route: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
     with kernels.route(route):
         kernels.scale_(tensors, torch.tensor(factor))

@@ -14,7 +14,7 @@ Cost for N f32 elements, launches counted on CUDA:
 |---|---|---|
 | `unscale_` | 8 | 1 |
 | `total_norm` | 4 | 2 |
-| `checked_norm` | 4 | about 10 |
+| `checked_norm` | 4 | 2 |
 | `scale_` | 8, 0 where the factor is 1 | 1 |
 | `clamp_` | 8 | 1 |
 | `update_scale_` | 20 in all | 1 |

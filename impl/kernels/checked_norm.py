@@ -39,9 +39,10 @@ def checked_norm(
     if plan.way == "triton" and norm_type in _TELLING and torch.float64 not in plan.dtypes:
         from impl.kernels._triton.norm import launch_norm  # noqa: PLC0415  optional, and slow to import
 
-        wide = launch_norm(tensors, norm_type, torch.float64)
-        if wide is not None:
-            return wide.to(dtype or result_dtype(plan.dtypes)), nonfinite_flag(wide)
+        found_inf = torch.empty((), dtype=torch.float32, device=tensors[0].device)
+        norm = launch_norm(tensors, norm_type, dtype or result_dtype(plan.dtypes), found_inf)
+        if norm is not None:
+            return norm, found_inf
     if plan.way == "cached" and norm_type == 2.0:
         squares = _squares_by_library(tensors)
         if squares is not None:

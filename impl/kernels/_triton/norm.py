@@ -85,6 +85,7 @@ def partial_norm_kernel(
 def finish_norm_kernel(
     partial_ptr: tl.tensor,  # [chunks] f64
     norm_ptr: tl.tensor,  # [] f32 or f64, written
+    found_inf_ptr: tl.tensor | None,  # [] f32, written: 1.0 where the norm in f64 is inf or nan, else 0.0
     chunks: tl.tensor,
     p: F64,
     KIND: tl.constexpr,
@@ -104,6 +105,8 @@ def finish_norm_kernel(
         norm = tl.sqrt(norm)
     elif KIND == "power":
         norm = tl.exp2(tl.log2(norm) / p)
+    if found_inf_ptr is not None:
+        tl.store(found_inf_ptr, tl.where(tl.abs(norm) < float("inf"), 0.0, 1.0))
     tl.store(norm_ptr, norm.to(norm_ptr.dtype.element_ty))
 
 
@@ -111,10 +114,13 @@ def _kind(p: float) -> str:
     return {1.0: "one", 2.0: "two", math.inf: "largest", -math.inf: "smallest"}.get(p, "power")
 
 
-def launch_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor | None:
+def launch_norm(
+    tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype, found_inf: Tensor | None = None
+) -> Tensor | None:
     """Run the kernels; None where they cannot take these tensors or this norm.
 
-    The partials, one f64 a chunk, are all that is allocated beside the result.
+    The partials, one f64 a chunk, are all that is allocated beside the result. Where `found_inf` is given, f32 and
+    0-dim, it is overwritten: 1.0 where the norm is inf or nan before it is rounded to `dtype`, else 0.0.
     """
     # torch's norm of order 0 counts tensors, and for an empty one it refuses orders without a neutral element.
     if norm_type == 0 or math.isnan(norm_type):
@@ -133,6 +139,6 @@ def launch_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype)
         if table.chunks:
             partial_norm_kernel[(table.chunks,)](table.rows, partials, norm_type, KIND=kind, **LAUNCH)
         finish_norm_kernel[(1,)](
-            partials, norm, table.chunks, norm_type, KIND=kind, BLOCK=_FINISH_BLOCK, **OPTIONS
+            partials, norm, found_inf, table.chunks, norm_type, KIND=kind, BLOCK=_FINISH_BLOCK, **OPTIONS
         )
     return norm.to(dtype)
