@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -157,8 +157,7 @@ def lent(params: Sequence[Tensor], copies: Sequence[Tensor]) -> Generator[None]:
 
 
 def _by_updates(step: _Step, updates: Sequence[Update]) -> Done:
-    parts = [part for update in updates for part in zip(update.params, update.grads, strict=True)]
-    norm, here, found = _agreed(step, parts)
+    norm, here, found = _agreed(step, [(update.params, update.grads) for update in updates])
     unscales = step.scale is not None and step.known is None
     inv_scale = inverse(step.scale) if unscales and step.scale is not None else None
     if inv_scale is not None and step.wanted.norm_type != 0:
@@ -185,7 +184,8 @@ def _by_optimizer(step: _Step) -> Done:
             scaler.unscale_(optimizer)
         having = [(param, param.grad) for param in step.params if param.grad is not None]
         if step.groups:
-            norm, _, found = _agreed(step, [(param, local_part(grad)) for param, grad in having])
+            parts = [param for param, _ in having], [local_part(grad) for _, grad in having]
+            norm, _, found = _agreed(step, [parts])
             if step.scale is not None:
                 scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         else:
@@ -232,17 +232,23 @@ def agree_in_one_group(norms: Norms, here: Found) -> tuple[Tensor, Found]:
     return norm, {device: flag.float()}
 
 
-def _agreed(step: _Step, parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Found, Found]:
+def _agreed(
+    step: _Step, parts: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]
+) -> tuple[Tensor, Found, Found]:
     """Joint norm of all processes' gradients, what a check finds in this one's, and what decides.
 
     Args:
-        parts: parameters, and this process's part of their gradients.
+        parts: lists of parameters, and of this process's part of their gradients.
     """
     whole: list[Tensor] = []
     dealt: dict[dist.ProcessGroup, list[Tensor]] = {group: [] for group in step.groups}
-    for param, grad in parts:
-        group = shard_group(param) if dealt else None
-        (whole if group is None else dealt[group]).append(grad)
+    for params, grads in parts:
+        if dealt:
+            for param, grad in zip(params, grads, strict=True):
+                group = shard_group(param)
+                (whole if group is None else dealt[group]).append(grad)
+        else:
+            whole += grads
     here: Found = {}
     # Gradients of copies are worth more than their dtype: what they change is wide.
     dtype = (
@@ -266,20 +272,21 @@ def _norm(
 ) -> Tensor:
     """Of gradients that may lie on several devices; what a check of them finds goes into `here`."""
     norms: list[Tensor] = []
-    for device, batch in _by_device([grad for grad in grads if grad.numel()]).items():
+    filled = grads if all(map(Tensor.numel, grads)) else [grad for grad in grads if grad.numel()]
+    for device, batch in _by_device(filled).items():
         norm, flag = kernels.checked_norm(batch, order, dtype)
         here[device] = torch.maximum(here[device], flag) if device in here else flag
         norms.append(placed(norm, home))
-    for grad in grads:
-        if grad.device not in here:  # one without elements
-            here[grad.device] = torch.zeros((), device=grad.device)
+    if len(filled) < len(grads):
+        for device in {grad.device for grad in grads} - here.keys():
+            here[device] = torch.zeros((), device=device)
     if not norms:
         return torch.full((), math.inf if order < 0 else 0.0, device=home)
     # Norms of order 0 are counts, which add up.
     return norms[0] if len(norms) == 1 else kernels.total_norm(norms, order or 1.0)
 
 
-def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+def _by_device(grads: Sequence[Tensor]) -> Mapping[torch.device, Sequence[Tensor]]:
     if grads and kernels.are_on(grads[0].device, grads):
         return {grads[0].device: grads}
     batches: dict[torch.device, list[Tensor]] = {}

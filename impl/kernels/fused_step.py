@@ -112,7 +112,7 @@ def fused_step_(
 
     Sync: none. Collectives: none.
     """
-    way = plan_for([*parameters.params, *grads]).way
+    way = plan_for([parameters.params[0], *grads]).way
     if way == "triton":
         from impl.kernels._triton.fused_step import launch_fused_step  # noqa: PLC0415  optional, and slow to import
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -185,7 +187,8 @@ class _Lists:
     def collect(self, optimizer: Optimizer, copies: Mapping[int, Tensor]) -> list[Update]:
         updates: list[Update] = []
         groups = self.plan.groups()
-        if any(_place_counters(optimizer, bucket) for planned in groups for bucket in planned.buckets):
+        built = [bucket for planned in groups if not planned.replays for bucket in planned.buckets]
+        if sum(_place_counters(optimizer, bucket) for bucket in built):
             groups = self.plan.groups()
         for planned in groups:
             for bucket in planned.buckets:
@@ -197,7 +200,7 @@ class _Lists:
     def _of_bucket(self, group: dict[str, Any], bucket: Bucket, copies: Mapping[int, Tensor]) -> list[Update]:
         grads = _local_gradients(bucket)
         states = [bucket[name] for name in self._kind.lists if bucket[name]]
-        if states and any(state is None for state in states[0]):
+        if self._kind.lists == _MOMENTUM and states and any(map(is_, states[0], repeat(None))):
             return self._of_unfilled(group, bucket, grads, copies)
         mine = _copies_of(bucket.params, copies)
         # What is no plain tensor is looked through anew, since its part may lie elsewhere now.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from impl.kernels._lists import dtypes_of
 from impl.kernels._native import CHUNK, CODES, Column, Library, List, memory_of
 
 
@@ -20,8 +21,7 @@ def sum_of_squares(library: Library, tensors: Sequence[Tensor]) -> float | None:
     Sync: none.
     """
     code = CODES.get(tensors[0].dtype)
-    addresses = None if code is None else memory_of(tensors)
-    if addresses is None:
+    if code is None or len(dtypes_of(tensors)) > 1 or (addresses := memory_of(tensors)) is None:
         return None
     numels, tensors_at = Column(list(map(Tensor.numel, tensors))), Column(addresses)
     sums = array("d", bytes(8 * (len(tensors) + sum(numels.numbers) // CHUNK)))

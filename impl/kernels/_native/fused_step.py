@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from impl.kernels._lists import dtypes_of
 from impl.kernels._native import CODES, STATES, Column, Library, List, Settings, Update, memory_of
 from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
 
@@ -23,8 +24,8 @@ class _Places:
     states: list[Column]
     copies: Column | None
     steps: Column | None
-    written: list[Tensor]
     starts: frozenset[int]  # of what is written
+    are_contiguous: bool
 
 
 class Memory:
@@ -79,8 +80,8 @@ class Memory:
             columns[1:counted],
             columns[counted] if self.copies else None,
             Column([step.data_ptr() for step in self._steps]) if self._steps else None,
-            written,
             frozenset(tensor.data_ptr() for tensor in written if tensor.numel()),
+            all(map(Tensor.is_contiguous, self.params)),
         )
 
 
@@ -96,15 +97,11 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
         False if the library cannot take these tensors; nothing is changed then.
     Sync: none, but for a learning rate or factor on another device.
     """
-    settings, code, places = _settings_of(rule), CODES.get(grads[0].dtype), memory.places()
-    if (
-        settings is None
-        or code is None
-        or places is None
-        or any(g.dtype is not grads[0].dtype for g in grads)
-    ):
+    settings, code = _settings_of(rule), CODES.get(grads[0].dtype)
+    if settings is None or code is None or len(dtypes_of(grads)) > 1 or (places := memory.places()) is None:
         return False
-    grads = _laid_out_like(memory.params, grads)
+    if not (places.are_contiguous and all(map(Tensor.is_contiguous, grads))):
+        grads = _laid_out_like(memory.params, grads)
     addresses = memory_of(grads)
     if addresses is None or not places.starts.isdisjoint(addresses):
         return False
@@ -122,14 +119,13 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
         None if places.steps is None else places.steps.address,
     )
     library.fused_step(*library.lists(places.numels), byref(update))
-    torch.autograd.graph.increment_version(places.written)
+    # For autograd, which saves parameters and their copies, and has never seen the states.
+    torch.autograd.graph.increment_version([*memory.params, *memory.copies])
     return True
 
 
 def _laid_out_like(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gradients in the order in which the elements of the parameters lie; copies of those that are in another one."""
-    if all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads)):
-        return grads
     return [
         grad if grad.stride() == param.stride() else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
         for param, grad in zip(params, grads, strict=True)
