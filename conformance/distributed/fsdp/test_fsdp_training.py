@@ -9,14 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
-from conformance.distributed.fsdp.fsdp_cases import Training
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import assert_trains, share_of_examples
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.library import Library
 from conformance.ranks import RankPool
 from conformance.strategies.sharding import trainings
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 FULL = pytest.mark.profile("full")
+# Units of half a megabyte and more, as real ones are: another way between ranks may pay for them.
+LARGE = ModuleTree(Group((Leaf("affine", 20_001), Leaf("affine", 2), Leaf("affine", 40_001))))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.trains")
@@ -42,6 +45,22 @@ def test_trains_on_more_ranks_than_some_parameters_have_elements(
     training: Training,
 ) -> None:
     assert_trains(ranks(more_ranks), reference, subject, training)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.trains")
+@pytest.mark.parametrize("more_ranks", [2, 3, pytest.param(4, marks=FULL)])
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(wrap="leaves", arguments={"use_orig_params": True}),
+        Setup("SHARD_GRAD_OP", wrap="leaves"),
+    ],
+    ids=lambda setup: setup.strategy,
+)
+def test_trains_units_of_real_sizes(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], setup: Setup, more_ranks: int
+) -> None:
+    assert_trains(ranks(more_ranks), reference, subject, Training(LARGE, setup, (Step(), Step())))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hybrid")

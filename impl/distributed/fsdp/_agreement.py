@@ -24,6 +24,7 @@ Where the store cannot serve, or is gone while collectives go well, nothing is c
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -40,6 +41,7 @@ _MEETING_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.05
 # What has come after a collective, and what has come after that.
 _Followers = dict[str, "_Followers"]
+Complete = Callable[[dist.Work], Any]
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
 
 
@@ -63,17 +65,19 @@ class Agreement:
             collective: takes the group and the tensors.
         """
         on_host = (tensors[0][0] if type(tensors[0]) is list else tensors[0]).is_cpu
+        self.exchange(entry, group, on_host, lambda complete: complete(collective(group, *tensors)))
+
+    def exchange(
+        self, entry: str, group: dist.ProcessGroup, on_host: bool, steps: Callable[[Complete], None]
+    ) -> None:
+        """Note what may take several collectives, and have `steps` issue them: each has to be completed in between."""
         self.note(entry, group, on_host)
         watch = self._watch
         if watch is None or not on_host:
-            collective(group, *tensors).wait()
+            steps(dist.Work.wait)
             return
         try:
-            work = collective(group, *tensors)
-            try:
-                work.wait(_SLICE)
-            except RuntimeError:
-                _wait_on(work, watch)
+            steps(functools.partial(_complete, watch))
         except RuntimeError as error:
             raise RuntimeError(watch.explained(entry)) from error
 
@@ -158,8 +162,13 @@ def agreement_about(group: dist.ProcessGroup) -> Agreement:
     return _agreements.setdefault(group, Agreement())
 
 
-def _wait_on(work: dist.Work, watch: Watch) -> None:
+def _complete(watch: Watch, work: dist.Work) -> None:
     """Wait slice by slice; raises when there is a verdict, or what the collective failed with."""
+    try:
+        work.wait(_SLICE)
+        return
+    except RuntimeError:
+        pass
     while not work.is_completed():
         if watch.verdict:
             raise RuntimeError(watch.verdict)

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
+from impl.distributed.fsdp._agreement import Complete
 from impl.distributed.fsdp._flat_layout import FlatLayout
 from impl.distributed.fsdp._flat_param import Flat, Whole
 from impl.distributed.fsdp._groups import Groups, predivide_factor
+from impl.distributed.fsdp._neighbours import is_enough, is_over_gloo, neighbours_in
 
 # From 2.13 on torch deprecates the older names, which are all that 2.11 has. The group's own methods, because the
 # functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step takes.
@@ -38,7 +40,8 @@ _Hook = Callable[..., Any]
 def gather(flat: Flat, whole: Whole, groups: Groups, name: str) -> None:
     """Fill a whole of the unit `name` from every rank's shard.
 
-    Collectives: one all-gather over the group that the flat is dealt to; none if it is dealt to nobody.
+    Collectives: one all-gather over the group that the flat is dealt to, or what paces `Neighbours`; none if it is
+        dealt to nobody.
     """
     whole.allocate()
     if whole.is_lasting:
@@ -63,7 +66,20 @@ def gathered_like(flat: Flat, shard: Tensor, groups: Groups, name: str) -> Tenso
 
 
 def _gather_into(whole: Tensor, mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> None:
-    groups.agreements[group].run(f"gathered '{name}'", _all_gather, group, whole, mine)
+    agreement = groups.agreements[group]
+    entry = f"gathered '{name}'"
+    if not is_enough(whole, group):
+        agreement.run(entry, _all_gather, group, whole, mine)
+        return
+
+    def steps(complete: Complete) -> None:
+        neighbours = neighbours_in(group, complete)
+        if neighbours is None:
+            complete(_all_gather(group, whole, mine))
+        else:
+            neighbours.gather(group, whole, mine, complete)
+
+    agreement.exchange(entry, group, True, steps)
 
 
 def join(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor) -> None:
@@ -89,7 +105,7 @@ class Reduction:
         self._before = predivide_factor(groups.size)
         self._after = groups.size / self._before
         self._adds_itself = (
-            groups.shard is not None and groups.shard.size() > 1 and _is_over_gloo(groups.shard)
+            groups.shard is not None and groups.shard.size() > 1 and is_over_gloo(groups.shard)
         )
 
     @property
@@ -101,8 +117,8 @@ class Reduction:
         """Average a buffer [padded_numel] of the unit `name` over all ranks; this rank's shard [shard_numel] of it.
 
         The buffer is overwritten. The result has its dtype, and lies in the buffer itself where nothing is dealt.
-        Collectives: a reduce-scatter where parameters are dealt (over gloo an all-to-all), an all-reduce
-            where they are replicated.
+        Collectives: a reduce-scatter where parameters are dealt (over gloo an all-to-all, or what paces `Neighbours`),
+            an all-reduce where they are replicated.
         """
         entry = f"reduced '{name}'"
         if self.hook is None:
@@ -143,20 +159,22 @@ class Reduction:
         """Add up the ranks' buffers; the rank's shard of the sum.
 
         gloo's reduce-scatter copies the buffer and reduces all of it for every rank: twice the traffic. There this rank
-        adds up itself what it is sent, with one rounding where buffers are in low precision.
+        adds up itself what it reads or is sent, with one rounding where buffers are in low precision.
         """
         shard = buffer.new_empty(shard_numel)
         agreement = self.groups.agreements[group]
         if not (self._adds_itself and buffer.is_cpu):
             agreement.run(entry, _reduce_scatter, group, shard, buffer)
             return shard
-        parts = torch.empty_like(buffer)
-        agreement.run(entry, all_to_all, group, parts, buffer, [], [])
-        return torch.sum(parts.view(-1, shard_numel), 0, out=shard)
 
+        def steps(complete: Complete) -> None:
+            neighbours = neighbours_in(group, complete) if is_enough(buffer, group) else None
+            if neighbours is not None:
+                neighbours.scatter_sum(group, shard, buffer, complete)
+                return
+            parts = torch.empty_like(buffer)
+            complete(all_to_all(group, parts, buffer, [], []))
+            torch.sum(parts.view(-1, shard_numel), 0, out=shard)
 
-def _is_over_gloo(group: dist.ProcessGroup) -> bool:
-    try:
-        return group._get_backend(torch.device("cpu")).name() == "gloo"
-    except RuntimeError:
-        return False  # it has no backend for the CPU
+        agreement.exchange(entry, group, True, steps)
+        return shard

@@ -1,0 +1,185 @@
+"""Ranks of one host that read one another's memory, so that what they exchange is copied once.
+
+gloo sends through sockets, to a process of the same host too: into the kernel and out of it again, by threads that take
+the processor from those that compute. Linux lets a process read the memory of another of the same user
+(`process_vm_readv`), unless a security module like Yama keeps that to debuggers. Where every rank of a group can read
+all others, each tells where its part lies, reads what it needs of theirs, and goes on when all have read. Where one
+rank cannot, none does.
+
+Rows of numbers that go over gloo pace this: no rank reads before all have told, and none touches what it offered before
+all have read. For little data that takes longer than sending it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import secrets
+import sys
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import byref, c_int, c_size_t, c_ssize_t, c_ulong, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.distributed.fsdp._agreement import Complete
+
+LEAST_BYTES = 1 << 19  # of all ranks' parts together
+_CHUNK_BYTES = 1 << 18  # of what is summed at once: it stays in the cache
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None] = weakref.WeakKeyDictionary()
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("start", c_void_p), ("nbytes", c_size_t))
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The ranks of a group, each of which can read the memory of the others."""
+
+    rank: int
+    pids: tuple[int, ...]
+
+    def gather(self, group: dist.ProcessGroup, whole: Tensor, mine: Tensor, complete: Complete) -> None:
+        """Fill `whole` with every rank's `mine`, one behind the other."""
+        parts = whole.view(len(self.pids), -1)
+        parts[self.rank].copy_(mine)
+        with self._offered(group, mine, complete) as addresses:
+            for peer in self._peers():
+                self._read(peer, addresses[peer], parts[peer])
+
+    def scatter_sum(
+        self, group: dist.ProcessGroup, shard: Tensor, buffer: Tensor, complete: Complete
+    ) -> None:
+        """Fill `shard` with the sum of this rank's part of every rank's `buffer`."""
+        mine = buffer.view(len(self.pids), -1)[self.rank]
+        length = _CHUNK_BYTES // shard.itemsize
+        terms = shard.new_empty(len(self.pids), min(length, shard.numel()))
+        with self._offered(group, buffer, complete) as addresses:
+            for start in range(0, shard.numel(), length):
+                total = shard[start : start + length]
+                now = terms[:, : total.numel()]
+                offset = self.rank * shard.nbytes + start * shard.itemsize
+                for peer in self._peers():
+                    self._read(peer, addresses[peer] + offset, now[peer])
+                _add_up(now, self.rank, mine[start : start + length], total)
+
+    def _peers(self) -> Iterator[int]:
+        """From the next rank on, so that not all read the same memory at once."""
+        size = len(self.pids)
+        return ((self.rank + distance) % size for distance in range(1, size))
+
+    @contextmanager
+    def _offered(self, group: dist.ProcessGroup, offered: Tensor, complete: Complete) -> Generator[list[int]]:
+        """Where lies what each rank offers; left when all have read."""
+        told = _told_to_all(group, [offered.data_ptr(), offered.nbytes], complete)
+        for peer, (_, nbytes) in enumerate(told):
+            if nbytes != offered.nbytes:
+                raise RuntimeError(
+                    f"rank {peer} of the group offers {nbytes} bytes, this one {offered.nbytes}"
+                )
+        yield [address for address, _ in told]
+        _told_to_all(group, [0], complete)
+
+    def _read(self, peer: int, address: int, into: Tensor) -> None:
+        if not _is_read(self.pids[peer], address, into):
+            raise RuntimeError(f"the memory of rank {peer} of the group: {os.strerror(ctypes.get_errno())}")
+
+
+def is_enough(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the exchange of a whole pays: asked on every rank, with the same answer."""
+    return tensor.nbytes >= LEAST_BYTES and tensor.is_cpu and is_over_gloo(group)
+
+
+def is_over_gloo(group: dist.ProcessGroup) -> bool:
+    try:
+        return group._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:
+        return False  # it has no backend for the CPU
+
+
+def neighbours_in(group: dist.ProcessGroup, complete: Complete) -> Neighbours | None:
+    """None where a rank of the group cannot read another's memory.
+
+    Collectives: two, of a few numbers, at the first call for a group.
+    """
+    if group not in _found:
+        _found[group] = _met(group, complete)
+    return _found[group]
+
+
+def _met(group: dist.ProcessGroup, complete: Complete) -> Neighbours | None:
+    """Each rank shows a number in its memory, and tries to read those of the others."""
+    here = _place()
+    token = torch.tensor([secrets.randbits(62)])
+    told = _told_to_all(group, [here, os.getpid(), token.data_ptr(), int(token)], complete)
+    seen = torch.zeros_like(token)
+    reads_all = _reader() is not None and all(
+        place == here and _is_read(pid, address, seen) and int(seen) == number
+        for place, pid, address, number in told
+    )
+    if [0] in _told_to_all(group, [int(reads_all)], complete):
+        return None
+    return Neighbours(group.rank(), tuple(pid for _, pid, _, _ in told))
+
+
+def _told_to_all(group: dist.ProcessGroup, numbers: Sequence[int], complete: Complete) -> list[list[int]]:
+    """The numbers that each rank tells."""
+    rows = torch.zeros(group.size(), len(numbers), dtype=torch.int64)
+    rows[group.rank()] = torch.tensor(numbers)
+    complete(group.allreduce([rows]))
+    return rows.tolist()
+
+
+def _add_up(terms: Tensor, rank: int, mine: Tensor, total: Tensor) -> None:
+    """Sum `terms` [ranks, numel], of which this rank's is `mine`; rounded once where the dtype is a low precision."""
+    if len(terms) == 2:
+        torch.add(mine, terms[1 - rank], out=total)
+    else:
+        terms[rank].copy_(mine)
+        torch.sum(terms, 0, out=total)
+
+
+def _place() -> int:
+    """The same on all processes that know each other by their numbers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        told = boot + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        told = secrets.token_hex()
+    return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=7).digest(), "big")
+
+
+@functools.cache
+def _reader() -> Callable[..., int] | None:
+    """Linux's `process_vm_readv`, which leaves its error in `ctypes.get_errno()`."""
+    if sys.platform != "linux":
+        return None
+    of_process = ctypes.CFUNCTYPE(
+        c_ssize_t, c_int, c_void_p, c_ulong, c_void_p, c_ulong, c_ulong, use_errno=True
+    )
+    try:
+        return of_process(("process_vm_readv", ctypes.CDLL(None)))
+    except AttributeError:
+        return None
+
+
+def _is_read(pid: int, address: int, into: Tensor) -> bool:
+    """Copy as much of a process's memory as `into` takes; False where that fails."""
+    reader = _reader()
+    assert reader is not None
+    done, wanted = 0, into.nbytes
+    while done < wanted:
+        here, there = (_Span(start + done, wanted - done) for start in (into.data_ptr(), address))
+        count = reader(pid, byref(here), 1, byref(there), 1, 0)
+        if count <= 0:
+            return False
+        done += count
+    return True
