@@ -18,8 +18,9 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+
+from conformance.results import unavailable
 
 _ROOT = Path(__file__).parents[2]
 _START_S = 120.0
@@ -59,7 +60,7 @@ class Interpreter:
 @functools.cache
 def the_interpreter() -> Interpreter:
     if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
+        unavailable("Triton is not installed")
     interpreter = Interpreter()
     atexit.register(interpreter.stop)
     return interpreter
