@@ -245,8 +245,13 @@ def test_hooks_schedulers_and_answers(
         names = rig.scaler.nonfinite_parameters(rig.optimizer)
         return called, len(caught), rig.scaler.step_was_taken(rig.optimizer), len(names)
 
+    # Where the device decides, a fused optimizer is called for a step that it skips, as by torch's scaler.
+    skipped = (
+        ([], 1, False, 1) if device == "cpu" or kind == "rmsprop" else (["before", "after"], 0, False, 1)
+    )
+
     def compare(seen: Any) -> None:
-        assert seen == ((["before", "after"], 0, True, 0) if last is None else ([], 1, False, 1))
+        assert seen == ((["before", "after"], 0, True, 0) if last is None else skipped)
 
     judge(deviation, probe, compare)
 

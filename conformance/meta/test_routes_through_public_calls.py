@@ -23,6 +23,10 @@ def _scaler(name: str) -> str:
     return str(_SCALER.with_stem(f"{_SCALER.stem}_{name}"))
 
 
+_FUSED = (
+    "norms_of_every_order", "after_unscaling", "copies_in_lower_precision", "parameters_of_every_dtype",
+    "momentum_that_begins_with_a_skipped_step", "gradients_stay_as_they_are", "switched_off",
+)  # fmt: skip
 # Of the scaler's tests, those that find a kernel's faults.
 _JUDGES = [
     str(HERE / "nn"),
@@ -31,6 +35,7 @@ _JUDGES = [
     _scaler("machine"),
     f"{_scaler('step')}::test_iterations_of_every_dtype",
     f"{_scaler('step')}::test_decided_once_an_iteration",
+    *(f"{_scaler('fused_step')}::test_{name}" for name in _FUSED),
 ]
 _WORDS = {
     "plain": _JUDGES,
