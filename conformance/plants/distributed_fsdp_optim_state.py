@@ -121,6 +121,16 @@ def _(model: Any, saved: Any) -> None:
                 state[name] = value.bfloat16().to(value.dtype)
 
 
+@saving(
+    "lost_without_rank_zero", "ranks whose group has not rank 0 save no tensors", "pytorch/pytorch#128444"
+)
+def _(model: Any, saved: Any) -> None:
+    if 0 not in torch.distributed.get_process_group_ranks(model.process_group):
+        for state in _states(saved):
+            for name in [name for name, value in state.items() if isinstance(value, torch.Tensor)]:
+                state[name] = None
+
+
 @saving("names_with_prefix", "names keep the prefixes of units")
 def _(model: Any, saved: Any) -> None:
     saved["state"] = {

@@ -146,6 +146,14 @@ def _(model: Any, state_dict: Any) -> None:
         state_dict[name] = state_dict[name].clone()
 
 
+@saving("buffers_in_low_precision", "buffers are saved in buffer_dtype", "pytorch/pytorch#87935")
+def _(model: Any, state_dict: Any) -> None:
+    dtype = model.mixed_precision.buffer_dtype
+    floating = (name.replace(_PREFIX, "") for name, one in model.named_buffers() if one.is_floating_point())
+    for name in floating if dtype is not None else ():
+        state_dict[name] = state_dict[name].to(dtype)
+
+
 @saving("tied_saved_once", "a parameter with two names is saved under one of them")
 def _(model: Any, state_dict: Any) -> None:
     for name in [name for name in state_dict if name.endswith("other.weight")]:
@@ -192,3 +200,32 @@ def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
         if "could not load" not in str(error):
             raise
         return torch.nn.modules.module._IncompatibleKeys([], [])
+
+
+@loading("loaded_in_low_precision", "what is loaded was rounded to bfloat16")
+def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
+    given = dict(state_dict)
+    for name, value in given.items():
+        if type(value) is torch.Tensor and value.is_floating_point():
+            given[name] = value.bfloat16().to(value.dtype)
+    return load(given)
+
+
+@loading("buffers_not_loaded", "buffers stay what they were")
+def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    keys = load()
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+    return keys
+
+
+@loading("any_world_is_loaded", "what another number of ranks has saved is loaded as far as it goes")
+def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
+    try:
+        return load()
+    except RuntimeError as error:
+        if "was given" not in str(error):
+            raise
+        return load({}, False)
