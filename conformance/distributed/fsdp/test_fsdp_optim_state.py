@@ -112,6 +112,17 @@ def test_there_and_back_on_more_ranks(
     assert_agrees(pool, libraries, cases.there_and_back, setup, optimized=Optimized(kind, 2), way=way)
 
 
+@clause("distributed.fsdp.fsdp_optim_state.there_and_back")
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+def test_there_and_back_on_replicas(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], kind: str
+) -> None:
+    """Of which the second one's group has not the first rank."""
+    setup = Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves")
+    way, asks = Way(kind, offloads=kind != "FULL"), cases.there_and_back
+    assert_agrees(ranks(4), (reference, subject), asks, setup, optimized=Optimized("momentum"), way=way)
+
+
 @clause("distributed.fsdp.fsdp_optim_state.as_unwrapped")
 @pytest.mark.parametrize("world", [pytest.param(2, marks=FULL), 3])
 @share_of_examples(0.3)

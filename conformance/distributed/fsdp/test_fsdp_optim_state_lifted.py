@@ -167,6 +167,7 @@ def test_a_transposed_parameter_gets_its_state_back(
 
 @clause("distributed.fsdp.fsdp_optim_state_lifted.groups_without_rank_zero")
 @pytest.mark.deviation("optim_state.groups_without_rank_zero")
+@FULL
 def test_any_group_saves_and_loads(deviation: DeviationJudge, ranks: Ranks) -> None:
     names = sorted(name for name, _ in TREE.build().named_parameters())
 
