@@ -84,6 +84,14 @@ def scaled_by(route: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
     return tensors
 
 
+def scaled_elsewhere_by_default(route: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
+    """Where tensors that are made lie on another device unless they are told otherwise."""
+    on_device = torch.tensor(factor)
+    with kernels.route(route), torch.device("meta"):
+        kernels.scale_(tensors, on_device)
+    return tensors
+
+
 def unscaled_by(
     route: str, grads: list[Tensor], inv_scale: float, found_inf: float
 ) -> tuple[list[Tensor], float]:

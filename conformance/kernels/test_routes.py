@@ -24,6 +24,7 @@ from conformance.kernels.calls import (
     norm_by,
     on_views,
     scaled_by,
+    scaled_elsewhere_by_default,
     unscaled_by,
     updated_by,
 )
@@ -281,6 +282,12 @@ def test_an_address_used_again_with_another_size_or_dtype(route):
         (1000, torch.float32),
     ]
     assert by(route, address_reuse, sizes) == [True] * len(sizes)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_default_device_does_not_matter(route):
+    [scaled] = by(route, scaled_elsewhere_by_default, [torch.ones(CHUNK + 1)], 2.0)
+    assert scaled.eq(2.0).all()
 
 
 def test_the_table_is_kept_while_addresses_stay_and_keeps_no_gradient():

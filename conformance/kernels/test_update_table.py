@@ -1,0 +1,71 @@
+"""The table by which the kernels that update find parameters, gradients, states and copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impl.kernels._table import CHUNK
+from impl.kernels._update_table import update_table
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SIZES = st.sampled_from([0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1]) | st.integers(0, 3 * CHUNK)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(_SIZES, min_size=1, max_size=4),
+    dtypes=st.lists(st.sampled_from(_DTYPES), min_size=2, max_size=5),
+    moved=st.integers(0, 1),
+)
+def test_every_element_of_every_list_stands_in_one_row(
+    sizes: list[int], dtypes: list[torch.dtype], moved: int
+) -> None:
+    lists = [[torch.empty(size + moved, dtype=dtype)[moved:] for size in sizes] for dtype in dtypes]
+    steps = [torch.zeros(()) for _ in sizes]
+    table = update_table(lists, steps)
+    assert table is not None
+    wanted = []
+    for place, size in enumerate(sizes):
+        for start in range(0, size, CHUNK):
+            count = min(CHUNK, size - start)
+            addresses = [tensors[place][start:].data_ptr() for tensors in lists]
+            whole = count == CHUNK and all(address % 16 == 0 for address in addresses)
+            wanted.append([count, int(whole), steps[place].data_ptr(), *addresses])
+    assert (table.rows.tolist(), table.chunks) == (wanted, len(wanted))
+
+
+def test_it_is_kept_while_memory_stays_where_it_is() -> None:
+    params, grads, other = [torch.zeros(5)], [torch.zeros(5)], [torch.zeros(5)]
+    table = update_table([params, grads], [])
+    assert update_table([params, grads], []) is table
+    moved = update_table([params, other], [])
+    assert moved is not None
+    assert moved.rows.tolist() != table.rows.tolist()
+    shorter = update_table([[params[0][:3]], [grads[0][:3]]], [])
+    assert shorter is not None
+    assert shorter.rows[0, 0] == 3
+
+
+_BUFFER = torch.zeros(64)
+_REFUSED: dict[str, list[list[Tensor]]] = {
+    "a state in the parameter's memory": [[_BUFFER[:8]], [torch.zeros(8)], [_BUFFER[4:12]]],
+    "a parameter in another's memory": [[_BUFFER[:8], _BUFFER[7:15]], [torch.zeros(8), torch.zeros(8)]],
+    "gaps": [[_BUFFER[:16:2]], [torch.zeros(8)]],
+    "another layout": [[torch.zeros(4, 3).t()], [torch.zeros(3, 4)]],
+    "memory of other signs": [[torch.zeros(3)], [torch._neg_view(torch.ones(3))]],
+    "no memory": [[torch.zeros(3)], [torch._efficientzerotensor((3,))]],
+}
+
+
+@pytest.mark.parametrize("lists", _REFUSED.values(), ids=_REFUSED.keys())
+def test_what_no_kernel_can_take(lists: list[list[Tensor]]) -> None:
+    assert update_table(lists, []) is None
+
+
+def test_layouts_that_are_alike_are_taken() -> None:
+    lists = [[torch.zeros(4, 3).t(), torch.zeros(2, 1, 5)], [torch.zeros(4, 3).t(), torch.zeros(2, 1, 5)]]
+    assert update_table(lists, []) is not None
