@@ -23,6 +23,7 @@ from conformance.ranks import Rank
 
 ASTRAY = 1  # the rank that parts from the others
 TIMEOUT_S = 20.0  # of the group over which ranks are killed
+LARGE = 20_000  # hidden elements of a block of real size: another way between ranks may pay for it
 _WIDTH = 4
 _TELLING_S = 15.0  # for the other ranks to raise too
 _PAUSE_S = 1.5
@@ -126,7 +127,7 @@ def _die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose_a_rank(rank: Rank, *, library: str, when: str, victim: int) -> None:
+def lose_a_rank(rank: Rank, *, library: str, when: str, victim: int, hidden: int) -> None:
     """Kill one rank: `before` it wraps, in the `middle` of a step, or in a `collective` that the others enter late.
 
     What the others raise, after how many seconds, is told by raising it.
@@ -138,7 +139,7 @@ def lose_a_rank(rank: Rank, *, library: str, when: str, victim: int) -> None:
     if is_victim and when == "before":
         _die()
     torch.manual_seed(0)
-    model = _wrapped(load_library(library), Blocks((8, 8, 8)), group)
+    model = _wrapped(load_library(library), Blocks((hidden,) * 3), group)
     began = time.monotonic()
     try:
         if when != "before":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
-from conformance.distributed.fsdp.agreement_cases import ASTRAY, TIMEOUT_S, Program
+from conformance.distributed.fsdp.agreement_cases import ASTRAY, LARGE, TIMEOUT_S, Program
 from conformance.library import Library
 from conformance.ranks import RankFault, RankPool, RanksDiverged
 from conformance.results import unavailable
@@ -19,6 +20,7 @@ from conformance.tolerances import TRAINED
 
 CASES = "conformance.distributed.fsdp.agreement_cases"
 GRACE_S = 20.0
+FULL = pytest.mark.profile("full")
 WAYS = ((0, 1, 2), (0, 2, 1))
 DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0), (0, 1, 2))
 
@@ -62,9 +64,11 @@ def is_wrong_in_silence(seen: Seen) -> bool:
 @pytest.mark.deviation("fsdp.order_of_equal_sizes")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("parts_at", [0, 2])
-def test_equal_sizes_in_another_order(deviation: DeviationJudge, mode: str, parts_at: int) -> None:
-    program = Program(mode=mode, parts_at=parts_at)
+@pytest.mark.parametrize(("parts_at", "hidden"), [(0, 8), (2, 8), pytest.param(2, LARGE, marks=FULL)])
+def test_equal_sizes_in_another_order(
+    deviation: DeviationJudge, mode: str, parts_at: int, hidden: int
+) -> None:
+    program = Program(hidden=(hidden,) * 3, mode=mode, parts_at=parts_at)
     deviation.judge(
         lambda library: seen_of(library, program),
         torch_does=is_wrong_in_silence,
@@ -76,7 +80,9 @@ def test_equal_sizes_in_another_order(deviation: DeviationJudge, mode: str, part
 @pytest.mark.deviation("fsdp.order_of_unequal_sizes")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("hidden", [(8, 16, 24), (8, 24, 16)])
+@pytest.mark.parametrize(
+    "hidden", [(8, 16, 24), (8, 24, 16), pytest.param((8, LARGE, 2 * LARGE), marks=FULL)]
+)
 @pytest.mark.parametrize("parts_at", [0, 2])
 def test_unequal_sizes_in_another_order(
     deviation: DeviationJudge, mode: str, hidden: tuple[int, ...], parts_at: int
@@ -133,12 +139,12 @@ def test_orders_that_change_on_all_ranks(
             assert (excess := TRAINED.excess(tensor, other)) is None, f"rank {rank}: {excess}"
 
 
-def losses_told(library: Library, when: str, victim: int) -> dict[int, str]:
+def losses_told(library: Library, **loss: Any) -> dict[int, str]:
     with RankPool(3, grace_s=GRACE_S) as pool:
         try:
-            pool.run(f"{CASES}:lose_a_rank", library=library.spec, when=when, victim=victim)
+            pool.run(f"{CASES}:lose_a_rank", library=library.spec, **loss)
         except RankFault as fault:
-            return {f.rank: f.text for f in fault.scene.failures if f.rank != victim}
+            return {f.rank: f.text for f in fault.scene.failures if f.rank != loss["victim"]}
     raise AssertionError("the rank was not killed")
 
 
@@ -154,12 +160,21 @@ def is_named_in_time(told: dict[int, str], victim: int) -> bool:
 @clause("distributed.fsdp.fsdp_agreement.lost_rank")
 @pytest.mark.deviation("fsdp.lost_rank_is_named")
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize("when", ["before", "middle", "collective"])
+@pytest.mark.parametrize(
+    ("when", "hidden"),
+    [
+        ("before", 8),
+        ("middle", 8),
+        ("collective", 8),
+        pytest.param("middle", LARGE, marks=FULL),
+        ("collective", LARGE),
+    ],
+)
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, victim: int) -> None:
+def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int, victim: int) -> None:
     """The first rank serves the store."""
     deviation.judge(
-        lambda library: losses_told(library, when, victim),
+        lambda library: losses_told(library, when=when, victim=victim, hidden=hidden),
         torch_does=lambda told: not any(re.search(rf"rank {victim}\b", text) for text in told.values()),
         we_do=lambda told: is_named_in_time(told, victim),
     )
