@@ -27,6 +27,23 @@ def saved(lab: Lab, optimized: Optimized) -> Any:
     return plain(_WHOLE.save(lab, optimized.stepped(lab.model)))["state"]
 
 
+def there_and_back_as_dtensors(lab: Lab) -> dict[str, Any]:
+    """Of which types what is saved is, and whether a fresh optimizer has the states again that were saved."""
+    fsdp, optimized = lab.library.distributed.fsdp, Optimized("momentum")
+    optimizer, fresh = optimized.stepped(lab.model), optimized.optimizer(lab.model)
+    before = copied(optimizer.state_dict())
+    with lab.fsdp.state_dict_type(
+        lab.model,
+        fsdp.StateDictType.SHARDED_STATE_DICT,
+        fsdp.ShardedStateDictConfig(_use_dtensor=True),
+        fsdp.ShardedOptimStateDictConfig(_use_dtensor=True),
+    ):
+        saved = lab.fsdp.optim_state_dict(lab.model, optimizer)
+        types = {type(state["momentum_buffer"]).__name__ for state in saved["state"].values()}
+        fresh.load_state_dict(lab.fsdp.optim_state_dict_to_load(lab.model, fresh, saved))
+    return {"types": types, "is_kept": _are_equal(before["state"], fresh.state_dict()["state"])}
+
+
 def counts_after_a_step(lab: Lab) -> list[float]:
     """`step` of each parameter after one more, where those that were loaded had one number in common."""
     saved = unwrapped(lab, Optimized(steps=2))

@@ -165,6 +165,16 @@ def test_a_transposed_parameter_gets_its_state_back(
     )
 
 
+@clause("distributed.fsdp.fsdp_optim_state_lifted.dtensor_without_mesh")
+@pytest.mark.deviation("optim_state.dtensor_without_mesh")
+def test_dtensors_of_a_process_group(deviation: DeviationJudge, ranks: Ranks) -> None:
+    deviation.judge(
+        asked(ranks(2), cases.there_and_back_as_dtensors, Setup(wrap="leaves", ranks="group")),
+        torch_does=lambda seen: all(one.raised and "_device_mesh" in one.raised.text for one in seen),
+        we_do=lambda seen: have(seen, lambda value: value == {"types": {"DTensor"}, "is_kept": True}),
+    )
+
+
 @clause("distributed.fsdp.fsdp_optim_state_lifted.groups_without_rank_zero")
 @pytest.mark.deviation("optim_state.groups_without_rank_zero")
 @FULL
