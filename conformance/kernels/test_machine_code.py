@@ -20,17 +20,36 @@ _A_TURN = {"adamw_copies": (7, 7), "adam_halves": (5, 4), "momentum": (6, 4), "a
 _MOST_REGISTERS = 128
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.deadline(900)
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_compile_without_spills_and_with_wide_loads(capability):
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+def said_by(program, *words):
+    """The JSON that a program prints in whose process Triton compiles."""
     environment = {k: v for k, v in os.environ.items() if k not in {"TRITON_INTERPRET", "TANDEM_KERNELS"}}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "conformance.kernels.ahead_of_time", str(capability)],
+        [sys.executable, "-W", "ignore", "-m", f"conformance.kernels.{program}", *words],
         check=False, capture_output=True, text=True, timeout=300, env=environment, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    kernels = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@needs_triton
+@pytest.mark.deadline(300)
+def test_what_the_launchers_ask_for_compiles():
+    """The interpreter takes arguments of any type; a GPU's compiler does not."""
+    norm = ["partial_norm_kernel", "finish_norm_kernel"]
+    assert said_by("as_launched") == [
+        "update_scale_kernel", "unscale_kernel", "scale_kernel", "clamp_kernel", *norm, *norm,
+        "adam_kernel", "sgd_kernel", "adagrad_kernel",
+    ]  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile_without_spills_and_with_wide_loads(capability):
+    kernels = said_by("ahead_of_time", str(capability))
     assert {name: k["spilled"] for name, k in kernels.items()} == dict.fromkeys(kernels, 0)
     assert all(k["registers"] <= _MOST_REGISTERS for k in kernels.values()), kernels
     for name in _READ:

@@ -1,0 +1,81 @@
+"""Call every launcher with a driver that stands in for CUDA's: what it launches is compiled for sm_90, and not run.
+
+Run as a program, in a process where TRITON_INTERPRET is not set; prints the names of the kernels as one JSON list.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from impl.kernels import AdagradRule, AdamRule, Parameters, Rule, SGDRule
+from impl.kernels._triton.clamp import launch_clamp
+from impl.kernels._triton.fused_step import launch_fused_step
+from impl.kernels._triton.norm import launch_norm
+from impl.kernels._triton.scale import launch_scale
+from impl.kernels._triton.scale_update import launch_update_scale
+from impl.kernels._triton.unscale import launch_unscale
+
+
+class _Driver:
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _step(rule: Rule, states: int, dtype: torch.dtype, copies: torch.dtype | None, found_inf: Any) -> bool:
+    def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.zeros(5, dtype=dtype)]
+
+    parameters = Parameters(
+        tensors(dtype),
+        [tensors(dtype) for _ in range(states)],
+        [torch.ones(())],
+        tensors(copies) if copies else [],
+    )
+    return launch_fused_step(rule, parameters, tensors(copies or dtype), torch.ones(()), found_inf)
+
+
+def launch_all() -> bool:
+    """Whether every launcher took what it was given."""
+    tensors = [torch.zeros(5), torch.zeros(7, dtype=torch.bfloat16)]
+    one, flag = torch.ones(()), torch.zeros(())
+    launch_update_scale(one, torch.zeros((), dtype=torch.int32), flag, 2.0, 0.5, 2000, 0.0)
+    adam = AdamRule(torch.ones(()), 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled=True)
+    sgd = SGDRule(0.1, 0.5, 0.0, 0.1, nesterov=True, maximize=False, is_first_step=True)
+    return all((
+        launch_unscale(tensors, one, flag),
+        launch_scale(tensors, one),
+        launch_clamp(tensors, -1.0, 1.0),
+        launch_norm(tensors, 2.0, torch.float32) is not None,
+        launch_norm(tensors, 2.0, torch.float32, flag) is not None,
+        _step(adam, 3, torch.float32, torch.bfloat16, flag),
+        _step(sgd, 1, torch.float16, None, None),
+        _step(AdagradRule(0.1, 0.5, 1e-8, 0.0, maximize=True), 1, torch.float32, None, flag),
+    ))  # fmt: skip
+
+
+def main() -> None:
+    driver.set_active(_Driver())
+    real, launched = JITFunction.run, []
+
+    def compile_only(self: Any, *args: Any, warmup: bool, **more: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return real(self, *args, warmup=True, **more)
+
+    JITFunction.run = compile_only
+    assert launch_all(), "a launcher refused"
+    json.dump(launched, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
