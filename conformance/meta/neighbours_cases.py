@@ -1,0 +1,66 @@
+"""What ranks that read one another's memory exchange, and whether they do."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from conformance import seeding
+from conformance.ranks import Rank
+from impl.distributed.fsdp import _neighbours
+from impl.distributed.fsdp._neighbours import Neighbours
+
+
+def given_by(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers, few enough for any sum of them to be exact."""
+    return torch.randint(-20, 20, (numel,), generator=seeding.generator(rank)).to(dtype)
+
+
+def exchange(rank: Rank, *, shard_numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A gathered whole and a shard of a sum; None where ranks cannot read one another's memory."""
+    with _new_group() as (group, found):
+        if found is None:
+            return None
+        whole = torch.full((rank.world_size * shard_numel,), float("nan")).to(dtype)
+        found.gather(group, whole, given_by(rank.rank, shard_numel, dtype), dist.Work.wait)
+        shard = torch.full((shard_numel,), float("nan")).to(dtype)
+        found.scatter_sum(group, shard, given_by(rank.rank, whole.numel(), dtype), dist.Work.wait)
+        return whole, shard
+
+
+def meet_one_that_cannot_read(rank: Rank, *, blind: int) -> bool:
+    """Whether this rank would read the others' memory."""
+    reader = _neighbours._reader
+    if rank.rank == blind:
+        _neighbours._reader = lambda: None
+    try:
+        with _new_group() as (_, found):
+            return found is not None
+    finally:
+        _neighbours._reader = reader
+
+
+def offer_unequal_sizes(rank: Rank) -> str | None:
+    """What is raised; None where ranks cannot read one another's memory."""
+    with _new_group() as (group, found):
+        if found is None:
+            return None
+        numel = 5 + rank.rank
+        try:
+            found.gather(group, torch.empty(2 * numel), torch.zeros(numel), dist.Work.wait)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@contextmanager
+def _new_group() -> Generator[tuple[dist.ProcessGroup, Neighbours | None]]:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    try:
+        yield group, _neighbours.neighbours_in(group, dist.Work.wait)
+    finally:
+        dist.destroy_process_group(group)
