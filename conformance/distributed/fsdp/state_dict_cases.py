@@ -148,13 +148,13 @@ def _copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def loaded_in_part(lab: Lab, *, form: Form, fault: str) -> dict[str, Any]:
     """Keys are missing or too many, and may be."""
-    state_dict = _moved(_state_dict_of(lab, form))
+    state_dict = moved(state_dict_of(lab, form))
     FAULTS[fault](state_dict)
     keys = lab.model.load_state_dict(state_dict, strict=False)
     return {"keys": repr(keys), "state": whole_state(lab)}
 
 
-def _state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
+def state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
     """Of a model of other values."""
     origin = wrapped(lab.rank, lab.library, lab.tree.build(1), lab.setup)
     for one in (origin, lab.model):
@@ -162,7 +162,7 @@ def _state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
     return origin.state_dict()
 
 
-def _moved(state_dict: dict[str, Any]) -> dict[str, Any]:
+def moved(state_dict: dict[str, Any]) -> dict[str, Any]:
     """With buffers that are nobody else's and have other values."""
     return {key: value + 1 if type(value) is torch.Tensor else value for key, value in state_dict.items()}
 
@@ -194,13 +194,13 @@ FAULTS: dict[str, Fault] = {
 
 def failed(lab: Lab, *, form: Form, fault: str, on: Sequence[int], assign: bool = False) -> dict[str, Any]:
     """What loading a dict raises on each rank, with a fault on some; and whether it has left anything."""
-    state_dict = _moved(_state_dict_of(lab, form))
+    state_dict = moved(state_dict_of(lab, form))
     if lab.rank.rank in on:
         FAULTS[fault](state_dict)
-    return _tried_to_load(lab, state_dict, assign=assign)
+    return tried_to_load(lab, state_dict, assign=assign)
 
 
-def _tried_to_load(
+def tried_to_load(
     lab: Lab, state_dict: dict[str, Any], module: nn.Module | None = None, assign: bool = False
 ) -> dict[str, Any]:
     before = whole_state(lab)
@@ -214,47 +214,12 @@ def failed_below(lab: Lab) -> dict[str, Any]:
     """The same at a module around units, with a fault on the second rank."""
     state_dict = {
         key.removeprefix("body."): value
-        for key, value in _moved(_state_dict_of(lab, Form())).items()
+        for key, value in moved(state_dict_of(lab, Form())).items()
         if key.startswith("body.")
     }
     if lab.rank.rank == 1:
         state_dict[_SOME.removeprefix("body.")] = torch.ones(2)
-    return _tried_to_load(lab, state_dict, lab.model.body)
-
-
-class Remembering(nn.Module):
-    """Has a state that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = ["old"]
-
-    def get_extra_state(self) -> list[str]:
-        return self.memory
-
-    def set_extra_state(self, state: list[str]) -> None:
-        self.memory = [*state]
-
-
-def remembered(lab: Lab) -> list[str]:
-    """A state that is no tensor, after a load that fails."""
-    module = lab.model.body.remembering = Remembering()
-    state_dict = lab.model.state_dict()
-    del state_dict["head.bias"]
-    module.memory = ["new"]
-    tried(lambda: lab.model.load_state_dict(state_dict))
-    return module.memory
-
-
-def raised_by_a_hook(lab: Lab) -> dict[str, Any]:
-    """A user's hook raises on the last rank in the middle of loading."""
-
-    def raises(*args: Any) -> None:
-        if lab.rank.rank == lab.rank.world_size - 1:
-            raise KeyError("planted")
-
-    lab.model.head.register_load_state_dict_pre_hook(raises)
-    return _tried_to_load(lab, _moved(_state_dict_of(lab, Form())))
+    return tried_to_load(lab, state_dict, lab.model.body)
 
 
 def of_another_world(lab: Lab, *, kind: str) -> dict[str, Any]:
@@ -263,12 +228,12 @@ def of_another_world(lab: Lab, *, kind: str) -> dict[str, Any]:
     origin = wrapped(lab.rank, lab.library, lab.tree.build(1), half)
     for one in (origin, lab.model):
         set_form(lab.library, one, Form(kind))
-    return _tried_to_load(lab, _moved(origin.state_dict()))
+    return tried_to_load(lab, moved(origin.state_dict()))
 
 
 def loads_its_own(lab: Lab, *, form: Form) -> dict[str, Any]:
     """What a dict has, what is said of loading it into another model, and whether that model then has its values."""
-    state_dict = _state_dict_of(lab, form)
+    state_dict = state_dict_of(lab, form)
     said = tried(lambda: repr(lab.model.load_state_dict(state_dict)))
     return {
         "keys": list(state_dict),
@@ -280,7 +245,7 @@ def loads_its_own(lab: Lab, *, form: Form) -> dict[str, Any]:
 
 def assigned(lab: Lab, *, form: Form) -> dict[str, Any]:
     """Whether `assign` loads what units manage; it trains on."""
-    lab.model.load_state_dict(_state_dict_of(lab, form), assign=True)
+    lab.model.load_state_dict(state_dict_of(lab, form), assign=True)
     return {"loaded": _has_values_of_other(lab), "loss": lab.backward()}
 
 
@@ -317,7 +282,7 @@ def _wrapped_on_meta(lab: Lab) -> nn.Module:
 
 
 def _has_values_of_other(lab: Lab) -> bool:
-    """Whether the parameters are those of the model that `_state_dict_of` takes the dict of."""
+    """Whether the parameters are those of the model that `state_dict_of` takes the dict of."""
     got = gathered_parameters(lab.library, lab.model)
     wanted = lab.tree.build(1).named_parameters()
     return all(torch.equal(got[name], parameter.detach()) for name, parameter in wanted)
@@ -426,76 +391,6 @@ def saved_while_whole(lab: Lab, *, form: Form) -> Any:
 
 
 # -- users' hooks
-
-
-def hooked(lab: Lab) -> dict[str, Any]:
-    """What hooks of a module inside a unit, and of a unit, are given; they change names and values."""
-    seen: list[Any] = []
-    head, root = lab.model.head, lab.model
-
-    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        seen.append(["before saving", type(module).__name__, prefix, keep_vars])
-
-    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        seen.append(["after saving", prefix, sorted(state_dict), metadata])
-        state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].half()
-        state_dict[f"{prefix}extra"] = torch.ones(1)
-
-    def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        seen.append(["before loading", prefix, sorted(state_dict)])
-        state_dict.pop(f"{prefix}extra", None)
-        state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].float() * 2
-
-    def after_load(module: nn.Module, keys: Any) -> None:
-        seen.append(["after loading", repr(keys)])
-
-    head.register_state_dict_pre_hook(before_save)
-    head._register_state_dict_hook(after_save)
-    head.register_load_state_dict_pre_hook(before_load)
-    root.register_load_state_dict_post_hook(after_load)
-    state_dict = root.state_dict()
-    seen.append([(key, described(value)) for key, value in state_dict.items()])
-    root.load_state_dict(state_dict)
-    return {"seen": seen, "whole": gathered_parameters(lab.library, root)}
-
-
-def seen_by_a_hook(lab: Lab) -> Any:
-    """Whether the parameter that a module's own hook meets in SHARDED_STATE_DICT is whole, with values."""
-    whole = gathered_parameters(lab.library, lab.model)["head.weight"]
-    set_form(lab.library, lab.model, Form("SHARDED"))
-    seen: list[bool] = []
-
-    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        value = state_dict[f"{prefix}weight"]
-        seen.append(tried(lambda: torch.equal(value, whole)) is True)
-
-    lab.model.head._register_state_dict_hook(after_save)
-    lab.model.state_dict()
-    return seen
-
-
-class OwnWay(nn.Linear):
-    """Loads in a way of its own: all of its weight, or what does not fit."""
-
-    fits = True
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        with torch.no_grad():
-            self.bias.copy_(state_dict.pop(f"{prefix}bias"))
-            weight = state_dict.pop(f"{prefix}weight")
-            if self.fits:
-                self.weight.data.copy_(2 * weight)
-            else:
-                self.weight.data = weight[:1]
-
-
-def loaded_in_its_own_way(lab: Lab, *, fits: bool) -> dict[str, Any]:
-    """What a module inside a unit makes of a dict, or what comes of that."""
-    state_dict = _moved(_state_dict_of(lab, Form()))
-    lab.model.head.__class__ = type("OwnWay", (OwnWay,), {"fits": fits})
-    return _tried_to_load(lab, state_dict) | {"whole": gathered_parameters(lab.library, lab.model)}
 
 
 # -- how much is moved

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
-from conformance.distributed.fsdp import state_dict_cases
+from conformance.distributed.fsdp import state_dict_cases, state_dict_hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import (
     assert_probes_agree,
@@ -185,7 +185,7 @@ def test_hooks_of_users(
     subject: Library, reference: Library, rank_pool: RankPool, wrap: str, use_orig_params: bool
 ) -> None:
     setup = Setup(wrap=wrap, arguments={"use_orig_params": use_orig_params})
-    seen = assert_probes_agree(rank_pool, (reference, subject), state_dict_cases.hooked, setup, EXACT)
+    seen = assert_probes_agree(rank_pool, (reference, subject), state_dict_hook_cases.hooked, setup, EXACT)
     assert seen[0].raised is None, seen[0].raised
 
 
@@ -195,7 +195,7 @@ def test_modules_that_load_in_their_own_way(
     subject: Library, reference: Library, rank_pool: RankPool, use_orig_params: bool
 ) -> None:
     setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
-    asks = state_dict_cases.loaded_in_its_own_way
+    asks = state_dict_hook_cases.loaded_in_its_own_way
     seen = assert_probes_agree(rank_pool, (reference, subject), asks, setup, EXACT, fits=True)
     assert seen[0].raised is None, seen[0].raised
 

@@ -10,7 +10,7 @@ import torch
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
-from conformance.distributed.fsdp import state_dict_cases
+from conformance.distributed.fsdp import state_dict_cases, state_dict_hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import probed
 from conformance.distributed.fsdp.method_cases import TREE
@@ -108,7 +108,7 @@ def test_a_load_that_fails_below_a_module_around_units(deviation: DeviationJudge
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 def test_extra_states_of_a_load_that_fails(deviation: DeviationJudge, ranks: Ranks) -> None:
     def probe(library: Library) -> Any:
-        return values_of(probed(ranks(2), library, state_dict_cases.remembered, LEAVES))
+        return values_of(probed(ranks(2), library, state_dict_hook_cases.remembered, LEAVES))
 
     deviation.judge(
         probe,
@@ -121,7 +121,7 @@ def test_extra_states_of_a_load_that_fails(deviation: DeviationJudge, ranks: Ran
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 def test_a_hook_that_raises(deviation: DeviationJudge, ranks: Ranks) -> None:
     def probe(library: Library) -> Any:
-        return values_of(probed(ranks(1), library, state_dict_cases.raised_by_a_hook, ORIGINALS))
+        return values_of(probed(ranks(1), library, state_dict_hook_cases.raised_by_a_hook, ORIGINALS))
 
     deviation.judge(
         probe,
@@ -134,7 +134,7 @@ def test_a_hook_that_raises(deviation: DeviationJudge, ranks: Ranks) -> None:
 def test_what_a_module_puts_in_and_does_not_fit(subject: Library, ranks: Ranks) -> None:
     if subject.package == "torch":
         unavailable("torch writes it to its flat parameter, beyond which there may be nothing")
-    asks = state_dict_cases.loaded_in_its_own_way
+    asks = state_dict_hook_cases.loaded_in_its_own_way
     for one in values_of(probed(ranks(2), subject, asks, LEAVES, fits=False)):
         assert "head.weight: rank" in one["error"]
         assert "shape (1, 7), but keeps a tensor of shape (2, 7)" in one["error"]
@@ -358,7 +358,7 @@ def test_shards_are_not_saved_while_parameters_are_whole(deviation: DeviationJud
 @pytest.mark.deviation("fsdp.hooks_see_no_wholes")
 def test_what_hooks_see_of_parts(deviation: DeviationJudge, ranks: Ranks) -> None:
     def probe(library: Library) -> Any:
-        return values_of(probed(ranks(2), library, state_dict_cases.seen_by_a_hook, LEAVES))
+        return values_of(probed(ranks(2), library, state_dict_hook_cases.seen_by_a_hook, LEAVES))
 
     deviation.judge(
         probe,

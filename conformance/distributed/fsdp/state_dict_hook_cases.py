@@ -1,0 +1,124 @@
+"""What modules do to state dicts in ways of their own, and hooks that users register."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from conformance.distributed.fsdp.fsdp_cases import gathered_parameters
+from conformance.distributed.fsdp.method_cases import Lab, tried
+from conformance.distributed.fsdp.state_dict_cases import (
+    Form,
+    described,
+    moved,
+    set_form,
+    state_dict_of,
+    tried_to_load,
+)
+
+
+class Remembering(nn.Module):
+    """Has a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = ["old"]
+
+    def get_extra_state(self) -> list[str]:
+        return self.memory
+
+    def set_extra_state(self, state: list[str]) -> None:
+        self.memory = [*state]
+
+
+def remembered(lab: Lab) -> list[str]:
+    """A state that is no tensor, after a load that fails."""
+    module = lab.model.body.remembering = Remembering()
+    state_dict = lab.model.state_dict()
+    del state_dict["head.bias"]
+    module.memory = ["new"]
+    tried(lambda: lab.model.load_state_dict(state_dict))
+    return module.memory
+
+
+def raised_by_a_hook(lab: Lab) -> dict[str, Any]:
+    """A user's hook raises on the last rank in the middle of loading."""
+
+    def raises(*args: Any) -> None:
+        if lab.rank.rank == lab.rank.world_size - 1:
+            raise KeyError("planted")
+
+    lab.model.head.register_load_state_dict_pre_hook(raises)
+    return tried_to_load(lab, moved(state_dict_of(lab, Form())))
+
+
+def hooked(lab: Lab) -> dict[str, Any]:
+    """What hooks of a module inside a unit, and of a unit, are given; they change names and values."""
+    seen: list[Any] = []
+    head, root = lab.model.head, lab.model
+
+    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        seen.append(["before saving", type(module).__name__, prefix, keep_vars])
+
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        seen.append(["after saving", prefix, sorted(state_dict), metadata])
+        state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].half()
+        state_dict[f"{prefix}extra"] = torch.ones(1)
+
+    def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        seen.append(["before loading", prefix, sorted(state_dict)])
+        state_dict.pop(f"{prefix}extra", None)
+        state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].float() * 2
+
+    def after_load(module: nn.Module, keys: Any) -> None:
+        seen.append(["after loading", repr(keys)])
+
+    head.register_state_dict_pre_hook(before_save)
+    head._register_state_dict_hook(after_save)
+    head.register_load_state_dict_pre_hook(before_load)
+    root.register_load_state_dict_post_hook(after_load)
+    state_dict = root.state_dict()
+    seen.append([(key, described(value)) for key, value in state_dict.items()])
+    root.load_state_dict(state_dict)
+    return {"seen": seen, "whole": gathered_parameters(lab.library, root)}
+
+
+def seen_by_a_hook(lab: Lab) -> Any:
+    """Whether the parameter that a module's own hook meets in SHARDED_STATE_DICT is whole, with values."""
+    whole = gathered_parameters(lab.library, lab.model)["head.weight"]
+    set_form(lab.library, lab.model, Form("SHARDED"))
+    seen: list[bool] = []
+
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        value = state_dict[f"{prefix}weight"]
+        seen.append(tried(lambda: torch.equal(value, whole)) is True)
+
+    lab.model.head._register_state_dict_hook(after_save)
+    lab.model.state_dict()
+    return seen
+
+
+class OwnWay(nn.Linear):
+    """Loads in a way of its own: all of its weight, or what does not fit."""
+
+    fits = True
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        with torch.no_grad():
+            self.bias.copy_(state_dict.pop(f"{prefix}bias"))
+            weight = state_dict.pop(f"{prefix}weight")
+            if self.fits:
+                self.weight.data.copy_(2 * weight)
+            else:
+                self.weight.data = weight[:1]
+
+
+def loaded_in_its_own_way(lab: Lab, *, fits: bool) -> dict[str, Any]:
+    """What a module inside a unit makes of a dict, or what comes of that."""
+    state_dict = moved(state_dict_of(lab, Form()))
+    lab.model.head.__class__ = type("OwnWay", (OwnWay,), {"fits": fits})
+    return tried_to_load(lab, state_dict) | {"whole": gathered_parameters(lab.library, lab.model)}
