@@ -74,11 +74,19 @@ def one(rule: Rule, **changed: object) -> Described:
     )
 
 
-ADAM = AdamRule(0.01, 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled=True)
+ADAM = AdamRule(0.01, 0.9, 0.999, 1e-3, 0.1, amsgrad=True, maximize=False, decoupled=True)
 EACH = [
     ADAM,
     SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=False),
-    AdagradRule(0.01, 0.5, 1e-8, 0.1, maximize=False),
+    AdagradRule(0.01, 0.5, 1e-3, 0.1, maximize=False),
+]
+# With what the ones above have not.
+OTHERS = [
+    AdamRule(0.01, 0.9, 0.999, 1e-3, 0.1, amsgrad=False, maximize=True, decoupled=False),
+    SGDRule(0.01, 0.5, 0.25, 0.0, nesterov=True, maximize=True, is_first_step=False),
+    SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=True),
+    SGDRule(0.01, 0.0, 0.0, 0.1, nesterov=False, maximize=False, is_first_step=False),
+    AdagradRule(0.01, 0.5, 1e-3, 0.0, maximize=True),
 ]
 each_route = pytest.mark.parametrize("route", ["triton", "native"])
 each_rule = pytest.mark.parametrize("rule", EACH, ids=lambda rule: type(rule).__name__)
@@ -145,6 +153,17 @@ def test_native_updates_are_right_but_for_the_roundings(what: Described, dtype: 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_every_rule_in_every_dtype(route: str, rule: Rule, dtype: torch.dtype) -> None:
     assert_within_roundings(route, one(rule, dtype=dtype))
+
+
+@each_route
+@pytest.mark.parametrize("rule", OTHERS, ids=lambda rule: type(rule).__name__)
+def test_other_settings(route: str, rule: Rule) -> None:
+    """In places of two kinds of gradients, which take a launch each."""
+    what = one(rule)
+    mixed = [place._replace(grad_dtype=torch.bfloat16) for place in what.places]
+    assert_within_roundings(
+        route, what if route == "native" else what._replace(places=[*what.places, *mixed])
+    )
 
 
 @each_route
