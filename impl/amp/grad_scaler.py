@@ -221,12 +221,13 @@ class GradScaler:
         copies: Iterable[Tensor] = (),
         update: bool = True,
     ) -> Tensor:
-        """Do what `unscale_`, `clip_grad_norm_`, `step` and `update` do, on the CPU in two passes over memory.
+        """Do what `unscale_`, `clip_grad_norm_`, `step` and `update` do, on the CPU and CUDA in two passes over memory.
 
         Adam, AdamW, SGD and Adagrad of `torch.optim` step as with `fused=True`, whatever they were built with. Their
-        gradients are read, and stay scaled and unclipped in `.grad`; other devices than the CPU update from scaled
-        copies of them. Every other optimizer, and gradients that no fused update takes (sparse ones, say), have `.grad`
-        unscaled and clipped in place, and then `optimizer.step()`.
+        gradients are read, and stay scaled and unclipped in `.grad`; the update is from scaled copies of them on other
+        devices, and on CUDA without Triton, of parameters in float64, or while a CUDA graph is captured. Every other
+        optimizer, and gradients that no fused update takes (sparse ones, say), have `.grad` unscaled and clipped in
+        place, and then `optimizer.step()`.
         After `unscale_` the gradients are taken as they are, and what it found decides. Of what a subclass may override
         a fused update asks neither `_unscale_grads_` nor `_maybe_opt_step`: it does the work of both itself.
 
