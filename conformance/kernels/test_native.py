@@ -18,7 +18,7 @@ from conformance.results import unavailable
 from impl import kernels
 from impl.kernels import AdamRule, Parameters, SGDRule, _native, _route, fused_step
 from impl.kernels._native import CHUNK, CODES
-from impl.kernels._native.checked_norm import sum_of_squares
+from impl.kernels._native.norm import sum_of_squares
 
 ADAMW = AdamRule(0.01, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled=True)
 specs = st.lists(

@@ -29,11 +29,14 @@ from conformance.kernels.calls import (
     updated_by,
 )
 from conformance.kernels.interpreter import the_interpreter
+from conformance.results import unavailable
 from impl import kernels
+from impl.kernels._native import library
 from impl.kernels._table import CHUNK, chunk_table
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-ROUTES = ("plain", "cached", "triton")
+ROUTES = ("plain", "cached", "native", "triton")
+on_cpu = pytest.mark.parametrize("route", ["cached", "native"])
 EDGES = (0, 1, 5, 1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1)
 specs = st.lists(
     st.builds(
@@ -55,7 +58,14 @@ def by(route, function, *arguments):
     """`function(route, ...)`, in the interpreter's process where the route is Triton's."""
     if route == "triton":
         return the_interpreter().call(function, route, *arguments)
+    if route == "native" and library() is None:
+        unavailable("the CPU library was not built")
     return function(route, *arguments)
+
+
+def listed(route, specs):
+    """The CPU library takes lists of one dtype."""
+    return [spec._replace(dtype=specs[0].dtype) for spec in specs] if route == "native" else specs
 
 
 def assert_same_elements(got: Result, want: Result) -> None:
@@ -68,11 +78,13 @@ def assert_same_elements(got: Result, want: Result) -> None:
         torch.testing.assert_close(got.value, want.value, rtol=0.0, atol=0.0)
 
 
+@on_cpu
 @many
 @given(specs, st.sampled_from([1.0, 0.37, 2.0**-16, 3e4]))
-def test_cached_scales_as_torch_does(specs, factor):
+def test_cpu_scales_as_torch_does(route, specs, factor):
+    specs = listed(route, specs)
     want = call("plain", "scale_", specs, torch.tensor(factor))
-    assert_same_elements(call("cached", "scale_", specs, torch.tensor(factor)), want)
+    assert_same_elements(by(route, call, "scale_", specs, torch.tensor(factor)), want)
 
 
 @few
@@ -82,7 +94,7 @@ def test_triton_scales_as_torch_does(specs, factor):
     assert_same_elements(by("triton", call, "scale_", specs, torch.tensor(factor)), want)
 
 
-@pytest.mark.parametrize("route", ["cached", "triton"])
+@pytest.mark.parametrize("route", ["cached", "native", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1 / 3, 1e-6, 7.77, math.inf, math.nan, 0.0, -1.0])
 def test_scaling_is_exact_for_every_pattern_of_bits(route, dtype, factor):
@@ -98,6 +110,7 @@ def test_scaling_is_exact_for_every_pattern_of_bits(route, dtype, factor):
 @many
 @given(specs, st.sampled_from([1.0, 0.37, 2.0**-16]), st.sampled_from([0.0, 1.0]))
 def test_cached_unscales_as_torch_does(specs, inv_scale, found_inf):
+    specs = listed(specs)
     arguments = torch.tensor(inv_scale), torch.full((1,), found_inf)
     want = call("plain", "unscale_", specs, *arguments)
     assert_same_elements(call("cached", "unscale_", specs, *arguments), want)
@@ -117,6 +130,7 @@ bounds = st.tuples(st.sampled_from([-math.inf, -0.5, 0.1, 1.0]), st.sampled_from
 @many
 @given(specs, bounds)
 def test_cached_clamps_as_torch_does(specs, bounds):
+    specs = listed(specs)
     want = call("plain", "clamp_", specs, *bounds)
     assert_same_elements(call("cached", "clamp_", specs, *bounds), want)
 
@@ -163,10 +177,10 @@ def norm_bound(tensors) -> float:
 
 
 @many
-@given(specs, st.sampled_from(["plain", "cached"]))
+@given(specs, st.sampled_from(["plain", "cached", "native"]))
 def test_two_norm_is_near_the_exact_one(specs, route):
-    tensors = [build(spec)[0] for spec in specs]
-    norm = norm_by(route, tensors, 2.0)
+    tensors = [build(spec)[0] for spec in listed(route, specs)]
+    norm = by(route, norm_by, tensors, 2.0)
     assert norm.dim() == 0
     assert norm.item() == pytest.approx(exact_norm(tensors, 2.0), rel=norm_bound(tensors), abs=0.0)
 

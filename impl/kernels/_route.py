@@ -19,6 +19,7 @@ Route = Literal["auto", "plain", "cached", "native", "triton"]
 Carrier = Literal["plain", "cached", "triton"]
 
 _NAMES: tuple[str, ...] = get_args(Route)
+_MANY = 8
 
 
 def _checked(name: str) -> str:
@@ -93,8 +94,11 @@ def _fastest(asked: str, tensor: Tensor) -> Carrier:
     return "plain"
 
 
-def cpu_library() -> Library | None:
+def cpu_library(tensors: Sequence[Tensor] | None = None) -> Library | None:
     """The CPU library, for tensors that go the way "cached": None where there is none, or it was not asked for.
+
+    Args:
+        tensors: where torch has an operator that does the same, which is as fast for a few.
 
     Raises:
         RuntimeError: "native" was asked for and there is none.
@@ -106,7 +110,7 @@ def cpu_library() -> Library | None:
             "the kernel route is 'native' but the CPU library was not built, or finds no OpenMP runtime of torch; "
             "install the package with a C compiler at hand, or ask for 'auto'"
         )
-    return found
+    return None if asked == "auto" and tensors is not None and len(tensors) < _MANY else found
 
 
 def known_on_host(flag: Tensor) -> bool | None:

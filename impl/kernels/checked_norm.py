@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._native.checked_norm import sum_of_squares
-from impl.kernels._route import cpu_library, plan_for
+from impl.kernels._route import plan_for
 from impl.kernels._untracked import untracked
-from impl.kernels.norm import result_dtype, total_norm
+from impl.kernels.norm import result_dtype, squares_by_library, total_norm
 
 # Orders whose norm of f32 and narrower tensors, summed in f64, is finite where every element is.
 _TELLING = (1.0, 2.0, math.inf)
@@ -44,7 +43,7 @@ def checked_norm(
         if norm is not None:
             return norm, found_inf
     if plan.way == "cached" and norm_type == 2.0:
-        squares = _squares_by_library(tensors)
+        squares = squares_by_library(tensors)
         if squares is not None:
             norm = torch.tensor(math.sqrt(squares), dtype=dtype or result_dtype(plan.dtypes))
             return norm, torch.tensor(0.0 if math.isfinite(squares) else 1.0)
@@ -53,11 +52,6 @@ def checked_norm(
     if plan.way == "cached" and norm_type > 0 and math.isfinite(norm.item()):
         return norm, torch.zeros((), device=norm.device)
     return norm, _found_inf_plain(by_dtype(tensors, plan.dtypes))
-
-
-def _squares_by_library(tensors: Sequence[Tensor]) -> float | None:
-    library = cpu_library()
-    return None if library is None else sum_of_squares(library, tensors)
 
 
 def _found_inf_plain(groups: list[list[Tensor]]) -> Tensor:

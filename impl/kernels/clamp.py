@@ -24,7 +24,7 @@ def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
 
     Sync: none. Collectives: none.
     """
-    if tensors[0].is_cpu and asked_route() in ("auto", "cached") and is_eager(tensors):
+    if tensors[0].is_cpu and asked_route() in ("auto", "cached", "native") and is_eager(tensors):
         _clamp_cached(tensors, low, high)
         return
     plan = plan_for(tensors)
@@ -48,12 +48,14 @@ def _clamp_plain(groups: list[list[Tensor]], low: float, high: float) -> None:
 
 def _clamp_cached(tensors: Sequence[Tensor], low: float, high: float) -> None:
     """On the CPU: one pass over memory, 8 B an element in f32, where one bound after the other takes two."""
-    small: list[Tensor] = []
-    for t in tensors:
-        if t.numel() < _LARGE:
-            small.append(t)
-        else:
-            t.clamp_(low, high)
+    numels = list(map(Tensor.numel, tensors))
+    if max(numels) < _LARGE:
+        small = [*tensors]
+    else:
+        small = [t for t, numel in zip(tensors, numels, strict=True) if numel < _LARGE]
+        for t, numel in zip(tensors, numels, strict=True):
+            if numel >= _LARGE:
+                t.clamp_(low, high)
     # Small ones stay in the cache from one bound to the next, and the loop over them costs less in C++.
     if small:
         torch._foreach_clamp_min_(small, low)

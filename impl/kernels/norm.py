@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._route import plan_for
+from impl.kernels._native.norm import sum_of_squares
+from impl.kernels._route import cpu_library, plan_for
 from impl.kernels._storage_order import flat_runs
 from impl.kernels._untracked import untracked
 
@@ -57,6 +58,12 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
             return norm
     elif plan.way == "cached" and norm_type == math.inf and _is_worth_a_search(tensors):
         return _largest(by_dtype(tensors, plan.dtypes)).to(wanted)
+    elif (
+        plan.way == "cached"
+        and norm_type == 2
+        and (squares := squares_by_library(tensors, tensors)) is not None
+    ):
+        return torch.tensor(math.sqrt(squares), dtype=wanted)
     groups = by_dtype(tensors, plan.dtypes)
     if norm_type != 2:
         return _norm_plain(groups, norm_type, dtype)
@@ -69,6 +76,14 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
         if value < _SAFE_ABOVE or value == math.inf:
             return _two_norm_by_largest(tensors).to(norm.dtype)
     return norm
+
+
+def squares_by_library(
+    tensors: Sequence[Tensor], rather_many: Sequence[Tensor] | None = None
+) -> float | None:
+    """The sum of squares in f64, on the CPU; None where the library is not there, or cannot take the tensors."""
+    library = cpu_library(rather_many)
+    return None if library is None else sum_of_squares(library, tensors)
 
 
 def result_dtype(dtypes: set[torch.dtype]) -> torch.dtype:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._route import plan_for
+from impl.kernels._native.scale import scale
+from impl.kernels._route import cpu_library, plan_for
 from impl.kernels._untracked import untracked
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -32,8 +33,8 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
         if launch_scale(tensors, factor):
             return
-    scale = _scale_cached if plan.way == "cached" else _scale_plain
-    scale(by_dtype(tensors, plan.dtypes), factor)
+    by_operators = _scale_cached if plan.way == "cached" else _scale_plain
+    by_operators(by_dtype(tensors, plan.dtypes), factor)
 
 
 def _scale_plain(groups: list[list[Tensor]], factor: Tensor) -> None:
@@ -50,6 +51,9 @@ def _scale_cached(groups: list[list[Tensor]], factor: Tensor) -> None:
     if factor.item() == 1:
         return
     for same_dtype in groups:
+        library = None if factor.dtype is torch.float64 else cpu_library(same_dtype)
+        if library is not None and scale(library, same_dtype, factor.item()):
+            continue
         if len(same_dtype) > _FEW and same_dtype[0].dtype in _HALVES and factor.dtype is not torch.float64:
             _scale_halves(same_dtype, factor.float())
         else:

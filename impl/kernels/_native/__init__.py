@@ -15,13 +15,17 @@ from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from impl.kernels._lists import dtypes_of
+
 # As `tandem_interface` gives it: changed together with the arguments and structures of the C code.
-_INTERFACE = 1
+_INTERFACE = 2
 # As in lists.h.
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHUNK = 1 << 14
@@ -66,6 +70,7 @@ class Library:
     """The functions of the library; their first four arguments are given by `lists`."""
 
     sum_of_squares: Callable[..., float]
+    scale: Callable[..., None]
     fused_step: Callable[..., None]
     region: int | None  # address of `GOMP_parallel`; None: there is one thread
 
@@ -90,10 +95,17 @@ def library() -> Library | None:
     region = _parallel_region()
     if region is None and torch.get_num_threads() > 1:
         return None
-    of_lists = (c_void_p, c_int64, c_int64, c_void_p)
-    squares = ctypes.CFUNCTYPE(c_double, *of_lists, List, c_void_p)
-    update = ctypes.CFUNCTYPE(None, *of_lists, POINTER(Update))
-    return Library(squares(("tandem_sum_of_squares", loaded)), update(("tandem_fused_step", loaded)), region)
+
+    def function(name: str, result: Any, *arguments: Any) -> Any:
+        typed = ctypes.CFUNCTYPE(result, c_void_p, c_int64, c_int64, c_void_p, *arguments)
+        return typed((f"tandem_{name}", loaded))
+
+    return Library(
+        function("sum_of_squares", c_double, List, c_void_p),
+        function("scale", None, List, c_float),
+        function("fused_step", None, POINTER(Update)),
+        region,
+    )
 
 
 def _parallel_region() -> int | None:
@@ -122,6 +134,42 @@ class Column:
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = array("q", numbers)
         self.address = self.numbers.buffer_info()[0]
+
+
+class Tensors(NamedTuple):
+    """A list of tensors as the library takes it; columns live as long as this does."""
+
+    addresses: Column
+    numels: Column
+    code: int
+
+    @property
+    def list(self) -> List:
+        return List(self.addresses.address, self.code)
+
+
+def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
+    """None if the library cannot take them: their dtypes differ or are others than its own, or they have gaps."""
+    code = CODES.get(tensors[0].dtype)
+    if code is None or len(dtypes_of(tensors)) > 1 or (addresses := memory_of(tensors)) is None:
+        return None
+    return Tensors(Column(addresses), Column(list(map(Tensor.numel, tensors))), code)
+
+
+def tensors_to_write(tensors: Sequence[Tensor]) -> Tensors | None:
+    """None also if two share memory: threads take them in any order."""
+    found = tensors_to_read(tensors)
+    if found is None:
+        return None
+    addresses, numels = (tuple(column.numbers) for column in (found.addresses, found.numels))
+    return None if overlap(addresses, numels, tensors[0].itemsize) else found
+
+
+@functools.lru_cache(maxsize=64)
+def overlap(addresses: tuple[int, ...], numels: tuple[int, ...], itemsize: int) -> bool:
+    """Whether two runs of elements share memory."""
+    filled = ((at, at + n * itemsize) for at, n in zip(addresses, numels, strict=True) if n)
+    return any(stop > start for (_, stop), (start, _) in pairwise(sorted(filled)))
 
 
 def memory_of(tensors: Sequence[Tensor]) -> list[int] | None:

@@ -71,7 +71,8 @@ class Memory:
             return None
         columns = [Column(addresses) for addresses in found if addresses is not None]
         written = [tensor for tensors in lists for tensor in tensors]
-        if _overlap(written):
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in written if t.numel())
+        if any(stop > start for (_, stop), (start, _) in pairwise(spans)):
             return None
         counted = 1 + len(self._states)
         return _Places(
@@ -83,11 +84,6 @@ class Memory:
             frozenset(tensor.data_ptr() for tensor in written if tensor.numel()),
             all(map(Tensor.is_contiguous, self.params)),
         )
-
-
-def _overlap(tensors: Sequence[Tensor]) -> bool:
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t.numel())
-    return any(stop > start for (_, stop), (start, _) in pairwise(spans))
 
 
 def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Tensor], factor: Tensor) -> bool:

@@ -1,0 +1,30 @@
+/* Tensors times a number, in place; halves are rounded once. */
+
+#include "lists.h"
+
+struct scaling {
+    struct chunks chunks;
+    struct list list;
+    float factor;
+};
+
+FOR_EACH_CPU static void scale_chunks(void *job)
+{
+    struct scaling *all = job;
+    float buffer[BLOCK];
+    for (struct chunk mine = {0}; take(&all->chunks, &mine);)
+        for (int64_t start = mine.start; start < mine.stop; start += BLOCK) {
+            const int64_t n = mine.stop - start < BLOCK ? mine.stop - start : BLOCK;
+            float *values = opened(buffer, all->list, mine.tensor, start, n);
+            for (int64_t i = 0; i < n; i++)
+                values[i] *= all->factor;
+            put_back(all->list, values, mine.tensor, start, n);
+        }
+}
+
+void tandem_scale(
+    region *parallel, int64_t threads, int64_t count, const int64_t *numels, struct list list, float factor)
+{
+    struct scaling job = {{count, numels, 0}, list, factor};
+    in_parallel(parallel, threads, scale_chunks, &job);
+}
