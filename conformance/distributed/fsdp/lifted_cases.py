@@ -75,15 +75,21 @@ def accumulated(model: nn.Module, rank: int) -> list[torch.Tensor]:
 
 
 def accumulate(
-    rank: Rank, *, library: str, module: str, replicas: bool = False, clips: bool = False, on: str = "cpu"
+    rank: Rank, *, library: str, module: str, replicas: str = "", clips: bool = False, on: str = "cpu"
 ) -> Outcome:
-    """`replicas` are as many as ranks, none of which is shared; `on` is the device that is named, or none."""
+    """`on` is the device that is named, or none.
+
+    Replicas are as many as ranks, none of which is shared: by a `mesh`, or for want of one and of groups by `default`.
+    """
     found, plain = load_library(library), built(module)
 
     def run() -> dict[str, Any]:
         arguments: dict[str, Any] = {"device_id": torch.device(on)} if on else {}
-        if replicas:
+        if replicas == "mesh":
             arguments["device_mesh"] = mesh_of(rank, 1)
+        elif replicas:
+            arguments["auto_wrap_policy"] = found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
+        if replicas:
             arguments["sharding_strategy"] = found.distributed.fsdp.ShardingStrategy.HYBRID_SHARD
         model = found.find(FSDP)(plain, **arguments)
         losses = accumulated(model, rank.rank)

@@ -10,9 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_cases import clean, gathered_gradients, state_of, wrapped
+from conformance.distributed.fsdp.fsdp_cases import (
+    FSDP,
+    clean,
+    gathered_gradients,
+    gathered_parameters,
+    state_of,
+    wrapped,
+)
 from conformance.distributed.fsdp.method_cases import Lab, tried
 from conformance.distributed.fsdp.module_trees import call, out_of_form
+from conformance.library import load_library
+from conformance.outcome import Outcome, observe
+from conformance.ranks import Rank
 
 
 def gradients(lab: Lab) -> dict[str, Any]:
@@ -90,3 +100,51 @@ def _environment(name: str, value: str) -> Generator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(torch.tanh(self.norm(self.first(x))))
+
+
+def without_some_classes(rank: Rank, *, library: str, kind: str, use_orig_params: bool) -> Outcome:
+    """Two steps in bfloat16 but for modules of a class: the dtypes in each module's forward, and what is left."""
+    found = load_library(library)
+    fsdp, plain = found.distributed.fsdp, Normalised()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+
+    def run() -> dict[str, Any]:
+        model = found.find(FSDP)(
+            plain,
+            auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({nn.Sequential}),
+            mixed_precision=fsdp.MixedPrecision(
+                torch.bfloat16, _module_classes_to_ignore=(getattr(nn, kind),)
+            ),
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+        dtypes: list[Any] = []
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Linear, nn.LayerNorm)):
+                module.register_forward_hook(_noting_dtypes(dtypes, clean(name)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for number in range(2):
+            x = torch.linspace(0, 1 + number, 6).view(2, 3) - rank.rank * 0.25
+            model(x).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        names = [clean(name) for name, _ in model.named_modules()]
+        return {"dtypes": dtypes, "modules": names, "whole": gathered_parameters(found, model)}
+
+    return observe(run)
+
+
+def _noting_dtypes(seen: list[Any], name: str) -> Any:
+    return lambda module, args, output: seen.append([name, args[0].dtype, module.weight.dtype, output.dtype])

@@ -100,9 +100,13 @@ def test_float64_gradients_are_clipped(deviation: DeviationJudge, ranks: Any) ->
 
 @clause("distributed.fsdp.fsdp_lifted.replicas_of_one")
 @pytest.mark.deviation("fsdp.replicas_of_one")
-def test_replicas_that_nobody_shares_are_averaged(deviation: DeviationJudge, ranks: Any) -> None:
+@pytest.mark.parametrize("replicas", ["mesh", "default"])
+def test_replicas_that_nobody_shares_are_averaged(
+    deviation: DeviationJudge, ranks: Any, replicas: str
+) -> None:
+    """Without groups a host has as many ranks as devices: on the CPU one."""
     deviation.judge(
-        accumulate(ranks(2), module="plain", replicas=True),
+        accumulate(ranks(2), module="plain", replicas=replicas),
         torch_does=lambda seen: seen[0].raised is None and not has_averaged(seen, "plain"),
         we_do=lambda seen: has_averaged(seen, "plain"),
     )

@@ -69,3 +69,24 @@ def test_each_unit_has_its_own_mixed_precision(
                 for gradients in (unsharded["whole_gradients"], outcome.value["whole_gradients"])
             )
             assert_all_close("whole_gradients", mine, whole, tolerance_of(precision))
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.nested")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("kind", ["LayerNorm", "Linear"])
+def test_modules_of_some_classes_are_left_in_full_precision(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], kind: str, use_orig_params: bool
+) -> None:
+    wanted, got = (
+        outcomes(
+            ranks(2),
+            library,
+            "precision_cases:without_some_classes",
+            kind=kind,
+            use_orig_params=use_orig_params,
+        )
+        for library in (reference, subject)
+    )
+    assert_ranks_agree(wanted, got, tolerance_of({"param_dtype": BRAIN}))
+    assert all(outcome.raised is None for outcome in got), got[0].raised
+    assert {weight for _, _, weight, _ in got[0].value["dtypes"]} == {FULL, BRAIN}
