@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +90,23 @@ def test_a_rank_keeps_its_part(subject: Library, size: int, strategy: str, use_o
     elements = UNITS * (WIDTH * WIDTH + WIDTH)
     fair = 2 * elements // size
     assert sum(kept.values()) // 4 <= fair + 2 * UNITS, f"{sum(kept.values()) // 4} elements, fair are {fair}"
+
+
+@clause("distributed.fsdp.scale.memory")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_was_dealt_is_let_go(subject: Library, strategy: str) -> None:
+    linear = nn.Linear(WIDTH, WIDTH)
+    given = [weakref.ref(parameter) for parameter in linear.parameters()]
+    with world_of(SMALL):
+        model = subject.distributed.fsdp.FullyShardedDataParallel(
+            linear,
+            sharding_strategy=subject.distributed.fsdp.ShardingStrategy[strategy],
+            device_id=torch.device("cpu"),
+            use_orig_params=False,
+        )
+        gc.collect()
+        assert [one() for one in given] == [None, None]
+        del model
 
 
 @clause("distributed.fsdp.scale.collectives")

@@ -19,7 +19,7 @@ def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[Removable
     Args:
         prepare: a method, held weakly, that is called before; it finds the root.
     """
-    modules = {place.module: None for flat in unit.flats for one in flat.owned for place in one.places}
+    modules = {place.module: None for flat in unit.flats for one in flat.known for place in one.places}
     entry = _Entry(unit, prepare)
     return [one.register_forward_pre_hook(entry.before, with_kwargs=True) for one in modules]
 

@@ -26,7 +26,7 @@ from impl.distributed.fsdp._flat_layout import (
     split_sizes,
 )
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._showing import Owned, ReleasedParameter, Showing
+from impl.distributed.fsdp._showing import Known, Owned, ReleasedParameter, Showing
 from impl.distributed.fsdp.api import MixedPrecision
 
 
@@ -114,7 +114,7 @@ class Flat:
         offloads: bool,
         use_orig_params: bool,
     ) -> None:
-        self.owned = list(owned)
+        self.known: list[Known] = [one.known for one in owned]
         self.layout = layout
         self.rank = rank
         self.device = device
@@ -124,13 +124,16 @@ class Flat:
         self._wanted_reduce_dtype = reduce_dtype or compute_dtype
         self.pieces: list[Piece | None] = [layout.piece(slot, rank) for slot in layout.slots]
         self._sizes, self._numbers = split_sizes(self.pieces, layout.shard_numel)
-        self.parameters = [one.parameter for one in owned]
+        given = [one.parameter for one in owned]
+        self.parameters = (
+            given if use_orig_params else []
+        )  # the user's own, whose memory the unit does without
         with torch.no_grad():
-            shard = self._shard_of([p.data for p in self.parameters])
-        requires_grad = any(p.requires_grad for p in self.parameters)
+            shard = self._shard_of([p.data for p in given])
+        requires_grad = any(p.requires_grad for p in given)
         self.flat_param = FlatParameter(shard.to("cpu") if offloads else shard, requires_grad)
-        self.flat_param._fqns = tuple(one.name for one in owned)
-        self._showing = Showing(self.owned, as_parameters=use_orig_params)
+        self.flat_param._fqns = tuple(one.name for one in self.known)
+        self._showing = Showing(self.known, as_parameters=use_orig_params)
         self.resting: list[Tensor] = []
         self.is_shown = False
         self._summoned: Showing | None = None
@@ -260,7 +263,7 @@ class Flat:
 
     def _register_instead(self, parameters: Sequence[Tensor]) -> None:
         self.unregister()
-        self._summoned = Showing(self.owned, as_parameters=True)
+        self._summoned = Showing(self.known, as_parameters=True)
         self._showing.hide()
         self._summoned.show(parameters)
 
@@ -380,7 +383,7 @@ def flats_of(  # noqa: PLR0913  what a unit was told
     for (dtype, _), same in kinds.items():
         itemsize = (mixed_precision.param_dtype or dtype).itemsize
         alignment = aligned_elements(itemsize) if use_orig_params else 1
-        shapes = [(one.name, one.parameter.shape, _dense_stride(one.parameter)) for one in same]
+        shapes = [(one.known.name, one.parameter.shape, _dense_stride(one.parameter)) for one in same]
         flats.append(
             Flat(
                 same,

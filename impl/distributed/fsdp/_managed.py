@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from impl.distributed.fsdp._flat_param import FlatParameter
-from impl.distributed.fsdp._showing import Owned, Place
+from impl.distributed.fsdp._showing import Known, Owned, Place
 
 # What wrappers put into names; the second one comes from activation checkpointing.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -125,11 +125,11 @@ def owned_by(root: nn.Module, ignored: Ignored, left_to_ancestor: frozenset[nn.P
                 continue
             names.setdefault(parameter, name)
             places.setdefault(parameter, []).append(place)
-    owned = [Owned(name, parameter, tuple(places[parameter])) for parameter, name in names.items()]
+    owned = [Owned(Known(name, tuple(places[parameter])), parameter) for parameter, name in names.items()]
     for one in owned:
         if one.parameter.dim() == 0:
             raise ValueError(
-                f"FSDP doesn't support scalar parameters. Change {one.name} to a 1D tensor with numel equal to 1."
+                f"FSDP doesn't support scalar parameters. Change {one.known.name} to a 1D tensor with numel equal to 1."
             )
         if not one.parameter.is_floating_point():
             raise ValueError("Cannot flatten integer dtype tensors")
@@ -138,12 +138,12 @@ def owned_by(root: nn.Module, ignored: Ignored, left_to_ancestor: frozenset[nn.P
 
 def mark_managed(owned: Iterable[Owned]) -> None:
     for one in owned:
-        setattr(one.parameter, MANAGED, one)
+        setattr(one.parameter, MANAGED, one.known)
 
 
 def _check_is_its_place(parameter: nn.Parameter, name: str, place: Place) -> None:
     """The modules of the unit that has it may keep a parameter; anywhere else it would go unheard of and untrained."""
-    holding: Owned = getattr(parameter, MANAGED)
+    holding: Known = getattr(parameter, MANAGED)
     if place not in holding.places:
         raise ValueError(
             f"{name} is the same parameter as {holding.name}, which another FullyShardedDataParallel has dealt to the "

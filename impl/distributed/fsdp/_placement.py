@@ -196,7 +196,7 @@ def broadcast_states(module: nn.Module, owned: Sequence[Owned], groups: Iterable
         RuntimeError: the ranks wrap other modules, or in another order.
     Collectives: broadcasts over each group, one for each tensor; all ranks must call it.
     """
-    states: list[tuple[str, Tensor]] = [(one.name, one.parameter.detach()) for one in owned]
+    states: list[tuple[str, Tensor]] = [(one.known.name, one.parameter.detach()) for one in owned]
     for name, buffer in module.named_buffers():
         if not getattr(buffer, _SYNCED, False):
             setattr(buffer, _SYNCED, True)

@@ -167,19 +167,21 @@ class Root:
         if self._forwards == 0 and not self.is_in_backward:
             self._free_released()
 
-    def buffer(self, flat: Flat, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    def buffer(self, flat: Flat, dtype: torch.dtype, is_lent: bool) -> tuple[Tensor, list[Tensor]]:
         """Memory for all gradients of a flat, [padded_numel], and views of it in the parameters' shapes.
 
-        In one lane the same memory serves every unit; but what is not dealt keeps its buffer as `.grad`.
+        In one lane the same tensor is lent to every unit, until it is reduced; what is not dealt keeps its buffer as
+        `.grad`.
         """
         numel = flat.layout.padded_numel
-        if self.streams.is_async or not flat.is_dealt:
+        if self.streams.is_async or not flat.is_dealt or not is_lent:
             made = torch.empty(numel, dtype=dtype, device=self.device)
             return made, flat.views_of(made)
         longest = self._buffers.get(dtype)
         if longest is None or longest.numel() < numel:
             longest = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self.device)
             self._views.clear()
+        longest.untyped_storage().resize_(longest.nbytes)
         buffer = longest[:numel]
         views = self._views.get((id(flat), dtype))
         if views is None:
@@ -187,11 +189,17 @@ class Root:
         return buffer, views
 
     def keep_until_reduced(self, buffer: Tensor) -> None:
-        """Hold a buffer that REDUCE reads until COMPUTE, which will reuse its memory, has waited for that."""
-        if self.streams.is_async:
-            while len(self._being_reduced) >= _WHOLE_AT_ONCE:
-                self.streams.wait(Lane.COMPUTE, self._being_reduced.pop(0)[1])
-            self._being_reduced.append((buffer, self.streams.record(Lane.REDUCE)))
+        """Hold a buffer that REDUCE reads until COMPUTE, which will reuse its memory, has waited for that.
+
+        In one lane it has been read, and the memory of what is lent is freed.
+        """
+        if not self.streams.is_async:
+            for shared in self._buffers.values():
+                shared.untyped_storage().resize_(0)
+            return
+        while len(self._being_reduced) >= _WHOLE_AT_ONCE:
+            self.streams.wait(Lane.COMPUTE, self._being_reduced.pop(0)[1])
+        self._being_reduced.append((buffer, self.streams.record(Lane.REDUCE)))
 
     def _leave_forward(self) -> None:
         self._forwards -= 1

@@ -50,27 +50,34 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Owned:
-    """A parameter that a unit takes over, and every place in which its modules keep it."""
+class Known:
+    """What a unit goes on knowing of a parameter that it took over: its name, and where its modules keep it."""
 
     name: str  # from the unit's module, cleaned of what wrappers put in
-    parameter: nn.Parameter
     places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter that a unit takes over."""
+
+    known: Known
+    parameter: nn.Parameter
 
 
 class Showing:
     """Puts one tensor for each parameter where the unit's modules look for it.
 
     Args:
-        owned: the parameters.
+        known: the parameters.
         as_parameters: what is shown are registered parameters, rather than plain attributes.
     """
 
-    def __init__(self, owned: Sequence[Owned], as_parameters: bool) -> None:
+    def __init__(self, known: Sequence[Known], as_parameters: bool) -> None:
         # A module that watches its attributes (recurrent ones keep a list of their weights) has to be told.
         self._watched: list[tuple[nn.Module, str, int]] = []
         self._plain: list[tuple[dict[str, Any], str, int]] = []
-        for index, one in enumerate(owned):
+        for index, one in enumerate(known):
             for place in one.places:
                 module = place.module
                 if not as_parameters:

@@ -276,7 +276,7 @@ class UnitLoading:
         places = {
             (place.module, place.attribute): (flat, index)
             for flat in self._unit.flats
-            for index, one in enumerate(flat.owned)
+            for index, one in enumerate(flat.known)
             for place in one.places
         }
         modules = list(self._wrapper._fsdp_wrapped_module.named_modules(remove_duplicate=False))

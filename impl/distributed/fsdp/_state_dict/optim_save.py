@@ -149,8 +149,8 @@ def _merged_keys(told: Sequence[Told], names: Names) -> list[_Key]:
 def _refuse_missing(wrapper: Any, present: set[str], names: Names) -> None:
     flats = [one for one in names.flats if one.wrapper is wrapper]
     for one in flats:
-        for name, parameter in zip(one.names, one.flat.parameters, strict=True):
-            if parameter.requires_grad and name not in present:
+        for index, name in enumerate(one.names):
+            if one.flat.wants_grad(index) and name not in present:
                 raise RuntimeError(
                     f"{name} is not in the optimizer state. The FSDPParamInfo has the param keys "
                     f"{sorted(name for other in flats for name in other.names)} while the optimizer has the param keys "
