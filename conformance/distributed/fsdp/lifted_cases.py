@@ -180,6 +180,36 @@ def copied(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
     return observe(run)
 
 
+def tied_on_meta(rank: Rank, *, library: str, across: bool, by: str) -> Outcome:
+    """Tied weights of a model on the meta device, in one unit or `across` two: how many there are in the end."""
+    found = load_library(library)
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, bias=False)))
+    plain[1][0].weight = plain[0].weight
+
+    def fill(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+
+    def run() -> tuple[int, float]:
+        fsdp = found.find(FSDP)
+        arguments = (
+            {"auto_wrap_policy": found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential})}
+            if across
+            else {}
+        )
+        if by == "function":
+            arguments["param_init_fn"] = fill
+        model = fsdp(plain, device_id=torch.device("cpu"), use_orig_params=True, **arguments)
+        model(torch.ones(2, 4)).sum().backward()
+        with fsdp.summon_full_params(model, with_grads=True):
+            parameters = list(model.parameters())
+            return len(parameters), sum(float(parameter.grad.abs().sum()) for parameter in parameters)
+
+    return observe(run)
+
+
 def clipped_with_an_inf(rank: Rank, *, library: str) -> Outcome:
     """Clipping that is to refuse: one rank's gradients have an inf."""
     found, plain = load_library(library), built("plain")

@@ -52,6 +52,34 @@ def test_a_copy_is_refused_with_its_cure(
     )
 
 
+@clause("distributed.fsdp.fsdp_lifted.tied_on_meta")
+@pytest.mark.deviation("fsdp.tied_on_meta")
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("by", ["reset", "function"])
+def test_weights_that_are_tied_on_the_meta_device_stay_tied(
+    deviation: DeviationJudge, ranks: Ranks, across: bool, by: str
+) -> None:
+    """A weight and a bias, instead of two weights and a bias; filled with ones, the gradients are known."""
+
+    def seen_in(library: Library) -> Seen:
+        return outcomes(ranks(2), library, "lifted_cases:tied_on_meta", across=across, by=by)
+
+    def tied(seen: Seen) -> bool:
+        # Of the sum over 2 rows, 4 outputs: inner weight 2 * 4 * 5 * 4, outer 2 * 4 * 4 * 4, bias 2 * 4 * 4.
+        return all(
+            outcome.raised is None
+            and outcome.value[0] == 2
+            and (by == "reset" or outcome.value[1] == 160 + 128 + 32)
+            for outcome in seen
+        )
+
+    deviation.judge(
+        seen_in,
+        torch_does=lambda seen: all(outcome.raised is None and outcome.value[0] == 3 for outcome in seen),
+        we_do=tied,
+    )
+
+
 @clause("distributed.fsdp.fsdp_lifted.nonfinite_is_refused")
 @pytest.mark.deviation("fsdp.clip_can_refuse")
 def test_clipping_refuses_an_inf_of_another_rank(deviation: DeviationJudge, ranks: Ranks) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from impl.distributed.fsdp._agreement import agreement_about
 from impl.distributed.fsdp._managed import Ignored, clean_name, is_managed
 from impl.distributed.fsdp._showing import Owned
 
 _FIRST_RANK = 0  # of a group
+# What was made of a parameter on the meta device: its other places, which may lie in other units, get the same.
+_made: Any = WeakIdKeyDictionary()  # by identity, as weak dictionaries compare tensors by their values
 
 
 def managed_below(root: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
@@ -135,14 +139,16 @@ def _materialize(
         if not callable(param_init_fn):
             raise ValueError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
         for one in own:
-            param_init_fn(one)
+            with _kept_tied(one):
+                param_init_fn(one)
         return
     for one in own:
         if not any(True for _ in itertools.chain(one.parameters(recurse=False), one.buffers(recurse=False))):
             continue
         try:
             with torch.no_grad():
-                one.to_empty(device=device, recurse=False)
+                with _kept_tied(one):
+                    one.to_empty(device=device, recurse=False)
                 reset: Any = one.reset_parameters
                 reset()
         except BaseException as error:
@@ -152,6 +158,22 @@ def _materialize(
                 stacklevel=4,
             )
             raise
+
+
+@contextlib.contextmanager
+def _kept_tied(module: nn.Module) -> Generator[None]:
+    """What the block makes of a parameter of this module is what was made of it at another place, if anything was."""
+    before = dict(module._parameters)
+    yield
+    for name, old in before.items():
+        new = module._parameters.get(name)
+        if old is not None and new is not None and new is not old:
+            module._parameters[name] = _made.setdefault(old, new)
+
+
+def made_of(parameters: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
+    """The same parameters, as they are once they are made."""
+    return frozenset(_made.get(parameter, parameter) for parameter in parameters)
 
 
 def _modules_of_unit(module: nn.Module, ignored: Ignored, wrapper: type[nn.Module]) -> Iterator[nn.Module]:

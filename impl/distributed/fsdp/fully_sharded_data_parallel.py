@@ -26,7 +26,7 @@ from impl.distributed.fsdp._groups import (
     groups_of,
 )
 from impl.distributed.fsdp._managed import ignored_by, mark_managed, owned_by
-from impl.distributed.fsdp._placement import broadcast_states, device_type_for, place
+from impl.distributed.fsdp._placement import broadcast_states, device_type_for, made_of, place
 from impl.distributed.fsdp._root import Root, root_over
 from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
@@ -178,7 +178,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
             self.rank,
             FullyShardedDataParallel,
         )
-        owned = owned_by(module, self._ignored, _left_to_ancestor)
+        owned = owned_by(module, self._ignored, made_of(_left_to_ancestor))
         self._groups = groups_of(self.sharding_strategy, *groups)
         if sync_module_states:
             outward_in = [group for group in reversed(groups) if group is not None]
