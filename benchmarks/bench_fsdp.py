@@ -155,18 +155,21 @@ class FsdpPeak:
 
 
 class FsdpTraffic:
-    """Bytes that the ranks send one another in a step, all together."""
+    """Bytes that the ranks give to collectives in a step, all together.
+
+    What ranks of one host read of one another's memory, as impl's do where Linux lets them, is not among them.
+    """
 
     params = [_WAYS, [2, 4]]
     param_names = ["subject", "world_size"]
-    version = "1"
+    version = "2"
     timeout = 600
 
     def track_bytes(self, subject, world_size):
         return _asked_once("bytes_sent", subject, world_size)
 
     track_bytes.unit, track_bytes.type = "bytes", "memory"
-    track_bytes.pretty_name = "FSDP: bytes on the wire in a step"
+    track_bytes.pretty_name = "FSDP: bytes through collectives in a step"
 
 
 def _asked_once(what: str, subject: str, world_size: int) -> int:
