@@ -148,6 +148,34 @@ def test_after_unscaling(
     judge(deviation, lambda library: told(library, True), lambda seen: assert_same_states(wanted, seen))
 
 
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@ROW
+def test_a_parameter_that_is_cut_off(deviation: DeviationJudge, reference: Library, device: str) -> None:
+    """By `.data`, at the same address: what it does not hold any more stays as it is."""
+
+    def told(library: Library, take: Take) -> list[Any]:
+        rig = Rig(
+            library, device, (Gradient((9,), seed=1), Gradient((4,), seed=2)), KINDS["sgd"], init_scale=8.0
+        )
+        whole = rig.parameters[0].data
+        for _ in range(2):
+            rig.zero_grad()
+            rig.backward()
+            take(rig, math.inf)
+        rig.parameters[0].grad = None
+        rig.parameters[0].data = whole[:3]
+        rig.parameters[0].grad = torch.full((3,), 8.0, device=device)
+        take(rig, math.inf)
+        return [whole.clone()]
+
+    wanted = told(reference, by_four)
+    judge(
+        deviation,
+        lambda library: observe(told, library, by_one),
+        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
+    )
+
+
 @clause("amp.grad_scaler.fused_step.several_optimizers")
 @ROW
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from typing import Literal
 from unittest import mock
 
 import pytest
@@ -141,6 +142,25 @@ def test_what_it_cannot_take_is_left_to_torch(library: _native.Library, what: st
     with mock.patch.object(fused_step, "_step_cached") as others:
         stepped(params, grads)
     assert others.call_count == 1
+
+
+@pytest.mark.parametrize("route", ["cached", "native"])
+def test_the_defaults_of_torch_do_not_matter(
+    library: _native.Library, route: Literal["cached", "native"]
+) -> None:
+    grads = [torch.full((3,), 2.0) for _ in range(12)]
+    with kernels.route(route), torch.device("meta"):
+        norm, flag = kernels.checked_norm(grads, 2.0)
+        kernels.scale_(grads, kernels.total_norm(grads, 2.0).reciprocal())
+    assert (norm.item(), flag.item()) == (12.0, 0.0)
+    assert torch.equal(grads[0], torch.full((3,), 2.0) * torch.tensor(12.0).reciprocal())
+    torch.set_default_dtype(torch.float64)
+    try:
+        with kernels.route(route):
+            norm, flag = kernels.checked_norm(grads, 2.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (norm.dtype, flag.dtype) == (torch.float32, torch.float32)
 
 
 def test_another_interface_is_not_called() -> None:

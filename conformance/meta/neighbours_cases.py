@@ -20,15 +20,19 @@ def given_by(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exchange(rank: Rank, *, shard_numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A gathered whole and a shard of a sum; None where ranks cannot read one another's memory."""
-    with _new_group() as (group, found):
+    """A gathered whole and a shard of a sum; None where ranks cannot read one another's memory.
+
+    Somebody has made another device the default one, on which what ranks tell each other would be lost.
+    """
+    whole = torch.full((rank.world_size * shard_numel,), float("nan")).to(dtype)
+    shard = torch.full((shard_numel,), float("nan")).to(dtype)
+    mine, buffer = (given_by(rank.rank, numel, dtype) for numel in (shard_numel, whole.numel()))
+    with torch.device("meta"), _new_group() as (group, found):
         if found is None:
             return None
-        whole = torch.full((rank.world_size * shard_numel,), float("nan")).to(dtype)
-        found.gather(group, whole, given_by(rank.rank, shard_numel, dtype), dist.Work.wait)
-        shard = torch.full((shard_numel,), float("nan")).to(dtype)
-        found.scatter_sum(group, shard, given_by(rank.rank, whole.numel(), dtype), dist.Work.wait)
-        return whole, shard
+        found.gather(group, whole, mine, dist.Work.wait)
+        found.scatter_sum(group, shard, buffer, dist.Work.wait)
+    return whole, shard
 
 
 def meet_one_that_cannot_read(rank: Rank, *, blind: int) -> bool:

@@ -279,7 +279,7 @@ def _norm(
         norms.append(placed(norm, home))
     if len(filled) < len(grads):
         for device in {grad.device for grad in grads} - here.keys():
-            here[device] = torch.zeros((), device=device)
+            here[device] = torch.zeros((), dtype=torch.float32, device=device)
     if not norms:
         return torch.full((), math.inf if order < 0 else 0.0, device=home)
     # Norms of order 0 are counts, which add up.
@@ -298,7 +298,9 @@ def _by_device(grads: Sequence[Tensor]) -> Mapping[torch.device, Sequence[Tensor
 def joint_flag(found: Found, home: torch.device) -> Tensor:
     """1.0 if one of the flags is, on `home`."""
     flags = [placed(flag, home) for flag in found.values()]
-    return functools.reduce(torch.maximum, flags) if flags else torch.zeros((), device=home)
+    return (
+        functools.reduce(torch.maximum, flags) if flags else torch.zeros((), dtype=torch.float32, device=home)
+    )
 
 
 def _factor(wanted: Wanted, norm: Tensor, inv_scale: Tensor | None) -> Tensor:

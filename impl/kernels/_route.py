@@ -40,10 +40,9 @@ def route(name: Route) -> Generator[None]:
 
     Args:
         name: "plain" is torch's own operators; "cached" the CPU fast path on top of them; "native" the same, with the
-            CPU library for what it has; "triton" the Triton
-            kernels, on CUDA, or in Triton's interpreter on CPU tensors where TRITON_INTERPRET=1 was set before
-            Triton was imported; "auto" the fastest that takes the tensors at hand. Outside any block the
-            environment variable TANDEM_KERNELS holds, read at import.
+            CPU library for what it has; "triton" the Triton kernels, on CUDA, or in Triton's interpreter on CPU tensors
+            where TRITON_INTERPRET=1 was set before Triton was imported; "auto" the fastest that takes the tensors at
+            hand. Outside any block the environment variable TANDEM_KERNELS holds, read at import.
 
     Raises:
         ValueError: there is no such route.
@@ -107,7 +106,8 @@ def cpu_library(tensors: Sequence[Tensor] | None = None) -> Library | None:
     found = library() if asked in ("auto", "native") else None
     if asked == "native" and found is None:
         raise RuntimeError(
-            "the kernel route is 'native' but the CPU library was not built, or finds no OpenMP runtime of torch; "
+            "the kernel route is 'native' but the CPU library was not built, or from other sources, or finds no OpenMP "
+            "runtime of torch; "
             "install the package with a C compiler at hand, or ask for 'auto'"
         )
     return None if asked == "auto" and tensors is not None and len(tensors) < _MANY else found

@@ -45,12 +45,12 @@ def checked_norm(
     if plan.way == "cached" and norm_type == 2.0:
         squares = squares_by_library(tensors)
         if squares is not None:
-            norm = torch.tensor(math.sqrt(squares), dtype=dtype or result_dtype(plan.dtypes))
-            return norm, torch.tensor(0.0 if math.isfinite(squares) else 1.0)
+            norm = torch.tensor(math.sqrt(squares), dtype=dtype or result_dtype(plan.dtypes), device="cpu")
+            return norm, _flag(not math.isfinite(squares), norm.device)
     norm = total_norm(tensors, norm_type, dtype)
     # Neither an inf nor a nan can hide from a finite norm of positive order; on the CPU a look costs nothing.
     if plan.way == "cached" and norm_type > 0 and math.isfinite(norm.item()):
-        return norm, torch.zeros((), device=norm.device)
+        return norm, _flag(False, norm.device)
     return norm, _found_inf_plain(by_dtype(tensors, plan.dtypes))
 
 
@@ -64,8 +64,12 @@ def _found_inf_plain(groups: list[list[Tensor]]) -> Tensor:
         else:
             largest.extend(torch.linalg.vector_norm(t, math.inf) for t in filled)
     if not largest:
-        return torch.zeros((), device=groups[0][0].device)
+        return _flag(False, groups[0][0].device)
     return nonfinite_flag(torch.stack([norm.double() for norm in largest]))
+
+
+def _flag(is_set: bool, device: torch.device) -> Tensor:
+    return torch.full((), float(is_set), dtype=torch.float32, device=device)
 
 
 def nonfinite_flag(values: Tensor) -> Tensor:

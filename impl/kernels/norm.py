@@ -63,7 +63,7 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
         and norm_type == 2
         and (squares := squares_by_library(tensors, tensors)) is not None
     ):
-        return torch.tensor(math.sqrt(squares), dtype=wanted)
+        return torch.tensor(math.sqrt(squares), dtype=wanted, device="cpu")
     groups = by_dtype(tensors, plan.dtypes)
     if norm_type != 2:
         return _norm_plain(groups, norm_type, dtype)

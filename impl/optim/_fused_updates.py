@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from impl.kernels import (
@@ -28,7 +29,7 @@ from impl.kernels import (
     SGDRule,
     fused_step_,
 )
-from impl.optim._plan import Bucket, Plan, cannot_plan
+from impl.optim._plan import Bucket, Plan, cannot_plan, tensor_guards
 from impl.optim._shards import local_part
 
 _Group = Mapping[str, Any]
@@ -176,13 +177,23 @@ def step_by(optimizer: Optimizer, updates: Sequence[Update], apply: Callable[[Up
             attributes._init_group = before
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    parameters: Parameters
+    guards: TensorGuards  # on parameters and gradients, with their shapes
+
+    def serves(self, grads: list[Tensor], copies: list[Tensor]) -> bool:
+        same_copies = [*map(id, self.parameters.copies)] == [*map(id, copies)]
+        return same_copies and self.guards.check(*self.parameters.params, *grads)
+
+
 class _Lists:
     """The updates of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._kind = _KINDS[type(optimizer)]
         self.plan = Plan(optimizer)
-        self._prepared: WeakKeyDictionary[Bucket, Parameters] = WeakKeyDictionary()
+        self._prepared: WeakKeyDictionary[Bucket, _Prepared] = WeakKeyDictionary()
 
     def collect(self, optimizer: Optimizer, copies: Mapping[int, Tensor]) -> list[Update]:
         updates: list[Update] = []
@@ -204,11 +215,12 @@ class _Lists:
             return self._of_unfilled(group, bucket, grads, copies)
         mine = _copies_of(bucket.params, copies)
         # What is no plain tensor is looked through anew, since its part may lie elsewhere now.
-        parameters = self._prepared.get(bucket) if PLAIN_TYPES.issuperset(map(type, bucket.params)) else None
-        if parameters is None or [*map(id, parameters.copies)] != [*map(id, mine)]:
+        kept = self._prepared.get(bucket) if PLAIN_TYPES.issuperset(map(type, bucket.params)) else None
+        if kept is None or not kept.serves(grads, mine):
             parameters = _prepared(bucket.params, states, bucket, grads, mine)
-            self._prepared[bucket] = parameters
-        return [Update(self._kind, group, bucket.params, parameters, grads, bucket, unfilled=False)]
+            kept = _Prepared(parameters, tensor_guards([*parameters.params, *grads], with_shapes=True))
+            self._prepared[bucket] = kept
+        return [Update(self._kind, group, bucket.params, kept.parameters, grads, bucket, unfilled=False)]
 
     def _of_unfilled(
         self, group: dict[str, Any], bucket: Bucket, grads: list[Tensor], copies: Mapping[int, Tensor]
@@ -282,6 +294,8 @@ def _check_memory(alike: list[Tensor], grad: Tensor, copy: Tensor | None) -> Non
     for tensor in (*alike, grad, *([] if copy is None else [copy])):
         if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
             raise Unfused(f"it holds a {type(tensor).__name__} with layout {tensor.layout}")
+        if tensor.device != param.device:
+            raise Unfused(f"a tensor on {tensor.device} belongs to a parameter on {param.device}")
         if tensor.dtype not in KERNEL_DTYPES:
             raise Unfused(f"it holds a tensor of {tensor.dtype}")
         if tensor.shape != param.shape:

@@ -273,10 +273,11 @@ def changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> list
     return sorted(key for key in one.keys() | other.keys() if key not in one or one[key] != other.get(key))
 
 
-def tensor_guards(tensors: list[Tensor]) -> TensorGuards:
-    """Guards on type, device, dtype and layout of these tensors, on how they take part in autograd, not on shapes."""
+def tensor_guards(tensors: list[Tensor], with_shapes: bool = False) -> TensorGuards:
+    """Guards on type, device, dtype and layout of these tensors, and on how they take part in autograd."""
     free: list[Any] = [[None] * tensor.dim() for tensor in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
+    shapes: list[Any] = [list(tensor.shape) for tensor in tensors] if with_shapes else free
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=free)
 
 
 def places_by_kind(params: list[Tensor]) -> list[list[int] | None]:

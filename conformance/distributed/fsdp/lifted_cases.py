@@ -188,8 +188,8 @@ def tied_on_meta(rank: Rank, *, library: str, across: bool, by: str) -> Outcome:
     plain[1][0].weight = plain[0].weight
 
     def fill(module: nn.Module) -> None:
-        module.to_empty(device="cpu", recurse=False)
-        for parameter in module.parameters(recurse=False):
+        module.to_empty(device="cpu", recurse=by == "recursive function")
+        for parameter in module.parameters(recurse=by == "recursive function"):
             nn.init.ones_(parameter)
 
     def run() -> tuple[int, float]:
@@ -199,7 +199,7 @@ def tied_on_meta(rank: Rank, *, library: str, across: bool, by: str) -> Outcome:
             if across
             else {}
         )
-        if by == "function":
+        if by != "reset":
             arguments["param_init_fn"] = fill
         model = fsdp(plain, device_id=torch.device("cpu"), use_orig_params=True, **arguments)
         model(torch.ones(2, 4)).sum().backward()

@@ -50,6 +50,24 @@ def trained(
     return observe(run)
 
 
+def only_an_input(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
+    """How often hooks were called by a backward, and by then asking for the gradient of an input alone."""
+    found, plain = load_library(library), nn.Sequential(built("plain"), nn.Tanh())
+
+    def run() -> list[int]:
+        model = found.find(FSDP)(plain, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        called: list[torch.Tensor] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(called.append)
+        _backward(model, rank.rank, 1)
+        by_backward = len(called)
+        x = torch.ones(5, 3, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x)
+        return [by_backward, len(called)]
+
+    return observe(run)
+
+
 def _stepping(parameter: nn.Parameter) -> Any:
     optimizer = torch.optim.SGD([parameter], lr=_LEARNING_RATE)
 

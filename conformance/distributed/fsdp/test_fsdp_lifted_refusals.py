@@ -55,7 +55,7 @@ def test_a_copy_is_refused_with_its_cure(
 @clause("distributed.fsdp.fsdp_lifted.tied_on_meta")
 @pytest.mark.deviation("fsdp.tied_on_meta")
 @pytest.mark.parametrize("across", [False, True])
-@pytest.mark.parametrize("by", ["reset", "function"])
+@pytest.mark.parametrize("by", ["reset", "function", "recursive function"])
 def test_weights_that_are_tied_on_the_meta_device_stay_tied(
     deviation: DeviationJudge, ranks: Ranks, across: bool, by: str
 ) -> None:

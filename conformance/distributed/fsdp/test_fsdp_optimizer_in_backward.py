@@ -72,3 +72,16 @@ def test_whatever_steps_in_backward_sees_the_average(
         torch_does=lambda seen: not has_trained(seen, accumulates),
         we_do=lambda seen: has_trained(seen, accumulates),
     )
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_where_nothing_accumulates_no_hook_is_called(
+    subject: Library, ranks: Ranks, use_orig_params: bool
+) -> None:
+    """A step taken there would be the last one once more."""
+    case = "optimizer_in_backward_cases:only_an_input"
+    for outcome in outcomes(ranks(2), subject, case, use_orig_params=use_orig_params):
+        assert outcome.raised is None, outcome.raised
+        by_backward, in_the_end = outcome.value
+        assert by_backward == in_the_end

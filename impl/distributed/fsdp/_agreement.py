@@ -42,6 +42,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.05
 # What has come after a collective, and what has come after that.
 _Followers = dict[str, "_Followers"]
 Complete = Callable[[dist.Work], Any]
+
+
+class OwnFault(RuntimeError):
+    """What went wrong is known here, and is no matter of collectives that fail."""
+
+
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
 
 
@@ -78,6 +84,8 @@ class Agreement:
             return
         try:
             steps(functools.partial(_complete, watch))
+        except OwnFault:
+            raise
         except RuntimeError as error:
             raise RuntimeError(watch.explained(entry)) from error
 

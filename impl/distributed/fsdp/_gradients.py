@@ -33,6 +33,7 @@ class GradientShard:
         self._shown_parts: list[Tensor | None] = []
         self._unreduced: Tensor | None = None  # [padded_numel], of backwards that did not synchronise
         self._unreduced_views: list[Tensor] = []
+        self._is_added_to = False  # in this backward
 
     def forget_if_cleared(self) -> None:
         """Let go of memory that `.grad` was made of until a user set it to None."""
@@ -42,6 +43,7 @@ class GradientShard:
 
     def begin_backward(self) -> None:
         """Take aside what `.grad` holds, so that this backward is added to it."""
+        self._is_added_to = False
         if self._unreduced is not None:
             if self._is_cleared():
                 self._unreduced = None
@@ -77,6 +79,7 @@ class GradientShard:
 
     def add(self, reduced: Tensor) -> None:
         """Add an average [shard_numel] of any dtype to those of this backward and before."""
+        self._is_added_to = True
         flat = self._flat
         keeps = self._keeps_low_precision and not flat.is_dealt
         mine = reduced if keeps else reduced.to(flat.dtype)
@@ -99,7 +102,8 @@ class GradientShard:
         if self._keeps_low_precision and self._flat.is_dealt:
             averaged = averaged.to(self._flat.compute_dtype)
         self.show(averaged)
-        self._call_hooks()
+        if self._is_added_to:
+            self._call_hooks()
 
     def _call_hooks(self) -> None:
         """What a user has asked to be called, or stepped, after accumulation: autograd sees none of these parameters.

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._agreement import Complete
+from impl.distributed.fsdp._agreement import Complete, OwnFault
 
 LEAST_BYTES = 1 << 19  # of all ranks' parts together
 _CHUNK_BYTES = 1 << 18  # of what is summed at once: it stays in the cache
@@ -82,15 +82,14 @@ class Neighbours:
         told = _told_to_all(group, [offered.data_ptr(), offered.nbytes], complete)
         for peer, (_, nbytes) in enumerate(told):
             if nbytes != offered.nbytes:
-                raise RuntimeError(
-                    f"rank {peer} of the group offers {nbytes} bytes, this one {offered.nbytes}"
-                )
+                raise OwnFault(f"rank {peer} of the group offers {nbytes} bytes, this one {offered.nbytes}")
         yield [address for address, _ in told]
         _told_to_all(group, [0], complete)
 
     def _read(self, peer: int, address: int, into: Tensor) -> None:
         if not _is_read(self.pids[peer], address, into):
-            raise RuntimeError(f"the memory of rank {peer} of the group: {os.strerror(ctypes.get_errno())}")
+            why = os.strerror(ctypes.get_errno()) if ctypes.get_errno() else "it ends before what was offered"
+            raise OwnFault(f"the memory of rank {peer} of the group cannot be read: {why}")
 
 
 def is_enough(tensor: Tensor, group: dist.ProcessGroup) -> bool:
@@ -118,7 +117,7 @@ def neighbours_in(group: dist.ProcessGroup, complete: Complete) -> Neighbours | 
 def _met(group: dist.ProcessGroup, complete: Complete) -> Neighbours | None:
     """Each rank shows a number in its memory, and tries to read those of the others."""
     here = _place()
-    token = torch.tensor([secrets.randbits(62)])
+    token = torch.tensor([secrets.randbits(62)], device="cpu")
     told = _told_to_all(group, [here, os.getpid(), token.data_ptr(), int(token)], complete)
     seen = torch.zeros_like(token)
     reads_all = _reader() is not None and all(
@@ -132,8 +131,8 @@ def _met(group: dist.ProcessGroup, complete: Complete) -> Neighbours | None:
 
 def _told_to_all(group: dist.ProcessGroup, numbers: Sequence[int], complete: Complete) -> list[list[int]]:
     """The numbers that each rank tells."""
-    rows = torch.zeros(group.size(), len(numbers), dtype=torch.int64)
-    rows[group.rank()] = torch.tensor(numbers)
+    rows = torch.zeros(group.size(), len(numbers), dtype=torch.int64, device="cpu")
+    rows[group.rank()] = torch.tensor(numbers, device="cpu")
     complete(group.allreduce([rows]))
     return rows.tolist()
 

@@ -162,13 +162,18 @@ def _materialize(
 
 @contextlib.contextmanager
 def _kept_tied(module: nn.Module) -> Generator[None]:
-    """What the block makes of a parameter of this module is what was made of it at another place, if anything was."""
-    before = dict(module._parameters)
+    """What the block makes of a parameter in this module is what was made of it at another place, if anything was."""
+    before = [
+        (one, name, parameter)
+        for one in module.modules()
+        for name, parameter in one._parameters.items()
+        if parameter is not None and not is_managed(parameter) and parameter.is_meta
+    ]
     yield
-    for name, old in before.items():
-        new = module._parameters.get(name)
-        if old is not None and new is not None and new is not old:
-            module._parameters[name] = _made.setdefault(old, new)
+    for one, name, old in before:
+        new = one._parameters.get(name)
+        if new is not None and new is not old:
+            one._parameters[name] = _made.setdefault(old, new)
 
 
 def made_of(parameters: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:

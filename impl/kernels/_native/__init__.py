@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
@@ -81,7 +80,7 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """None where it was not built, or where torch has several threads and it would have one. Loaded once."""
+    """None where it was not built, or would have one thread where torch has several when this is first asked."""
     here = Path(__file__).parent
     built = next((path for end in EXTENSION_SUFFIXES if (path := here / f"_library{end}").exists()), None)
     if built is None:
@@ -110,22 +109,12 @@ def library() -> Library | None:
 
 def _parallel_region() -> int | None:
     """Address of the function by which compiled code enters a parallel region, in torch's OpenMP runtime."""
-    for path in _loaded_openmp():
-        try:
-            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None
-
-
-def _loaded_openmp() -> list[str]:
-    """Paths of the OpenMP runtimes in this process, torch's own first."""
-    if not sys.platform.startswith("linux"):
-        return []
-    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    found = [path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
-    home = str(Path(torch.__file__).parent.parent)
-    return sorted(found, key=lambda path: (not path.startswith(home), path))
+    try:
+        # Looked up in what torch's own library is linked with.
+        torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(torchs.GOMP_parallel, c_void_p).value
+    except (OSError, AttributeError):
+        return None
 
 
 class Column:

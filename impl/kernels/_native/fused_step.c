@@ -71,13 +71,12 @@ INLINE void adam(const struct settings *s, struct block b, struct pace pace)
             mean[i] = g[i] - (g[i] - mean[i]) * to_mean;
     for (int64_t i = 0; i < b.n; i++)
         square[i] = square[i] * beta2 + to_square * g[i] * g[i];
-    if (largest) {
+    if (largest)
         for (int64_t i = 0; i < b.n; i++)
             largest[i] = square[i] > largest[i] || square[i] != square[i] ? square[i] : largest[i];
-        square = largest;
-    }
+    const float *under_root = largest ? largest : square;
     for (int64_t i = 0; i < b.n; i++)
-        p[i] -= pace.size * mean[i] / (sqrtf(square[i]) / pace.root + eps);
+        p[i] -= pace.size * mean[i] / (sqrtf(under_root[i]) / pace.root + eps);
 }
 
 INLINE void sgd(const struct settings *s, struct block b, struct pace pace)
@@ -97,11 +96,10 @@ INLINE void sgd(const struct settings *s, struct block b, struct pace pace)
         if (s->nesterov)
             for (int64_t i = 0; i < b.n; i++)
                 g[i] += mean[i] * momentum;
-        else
-            g = mean;
     }
+    const float *direction = mean && !s->nesterov ? mean : g;
     for (int64_t i = 0; i < b.n; i++)
-        p[i] -= g[i] * pace.size;
+        p[i] -= direction[i] * pace.size;
 }
 
 INLINE void adagrad(const struct settings *s, struct block b, struct pace pace)

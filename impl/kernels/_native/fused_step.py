@@ -62,6 +62,7 @@ class Memory:
             and len(kinds := {copy.dtype for copy in self.copies}) <= 1
             and kinds <= CODES.keys()
             and all(step.dtype is torch.float32 for step in self._steps)
+            and all(tensor.is_cpu for tensors in self._lists for tensor in tensors)
         )
 
     def _look(self) -> _Places | None:

@@ -11,8 +11,10 @@
 
 /* Compiled once for each level of the instruction set; the loader picks one. Products and sums are never contracted
    (setup: -ffp-contract=off), so every level gives the same bits. */
-#if defined(__x86_64__) && defined(__GLIBC__)
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__GLIBC__)
+#define FOR_EACH_CPU __attribute__((target_clones("avx2", "default")))
 #else
 #define FOR_EACH_CPU
 #endif
