@@ -43,7 +43,7 @@ def library() -> _native.Library:
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(specs)
 def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
     found = _native.library() or unavailable("the CPU library was not built")
