@@ -30,7 +30,9 @@ struct job {
 /* f32 elements of one place; a rule takes the states that it has. */
 struct block {
     int64_t n;
-    float *params, *grads, *states[STATES];
+    float *params, *states[STATES];
+    const float *grads; /* scaled still */
+    float factor;       /* what they are multiplied by; negative to maximize */
 };
 
 /* What the number of a tensor's updates makes of the learning rate. */
@@ -49,83 +51,127 @@ INLINE struct pace pace_of(const struct settings *s, double step)
     return (struct pace){step, s->lr, 1};
 }
 
+enum decay { NONE, OF_GRADIENT, OF_PARAMETER };
+
+/* Constant where it is called, so that the loop has no branches. */
+INLINE void adam_as(const struct settings *s, struct block b, struct pace pace, enum decay decay, bool amsgrad)
+{
+    float *restrict p = b.params, *restrict mean = b.states[0], *restrict square = b.states[1];
+    float *restrict largest = b.states[2];
+    const float *restrict grads = b.grads;
+    const float factor = b.factor, rate = decay == OF_PARAMETER ? s->lr * s->weight_decay : s->weight_decay;
+    const float to_grad = 1 - s->beta1, to_mean = s->beta1, beta2 = s->beta2, to_square = 1 - s->beta2;
+    const float eps = s->eps, size = pace.size, root = pace.root;
+    const bool is_near = to_grad < 0.5f;
+
+    for (int64_t i = 0; i < b.n; i++) {
+        float param = p[i], grad = grads[i] * factor;
+        if (decay == OF_PARAMETER)
+            param -= param * rate;
+        if (decay == OF_GRADIENT)
+            grad += param * rate;
+        /* From the end that is nearer: with beta1 = 0 the mean is the gradient to the bit. */
+        const float near = mean[i] + to_grad * (grad - mean[i]), far = grad - (grad - mean[i]) * to_mean;
+        const float moment = is_near ? near : far;
+        float under_root = square[i] * beta2 + to_square * grad * grad;
+        mean[i] = moment;
+        square[i] = under_root;
+        if (amsgrad) {
+            under_root = under_root > largest[i] || under_root != under_root ? under_root : largest[i];
+            largest[i] = under_root;
+        }
+        p[i] = param - size * moment / (sqrtf(under_root) / root + eps);
+    }
+}
+
 INLINE void adam(const struct settings *s, struct block b, struct pace pace)
 {
-    float *restrict p = b.params, *restrict g = b.grads;
-    float *restrict mean = b.states[0], *restrict square = b.states[1], *restrict largest = b.states[2];
-    const float decay = s->weight_decay, lr_decay = s->lr * s->weight_decay, eps = s->eps;
-    const float to_grad = 1 - s->beta1, to_mean = s->beta1, beta2 = s->beta2, to_square = 1 - s->beta2;
-
-    if (decay != 0 && s->decoupled)
-        for (int64_t i = 0; i < b.n; i++)
-            p[i] -= p[i] * lr_decay;
-    else if (decay != 0)
-        for (int64_t i = 0; i < b.n; i++)
-            g[i] += p[i] * decay;
-    /* From the end that is nearer: with beta1 = 0 the mean is the gradient to the bit. */
-    if (to_grad < 0.5f)
-        for (int64_t i = 0; i < b.n; i++)
-            mean[i] += to_grad * (g[i] - mean[i]);
+    const enum decay decay = s->weight_decay == 0 ? NONE : s->decoupled ? OF_PARAMETER : OF_GRADIENT;
+    const bool amsgrad = b.states[2];
+    if (decay == NONE && amsgrad)
+        adam_as(s, b, pace, NONE, true);
+    else if (decay == NONE)
+        adam_as(s, b, pace, NONE, false);
+    else if (decay == OF_GRADIENT && amsgrad)
+        adam_as(s, b, pace, OF_GRADIENT, true);
+    else if (decay == OF_GRADIENT)
+        adam_as(s, b, pace, OF_GRADIENT, false);
+    else if (amsgrad)
+        adam_as(s, b, pace, OF_PARAMETER, true);
     else
-        for (int64_t i = 0; i < b.n; i++)
-            mean[i] = g[i] - (g[i] - mean[i]) * to_mean;
-    for (int64_t i = 0; i < b.n; i++)
-        square[i] = square[i] * beta2 + to_square * g[i] * g[i];
-    if (largest)
-        for (int64_t i = 0; i < b.n; i++)
-            largest[i] = square[i] > largest[i] || square[i] != square[i] ? square[i] : largest[i];
-    const float *under_root = largest ? largest : square;
-    for (int64_t i = 0; i < b.n; i++)
-        p[i] -= pace.size * mean[i] / (sqrtf(under_root[i]) / pace.root + eps);
+        adam_as(s, b, pace, OF_PARAMETER, false);
+}
+
+INLINE void sgd_as(const struct settings *s, struct block b, struct pace pace, bool decays, bool has_mean, bool nesterov)
+{
+    float *restrict p = b.params, *restrict mean = b.states[0];
+    const float *restrict grads = b.grads;
+    const float factor = b.factor, decay = s->weight_decay, size = pace.size;
+    const float momentum = s->momentum, undamped = 1 - s->dampening;
+    const bool is_first = s->first;
+
+    for (int64_t i = 0; i < b.n; i++) {
+        float grad = grads[i] * factor;
+        if (decays)
+            grad += p[i] * decay;
+        if (has_mean) {
+            const float moment = is_first ? grad : mean[i] * momentum + grad * undamped;
+            mean[i] = moment;
+            grad = nesterov ? grad + moment * momentum : moment;
+        }
+        p[i] -= grad * size;
+    }
 }
 
 INLINE void sgd(const struct settings *s, struct block b, struct pace pace)
 {
-    float *restrict p = b.params, *restrict g = b.grads, *restrict mean = b.states[0];
-    const float decay = s->weight_decay, momentum = s->momentum, undamped = 1 - s->dampening;
+    const bool decays = s->weight_decay != 0;
+    if (!b.states[0] && decays)
+        sgd_as(s, b, pace, true, false, false);
+    else if (!b.states[0])
+        sgd_as(s, b, pace, false, false, false);
+    else if (s->nesterov && decays)
+        sgd_as(s, b, pace, true, true, true);
+    else if (s->nesterov)
+        sgd_as(s, b, pace, false, true, true);
+    else if (decays)
+        sgd_as(s, b, pace, true, true, false);
+    else
+        sgd_as(s, b, pace, false, true, false);
+}
 
-    if (decay != 0)
-        for (int64_t i = 0; i < b.n; i++)
-            g[i] += p[i] * decay;
-    if (mean) {
-        if (s->first)
-            memcpy(mean, g, (size_t)b.n * sizeof *g);
-        else
-            for (int64_t i = 0; i < b.n; i++)
-                mean[i] = mean[i] * momentum + g[i] * undamped;
-        if (s->nesterov)
-            for (int64_t i = 0; i < b.n; i++)
-                g[i] += mean[i] * momentum;
+INLINE void adagrad_as(const struct settings *s, struct block b, struct pace pace, bool decays)
+{
+    float *restrict p = b.params, *restrict sum = b.states[0];
+    const float *restrict grads = b.grads;
+    const float factor = b.factor, decay = s->weight_decay, eps = s->eps, size = pace.size;
+
+    for (int64_t i = 0; i < b.n; i++) {
+        float grad = grads[i] * factor;
+        if (decays)
+            grad += p[i] * decay;
+        const float total = sum[i] + grad * grad;
+        sum[i] = total;
+        p[i] -= size * grad / (sqrtf(total) + eps);
     }
-    const float *direction = mean && !s->nesterov ? mean : g;
-    for (int64_t i = 0; i < b.n; i++)
-        p[i] -= direction[i] * pace.size;
 }
 
 INLINE void adagrad(const struct settings *s, struct block b, struct pace pace)
 {
-    float *restrict p = b.params, *restrict g = b.grads, *restrict sum = b.states[0];
-    const float decay = s->weight_decay, eps = s->eps;
-
-    if (decay != 0)
-        for (int64_t i = 0; i < b.n; i++)
-            g[i] += p[i] * decay;
-    for (int64_t i = 0; i < b.n; i++)
-        sum[i] += g[i] * g[i];
-    for (int64_t i = 0; i < b.n; i++)
-        p[i] -= pace.size * g[i] / (sqrtf(sum[i]) + eps);
+    if (s->weight_decay != 0)
+        adagrad_as(s, b, pace, true);
+    else
+        adagrad_as(s, b, pace, false);
 }
 
 INLINE void update_block(const struct update *u, struct pace pace, int64_t tensor, int64_t start, int64_t n)
 {
     float params[BLOCK], grads[BLOCK], states[STATES][BLOCK];
-    struct block b = {n, opened(params, u->params, tensor, start, n), grads, {0}};
+    struct block b = {.n = n, .params = opened(params, u->params, tensor, start, n)};
     for (int state = 0; state < STATES; state++)
         b.states[state] = opened(states[state], u->states[state], tensor, start, n);
-    widen(grads, at(u->grads, tensor, start), u->grads.dtype, n);
-    const float factor = u->settings.maximize ? -u->factor : u->factor;
-    for (int64_t i = 0; i < n; i++)
-        grads[i] *= factor;
+    b.grads = opened(grads, u->grads, tensor, start, n);
+    b.factor = u->settings.maximize ? -u->factor : u->factor;
 
     if (u->settings.rule == ADAM)
         adam(&u->settings, b, pace);
