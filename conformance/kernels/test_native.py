@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance.kernels.calls import Spec, build
-from conformance.results import unavailable
+from conformance.kernels.native import the_library
 from impl import kernels
 from impl.kernels import AdamRule, Parameters, SGDRule, _native, _route, fused_step
 from impl.kernels._native import CHUNK, CODES
@@ -37,16 +37,13 @@ specs = st.lists(
 
 @pytest.fixture
 def library() -> _native.Library:
-    found = _native.library()
-    if found is None:
-        unavailable("the CPU library was not built")
-    return found
+    return the_library()
 
 
 @settings(max_examples=40, deadline=None)
 @given(specs)
 def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
-    found = _native.library() or unavailable("the CPU library was not built")
+    found = the_library()
     tensors = [build(spec)[0] for spec in specs]
     got = sum_of_squares(found, tensors)
     want = math.fsum(float(x) for t in tensors for x in t.double().square().flatten())
@@ -67,7 +64,7 @@ def test_one_number_that_is_none_is_found(
     assert math.isfinite(sum_of_squares(library, [largest]))
 
 
-def updated(threads: int, rule: kernels.Rule = ADAMW) -> list[Tensor]:
+def updated(threads: int) -> list[Tensor]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -78,7 +75,7 @@ def updated(threads: int, rule: kernels.Rule = ADAMW) -> list[Tensor]:
         steps = [torch.tensor(2.0) for _ in params]
         with kernels.route("native"):
             norm, _ = kernels.checked_norm(grads, 2.0)
-            kernels.fused_step_(rule, Parameters(params, [means, squares], steps), grads, norm.reciprocal())
+            kernels.fused_step_(ADAMW, Parameters(params, [means, squares], steps), grads, norm.reciprocal())
         return [norm, *params, *means, *squares]
     finally:
         torch.set_num_threads(before)

@@ -11,6 +11,7 @@ import torch
 from conformance.meta import neighbours_cases
 from conformance.meta.neighbours_cases import given_by
 from conformance.ranks import RankPool
+from conformance.results import unavailable
 from impl.distributed.fsdp import _neighbours
 
 pytestmark = [
@@ -31,7 +32,7 @@ def test_what_is_read_is_what_is_there(
     shard_numel = chunks * _neighbours._CHUNK_BYTES // dtype.itemsize + beyond
     seen = ranks(more_ranks).run(f"{CASES}:exchange", shard_numel=shard_numel, dtype=dtype)
     if seen == [None] * more_ranks:
-        pytest.skip(KEPT_APART)
+        unavailable(KEPT_APART)
     whole = torch.cat([given_by(rank, shard_numel, dtype) for rank in range(more_ranks)])
     total = torch.stack([given_by(rank, more_ranks * shard_numel, dtype) for rank in range(more_ranks)]).sum(
         0
@@ -49,7 +50,7 @@ def test_where_one_cannot_read_none_does(ranks: Callable[..., RankPool], blind: 
 def test_unequal_sizes_are_refused_before_anything_is_read(ranks: Callable[..., RankPool]) -> None:
     told = ranks(2).run(f"{CASES}:offer_unequal_sizes")
     if told == [None, None]:
-        pytest.skip(KEPT_APART)
+        unavailable(KEPT_APART)
     assert told == [
         f"rank {1 - rank} of the group offers {4 * (6 - rank)} bytes, this one {4 * (5 + rank)}"
         for rank in (0, 1)

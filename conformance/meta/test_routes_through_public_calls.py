@@ -24,8 +24,8 @@ def _scaler(name: str) -> str:
 
 
 _FUSED = (
-    "norms_of_every_order", "after_unscaling", "copies_in_lower_precision", "parameters_of_every_dtype",
-    "momentum_that_begins_with_a_skipped_step", "gradients_stay_as_they_are", "switched_off",
+    "norms_of_every_order", "after_unscaling", "momentum_that_begins_with_a_skipped_step",
+    "gradients_stay_as_they_are", "switched_off",
 )  # fmt: skip
 # Of the scaler's tests, those that find a kernel's faults.
 _JUDGES = [
@@ -36,6 +36,8 @@ _JUDGES = [
     f"{_scaler('step')}::test_iterations_of_every_dtype",
     f"{_scaler('step')}::test_decided_once_an_iteration",
     *(f"{_scaler('fused_step')}::test_{name}" for name in _FUSED),
+    f"{_scaler('fused_precision')}::test_copies_in_lower_precision",
+    f"{_scaler('fused_precision')}::test_parameters_of_every_dtype",
 ]
 _WORDS = {
     "plain": _JUDGES,

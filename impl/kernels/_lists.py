@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
-KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+HALVES = frozenset((torch.float16, torch.bfloat16))
+KERNEL_DTYPES = HALVES | {torch.float32, torch.float64}
 
 _device, _dtype, _is_cpu, _layout = map(attrgetter, ("device", "dtype", "is_cpu", "layout"))
 

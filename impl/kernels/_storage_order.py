@@ -18,6 +18,20 @@ OVERLAP = (
 )
 
 
+def are_dense(tensors: Sequence[Tensor]) -> bool:
+    """Whether the elements of each lie without gaps and once, in whatever order of dimensions."""
+    return all(map(Tensor.is_contiguous, tensors)) or all(
+        t.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(t) for t in tensors
+    )
+
+
+def laid_out_as(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient, or a copy of it where its elements lie in memory in another order than the parameter's."""
+    if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+
+
 def flat_view(tensor: Tensor) -> Tensor | None:
     """All elements in the order of memory as a 1-D view, or None if there are gaps or elements lie twice."""
     if tensor.is_contiguous():

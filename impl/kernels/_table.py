@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from impl.kernels._storage_order import are_dense
+
 # Elements one program works on. The tail of a tensor is a shorter chunk.
 CHUNK = 1 << 15
 # Addresses divisible by this are read 128 bits at a time.
@@ -41,9 +43,7 @@ def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
         not what a tensor holds, as that of a view that negates. No kernel can take them.
     Sync: none; on CUDA a new table is copied there from pinned memory.
     """
-    if not all(t.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(t) for t in tensors):
-        return None
-    if any(map(Tensor.is_neg, tensors)):
+    if not are_dense(tensors) or any(map(Tensor.is_neg, tensors)):
         return None
     device = tensors[0].device
     return _table_of(

@@ -43,7 +43,7 @@ def checked_norm(
         if norm is not None:
             return norm, found_inf
     if plan.way == "cached" and norm_type == 2.0:
-        squares = squares_by_library(tensors)
+        squares = squares_by_library(tensors, even_if_few=True)
         if squares is not None:
             norm = torch.tensor(math.sqrt(squares), dtype=dtype or result_dtype(plan.dtypes), device="cpu")
             return norm, _flag(not math.isfinite(squares), norm.device)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from impl.kernels._lists import HALVES
 from impl.kernels._native.fused_step import Memory, fused_step
 from impl.kernels._route import cpu_library, plan_for
-from impl.kernels._storage_order import flat_view
+from impl.kernels._storage_order import flat_view, laid_out_as
 from impl.kernels._untracked import untracked
 from impl.kernels.rules import Rule
 
-_HALVES = (torch.float16, torch.bfloat16)
 # Longer parameters are updated a piece at a time, shorter ones many at a time, their gradients joined.
 _LONG = 1 << 14
 # Elements joined at a time.
@@ -140,7 +140,7 @@ def _scaled_for(
     own: torch.dtype, grads: Sequence[Tensor], factor: Tensor
 ) -> tuple[list[Tensor], Tensor | None]:
     """Copies of the gradients, and by what the operator has still to divide them."""
-    if own in _HALVES:
+    if own in HALVES:
         return [grad.to(own, copy=True) for grad in grads], factor.float().reciprocal()
     return list(torch._foreach_mul([grad.to(own) for grad in grads], factor.to(own))), None
 
@@ -151,7 +151,7 @@ def _step_cached(rule: Rule, parameters: Parameters, grads: Sequence[Tensor], fa
         if isinstance(part, _Run):
             _step_run(rule, part, grads, scaling)
         else:
-            grad = _in_order_of(parameters.params[part.place], grads[part.place])
+            grad = _flat(laid_out_as(parameters.params[part.place], grads[part.place]))
             _step_long(rule, part, grad, scaling)
 
 
@@ -166,7 +166,7 @@ class _Scaling:
     @classmethod
     def by(cls, factor: Tensor, dtype: torch.dtype) -> _Scaling:
         scratch = torch.empty(max(_RUN, _PIECE * torch.get_num_threads()), dtype=dtype)
-        return cls(factor, factor.float().reciprocal() if dtype in _HALVES else None, scratch)
+        return cls(factor, factor.float().reciprocal() if dtype in HALVES else None, scratch)
 
     def of(self, flat: Tensor) -> Tensor:
         """The next call overwrites it."""
@@ -192,12 +192,6 @@ def _step_long(rule: Rule, long: _Long, grad: Tensor, scaling: _Scaling) -> None
         rule.apply_([piece.param], [scaled], piece.states, long.steps, scaling.divisor)
         if piece.copy is not None:
             piece.copy.copy_(piece.param)
-
-
-def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient's elements, 1-D, in the order in which the parameter's lie in memory."""
-    flat = flat_view(grad) if grad.stride() == param.stride() else None
-    return _flat(torch.empty_like(param, dtype=grad.dtype).copy_(grad)) if flat is None else flat
 
 
 def _flat(tensor: Tensor) -> Tensor:

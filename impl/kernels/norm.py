@@ -61,7 +61,7 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
     elif (
         plan.way == "cached"
         and norm_type == 2
-        and (squares := squares_by_library(tensors, tensors)) is not None
+        and (squares := squares_by_library(tensors, even_if_few=False)) is not None
     ):
         return torch.tensor(math.sqrt(squares), dtype=wanted, device="cpu")
     groups = by_dtype(tensors, plan.dtypes)
@@ -78,11 +78,9 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
     return norm
 
 
-def squares_by_library(
-    tensors: Sequence[Tensor], rather_many: Sequence[Tensor] | None = None
-) -> float | None:
+def squares_by_library(tensors: Sequence[Tensor], even_if_few: bool) -> float | None:
     """The sum of squares in f64, on the CPU; None where the library is not there, or cannot take the tensors."""
-    library = cpu_library(rather_many)
+    library = cpu_library(None if even_if_few else tensors)
     return None if library is None else sum_of_squares(library, tensors)
 
 

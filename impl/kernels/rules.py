@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from impl.kernels._lists import HALVES
+
 
 class Rule(Protocol):
     """By torch's operators, which are the reference of every other way."""
@@ -96,7 +98,7 @@ class SGDRule:
         divisor: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        if params[0].is_cpu and params[0].dtype in (torch.float16, torch.bfloat16):
+        if params[0].is_cpu and params[0].dtype in HALVES:
             self._apply_in_f32_(params, grads, states, divisor, found_inf)
             return
         torch._fused_sgd_(

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._lists import HALVES
 from impl.kernels._native.scale import scale
 from impl.kernels._route import cpu_library, plan_for
 from impl.kernels._untracked import untracked
 
-_HALVES = (torch.float16, torch.bfloat16)
 # The operator that unscales is the faster one for lists of tensors of these dtypes that are longer than _FEW and hold
 # tensors shorter than _LONG.
 _FEW = 4
@@ -48,13 +48,14 @@ def _scale_plain(groups: list[list[Tensor]], factor: Tensor) -> None:
 
 def _scale_cached(groups: list[list[Tensor]], factor: Tensor) -> None:
     """On the CPU, where a look at the factor costs nothing: no pass at all when it is 1."""
-    if factor.item() == 1:
+    number, is_wide = factor.item(), factor.dtype is torch.float64
+    if number == 1:
         return
     for same_dtype in groups:
-        library = None if factor.dtype is torch.float64 else cpu_library(same_dtype)
-        if library is not None and scale(library, same_dtype, factor.item()):
+        library = None if is_wide else cpu_library(same_dtype)
+        if library is not None and scale(library, same_dtype, number):
             continue
-        if len(same_dtype) > _FEW and same_dtype[0].dtype in _HALVES and factor.dtype is not torch.float64:
+        if len(same_dtype) > _FEW and same_dtype[0].dtype in HALVES and not is_wide:
             _scale_halves(same_dtype, factor.float())
         else:
             torch._foreach_mul_(same_dtype, factor)

@@ -9,25 +9,16 @@ import pytest
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.double_backward_cases import penalized_unsharded
-from conformance.distributed.fsdp.judging import assert_close_gradients, outcomes
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
+from conformance.distributed.fsdp.judging import outcomes
+from conformance.distributed.fsdp.test_fsdp_lifted import Seen, have_whole, raised
 from conformance.library import Library
 from conformance.ranks import RankPool
-from conformance.tolerances import ONE_STEP
 
 Ranks = Callable[..., RankPool]
 
 
 def has_penalized(seen: Seen, freezes: bool, adds_loss: bool) -> bool:
-    """Whether every rank has what one process has without sharding."""
-    wanted = penalized_unsharded(len(seen), freezes, adds_loss)
-    try:
-        for outcome in seen:
-            assert outcome.raised is None
-            assert_close_gradients(wanted, outcome.value["whole"], ONE_STEP)
-    except AssertionError:
-        return False
-    return True
+    return have_whole(seen, penalized_unsharded(len(seen), freezes, adds_loss))
 
 
 @clause("distributed.fsdp.fsdp_lifted.gradient_penalty")

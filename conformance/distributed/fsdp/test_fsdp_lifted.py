@@ -31,8 +31,11 @@ def averaged_gradients(module: str, ranks: int) -> dict[str, torch.Tensor]:
 
 
 def has_averaged(seen: Seen, module: str) -> bool:
-    """Whether every rank has what one process has without sharding."""
-    wanted = averaged_gradients(module, len(seen))
+    return have_whole(seen, averaged_gradients(module, len(seen)))
+
+
+def have_whole(seen: Seen, wanted: dict[str, torch.Tensor]) -> bool:
+    """Whether every rank has the gradients that one process has without sharding."""
     try:
         for outcome in seen:
             assert outcome.raised is None

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,8 @@ import torch
 from torch import Tensor
 
 from impl.kernels._lists import dtypes_of
+from impl.kernels._storage_order import are_dense
+from impl.kernels._table import lie_apart, on_host
 
 # As `tandem_interface` gives it: changed together with the arguments and structures of the C code.
 _INTERFACE = 2
@@ -74,7 +75,7 @@ class Library:
     region: int | None  # address of `GOMP_parallel`; None: there is one thread
 
     def lists(self, numels: Column) -> tuple[int | None, int, int, int]:
-        few = self.region is None or sum(numels.numbers) <= _FEW
+        few = self.region is None or numels.total <= _FEW
         return self.region, 1 if few else torch.get_num_threads(), len(numels.numbers), numels.address
 
 
@@ -124,6 +125,10 @@ class Column:
         self.numbers = array("q", numbers)
         self.address = self.numbers.buffer_info()[0]
 
+    @functools.cached_property
+    def total(self) -> int:
+        return sum(self.numbers)
+
 
 class Tensors(NamedTuple):
     """A list of tensors as the library takes it; columns live as long as this does."""
@@ -151,27 +156,22 @@ def tensors_to_write(tensors: Sequence[Tensor]) -> Tensors | None:
     if found is None:
         return None
     addresses, numels = (tuple(column.numbers) for column in (found.addresses, found.numels))
-    return None if overlap(addresses, numels, tensors[0].itemsize) else found
+    return found if _lie_apart(addresses, numels, tensors[0].itemsize) else None
 
 
 @functools.lru_cache(maxsize=64)
-def overlap(addresses: tuple[int, ...], numels: tuple[int, ...], itemsize: int) -> bool:
-    """Whether two runs of elements share memory."""
-    filled = ((at, at + n * itemsize) for at, n in zip(addresses, numels, strict=True) if n)
-    return any(stop > start for (_, stop), (start, _) in pairwise(sorted(filled)))
+def _lie_apart(addresses: tuple[int, ...], numels: tuple[int, ...], itemsize: int) -> bool:
+    starts = on_host(addresses)
+    return lie_apart(starts, starts + on_host(numels) * itemsize)
 
 
 def memory_of(tensors: Sequence[Tensor]) -> list[int] | None:
     """Addresses of tensors whose elements lie there without gaps, in whatever order of dimensions; else None."""
-    if not all(map(Tensor.is_contiguous, tensors)) and not all(map(_is_dense, tensors)):
-        return None
-    if any(map(Tensor.is_neg, tensors)):  # a view: memory holds the opposites
+    if not are_dense(tensors) or any(
+        map(Tensor.is_neg, tensors)
+    ):  # a view that negates: memory holds opposites
         return None
     addresses = list(map(Tensor.data_ptr, tensors))
     if not all(addresses) and any(t.numel() and not t.data_ptr() for t in tensors):  # zeros without memory
         return None
     return addresses
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)

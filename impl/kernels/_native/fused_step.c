@@ -196,7 +196,7 @@ FOR_EACH_CPU static void update_chunks(void *given)
         if (u->steps && *u->steps[mine.tensor] != pace.step)
             pace = pace_of(&u->settings, *u->steps[mine.tensor]);
         for (int64_t start = mine.start; start < mine.stop; start += BLOCK) {
-            const int64_t n = mine.stop - start < BLOCK ? mine.stop - start : BLOCK;
+            const int64_t n = block_at(&mine, start);
             update_block(u, pace, mine.tensor, start, n);
         }
     }

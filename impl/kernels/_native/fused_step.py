@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from impl.kernels._lists import dtypes_of
 from impl.kernels._native import CODES, STATES, Column, Library, List, Settings, Update, memory_of
+from impl.kernels._storage_order import laid_out_as
+from impl.kernels._table import lie_apart, on_host
 from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
 
 
@@ -72,8 +73,8 @@ class Memory:
             return None
         columns = [Column(addresses) for addresses in found if addresses is not None]
         written = [tensor for tensors in lists for tensor in tensors]
-        spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in written if t.numel())
-        if any(stop > start for (_, stop), (start, _) in pairwise(spans)):
+        starts = on_host([tensor.data_ptr() for tensor in written])
+        if not lie_apart(starts, starts + on_host([tensor.nbytes for tensor in written])):
             return None
         counted = 1 + len(self._states)
         return _Places(
@@ -98,7 +99,7 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     if settings is None or code is None or len(dtypes_of(grads)) > 1 or (places := memory.places()) is None:
         return False
     if not (places.are_contiguous and all(map(Tensor.is_contiguous, grads))):
-        grads = _laid_out_like(memory.params, grads)
+        grads = list(map(laid_out_as, memory.params, grads))
     addresses = memory_of(grads)
     if addresses is None or not places.starts.isdisjoint(addresses):
         return False
@@ -119,14 +120,6 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     # For autograd, which saves parameters and their copies, and has never seen the states.
     torch.autograd.graph.increment_version([*memory.params, *memory.copies])
     return True
-
-
-def _laid_out_like(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gradients in the order in which the elements of the parameters lie; copies of those that are in another one."""
-    return [
-        grad if grad.stride() == param.stride() else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        for param, grad in zip(params, grads, strict=True)
-    ]
 
 
 def _settings_of(rule: Rule) -> Settings | None:

@@ -64,6 +64,12 @@ INLINE bool take(struct chunks *all, struct chunk *mine)
     return false;
 }
 
+/* Elements of the chunk's block that begins at `start`. */
+INLINE int64_t block_at(const struct chunk *mine, int64_t start)
+{
+    return mine->stop - start < BLOCK ? mine->stop - start : BLOCK;
+}
+
 /* A parallel region of the OpenMP runtime that torch has loaded, so that both share its threads. */
 typedef void region(void (*work)(void *), void *job, unsigned threads, unsigned flags);
 
@@ -123,12 +129,9 @@ INLINE uint16_t to_f16(float value)
     return (uint16_t)(rounded | (bits >> 16 & 0x8000));
 }
 
-INLINE void widen(float *restrict to, const void *from, int64_t dtype, int64_t n)
+INLINE void widen(float *restrict to, const uint16_t *restrict halves, int64_t dtype, int64_t n)
 {
-    const uint16_t *restrict halves = from;
-    if (dtype == F32)
-        memcpy(to, from, (size_t)n * sizeof *to);
-    else if (dtype == BF16)
+    if (dtype == BF16)
         for (int64_t i = 0; i < n; i++)
             to[i] = from_bf16(halves[i]);
     else
@@ -162,7 +165,7 @@ INLINE float *opened(float *buffer, struct list list, int64_t tensor, int64_t st
     char *from = at(list, tensor, start);
     if (list.dtype == F32)
         return (float *)from;
-    widen(buffer, from, list.dtype, n);
+    widen(buffer, (const uint16_t *)from, list.dtype, n);
     return buffer;
 }
 

@@ -17,7 +17,7 @@ FOR_EACH_CPU static void sum_chunks(void *job)
     for (struct chunk mine = {0}; take(&all->chunks, &mine);) {
         double lanes[LANES] = {0}, sum = 0;
         for (int64_t start = mine.start; start < mine.stop; start += BLOCK) {
-            const int64_t n = mine.stop - start < BLOCK ? mine.stop - start : BLOCK, whole = n - n % LANES;
+            const int64_t n = block_at(&mine, start), whole = n - n % LANES;
             const float *values = opened(buffer, all->list, mine.tensor, start, n);
             for (int64_t i = 0; i < whole; i += LANES)
                 for (int64_t lane = 0; lane < LANES; lane++)

@@ -21,5 +21,5 @@ def sum_of_squares(library: Library, tensors: Sequence[Tensor]) -> float | None:
     read = tensors_to_read(tensors)
     if read is None:
         return None
-    sums = array("d", bytes(8 * (len(tensors) + sum(read.numels.numbers) // CHUNK)))
+    sums = array("d", bytes(8 * (len(tensors) + read.numels.total // CHUNK)))
     return library.sum_of_squares(*library.lists(read.numels), read.list, sums.buffer_info()[0])

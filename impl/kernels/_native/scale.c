@@ -14,7 +14,7 @@ FOR_EACH_CPU static void scale_chunks(void *job)
     float buffer[BLOCK];
     for (struct chunk mine = {0}; take(&all->chunks, &mine);)
         for (int64_t start = mine.start; start < mine.stop; start += BLOCK) {
-            const int64_t n = mine.stop - start < BLOCK ? mine.stop - start : BLOCK;
+            const int64_t n = block_at(&mine, start);
             float *values = opened(buffer, all->list, mine.tensor, start, n);
             for (int64_t i = 0; i < n; i++)
                 values[i] *= all->factor;

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._lists import dtypes_of
+from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import ChunkTable, sent_to, stream_of
 from impl.kernels._triton.chunk import on_device
 from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
@@ -83,19 +84,12 @@ def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | 
         return [tensors[place] for place in places] if places and tensors else tensors
 
     params, copies = picked(parameters.params), picked(parameters.copies)
-    laid_out = [*map(_laid_out_as, params, picked(grads))]
+    laid_out = [*map(laid_out_as, params, picked(grads))]
     lists = [params, laid_out, *map(picked, parameters.states), *([copies] if copies else [])]
     table = update_table(lists, picked(parameters.steps))
     named = {"OWN": params, "GRADS": laid_out, "COPIES": copies or params}
     dtypes = {name: _DTYPES[some[0].dtype] for name, some in named.items()}
     return None if table is None else _Alike(lists, table, dtypes)
-
-
-def _laid_out_as(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient, or a copy of it where its elements lie in memory in another order than the parameter's."""
-    if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
-        return grad
-    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 
 def _arithmetic_of(rule: Rule) -> _Arithmetic | None:

@@ -1,0 +1,155 @@
+"""The fused step of parameters in low precision, and of copies in it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies.fused_steps import (
+    FUSED,
+    KINDS,
+    ROW,
+    Story,
+    assert_same_stories,
+    by_four,
+    clipped,
+    judge,
+    norms_in,
+)
+from conformance.strategies.gradients import Gradient
+from conformance.strategies.scaling import Rig
+from conformance.tolerances import stored_updates
+
+
+@clause("amp.grad_scaler.fused_step.copies")
+@ROW
+@pytest.mark.parametrize("kind", ["adam", "nesterov", "adagrad", "rmsprop"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("max_norm", [math.inf, 0.5])
+def test_copies_in_lower_precision(
+    deviation: DeviationJudge,
+    reference: Library,
+    device: str,
+    kind: str,
+    dtype: torch.dtype,
+    max_norm: float,
+) -> None:
+    """What loops around the step do: widen the gradients of the copies, step, and round the parameters to them."""
+
+    def told(library: Library, norms: list[torch.Tensor | None] | None) -> Story:
+        """By four calls and loops, which clip by these norms; by one without them."""
+        copies = [
+            torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
+            for shape in ((5,), (130, 130), (0,))
+        ]
+        masters = [copy.detach().float() for copy in copies]
+        optimizer = KINDS[kind](masters)
+        scaler = library.amp.GradScaler(device, init_scale=8.0)
+        scaler.scale(torch.zeros((), device=device))
+        seen = []
+        for number in range(3):
+            for copy in copies:
+                draw = torch.Generator().manual_seed(number)
+                copy.grad = torch.randn(copy.shape, generator=draw).to(device, dtype)
+            if number == 1:
+                copies[0].grad[-1] = math.inf
+            if norms is None:
+                norm = scaler.fused_step(optimizer, max_norm, copies=copies)
+            else:
+                for master, copy in zip(masters, copies, strict=True):
+                    master.grad = copy.grad.float()
+                scaler.unscale_(optimizer)
+                norm = clipped(masters, max_norm, given=norms[number])
+                scaler.step(optimizer)
+                scaler.update()
+                for master, copy in zip(masters, copies, strict=True):
+                    copy.data.copy_(master)
+            state = [master.clone() for master in masters]
+            rounded = [master.to(dtype) for master in masters]
+            assert all(map(torch.equal, copies, rounded)), "copies are not the parameters rounded"
+            seen.append((observe(lambda norm=norm: norm), observe(list, state)))
+        assert norms is not None or all(master.grad is None for master in masters)
+        return seen
+
+    judge(
+        deviation,
+        lambda library: told(library, None),
+        lambda seen: assert_same_stories(told(reference, norms_in(seen)), seen),
+    )
+
+
+@clause("amp.grad_scaler.fused_step.low_precision")
+@ROW
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_parameters_of_every_dtype(
+    deviation: DeviationJudge, reference: Library, device: str, kind: str, dtype: torch.dtype
+) -> None:
+    """Halves are widened, and rounded once an update, when they are stored: as here by a loop around f32 ones.
+
+    torch's own fused updates are no reference: see the next test.
+    """
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    shapes = ((5, 1.0), (16_500, 0.1))
+
+    def told(library: Library, fused: bool) -> list[Outcome]:
+        gradients = tuple(
+            Gradient((numel,), dtype if fused else wide, seed=seed, scale=scale)
+            for seed, (numel, scale) in enumerate(shapes, 1)
+        )
+        rig = Rig(library, device, gradients, KINDS[kind], init_scale=8.0)
+        seen = []
+        for last in (None, math.nan, None):
+            rig.zero_grad()
+            rig.backward(last)
+            if fused:
+                rig.scaler.fused_step(rig.optimizer)
+            else:
+                for parameter in rig.parameters:
+                    parameter.grad.copy_(parameter.grad.to(dtype))
+                by_four(rig, math.inf)
+                stored = [
+                    t for state in rig.optimizer.state.values() for name, t in state.items() if name != "step"
+                ]
+                for tensor in (*rig.parameters, *stored):
+                    tensor.data.copy_(tensor.to(dtype))
+            seen.append(observe(lambda: [parameter.detach().double() for parameter in rig.parameters]))
+        return seen
+
+    def compare(seen: list[Outcome]) -> None:
+        for step, (state, ours) in enumerate(zip(told(reference, False), seen, strict=True), 1):
+            assert_same_outcome(state, ours, stored_updates(step, dtype))
+
+    judge(deviation, lambda library: told(library, True), compare)
+
+
+@clause("amp.grad_scaler.fused_step.low_precision")
+@pytest.mark.deviation("grad_scaler.fused_sgd_in_halves")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_fused_sgd_moves_halves_on_the_cpu(
+    deviation: DeviationJudge, dtype: torch.dtype, momentum: float
+) -> None:
+    def moved(library: Library) -> int:
+        parameter = torch.nn.Parameter(torch.ones(67, dtype=dtype))
+        optimizer = SGD([parameter], lr=0.5, momentum=momentum, fused=True)
+        scaler = library.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.zeros(()))
+        for _ in range(2):
+            parameter.grad = torch.full_like(parameter, 8.0)
+            if hasattr(scaler, "fused_step"):
+                scaler.fused_step(optimizer)
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        return int((parameter == 1.0 - 0.5 * (2.0 + momentum)).sum())
+
+    # Elements in whole vectors of registers are left as they were; what is left over is updated.
+    deviation.judge(moved, torch_does=lambda count: count <= 67 % 16, we_do=lambda count: count == 67)

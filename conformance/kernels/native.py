@@ -1,0 +1,11 @@
+"""The CPU library, for tests of it."""
+
+from conformance.results import unavailable
+from impl.kernels import _native
+
+
+def the_library() -> _native.Library:
+    found = _native.library()
+    if found is None:
+        unavailable("the CPU library was not built")
+    return found
