@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "hypothesis",
 def describe() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
-        "tandem": _commit(),
+        "tandem": f"commit {known}" if (known := commit()) else "unknown",
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
@@ -30,16 +30,16 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
-    """Of this repository; with `-dirty` behind it where files differ."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+def commit() -> str:
+    """What is checked out of this repository, with `-dirty` behind it where files differ; empty if unknown."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     try:
         told = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return f"commit {told.stdout.strip()}"
+        return ""
+    return told.stdout.strip()
 
 
 def _version(package: str) -> str:

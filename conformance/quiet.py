@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from conformance import environment
 from conformance.clauses import AREAS, HERE
 from conformance.plugin import PROFILES
 from conformance.results import RED, broken_clauses
@@ -33,7 +34,7 @@ _JUDGING = [f"conformance/{name}" for name in _FOLDERS if (HERE / name).exists()
 def main(words: Sequence[str]) -> int:
     options = _options(words)
     options.log.parent.mkdir(parents=True, exist_ok=True)
-    commit, loud = _commit(), 0
+    commit, loud = environment.commit(), 0
     for seed in range(options.first, options.first + options.seeds):
         outcomes: dict[str, str] = {}
         for number in (1, 2) if options.twice else (1,):
@@ -117,12 +118,6 @@ def _told(entry: dict[str, Any]) -> str:
     lines += [f"    {command}" for command in entry["replay"]]
     lines += [f"    not as before: {name}" for name in entry["unlike_before"]]
     return "\n".join(lines)
-
-
-def _commit() -> str:
-    """The commit that is checked out, with a plus if files of it have changed."""
-    words = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    return subprocess.run(words, cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Page(HTMLParser):
 
 
 def kills_of(*kills: Kill, complete: bool = True, idle: list[Idle] | None = None) -> dict[str, Any]:
-    return asdict(Kills("impl", "2026-01-01T00:00:00+00:00", 9.0, complete, list(kills), idle))
+    return asdict(Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 9.0, complete, list(kills), idle))
 
 
 def draw(report: dict[str, Any], folder: Path) -> Page:

@@ -187,7 +187,7 @@ def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
     earlier = file_of(a_report(judged("passed", nodeid="x")), tmp_path)
     out = tmp_path / "out"
     kill = Kill("a.fault", True, CLAUSE["id"], "x", "failed", 1.0)
-    write_kills(out / "kills.json", Kills("impl", "2026-01-01T00:00:00+00:00", kills=[kill]))
+    write_kills(out / "kills.json", Kills("impl", "abc", "2026-01-01T00:00:00+00:00", kills=[kill]))
     assert gate.main(["--baseline", str(earlier), "--out", str(out)]) == 1
     said = capsys.readouterr().out
     assert "1 broke" in said

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from conformance import surface
+from conformance import environment, surface
 from conformance.clauses import all_clauses
 from conformance.library import Library
-from conformance.plants import CATALOGUE, find
+from conformance.plants import CATALOGUE
 from conformance.ranks.soak import marked_processes
 from conformance.strength import Idle, Kill, Kills, plant_ids, read_kills, write_kills
 from conformance.strength.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
 from conformance.strength.fork import Task
 from conformance.strength.order import distance, lineage
 from conformance.strength.reasons import all_excuses, idle_reasons
-from conformance.strength.trials import candidates, clauses_of, killing
+from conformance.strength.trials import candidates, clauses_of, killing, takes_ranks
 from conformance.strength.worker import Trial, Worker
 
 # Of the faults planted in torch, one of each kind: the command has them all.
@@ -63,8 +63,7 @@ def faults() -> list[Any]:
     """A third of them in the full profile, always the same. Those of sharding take ranks to be seen: nightly, all."""
 
     def profile_of(one: str) -> str:
-        is_slow = find(one).breaks.startswith("distributed.")
-        return "deep" if is_slow or zlib.crc32(one.encode()) % 3 else "full"
+        return "deep" if takes_ranks(one) or zlib.crc32(one.encode()) % 3 else "full"
 
     return [pytest.param(one, marks=pytest.mark.profile(profile_of(one))) for one in plant_ids()]
 
@@ -157,6 +156,39 @@ def test_stopped_it_ends_at_once_and_writes_what_is_known(
     assert known["kills"][0]["killed"]
 
 
+@pytest.mark.deadline(120)
+def test_what_is_known_is_not_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "kills.json"
+    known = [Kill(one, True, "a.clause", "t", "failed", 1.0) for one in plant_ids() if "older." in one]
+    write_kills(out, Kills("impl", environment.commit(), "2026-01-01T00:00:00+00:00", 7.0, False, known[1:]))
+    assert main(["--only", "older.", "--jobs", "1", "--out", str(out), "--resume"]) == AS_EXPECTED
+    said = capsys.readouterr().out
+    assert "[1/1]" in said
+    assert f"{known[0].plant}: killed" in said
+    assert f"{len(known)} of {len(known)} killed" in said
+    found = read_kills(out)
+    assert found["complete"]
+    assert found["began"].startswith("2026-01-01")
+    assert found["seconds"] > 7
+    assert [row["plant"] for row in found["kills"]] == [kill.plant for kill in (*known[1:], known[0])]
+
+
+@pytest.mark.parametrize(
+    ("subject", "commit", "said"),
+    [("torch", environment.commit(), "of subject torch, not impl"), ("impl", "abc", "of commit abc, not ")],
+)
+def test_another_run_is_not_resumed(
+    tmp_path: Path, subject: str, commit: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "kills.json"
+    write_kills(out, Kills(subject, commit, "2026-01-01T00:00:00+00:00", kills=[a_kill(killed=True)]))
+    before = out.read_bytes()
+    with pytest.raises(SystemExit):
+        main(["--out", str(out), "--resume"])
+    assert said in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
 def a_kill(*, killed: bool, why: str = "") -> Kill:
     return Kill(
         "a.fault", killed, "a.clause" if killed else "", "t", "failed" if killed else "", 1.0, why=why
@@ -179,7 +211,7 @@ def a_kill(*, killed: bool, why: str = "") -> Kill:
 def test_a_reason_excuses_and_goes_stale(
     row: Kill | Idle, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kills = Kills("impl", "2026-01-01T00:00:00+00:00")
+    kills = Kills("impl", "abc", "2026-01-01T00:00:00+00:00")
     if isinstance(row, Kill):
         kills.kills.append(row)
     else:
@@ -220,7 +252,7 @@ def test_faults_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_matrix_with_clauses_is_read_as_it_was_written(tmp_path: Path) -> None:
     kills = Kills(
-        "torch", "2026-01-01T00:00:00+00:00", 3.0, True, [a_kill(killed=True)], [Idle("a.clause", 3)]
+        "torch", "abc", "2026-01-01T00:00:00+00:00", 3.0, True, [a_kill(killed=True)], [Idle("a.clause", 3)]
     )
     write_kills(tmp_path / "kills.json", kills)
     found = read_kills(tmp_path / "kills.json")

@@ -17,6 +17,7 @@ class Killer:
 @dataclass(frozen=True)
 class Kills:
     subject: str
+    commit: str
     began: str
     complete: bool  # otherwise it was stopped
     killed: list[dict[str, Any]]
@@ -42,6 +43,7 @@ def kill_matrix(report: dict[str, Any]) -> Kills | None:
     ]
     return Kills(
         subject=found["subject"],
+        commit=found["commit"],
         began=found["began"],
         complete=found["complete"],
         killed=killed,

@@ -5,6 +5,7 @@
     python -m conformance.strength --subject torch the same faults, planted in torch
     python -m conformance.strength --list          the faults by name
     python -m conformance.strength --only scale    those whose name holds a word
+    python -m conformance.strength --resume        those that an earlier run of the same commit was stopped before
 
 The kill matrix goes to `report/kills.json`, where the next `ci/gate` finds it and draws it into its report. Ctrl-C ends
 the command within seconds; what is known by then is written, marked as incomplete.

@@ -13,11 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance import strength
+from conformance import environment, strength
 from conformance.clauses import all_clauses
 from conformance.errors import stop_by_hand
-from conformance.strength.kills import Idle, Kill, Kills, write_kills
-from conformance.strength.trials import areas_of, idle, killing, plant_ids, unplanted
+from conformance.strength.kills import Idle, Kill, Kills, read_kills, write_kills
+from conformance.strength.trials import areas_of, idle, killing, plant_ids, takes_ranks, unplanted
 from conformance.strength.worker import Crew
 
 AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 1, 2, 130
@@ -35,8 +35,8 @@ def main(words: Sequence[str]) -> int:
         _say("\n".join(ids))
         return AS_EXPECTED
     signal.signal(signal.SIGTERM, stop_by_hand)
-    kills = Kills(options.subject, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
-    began = time.monotonic()
+    kills = options.known
+    began = time.monotonic() - kills.seconds
     try:
         with Crew(options.subject, options.jobs) as crew:
             _judge_faults(crew, kills, ids)
@@ -68,6 +68,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     add("--clauses", action="store_true", help="try also each clause that was the first to catch nothing")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: one a core)")
     add("--out", default="report/kills.json", help="where the kill matrix goes")
+    add("--resume", action="store_true", help="keep what lies at --out, judge only what it lacks")
     add("--list", action="store_true", help="only name the faults")
     options = parser.parse_args(words)
     if options.clauses and options.only:
@@ -76,28 +77,57 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"no fault's name holds {options.only!r}; --list tells them all")
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}; at least one is needed")
+    began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    options.known = Kills(options.subject, environment.commit(), began)
+    if options.resume and Path(options.out).exists():
+        try:
+            options.known = _left_by(Path(options.out), options.subject)
+        except ValueError as error:
+            parser.error(str(error))
     return options
 
 
+def _left_by(out: Path, subject: str) -> Kills:
+    """What an unfinished run has written.
+
+    Raises:
+        ValueError: it is no kill matrix, or one of another subject or commit.
+    """
+    found = read_kills(out)
+    for name, wanted in {"subject": subject, "commit": environment.commit()}.items():
+        if found[name] != wanted:
+            raise ValueError(
+                f"{out} is of {name} {found[name]}, not {wanted}: judge anew, or to another --out"
+            )
+    kills = [Kill(**row) for row in found["kills"]]
+    idle = found["idle"] and [Idle(**row) for row in found["idle"]]
+    return Kills(**found | {"complete": False, "kills": kills, "idle": idle})
+
+
 def _judge_faults(crew: Crew, kills: Kills, ids: Sequence[str]) -> None:
-    package = kills.subject
-    areas = sorted(frozenset().union(*map(areas_of, ids)))
+    """Those that are seen in this process first: those on ranks take the longest."""
+    package, known = kills.subject, {kill.plant for kill in kills.kills}
+    left = sorted((one for one in ids if one not in known), key=takes_ranks)
+    areas = sorted(frozenset().union(*map(areas_of, left)))
     sound = (unplanted(package, area) for area in areas)
-    for found in crew.run(itertools.chain(sound, (killing(package, plant_id) for plant_id in ids))):
+    done = 0
+    for found in crew.run(itertools.chain(sound, (killing(package, plant_id) for plant_id in left))):
         if isinstance(found, Kill):
             kills.kills.append(found)
-            _say(f"[{len(kills.kills)}/{len(ids)}] {found.seconds:6.1f} s  {found.plant}: {_fate(found)}")
+            done += 1
+            _say(f"[{done}/{len(left)}] {found.seconds:6.1f} s  {found.plant}: {_fate(found)}")
         elif found.how:
             raise RedWithoutFault(f"{found.nodeid} ({found.how})")
 
 
 def _judge_idle_clauses(crew: Crew, kills: Kills) -> None:
     first = {kill.clause for kill in kills.kills}
-    clauses = [clause_id for clause_id in all_clauses() if clause_id not in first]
-    kills.idle = []
-    for found in crew.run(idle(kills.subject, clause_id) for clause_id in clauses):
+    kills.idle = [row for row in kills.idle or [] if row.clause not in first]
+    known = first.union(row.clause for row in kills.idle)
+    left = [clause_id for clause_id in all_clauses() if clause_id not in known]
+    for done, found in enumerate(crew.run(idle(kills.subject, clause_id) for clause_id in left), start=1):
         kills.idle.append(found)
-        _say(f"[{len(kills.idle)}/{len(clauses)}] {found.clause}: {_use(found)}")
+        _say(f"[{done}/{len(left)}] {found.clause}: {_use(found)}")
 
 
 def _fate(kill: Kill) -> str:

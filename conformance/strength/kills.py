@@ -46,6 +46,7 @@ class Idle:
 @dataclass
 class Kills:
     subject: str
+    commit: str  # of the suite, and of impl
     began: str
     seconds: float = 0.0
     complete: bool = False  # otherwise it was stopped

@@ -34,6 +34,12 @@ def areas_of(plant_id: str) -> frozenset[str]:
     return found
 
 
+def takes_ranks(plant_id: str) -> bool:
+    """Nothing in one process shows it: judging it takes tens of seconds, not two."""
+    plant = find(plant_id)
+    return plant.on_ranks or plant.breaks.startswith("distributed.")
+
+
 def unplanted(package: str, area: str) -> Trial[Ending]:
     """Without a fault an area must be green: on a red one every kill would be an illusion."""
     return (yield Task(package, clauses_of([area])))
