@@ -89,12 +89,13 @@ def test_a_sample_planted_in_torch_turns_it_red() -> None:
 
 @pytest.mark.profile("full")
 @pytest.mark.deadline(330)
-@pytest.mark.parametrize("area", ["nn.utils.clip_grad", "cpu.amp.grad_scaler"])
-def test_an_area_is_green_without_a_fault(worker: Worker, subject: Library, area: str) -> None:
+@pytest.mark.parametrize("of", ["nn.utils.clip_grad.clip_grad_norm_.dtensor", "cpu.amp.grad_scaler."])
+def test_it_is_green_without_a_fault(worker: Worker, subject: Library, of: str) -> None:
     """A fork must let tests do all they need, start ranks for one: otherwise they would kill any fault."""
-    ending = worker.judge(Task(subject.package, clauses_of([area])))
+    clauses = frozenset(clause_id for clause_id in all_clauses() if clause_id.startswith(of))
+    ending = worker.judge(Task(subject.package, clauses))
     assert ending.how == "", f"{ending.nodeid}: {ending.how}"
-    assert ending.asked > 10
+    assert ending.asked >= len(clauses) > 1
 
 
 @pytest.mark.deadline(120)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from conformance import environment, strength
 from conformance.clauses import all_clauses
 from conformance.errors import stop_by_hand
+from conformance.strength.fork import Ending
 from conformance.strength.kills import Idle, Kill, Kills, read_kills, write_kills
 from conformance.strength.trials import areas_of, idle, killing, plant_ids, takes_ranks, unplanted
-from conformance.strength.worker import Crew
+from conformance.strength.worker import Crew, Trial
 
 AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 1, 2, 130
 _say = functools.partial(print, flush=True)
@@ -106,18 +106,26 @@ def _left_by(out: Path, subject: str) -> Kills:
 
 def _judge_faults(crew: Crew, kills: Kills, ids: Sequence[str]) -> None:
     """Those that are seen in this process first: those on ranks take the longest."""
-    package, known = kills.subject, {kill.plant for kill in kills.kills}
+    known = {kill.plant for kill in kills.kills}
     left = sorted((one for one in ids if one not in known), key=takes_ranks)
-    areas = sorted(frozenset().union(*map(areas_of, left)))
-    sound = (unplanted(package, area) for area in areas)
     done = 0
-    for found in crew.run(itertools.chain(sound, (killing(package, plant_id) for plant_id in left))):
+    for found in crew.run(_trials(kills.subject, left)):
         if isinstance(found, Kill):
             kills.kills.append(found)
             done += 1
             _say(f"[{done}/{len(left)}] {found.seconds:6.1f} s  {found.plant}: {_fate(found)}")
         elif found.how:
             raise RedWithoutFault(f"{found.nodeid} ({found.how})")
+
+
+def _trials(package: str, ids: Sequence[str]) -> Iterator[Trial[Kill] | Trial[Ending]]:
+    """Each fault's, and before the first fault of an area whether that is green without one."""
+    seen: set[str] = set()
+    for plant_id in ids:
+        for area in sorted(areas_of(plant_id) - seen):
+            yield unplanted(package, area)
+        seen |= areas_of(plant_id)
+        yield killing(package, plant_id)
 
 
 def _judge_idle_clauses(crew: Crew, kills: Kills) -> None:
