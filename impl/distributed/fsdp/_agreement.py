@@ -5,7 +5,8 @@ ones a hang or the end of a process. So each rank notes what it issues, `gathere
 through the group's store. No collective is added.
 
 - *After each step* a thread, the watch, compares a digest of the step's collectives with that of the rank that was
-  first there. A step does not end before the comparison of the step before it.
+  first there. A step does not end before this rank has compared the step before it: the rank that finds a difference
+  raises at most one step late, and the others in their next collective, which it does not enter.
 - *Before a collective* that never came after its predecessor yet, where waiting for collectives holds up the host
   (gloo): the first step, and any change of order. A difference is found before anything is sent. Where the predecessor
   was once followed by another collective, this rank waits until all have said what they do now, 10 s at most.
