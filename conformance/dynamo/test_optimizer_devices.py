@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -128,6 +129,11 @@ def test_no_step_reads_a_count(subject: Library, device: str) -> None:
     assert outcome(subject, script, ADAM, device=device).value == [1] * 12
 
 
+def watched(rig: Rig) -> list[weakref.ref[torch.Tensor]]:
+    state = [tensor for entry in rig.optimizer.state.values() for tensor in entry.values()]
+    return [weakref.ref(tensor) for tensor in (*rig.parameters, *state)]
+
+
 @clause("dynamo.optimizer.lifetime.freed")
 @pytest.mark.parametrize("backend", soon(["eager", "aot_eager"], "aot_eager"))
 @pytest.mark.parametrize("make", [SGD, ADAM])
@@ -138,13 +144,35 @@ def test_tensors_go_with_the_optimizer(subject: Library, device: str, make: Make
         rig.train(2)
         rig.without_gradient = set()
         rig.train(2)
-        tensors = [*rig.parameters, *(t for entry in rig.optimizer.state.values() for t in entry.values())]
-        alive = [weakref.ref(tensor) for tensor in tensors]
+        alive = watched(rig)
         graphs = rig.graphs
-        del rig, tensors
+        del rig
         gc.collect()
         assert graphs.inputs, "nothing was compiled"
         assert [seen().shape for seen in alive if seen() is not None] == []
+
+
+@clause("dynamo.optimizer.lifetime.freed")
+@pytest.mark.deviation("optimizer_variable.graphs_that_are_kept")
+def test_tensors_leave_graphs_that_a_backend_keeps(deviation: DeviationJudge, device: str) -> None:
+    def probe(library: Library) -> int:
+        kept: list[torch.fx.GraphModule] = []
+
+        def keep(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            kept.append(module)
+            return module.forward
+
+        with tracing_of(library):
+            rig = Rig(SGD, device)
+            rig.step = torch.compile(rig.optimizer.step, backend=keep)
+            rig.train(2)
+            alive = watched(rig)
+            del rig
+            gc.collect()
+            assert len(kept) == 2, "another number of graphs than of kinds of steps"
+            return sum(seen() is not None for seen in alive)
+
+    deviation.judge(probe, torch_does=lambda seen: seen == 1, we_do=lambda seen: seen == 0)
 
 
 @clause("dynamo.optimizer.lifetime.freed")

@@ -83,6 +83,10 @@ NUMBERS = {
         set_number("lr", [torch.tensor(0.1), torch.tensor(0.2)]),
         maker("Adam", "tensor lr"),
     ),
+    "tensor lr of another dtype": (
+        set_number("lr", [torch.tensor(0.1), torch.tensor(0.2, dtype=torch.float64)]),
+        maker("Adam", "tensor lr"),
+    ),
     "StepLR": (scheduled(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)), SGD),
     "OneCycleLR": (
         scheduled(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)),
@@ -92,7 +96,9 @@ NUMBERS = {
 
 
 @clause("dynamo.optimizer.guards.schedules")
-@pytest.mark.parametrize("case", soon(NUMBERS, "lr of the second group", "betas", "tensor lr"))
+@pytest.mark.parametrize(
+    "case", soon(NUMBERS, "lr of the second group", "betas", "tensor lr", "tensor lr of another dtype")
+)
 def test_numbers_that_change(subject: Library, reference: Library, device: str, case: str) -> None:
     script, make = NUMBERS[case]
     assert_torchs(subject, reference, script, make, device=device)

@@ -131,6 +131,12 @@ def never_frees(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> An
     return original(self, tx, "_init_group", args, kwargs)
 
 
+@broken("no_finalizer", "what was compiled keeps the tensors of an optimizer that is gone")
+def no_finalizer(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    with mock.patch.object(tx.output, "add_graph_finalizer"):
+        return original(self, tx, "_init_group", args, kwargs)
+
+
 broken("no_gradient_guard", "a gradient that comes back is not seen", "pytorch/pytorch#123285")(
     without_guards(lambda guard, name: name.endswith(".grad"))
 )
