@@ -20,14 +20,16 @@ class Placement:
     Args:
         find: the pairs, asked for at each placing.
         along: opens what has to be in place for as long as these are.
+        within: the package whose modules hold the names; the smaller it is, the sooner they are found.
     """
 
     def __init__(
         self,
         find: Callable[[], Iterable[Pair]],
         along: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        within: str = "torch",
     ) -> None:
-        self._find, self._along = find, along
+        self._find, self._along, self._within = find, along, within
         self._is_pinned = False  # install() was called, and uninstall() not since
         self._open_blocks = 0  # how many installed() are open, in all threads
         self._placed: list[Pair] = []  # what is in place
@@ -60,21 +62,21 @@ class Placement:
             return
         pairs = list(self._find())
         self._held.enter_context(self._along())
-        _swap(pairs)
+        _swap(pairs, self._within)
         self._placed.extend(pairs)
 
     def _restore_if_unused(self) -> None:
         if not self._is_pinned and not self._open_blocks:
-            _swap([(ours, theirs) for theirs, ours in self._placed])
+            _swap([(ours, theirs) for theirs, ours in self._placed], self._within)
             self._placed.clear()
             self._held.close()
 
 
-def _swap(pairs: list[Pair]) -> None:
-    """In each of torch's loaded modules, give every name that holds the first of a pair the second."""
+def _swap(pairs: list[Pair], package: str) -> None:
+    """In each loaded module of the package, give every name that holds the first of a pair the second."""
     new_by_id = {id(old): new for old, new in pairs}
     for module_name, module in list(sys.modules.items()):
-        if module_name == "torch" or module_name.startswith("torch."):
+        if module_name == package or module_name.startswith(f"{package}."):
             # vars(), since getattr would wake modules that load on first use.
             for name, value in list(vars(module).items()):
                 if id(value) in new_by_id:

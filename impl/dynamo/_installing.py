@@ -9,7 +9,9 @@ import torch._dynamo.variables.builder
 from impl._placement import Placement
 from impl.dynamo.optimizer import OptimizerVariable
 
-_placement = Placement(lambda: [(torch._dynamo.variables.builder.OptimizerVariable, OptimizerVariable)])
+_placement = Placement(
+    lambda: [(torch._dynamo.variables.builder.OptimizerVariable, OptimizerVariable)], within="torch._dynamo"
+)
 
 
 def install() -> None:
