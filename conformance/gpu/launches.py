@@ -16,6 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import bench_amp_step, bench_clip_grad, bench_fused_amp_step, bench_grad_scaler
+from benchmarks.common import member, training
 from benchmarks.timing import Workload
 from conformance.gpu.rows import Rows, Task, in_words, serve
 
@@ -25,12 +26,24 @@ _WARM_UPS = 3
 _COPIED = re.compile(r"^(Memcpy|Memset)")
 _WAITS = re.compile(r"^cu\w*Synchronize")
 _READS = "aten::_local_scalar_dense"
+
+
+def captured_step(subject: str, shapes: str, device: str) -> Workload:
+    """torch's is plain; the others' is replayed from a CUDA graph, where there is one."""
+    data = training(shapes, "float32", device)
+    optimizer = torch.optim.AdamW(data.parameters, fused=True)
+    if subject != "torch":
+        member(subject, "optim.capture")(optimizer, graph=True)
+    return Workload(optimizer.step)
+
+
 # Each is made of a subject and a name of shapes, then these words, then a device.
 WORKLOADS: dict[str, tuple[Callable[..., Workload], tuple[str, ...]]] = {
     "unscale_": (bench_grad_scaler.unscale, ("float32", "kept")),
     "clip_grad_norm_": (bench_clip_grad.clip_grad_norm, ("float32", "clipped", "kept")),
     "whole AMP step": (bench_amp_step.amp_step, ("float32", "kept")),
     "fused AMP step": (bench_fused_amp_step.fused_amp_step, ("float32", "kept")),
+    "captured step": (captured_step, ()),
 }
 
 

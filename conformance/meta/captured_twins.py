@@ -18,14 +18,15 @@ from impl.optim import capture
 
 SHAPES = ((3,), (2, 3), (3,))
 MATRICES = ((3, 2), (2, 3), (3, 2))
-ADAM_OPTIONS = {"lr": 0.1, "weight_decay": 0.01, "betas": (0.8, 0.9)}
+# Learning rates of fused ones are exact in float32, in which a CUDA graph reads them.
+ADAM_OPTIONS = {"lr": 0.125, "weight_decay": 0.01, "betas": (0.8, 0.9)}
 FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "Adam fused": ("Adam", {"fused": True, **ADAM_OPTIONS}),
     "AdamW fused": ("AdamW", {"fused": True, **ADAM_OPTIONS}),
     "AdamW fused amsgrad": ("AdamW", {"fused": True, "amsgrad": True, "maximize": True, **ADAM_OPTIONS}),
-    "SGD fused": ("SGD", {"fused": True, "lr": 0.1, "weight_decay": 0.01}),
-    "SGD fused momentum": ("SGD", {"fused": True, "lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "Adagrad fused": ("Adagrad", {"fused": True, "lr": 0.1, "lr_decay": 0.01, "weight_decay": 0.01}),
+    "SGD fused": ("SGD", {"fused": True, "lr": 0.125, "weight_decay": 0.01}),
+    "SGD fused momentum": ("SGD", {"fused": True, "lr": 0.125, "momentum": 0.9, "nesterov": True}),
+    "Adagrad fused": ("Adagrad", {"fused": True, "lr": 0.125, "lr_decay": 0.01, "weight_decay": 0.01}),
     "Adam fused tensor lr": ("Adam", {"fused": True, "lr": torch.tensor(0.1)}),
 }
 LISTED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,16 +67,25 @@ class Side:
     """Parameters and their optimizer, one of the two that are compared."""
 
     def __init__(
-        self, kind: str, *, captured: bool, groups: int = 1, dtypes: Iterable[torch.dtype] = (torch.float32,)
+        self,
+        kind: str,
+        *,
+        captured: bool,
+        groups: int = 1,
+        dtypes: Iterable[torch.dtype] = (torch.float32,),
+        device: str = "cpu",
+        graph: bool | None = None,
     ) -> None:
         self.name, options = KINDS[kind]
         self.captured = captured
+        self.device, self.graph = device, graph
         self.dtypes = list(dtypes)
         self.shapes = MATRICES if self.name == "Muon" else SHAPES
         shapes = [shape for _ in self.dtypes for shape in self.shapes]
         kinds = [dtype for dtype in self.dtypes for _ in self.shapes]
         self.params = [
-            new_parameter(i, shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, kinds, strict=True))
+            new_parameter(i, shape, dtype, device)
+            for i, (shape, dtype) in enumerate(zip(shapes, kinds, strict=True))
         ]
         parts = [self.params[i::groups] for i in range(groups)]
         made: Callable[..., Optimizer] = getattr(torch.optim, self.name)
@@ -87,7 +97,7 @@ class Side:
 
     def _capture(self) -> None:
         if self.captured:
-            assert capture(self.optimizer) is self.optimizer
+            assert capture(self.optimizer, graph=self.graph) is self.optimizer
 
     def goes_on_with(self, optimizer: Optimizer) -> None:
         """A copy of the optimizer, with its own copies of the parameters, takes its place."""
@@ -137,9 +147,11 @@ class Twins:
         return wanted
 
 
-def new_parameter(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
+def new_parameter(
+    seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"
+) -> torch.nn.Parameter:
     generator = torch.Generator().manual_seed(seed)
-    return torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+    return torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype))
 
 
 def snapshot(value: Any) -> Any:
@@ -163,9 +175,24 @@ def snapshot(value: Any) -> Any:
 def give_gradients(side: Side, seed: int = 0, missing: tuple[int, ...] = (), sparse: bool = False) -> None:
     generator = torch.Generator().manual_seed(seed)
     for place, param in enumerate(side.params):
-        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        grad = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
         grad = grad.to_sparse() if sparse or side.name == "SparseAdam" else grad
         param.grad = None if place in missing else grad
+
+
+def refill_gradients(side: Side, seed: int = 0) -> None:
+    """New values where the gradients lie, as a backward leaves them that found them zeroed."""
+    before = [param.grad for param in side.params]
+    give_gradients(side, seed)
+    for param, kept in zip(side.params, before, strict=True):
+        if kept is not None and not (kept.is_sparse or kept.is_inference()):
+            assert param.grad is not None
+            param.grad = kept.copy_(param.grad)
+
+
+def settled_iteration(side: Side, seed: int = 0) -> Any:
+    refill_gradients(side, seed)
+    return step(side)
 
 
 def step(side: Side) -> Any:
@@ -232,9 +259,11 @@ def schedule_step(side: Side) -> None:
 
 
 def add_group(side: Side, seed: int = 7) -> None:
-    added = [new_parameter(seed + i, shape, torch.float32) for i, shape in enumerate(side.shapes[:2])]
+    added = [
+        new_parameter(seed + i, shape, torch.float32, side.device) for i, shape in enumerate(side.shapes[:2])
+    ]
     side.params += added
-    side.optimizer.add_param_group({"params": added, "lr": 0.01})
+    side.optimizer.add_param_group({"params": added, "lr": 1 / 64})
 
 
 def drop_last_group(side: Side) -> None:

@@ -68,7 +68,9 @@ FAULTS["another dictionary of state is not noticed"] = replaced(
 )
 FAULTS["step counters are not advanced"] = replaced(Counters, "advance", lambda self: None)
 FAULTS["step counters count skipped steps"] = replaced(Counters, "take_back", lambda self, found_inf: None)
-FAULTS["found_inf and grad_scale are forgotten"] = replaced(captured, "_at", lambda value, device: None)
+FAULTS["found_inf and grad_scale are forgotten"] = replaced(
+    _fused_operators, "_at", lambda value, device: None
+)
 
 
 @fault("gradients of an earlier step are used")

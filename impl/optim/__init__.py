@@ -1,5 +1,5 @@
 """Optimizer steps: captured."""
 
-from impl.optim.captured import Explanation, capture, explain, release
+from impl.optim.captured import Explanation, GraphExplanation, capture, explain, release
 
-__all__ = ["Explanation", "capture", "explain", "release"]
+__all__ = ["Explanation", "GraphExplanation", "capture", "explain", "release"]

@@ -92,6 +92,25 @@ def update_for(optimizer: Optimizer, planned: GroupPlan) -> Update | None:
     return update
 
 
+def step_bucket(
+    update: Update,
+    bucket: Bucket,
+    group: dict[str, Any],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Advance the counters and update, unless `found_inf` is 1."""
+    bucket.counters.advance()
+    found_there = _at(found_inf, bucket.device)
+    update(bucket, group, _at(grad_scale, bucket.device), found_there)
+    if found_there is not None:
+        bucket.counters.take_back(found_there)
+
+
+def _at(value: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if value is None else value.to(device, non_blocking=True)
+
+
 def _is_on_device(value: Any) -> bool:
     """A hyperparameter that is a tensor, or a pair of them."""
     return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_is_on_device, value)))

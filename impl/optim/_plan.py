@@ -89,6 +89,13 @@ class Bucket:
         """Put the group's gradients in."""
         self.grads[:] = self._own(grads)
 
+    def tensors(self) -> Iterator[Any]:
+        """All of them, one list after the other."""
+        return chain.from_iterable(self._lists.values())
+
+    def tensor_names(self) -> list[str]:
+        return [f"{name}[{place}]" for name, tensors in self._lists.items() for place in range(len(tensors))]
+
     def _own(self, tensors: list[Any]) -> list[Any]:
         if self.places is None or not tensors:
             return tensors
@@ -199,6 +206,10 @@ class Plan:
             return self._build(optimizer, group, why)
         return planned
 
+    def kept(self) -> list[GroupPlan]:
+        """The lists that are there, as they are."""
+        return [*self._planned.values()]
+
     def let_go_of_gradients(self) -> None:
         for planned in self._planned.values():
             planned.let_go_of_gradients()
@@ -273,11 +284,14 @@ def changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> list
     return sorted(key for key in one.keys() | other.keys() if key not in one or one[key] != other.get(key))
 
 
-def tensor_guards(tensors: list[Tensor], with_shapes: bool = False) -> TensorGuards:
+def tensor_guards(
+    tensors: list[Tensor], with_shapes: bool = False, with_strides: bool = False
+) -> TensorGuards:
     """Guards on type, device, dtype and layout of these tensors, and on how they take part in autograd."""
     free: list[Any] = [[None] * tensor.dim() for tensor in tensors]
     shapes: list[Any] = [list(tensor.shape) for tensor in tensors] if with_shapes else free
-    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=free)
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors] if with_strides else free
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
 
 def places_by_kind(params: list[Tensor]) -> list[list[int] | None]:

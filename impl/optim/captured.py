@@ -3,21 +3,24 @@
 The optimizer stays the object that it is, and its `step` stays torch's: hooks, closures, schedulers, the profiler and a
 scaler's attributes are served by the code that always served them. What is replaced is `_init_group`, which `step`
 calls for each group. It gives the lists that are kept (`impl.optim._plan`), or, for a group whose implementation is
-fused, does the update by one operator and leaves `step` nothing to do.
+fused, does the update by one operator, or on CUDA by a graph (`impl.optim._graphed_update`), and leaves `step` nothing
+to do.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 from torch._guards import TracingContext
 from torch.optim import Optimizer
 
-from impl.optim._fused_operators import Update, update_for
+from impl.optim._fused_operators import step_bucket, update_for
+from impl.optim._graphed_update import GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
 from impl.optim._plan import GroupPlan, Plan, cannot_plan, plain_init_group
 
@@ -25,6 +28,21 @@ from impl.optim._plan import GroupPlan, Plan, cannot_plan, plain_init_group
 _RESTLESS, _PAUSE = 4, 16
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+@dataclass(frozen=True)
+class GraphExplanation:
+    """Whether a step is replayed from CUDA graphs, and why so."""
+
+    replayed: bool  # the whole of the last step was
+    reason: str  # why it was not, or why a graph was last captured
+    captures: int = 0  # how often a graph was captured since the lists were built
+
+    def __str__(self) -> str:
+        if not self.replayed:
+            return f"no CUDA graph: {self.reason}"
+        times = f"{self.captures} capture{'' if self.captures == 1 else 's'}"
+        return f"replayed from a CUDA graph: {times}, the last one because {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -37,16 +55,21 @@ class Explanation:
     )
     reason: str  # why it is not captured, or why its lists were last built
     builds: int = 0  # how often the lists of a group were built
+    graph: GraphExplanation | None = None  # None where none was asked for
 
     def __str__(self) -> str:
         if not self.captured:
             return f"eager, {self.implementation}: {self.reason}"
         times = f"{self.builds} build{'' if self.builds == 1 else 's'} of lists"
-        return f"captured, {self.implementation}: {times}, the last one because {self.reason}"
+        graph = "" if self.graph is None else f"; {self.graph}"
+        return f"captured, {self.implementation}: {times}, the last one because {self.reason}{graph}"
 
 
 class _Chosen(NamedTuple):
-    update: Update | None
+    """How a group is updated."""
+
+    steps: list[Callable[..., None]] | None  # a bucket each; None where torch's own function does it
+    graphed: list[GraphedUpdate]  # of these, where graphs were asked for
 
 
 class _Capture:
@@ -55,6 +78,7 @@ class _Capture:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.plan = Plan(optimizer)
+        self.wants_graphs = False
         self.pause = 0  # for how many more steps no lists are kept
         self._pausing = False
 
@@ -83,32 +107,47 @@ class _Capture:
 
     def _run(self, optimizer: Optimizer, planned: GroupPlan, lists: tuple[list[Any], ...]) -> None:
         if planned.attached is None:
-            planned.attached = _Chosen(update_for(optimizer, planned))
-        update = planned.attached.update
-        if update is None:
+            planned.attached = self._chosen(optimizer, planned)
+        steps = planned.attached.steps
+        if steps is None:
             for wanted, kept in zip(lists, planned.lists, strict=True):
                 wanted.extend(kept)
             return
         grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        for bucket in planned.buckets:
+        for bucket, step in zip(planned.buckets, steps, strict=True):
             if planned.replays:
                 bucket.counters.join()
-            bucket.counters.advance()
-            found_there = _at(found_inf, bucket.device)
-            update(bucket, planned.group, _at(grad_scale, bucket.device), found_there)
-            if found_there is not None:
-                bucket.counters.take_back(found_there)
+            step(planned.group, grad_scale, found_inf)
 
+    def _chosen(self, optimizer: Optimizer, planned: GroupPlan) -> _Chosen:
+        update = update_for(optimizer, planned)
+        if update is None:
+            return _Chosen(None, [])
+        if self.wants_graphs:
+            graphed = [GraphedUpdate(update, bucket, optimizer) for bucket in planned.buckets]
+            return _Chosen([each.step for each in graphed], graphed)
+        return _Chosen([functools.partial(step_bucket, update, bucket) for bucket in planned.buckets], [])
 
-def _at(value: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if value is None else value.to(device, non_blocking=True)
+    def want_graphs(self, wants: bool) -> None:
+        if wants != self.wants_graphs:
+            self.wants_graphs = wants
+            self.plan.forget()
+
+    def graphed(self) -> list[GraphedUpdate] | None:
+        """The updates that graphs were asked for, a bucket each; None if torch's own function does one."""
+        chosen = [planned.attached for planned in self.plan.kept() if planned.attached is not None]
+        if any(each.steps is None for each in chosen):
+            return None
+        return [graphed for each in chosen for graphed in each.graphed]
 
 
 # Optimizers that `capture` was asked for and that stay eager, with the reason.
 _EAGER: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
 
-def capture(optimizer: AnyOptimizer, *, implementation: Implementation | None = None) -> AnyOptimizer:
+def capture(
+    optimizer: AnyOptimizer, *, implementation: Implementation | None = None, graph: bool | None = None
+) -> AnyOptimizer:
     """Have an optimizer's `step` keep the lists that it would build anew each time, and do no more than has changed.
 
     Results are those of the same optimizer without it, to the bit. What it depends on is looked at in every step: a
@@ -121,6 +160,12 @@ def capture(optimizer: AnyOptimizer, *, implementation: Implementation | None = 
             `explain` says why.
         implementation: "fused", "foreach" or "single", in the place of the one that it was built with: everything is
             then as in an optimizer built so.
+        graph: on CUDA, replay a fused update from a CUDA graph, once parameters, gradients and states have stayed where
+            they lie; so let gradients be kept, by `zero_grad(set_to_none=False)`. Where they move, steps are eager, and
+            `explain` says what moved. Learning rates may change freely; the device reads them in float32, as it does
+            those that are tensors. After a change of another number, of a beta or a weight decay too, a step or more
+            are eager. On the CPU it changes nothing. It has not run on a GPU yet. None leaves it as it is: off, at
+            first.
     Returns:
         The same optimizer. A copy of it, or what a pickle of it gives, is a plain optimizer; capture it again.
     Raises:
@@ -140,13 +185,15 @@ def capture(optimizer: AnyOptimizer, *, implementation: Implementation | None = 
     if implementation is not None:
         choose(optimizer, implementation)
     if is_captured(optimizer):
-        return optimizer
-    if "_init_group" in vars(optimizer):
+        pass
+    elif "_init_group" in vars(optimizer):
         _EAGER[optimizer] = "somebody else has replaced its _init_group"
     elif (why := cannot_plan(optimizer)) is not None:
         _EAGER[optimizer] = why
     else:
         optimizer.__dict__["_init_group"] = _Capture(optimizer)
+    if graph is not None and is_captured(optimizer):
+        _capture_of(optimizer).want_graphs(graph)
     return optimizer
 
 
@@ -162,16 +209,39 @@ def is_captured(optimizer: Optimizer) -> bool:
     return isinstance(vars(optimizer).get("_init_group"), _Capture)
 
 
+def _capture_of(optimizer: Optimizer) -> _Capture:
+    return vars(optimizer)["_init_group"]
+
+
 def explain(optimizer: Optimizer) -> Explanation:
     """How the step of an optimizer is done, and why so; printed, it is one line."""
     implementation = implementation_of(optimizer)
     if not is_captured(optimizer):
         return Explanation(False, implementation, _EAGER.get(optimizer, "capture was not called"))
-    captured: _Capture = vars(optimizer)["_init_group"]
+    captured = _capture_of(optimizer)
     plan = captured.plan
+    graph = _explained_graph(captured, implementation) if captured.wants_graphs else None
     if captured.pause:
         why = f"its lists changed {_RESTLESS} times in succession, the last time because {plan.because}"
-        return Explanation(
-            False, implementation, f"{why}; it is tried again after {captured.pause} steps", plan.builds
+        why += f"; it is tried again after {captured.pause} steps"
+        return Explanation(False, implementation, why, plan.builds, graph)
+    if any(each.reads_settings for each in captured.graphed() or ()):
+        implementation += ", lr a float32 on the device"
+    return Explanation(True, implementation, plan.because, plan.builds, graph)
+
+
+def _explained_graph(captured: _Capture, implementation: str) -> GraphExplanation:
+    graphed = captured.graphed()
+    if implementation != "fused":
+        return GraphExplanation(
+            False, f"graphs are of fused updates, and its implementation is {implementation}"
         )
-    return Explanation(True, implementation, plan.because, plan.builds)
+    if graphed is None:
+        return GraphExplanation(
+            False, "torch's own function updates a group: its tensors or numbers are not plain"
+        )
+    if not graphed:
+        return GraphExplanation(False, "there was no step yet")
+    captures = sum(each.captures for each in graphed)
+    told = next((each for each in graphed if not each.replayed), graphed[0])
+    return GraphExplanation(told.replayed, told.reason, captures)
