@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,31 @@ from conformance.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 _STEPS = 2
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """On the norm of an input's gradient, or of the gradient of that one's."""
+
+    order: int = 1  # of the gradient
+    inputs: int = 1  # each with its forward, all of which run before there is any gradient
+    adds_loss: bool = False  # of one more forward, after the gradients
+
+    def backward(self, model: nn.Module, rank: int) -> torch.Tensor:
+        given = torch.linspace(0, 1, 6).view(2, 3) - rank * 0.25
+        inputs = [(given / (1 + number)).requires_grad_() for number in range(self.inputs)]
+        outputs = [model(x).sum() for x in inputs]
+        gradients = [self._gradient(output, x) for output, x in zip(outputs, inputs, strict=True)]
+        penalty = torch.stack([(gradient.norm() - 1).square() for gradient in gradients]).sum()
+        whole = penalty + model(2 * inputs[0]).square().mean() if self.adds_loss else penalty
+        whole.backward()
+        return penalty.detach()
+
+    def _gradient(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(output, x, create_graph=True)
+        for _ in range(self.order - 1):
+            (gradient,) = torch.autograd.grad(gradient.square().sum(), x, create_graph=True)
+        return gradient
 
 
 def built(freezes: bool) -> nn.Sequential:
@@ -40,34 +66,25 @@ def _wrapped(fsdp: Any, make: Any, model: nn.Sequential, strategy: str, use_orig
 
 
 def penalized(
-    rank: Rank, *, library: str, strategy: str, use_orig_params: bool, freezes: bool, adds_loss: bool
+    rank: Rank, *, library: str, strategy: str, use_orig_params: bool, freezes: bool, penalty: Penalty
 ) -> Outcome:
-    """Steps of a penalty on the input's gradient; `freezes` the inner unit, `adds_loss` of a second forward."""
+    """Steps of a penalty on gradients of inputs; `freezes` the inner unit."""
     found, plain = load_library(library), built(freezes)
 
     def run() -> dict[str, Any]:
         model = _wrapped(found.distributed.fsdp, found.find(FSDP), plain, strategy, use_orig_params)
-        penalties = [_penalty(model, rank.rank, adds_loss) for _ in range(_STEPS)]
+        penalties = [penalty.backward(model, rank.rank) for _ in range(_STEPS)]
         return {"penalties": penalties, "whole": gathered_gradients(found, model)}
 
     return observe(run)
 
 
-def _penalty(model: nn.Module, rank: int, adds_loss: bool) -> torch.Tensor:
-    x = (torch.linspace(0, 1, 6).view(2, 3) - rank * 0.25).requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    penalty = (gradient.norm() - 1).square()
-    whole = penalty + model(2 * x).square().mean() if adds_loss else penalty
-    whole.backward()
-    return penalty.detach()
-
-
-def penalized_unsharded(world_size: int, freezes: bool, adds_loss: bool) -> dict[str, torch.Tensor]:
+def penalized_unsharded(world_size: int, freezes: bool, penalty: Penalty) -> dict[str, torch.Tensor]:
     """The averaged gradients, zero for none."""
     replicas = [built(freezes) for _ in range(world_size)]
     for rank, replica in enumerate(replicas):
         for _ in range(_STEPS):
-            _penalty(replica, rank, adds_loss)
+            penalty.backward(replica, rank)
     average_gradients(replicas, Setup())
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

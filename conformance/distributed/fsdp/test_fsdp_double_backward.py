@@ -8,7 +8,7 @@ import pytest
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
-from conformance.distributed.fsdp.double_backward_cases import penalized_unsharded
+from conformance.distributed.fsdp.double_backward_cases import Penalty, penalized_unsharded
 from conformance.distributed.fsdp.judging import outcomes
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, have_whole, raised
 from conformance.library import Library
@@ -17,20 +17,26 @@ from conformance.ranks import RankPool
 Ranks = Callable[..., RankPool]
 
 
-def has_penalized(seen: Seen, freezes: bool, adds_loss: bool) -> bool:
-    return have_whole(seen, penalized_unsharded(len(seen), freezes, adds_loss))
+ONCE, WITH_A_LOSS = Penalty(), Penalty(adds_loss=True)
+
+
+def has_penalized(seen: Seen, freezes: bool, penalty: Penalty) -> bool:
+    return have_whole(seen, penalized_unsharded(len(seen), freezes, penalty))
 
 
 @clause("distributed.fsdp.fsdp_lifted.gradient_penalty")
 @pytest.mark.deviation("fsdp.gradient_penalty")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize(
-    ("strategy", "freezes", "adds_loss"),
+    ("strategy", "freezes", "penalty"),
     [
-        ("FULL_SHARD", False, False),
-        ("FULL_SHARD", True, True),
-        ("SHARD_GRAD_OP", False, False),
-        ("NO_SHARD", False, False),
+        ("FULL_SHARD", False, ONCE),
+        ("FULL_SHARD", True, WITH_A_LOSS),
+        ("FULL_SHARD", False, Penalty(order=2)),
+        ("FULL_SHARD", True, Penalty(order=3, inputs=2)),
+        ("SHARD_GRAD_OP", False, ONCE),
+        ("SHARD_GRAD_OP", False, Penalty(order=2, inputs=2)),
+        ("NO_SHARD", False, ONCE),
     ],
 )
 def test_the_gradient_of_an_input_can_be_differentiated(
@@ -39,7 +45,7 @@ def test_the_gradient_of_an_input_can_be_differentiated(
     strategy: str,
     use_orig_params: bool,
     freezes: bool,
-    adds_loss: bool,
+    penalty: Penalty,
 ) -> None:
     deviation.judge(
         lambda library: outcomes(
@@ -49,10 +55,10 @@ def test_the_gradient_of_an_input_can_be_differentiated(
             strategy=strategy,
             use_orig_params=use_orig_params,
             freezes=freezes,
-            adds_loss=adds_loss,
+            penalty=penalty,
         ),
-        torch_does=lambda seen: not has_penalized(seen, freezes, adds_loss),
-        we_do=lambda seen: has_penalized(seen, freezes, adds_loss),
+        torch_does=lambda seen: not has_penalized(seen, freezes, penalty),
+        we_do=lambda seen: has_penalized(seen, freezes, penalty),
     )
 
 

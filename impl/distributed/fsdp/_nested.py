@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -52,6 +53,11 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return value
         return dataclasses.replace(value, **changes)
     return value
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in `value` in another dtype, differentiably; the rest as it is."""
+    return replaced(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
 
 
 def _like_dict(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:

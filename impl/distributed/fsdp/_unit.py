@@ -13,17 +13,19 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._collectives import Reduction, gather, join
 from impl.distributed.fsdp._flat_param import Flat, Whole
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._nested import replaced, tensors_in
+from impl.distributed.fsdp._nested import cast_floats, replaced, tensors_in
 from impl.distributed.fsdp._streams import Lane, Streams
 from impl.distributed.fsdp.api import BackwardPrefetch, MixedPrecision
 from impl.optim._shards import deal
@@ -117,6 +119,7 @@ class Unit:
         self._shards_at_gather: list[int] = []
         self._open_inputs = 0  # differentiable inputs whose gradients have not come yet
         self._input_hooks: list[RemovableHandle] = []
+        self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
         self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
 
     @property
@@ -228,7 +231,7 @@ class Unit:
 
     def before_backward(self, gradient: Tensor) -> None:
         """Make the parameters whole for the gradients that are about to be computed."""
-        del gradient
+        self.follow(gradient)
         self.root.settle()
         if self.phase is Phase.BACKWARD:
             return
@@ -247,15 +250,19 @@ class Unit:
         if self.plan.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_for_backward()
 
+    def follow(self, gradient: Tensor) -> None:
+        """Of an input or an output, or of such a gradient: to differentiate it will read the leaves once more."""
+        if gradient.requires_grad:
+            gradient.register_hook(self.before_backward_of_backward)
+
     def before_backward_of_backward(self, gradient: Tensor) -> None:
-        """An input's gradient is differentiated: what made it reads the leaves, and nothing tells when it has."""
+        """A gradient is differentiated: what made it reads the leaves, and nothing tells when it has."""
         self._finishes_at_end = True
         self.before_backward(gradient)
 
     def finish_if_complete(self, gradient: Tensor) -> None:
         """An input has its gradient: finish as soon as nothing in the graph will read the leaves again."""
-        if gradient.requires_grad:
-            gradient.register_hook(self.before_backward_of_backward)
+        del gradient
         self._open_inputs -= 1
         if self.phase is Phase.BACKWARD and not self._finishes_at_end and self._has_all_gradients():
             self.finish_backward()
@@ -412,6 +419,14 @@ class Unit:
                 if tensor.requires_grad:
                     self._input_hooks.append(tensor.register_hook(self.finish_if_complete))
                     self._open_inputs += 1
+                    self._follow_gradients_of(tensor)
+
+    def _follow_gradients_of(self, tensor: Tensor) -> None:
+        """Of whatever order, for as long as there is a graph."""
+        if not tensor.is_leaf:
+            tensor.register_hook(self.follow)
+        elif tensor not in self._followed:  # it may be an input in every step, and outlive the unit
+            self._followed[tensor] = tensor.register_hook(partial(_follow_in, weakref.ref(self)))
 
     def _has_all_gradients(self) -> bool:
         """Every node that reads a trainable leaf leads to its gradient; those that read frozen ones lead to inputs."""
@@ -459,9 +474,10 @@ class Unit:
                 )
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `value` in another dtype, differentiably; the rest as it is."""
-    return replaced(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
+def _follow_in(unit: weakref.ref[Unit], gradient: Tensor) -> None:
+    found = unit()
+    if found is not None:
+        found.follow(gradient)
 
 
 def _taken(whole: Whole) -> list[Tensor | None]:
