@@ -179,19 +179,31 @@ class Resharding:
     def _exchange(
         self, sources: Sequence[Tensor | None], outgoing: _Route, targets: Sequence[Tensor], incoming: _Route
     ) -> None:
-        """Copy ranges of the sources, 1-D bytes, into ranges of the targets of all ranks."""
+        """Copy ranges of the sources, 1-D bytes, into ranges of the targets of all ranks.
+
+        What a rank has of its own goes from one to the other, and not through what is sent.
+        """
+        stays, arrives = outgoing[self._rank], incoming[self._rank]
+        if stays:
+            torch._foreach_copy_(
+                [_narrowed(targets, one) for one in arrives], [_narrowed(sources, one) for one in stays]
+            )
+        group = self._groups.shard
+        if group is None:
+            return
+        outgoing, incoming = (self._without_own(route) for route in (outgoing, incoming))
         parts = [_narrowed(sources, one) for ranges in outgoing for one in ranges]
         sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
-        received = sent
-        group = self._groups.shard
-        if group is not None:
-            received = sent.new_empty(sum(_lengths(incoming)))
-            exchange = partial(_issue, _lengths(incoming), _lengths(outgoing))
-            self._groups.agreements[group].run(f"resharded '{self._name}'", exchange, group, received, sent)
+        received = sent.new_empty(sum(_lengths(incoming)))
+        exchange = partial(_issue, _lengths(incoming), _lengths(outgoing))
+        self._groups.agreements[group].run(f"resharded '{self._name}'", exchange, group, received, sent)
         ranges = [one for ranges in incoming for one in ranges]
         if ranges:
             arrived = received.split_with_sizes([one.length for one in ranges])
             torch._foreach_copy_([_narrowed(targets, one) for one in ranges], arrived)
+
+    def _without_own(self, route: _Route) -> _Route:
+        return [[] if peer == self._rank else ranges for peer, ranges in enumerate(route)]
 
 
 def _issue(
