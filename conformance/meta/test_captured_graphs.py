@@ -467,6 +467,26 @@ def test_gradients_are_not_kept(device: str, graphs: RecordingGraphs | None) -> 
     assert [ref() for ref in refs] == [None] * len(refs)
 
 
+@pytest.mark.profile("full")
+def test_nothing_grows(device: str, graphs: RecordingGraphs | None) -> None:
+    """Not with replays, nor with what is captured anew."""
+    side = replaying("AdamW fused", device, groups=2)
+
+    def objects_after(rounds: int) -> int:
+        for number in range(rounds):
+            on.set_values(side, weight_decay=0.25 if number % 2 else 0.5)
+            run(side, settled(12))
+        if graphs is not None:
+            graphs.log.clear()
+        gc.collect()
+        return len(gc.get_objects())
+
+    objects_after(2)
+    sizes = [objects_after(10) for _ in range(6)]
+    assert told(side).captures == 2 + 2 + 60
+    assert max(sizes[3:]) <= max(sizes[:3])
+
+
 # CUDA
 
 
