@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.optim import _NamedOptimizer
 
@@ -63,10 +64,10 @@ def written(lab: Lab, *, path: str, way: Way) -> Any:
     return trained.whole()
 
 
-def read(lab: Lab, *, path: str, way: Way) -> Any:
+def read(lab: Lab, *, path: str, way: Way, planner: Any = DefaultLoadPlanner) -> Any:
     trained = _Trained(lab, way, seed=1)
     state = trained.state()
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, planner=planner())
     trained.load(state)
     return trained.whole()
 

@@ -82,7 +82,8 @@ class OptimStateDicts:
             optim: the optimizer that is to load it.
             optim_state_dict: whole tensors, or the rank's rows. Where FULL_STATE_DICT is set with `rank0_only`, that of
                 the group's first rank alone counts.
-            is_named_optimizer: the optimizer's own state dict has parameters' names for keys.
+            is_named_optimizer: the optimizer's own state dict has parameters' names for keys. torch's `_NamedOptimizer`
+                calls this by itself only where `impl.drop_in` is installed, and skips names that it does not know.
             load_directly: load it, too: on all ranks, or where one rank cannot, on none.
             group: the ranks that take part, by default all.
 

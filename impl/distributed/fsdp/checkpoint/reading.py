@@ -109,7 +109,19 @@ def _unpickled(data: bytes, path: Any) -> Metadata:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own, but that values which are no tensors are loaded with `weights_only`."""
+    """DCP's own, but that values which are no tensors are loaded with `weights_only`.
+
+    Nor does a rank need rows of every ShardedTensor, as ranks beyond a parameter's rows have none: unless
+    `flatten_sharded_tensors` is set, which is for nested ones, and by which DCP loses those and misses other keys.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = False,
+        allow_partial_load: bool = False,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """

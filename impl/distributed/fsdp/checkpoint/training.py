@@ -127,7 +127,7 @@ def load(
             dcp.load(
                 wanted,
                 storage_reader=_Acquainted(reader.path, metadata),
-                planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=LoadPlanner(flatten_state_dict=False),
                 process_group=group,
             )
         with _undone_on_error() as undo:
