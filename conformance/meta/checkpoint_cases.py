@@ -113,17 +113,28 @@ def latest_loaded(rank: Rank, *, folder: Path) -> Any:
 
 
 def killed_while_saving(
-    rank: Rank, *, path: Path, over: Path, victims: Sequence[int], after_s: float
+    rank: Rank, *, path: Path, over: Path, victims: Sequence[int], after_s: float, once_written: bool = False
 ) -> None:
-    """Load what is there, train on and save to `over`, in which the victims end after so many seconds."""
+    """Load what is there, train on and save to `over`, in which the victims end after so many seconds.
+
+    Args:
+        once_written: they are counted from the first file that any rank has begun.
+    """
     run = Run(rank)
     run.load(path)
     run.train(range(3, 5))
     if rank.rank in victims:
-        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Thread(target=_die, args=(over if once_written else None, after_s), daemon=True).start()
     run.save(over)
     if rank.rank in victims:
         time.sleep(60)
+
+
+def _die(over: Path | None, after_s: float) -> None:
+    while over is not None and not any(over.parent.glob(f".{over.name}.*.writing/*")):
+        time.sleep(0.0005)
+    time.sleep(after_s)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def refused(rank: Rank, *, path: Path, width: int = 5) -> Any:

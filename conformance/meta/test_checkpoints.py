@@ -25,6 +25,7 @@ CASES = "conformance.meta.checkpoint_cases"
 WORLDS = [1, 2, 3, 4]
 # What is saved, over the old one or beside it, and who is killed meanwhile.
 KILLS = [(name, victims) for victims in ((0,), (1,), (0, 1)) for name in ("step-3", "step-5")]
+WRITING = 0.15  # of the time that a save takes, about: from its first file to its renaming
 
 
 def are_same(one: Any, other: Any) -> bool:
@@ -133,10 +134,12 @@ def generations(
 
 @pytest.mark.deadline(900)
 @pytest.mark.parametrize(
-    "kills",
+    ("kills", "once_written"),
     [
-        pytest.param(KILLS, id="each once"),
-        pytest.param(9 * KILLS, id="each nine times", marks=pytest.mark.profile("deep")),
+        pytest.param(KILLS, False, id="each once"),
+        pytest.param(KILLS, True, id="each once written", marks=pytest.mark.profile("full")),
+        pytest.param(9 * KILLS, False, id="each nine times", marks=pytest.mark.profile("deep")),
+        pytest.param(9 * KILLS, True, id="each nine times written", marks=pytest.mark.profile("deep")),
     ],
 )
 def test_the_last_complete_one_always_loads(
@@ -145,19 +148,34 @@ def test_the_last_complete_one_always_loads(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
     kills: Sequence[tuple[str, tuple[int, ...]]],
+    once_written: bool,
 ) -> None:
-    """Over an older one and beside it, whatever part of the time that a save takes has passed."""
+    """Over an older one and beside it, whatever part of the time has passed that a save takes, or its writing."""
+    within_s = generations.took_s * (WRITING if once_written else 1.0)
     for number, (name, victims) in enumerate(kills):
         folder = tmp_path / str(number)
         shutil.copytree(generations.path, folder / "step-3")
-        kill_while_saving(folder, name, victims, generations.took_s * (number + 0.5) / len(kills))
-        record_property("left by a kill", " ".join(sorted(entry.name for entry in folder.iterdir())))
+        kill_while_saving(folder, name, victims, within_s * (number + 0.5) / len(kills), once_written)
+        record_property("left by a kill", " ".join(left_in(folder)))
         found = ranks(2).run(f"{CASES}:latest_loaded", folder=folder)
         assert {generations.name_of(state) for state in found} < {"old", "new"}, found
 
 
-def kill_while_saving(folder: Path, name: str, victims: tuple[int, ...], after_s: float) -> None:
-    arguments = {"path": folder / "step-3", "over": folder / name, "victims": victims, "after_s": after_s}
+def left_in(folder: Path) -> list[str]:
+    """Folders, each with the number of its files: what is being written has none before its first write."""
+    return sorted(f"{entry.name}:{len(list(entry.iterdir()))}" for entry in folder.iterdir())
+
+
+def kill_while_saving(
+    folder: Path, name: str, victims: tuple[int, ...], after_s: float, once_written: bool
+) -> None:
+    arguments: dict[str, Any] = {
+        "path": folder / "step-3",
+        "over": folder / name,
+        "victims": victims,
+        "after_s": after_s,
+        "once_written": once_written,
+    }
     with RankPool(2, grace_s=0.5) as pool, pytest.raises(RankFault):
         pool.run(f"{CASES}:killed_while_saving", **arguments)
 
