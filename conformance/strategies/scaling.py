@@ -191,11 +191,16 @@ def assert_same_story(
 
 def pickled(scaler: Any, as_class: type | None = None) -> Any:
     """A pickle and back, into `as_class` where given. Every object but the class itself is really pickled."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> str | None:
+            # A class with a planted fault is not the one that stands under its name.
+            return "the scaler's class" if obj is type(scaler) else None
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> type:
+            return as_class or type(scaler)
+
     written = BytesIO()
-    pickler = pickle.Pickler(written)
-    # A class with a planted fault is not the one that stands under its name.
-    pickler.persistent_id = lambda value: "the scaler's class" if value is type(scaler) else None
-    pickler.dump(scaler)
-    unpickler = pickle.Unpickler(BytesIO(written.getvalue()))
-    unpickler.persistent_load = lambda _: as_class or type(scaler)
-    return unpickler.load()
+    Pickler(written).dump(scaler)
+    return Unpickler(BytesIO(written.getvalue())).load()
