@@ -55,7 +55,7 @@ def _callable_at(library: Library, item: surface.Item) -> Any:
 
 
 def parameters_of(function: Any) -> list[inspect.Parameter]:
-    """A class's are those of its `__init__`: Python 3.13 tells those of the `__new__` by which a class is deprecated."""
+    """A class's are those of its `__init__`: Python 3.13 tells those of the __new__ that deprecates."""
     if isinstance(function, type) and inspect.isfunction(function.__init__):
         return list(inspect.signature(function.__init__).parameters.values())[1:]
     return list(inspect.signature(function).parameters.values())
