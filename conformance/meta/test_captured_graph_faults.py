@@ -73,6 +73,9 @@ FAULTS["grad_scale is not filled in again"] = filled_once("grad_scale")
 FAULTS["found_inf is not filled in again"] = filled_once("found_inf")
 FAULTS["memory that has moved is not noticed"] = blind_to("pointers")
 FAULTS["other values are not noticed"] = blind_to("values")
+FAULTS["values changed in place are not noticed"] = replaced(
+    _graphed_update, "_frozen", lambda real: lambda value: value
+)
 FAULTS["scaling of another kind is not noticed"] = blind_to("scaling")
 FAULTS["another stream is not noticed"] = blind_to("stream")
 FAULTS["strides are not noticed"] = replaced(

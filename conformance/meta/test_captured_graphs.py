@@ -136,6 +136,18 @@ def test_what_is_not_one_operator_is_eager(
     assert not told(twins.captured).replayed
 
 
+def test_betas_that_are_tensors_are_read_in_every_step(device: str, graphs: RecordingGraphs | None) -> None:
+    """In a list too, where a graph would keep the numbers that they were."""
+    twins = Twins("AdamW fused", device=device, graph=True)
+    for side in (twins.plain, twins.captured):
+        on.set_values(side, betas=[torch.tensor(0.5), torch.tensor(0.75)])
+    play(twins, settled())
+    assert told(twins.captured).reason.startswith("torch's own function updates a group: ")
+    for side in (twins.plain, twins.captured):
+        side.optimizer.param_groups[0]["betas"][0].fill_(0.25)
+    play(twins, settled(1))
+
+
 # What a graph does
 
 
@@ -269,8 +281,13 @@ def move_state(side: Side) -> None:
     momentum.data = momentum.data.clone()
 
 
+def change_betas_in_place(side: Side) -> None:
+    side.optimizer.param_groups[0]["betas"][0] = 0.1
+
+
 GUARDS: dict[str, tuple[Event, str]] = {
     "betas": ((on.set_values, {"betas": (0.5, 0.6)}), "the group's betas changed"),
+    "betas in place": ((change_betas_in_place, {}), "the group's betas changed"),
     "weight decay": ((on.set_values, {"weight_decay": 0.5}), "the group's weight_decay changed"),
     "both": ((on.set_values, {"eps": 0.5, "weight_decay": 0.5}), "the group's eps, weight_decay changed"),
     "a gradient": ((move_gradient, {}), "grads[1] has other memory"),
@@ -286,6 +303,7 @@ def test_what_a_graph_is_captured_anew_for(name: str, device: str, graphs: Recor
     """Once what has changed stays; the step in which it changes is the warm-up."""
     (event, kwargs), reason = GUARDS[name]
     twins = Twins("AdamW fused", device=device, graph=True)
+    twins.do(on.set_values, betas=[0.8, 0.9])
     play(twins, settled(16))
     twins.do(event, **kwargs)
     twins.do(on.settled_iteration, 1)

@@ -80,7 +80,7 @@ _UPDATES: dict[type[Optimizer], Update] = {Adam: _adam, SGD: _sgd, Adagrad: _ada
 def update_for(optimizer: Optimizer, planned: GroupPlan) -> Update | None:
     """What updates a bucket of this group by the fused operator; None where torch's own function has to do it."""
     group = planned.group
-    if not group.get("fused") or group["foreach"] or any(map(_is_on_device, group.values())):
+    if not group.get("fused") or group["foreach"] or _has_tensors_for_numbers(group):
         return None
     tensors = chain.from_iterable(planned.lists)
     if not all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in tensors):
@@ -111,6 +111,10 @@ def _at(value: Tensor | None, device: torch.device) -> Tensor | None:
     return None if value is None else value.to(device, non_blocking=True)
 
 
+def _has_tensors_for_numbers(group: dict[str, Any]) -> bool:
+    return any(_is_on_device(value) for name, value in group.items() if name != "params")
+
+
 def _is_on_device(value: Any) -> bool:
     """A hyperparameter that is a tensor, or a pair of them."""
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_is_on_device, value)))
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_is_on_device, value)))

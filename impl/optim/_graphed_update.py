@@ -158,7 +158,7 @@ class GraphedUpdate:
         """The settings; new ones, and no graph, if what a graph fixes has changed."""
         assert self._graphs is not None
         fixed = _Fixed(
-            {name: group.get(name) for name in self._names},
+            {name: _frozen(group.get(name)) for name in self._names},
             (_kind_of(grad_scale), _kind_of(found_inf)),
             self._graphs.current_stream(),
             [*map(Tensor.data_ptr, self._bucket.tensors())],
@@ -208,6 +208,11 @@ class GraphedUpdate:
     def _work(self, group: dict[str, Any], settings: Settings) -> None:
         on_device = {**group, "lr": settings.lr}
         step_bucket(self._update, self._bucket, on_device, settings.grad_scale, settings.found_inf)
+
+
+def _frozen(value: Any) -> Any:
+    """What cannot be changed in place, as a list of betas can."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _kind_of(value: Tensor | None) -> Any:
