@@ -92,6 +92,45 @@ def penalized_unsharded(world_size: int, freezes: bool, penalty: Penalty) -> dic
     }
 
 
+def directional_derivatives(model: nn.Module, along: torch.Tensor) -> list[torch.Tensor]:
+    """Of the outputs along the inputs, each by two gradients; the first is begun with one leaf in all steps."""
+    weights = torch.ones(2, 2, requires_grad=True)
+    found = []
+    for _ in range(5):
+        x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x), x, weights, create_graph=True)
+        (derivative,) = torch.autograd.grad(gradient, weights, along)
+        found.append(derivative)
+    assert len(weights._backward_hooks or ()) <= 2, "each step has left its hooks on a tensor of the user's"
+    return found
+
+
+def differentiated_along(rank: Rank, *, library: str, strategy: str) -> Outcome:
+    found, plain = load_library(library), built(freezes=False)
+
+    def run() -> list[torch.Tensor]:
+        model = _wrapped(found.distributed.fsdp, found.find(FSDP), plain, strategy, use_orig_params=True)
+        return directional_derivatives(model, torch.ones(2, 3))
+
+    return observe(run)
+
+
+def input_used_elsewhere(rank: Rank, *, library: str) -> Outcome:
+    """A penalty by another model, on the first rank alone, on what was an input of the sharded one."""
+    found, plain = load_library(library), built(freezes=False)
+
+    def run() -> torch.Tensor:
+        model = _wrapped(found.distributed.fsdp, found.find(FSDP), plain, "FULL_SHARD", use_orig_params=True)
+        x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+        model(x).sum().backward()
+        if rank.rank == 0:
+            (gradient,) = torch.autograd.grad(built(freezes=False)(x).sum(), x, create_graph=True)
+            gradient.square().sum().backward()
+        return model(x).detach()
+
+    return observe(run)
+
+
 def gradients_with_a_graph(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
     """A backward that is to leave gradients of parameters which can be differentiated."""
     found, plain = load_library(library), built(freezes=False)

@@ -100,13 +100,13 @@ def accumulate(
         return observe(run)
 
 
-def output_after_a_step(rank: Rank, *, library: str, evaluates: bool) -> Outcome:
+def output_after_a_step(rank: Rank, *, library: str, evaluates: bool, fused: bool) -> Outcome:
     """What the model makes of one input after a step, between whose backward and itself it may have been evaluated."""
     found, plain = load_library(library), built("plain")
 
     def run() -> torch.Tensor:
         model = found.find(FSDP)(plain, device_id=torch.device("cpu"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
         accumulated(model, rank.rank)
         with torch.no_grad():
             if evaluates:

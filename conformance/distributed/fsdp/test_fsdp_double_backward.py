@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
-from conformance.distributed.fsdp.double_backward_cases import Penalty, penalized_unsharded
+from conformance.distributed.fsdp.double_backward_cases import (
+    Penalty,
+    built,
+    directional_derivatives,
+    penalized_unsharded,
+)
 from conformance.distributed.fsdp.judging import outcomes
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, have_whole, raised
 from conformance.library import Library
 from conformance.ranks import RankPool
+from conformance.tolerances import ONE_STEP
 
 Ranks = Callable[..., RankPool]
+
+
+def gave(seen: Seen, wanted: list[torch.Tensor]) -> bool:
+    return all(
+        outcome.raised is None
+        and all(
+            ONE_STEP.excess(want, got.values) is None
+            for want, got in zip(wanted, _listed(outcome.value), strict=True)
+        )
+        for outcome in seen
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 ONCE, WITH_A_LOSS = Penalty(), Penalty(adds_loss=True)
@@ -60,6 +83,30 @@ def test_the_gradient_of_an_input_can_be_differentiated(
         torch_does=lambda seen: not has_penalized(seen, freezes, penalty),
         we_do=lambda seen: has_penalized(seen, freezes, penalty),
     )
+
+
+@clause("distributed.fsdp.fsdp_lifted.gradient_penalty")
+@pytest.mark.deviation("fsdp.gradient_penalty")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_leaf_that_gradients_begin_with_may_be_kept(
+    deviation: DeviationJudge, ranks: Ranks, strategy: str
+) -> None:
+    wanted = directional_derivatives(built(freezes=False), torch.ones(2, 3))
+    deviation.judge(
+        lambda library: outcomes(
+            ranks(2), library, "double_backward_cases:differentiated_along", strategy=strategy
+        ),
+        torch_does=lambda seen: not gave(seen, wanted),
+        we_do=lambda seen: gave(seen, wanted),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.gradient_penalty")
+def test_what_was_an_input_may_be_used_elsewhere_on_one_rank(subject: Library, ranks: Ranks) -> None:
+    with torch.no_grad():
+        wanted = built(freezes=False)(torch.linspace(-1, 1, 6).view(2, 3))
+    seen = outcomes(ranks(2), subject, "double_backward_cases:input_used_elsewhere")
+    assert gave(seen, [wanted]), seen
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.gradients_of_gradients")

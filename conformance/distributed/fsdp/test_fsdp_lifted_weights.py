@@ -39,11 +39,16 @@ def gave(seen: Seen, wanted: torch.Tensor) -> bool:
 
 @clause("distributed.fsdp.fsdp_lifted.steps_are_seen")
 @pytest.mark.deviation("fsdp.step_after_evaluation")
+@pytest.mark.parametrize("fused", [False, True])
 def test_a_step_after_an_evaluation_is_seen(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool]
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], fused: bool
 ) -> None:
+    """Fused updates of torch's write to parameters and do not move their version counters."""
+
     def probe(library: Library) -> Seen:
-        return outcomes(ranks(RANKS), library, "lifted_cases:output_after_a_step", evaluates=True)
+        return outcomes(
+            ranks(RANKS), library, "lifted_cases:output_after_a_step", evaluates=True, fused=fused
+        )
 
     deviation.judge(
         probe,
@@ -54,7 +59,7 @@ def test_a_step_after_an_evaluation_is_seen(
 
 @clause("distributed.fsdp.fsdp_lifted.steps_are_seen")
 def test_a_step_is_seen(subject: Library, ranks: Callable[..., RankPool]) -> None:
-    seen = outcomes(ranks(RANKS), subject, "lifted_cases:output_after_a_step", evaluates=False)
+    seen = outcomes(ranks(RANKS), subject, "lifted_cases:output_after_a_step", evaluates=False, fused=False)
     assert gave(seen, output_without_sharding(steps=True)), seen
 
 

@@ -27,6 +27,7 @@ from impl.distributed.fsdp._flat_layout import (
 )
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._showing import Known, Owned, ReleasedParameter, Showing
+from impl.distributed.fsdp._steps import watch
 from impl.distributed.fsdp.api import MixedPrecision
 
 
@@ -75,6 +76,15 @@ class Whole:
         if self.is_live and not self.is_lasting:
             self._storage.resize_(0)
             self.is_live = False
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """Those of the leaves, which lose them."""
+        grads = [leaf.grad for leaf in self.leaves]
+        for leaf in self.trainable:
+            leaf.grad = None
+        if any(grad is not None and grad.requires_grad for grad in grads):
+            raise RuntimeError("FSDP does not support gradients of gradients")
+        return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
 
     def changed(self) -> int | None:
         """The number of a leaf that was written to since it was made, or since the last answer."""
@@ -139,6 +149,7 @@ class Flat:
         self._summoned: Showing | None = None
         self._home: tuple[dict[str, Any], str] | None = None
         self._wholes: dict[torch.dtype, Whole] = {}
+        watch(self.stepped)
         self.refresh()
 
     @property
@@ -162,6 +173,12 @@ class Flat:
     def stepped(self) -> list[nn.Parameter]:
         """What the optimizer steps."""
         return self.parameters if self.use_orig_params else [self.flat_param]
+
+    @property
+    def version(self) -> int:
+        """Moves whenever the shard is written to, whichever of its names is used."""
+        of_names = sum(p._version for p in self.parameters) if self.use_orig_params else 0
+        return self.flat_param._version + of_names
 
     def wants_grad(self, index: int) -> bool:
         """Of a parameter, by its number."""

@@ -77,6 +77,8 @@ class Shared(Protocol):
     streams: Streams
     syncs: bool
 
+    @property
+    def is_in_backward(self) -> bool: ...
     def is_root(self, unit: Unit) -> bool: ...
     def settle(self) -> None: ...
     def begin_backward(self) -> None: ...
@@ -252,7 +254,11 @@ class Unit:
 
     def follow(self, gradient: Tensor) -> None:
         """Of an input or an output, or of such a gradient: to differentiate it will read the leaves once more."""
-        if gradient.requires_grad:
+        if not gradient.requires_grad:
+            return
+        if gradient.is_leaf:  # the very tensor that a backward was begun with
+            self._follow_leaf(gradient)
+        else:
             gradient.register_hook(self.before_backward_of_backward)
 
     def before_backward_of_backward(self, gradient: Tensor) -> None:
@@ -271,7 +277,7 @@ class Unit:
         """Hand over the gradients that came, release the parameters. Called again, it does what is left to do."""
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.IDLE
-        grads = [_taken(whole) for whole in self._in_graph]
+        grads = [whole.take_gradients() for whole in self._in_graph]
         if self._is_freed_in_backward():
             self.release()
         elif self.is_gathered:
@@ -349,7 +355,7 @@ class Unit:
         self._gathered = root.streams.record(Lane.GATHER)
         self._dtypes = wanted
         if self._is_kept_after_forward():
-            self._shards_at_gather = [_versions_of(flat) for flat in self.flats]
+            self._shards_at_gather = [flat.version for flat in self.flats]
 
     def release(self) -> None:
         """Do without the wholes; the modules see what rests in the leaves' place."""
@@ -388,7 +394,7 @@ class Unit:
             unit._was_prefetched = True
 
     def _shards_are_as_gathered(self) -> bool:
-        return self._was_prefetched or self._shards_at_gather == [_versions_of(flat) for flat in self.flats]
+        return self._was_prefetched or self._shards_at_gather == [flat.version for flat in self.flats]
 
     def _is_kept_after_forward(self) -> bool:
         return not self.plan.frees_after_forward or self.root.is_root(self) or self.groups.shard is None
@@ -423,9 +429,14 @@ class Unit:
 
     def _follow_gradients_of(self, tensor: Tensor) -> None:
         """Of whatever order, for as long as there is a graph."""
-        if not tensor.is_leaf:
+        if tensor.is_leaf:
+            self._follow_leaf(tensor)
+        else:
             tensor.register_hook(self.follow)
-        elif tensor not in self._followed:  # it may be an input in every step, and outlive the unit
+
+    def _follow_leaf(self, tensor: Tensor) -> None:
+        """Once: it may come in every step, and outlive the unit."""
+        if tensor not in self._followed:
             self._followed[tensor] = tensor.register_hook(partial(_follow_in, weakref.ref(self)))
 
     def _has_all_gradients(self) -> bool:
@@ -475,23 +486,7 @@ class Unit:
 
 
 def _follow_in(unit: weakref.ref[Unit], gradient: Tensor) -> None:
+    """If the backward in which the leaf gets its gradient has reached the unit's model at all."""
     found = unit()
-    if found is not None:
+    if found is not None and found.root.is_in_backward:
         found.follow(gradient)
-
-
-def _taken(whole: Whole) -> list[Tensor | None]:
-    """The leaves' gradients, which they lose."""
-    grads = [leaf.grad for leaf in whole.leaves]
-    for leaf in whole.trainable:
-        leaf.grad = None
-    if any(grad is not None and grad.requires_grad for grad in grads):
-        raise RuntimeError("FSDP does not support gradients of gradients")
-    return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
-
-
-def _versions_of(flat: Flat) -> int:
-    """Moves whenever the shard is written to, whichever of its names is used."""
-    return flat.flat_param._version + (
-        sum(p._version for p in flat.parameters) if flat.use_orig_params else 0
-    )
