@@ -10,7 +10,6 @@ import math
 import weakref
 from collections.abc import Generator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from conformance.meta.test_captured import SCRIPTS, Event, play
 from conformance.results import unavailable
 from impl.optim import capture, explain, release
 from impl.optim._graphed_update import Facts, why_eager
-from impl.optim._graphs import captured, graphs_for
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -504,56 +502,3 @@ def test_nothing_grows(device: str, graphs: RecordingGraphs | None) -> None:
     sizes = [objects_after(10) for _ in range(6)]
     assert told(side).captures == 2 + 2 + 60
     assert max(sizes[3:]) <= max(sizes[:3])
-
-
-# CUDA
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
-    """What torch.cuda is asked for, by calls that torch's signatures take."""
-    asked = mock.MagicMock()
-    for name in ("CUDAGraph", "Stream", "current_stream", "stream", "device", "is_current_stream_capturing"):
-        asked.attach_mock(mock.create_autospec(getattr(torch.cuda, name)), name)
-        monkeypatch.setattr(torch.cuda, name, getattr(asked, name))
-    return asked
-
-
-def test_cuda_is_asked_in_torchs_own_words(asked: mock.MagicMock) -> None:
-    graphs = graphs_for(torch.device("cuda", 1))
-    assert graphs is not None
-    captured(graphs, asked.work)
-    assert [call[0] for call in asked.mock_calls] == [
-        "current_stream",
-        "Stream",
-        "Stream().wait_stream",
-        "CUDAGraph",
-        "stream",
-        "stream().__enter__",
-        "CUDAGraph().capture_begin",
-        "work",
-        "CUDAGraph().capture_end",
-        "stream().__exit__",
-        "current_stream().wait_stream",
-    ]
-    assert mock.call.CUDAGraph().capture_begin(capture_error_mode="thread_local") in asked.mock_calls
-    graphs.is_capturing()
-    assert [call[0] for call in asked.mock_calls[-4:]] == [
-        "device",
-        "device().__enter__",
-        "is_current_stream_capturing",
-        "device().__exit__",
-    ]
-
-
-def test_a_capture_whose_work_fails_is_ended(asked: mock.MagicMock) -> None:
-    asked.work.side_effect = ArithmeticError
-    graphs = graphs_for(torch.device("cuda", 1))
-    assert graphs is not None
-    with pytest.raises(ArithmeticError):
-        captured(graphs, asked.work)
-    assert mock.call.CUDAGraph().capture_end() in asked.mock_calls
-
-
-def test_only_cuda_has_graphs() -> None:
-    assert [graphs_for(torch.device(kind)) for kind in ("cpu", "meta", "mps")] == [None] * 3
