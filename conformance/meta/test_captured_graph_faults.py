@@ -11,7 +11,7 @@ import pytest
 from conformance.meta import test_captured_graphs as judging
 from conformance.meta.recording_graphs import RecordedGraph, RecordingGraphs, recorded
 from impl.optim import _graphed_update
-from impl.optim._graphed_update import GraphedUpdate, Settings
+from impl.optim._graphed_update import Backoff, GraphedUpdate, Settings
 
 pytestmark = [pytest.mark.deadline(120), pytest.mark.profile("full")]
 
@@ -76,6 +76,11 @@ FAULTS["other values are not noticed"] = blind_to("values")
 FAULTS["values changed in place are not noticed"] = replaced(
     _graphed_update, "_frozen", lambda real: lambda value: value
 )
+FAULTS["what came of a graph is forgotten with the lists"] = replaced(
+    GraphedUpdate,
+    "__init__",
+    lambda real: lambda self, update, bucket, optimizer, _: real(self, update, bucket, optimizer, Backoff()),
+)
 FAULTS["scaling of another kind is not noticed"] = blind_to("scaling")
 FAULTS["another stream is not noticed"] = blind_to("stream")
 FAULTS["strides are not noticed"] = replaced(
@@ -109,7 +114,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     def settings_for(self: GraphedUpdate, *args: Any) -> Settings:
         settings = real(self, *args)
-        self._held = self._patience
+        self._held = self._backoff.patience
         return settings
 
     patch.setattr(GraphedUpdate, "_settings_for", settings_for)
@@ -125,6 +130,7 @@ CHECKS: list[Check] = [
     judging.test_what_is_asked_for_and_when,
     judging.test_another_stream,
     functools.partial(judging.test_gradients_that_move_capture_little, 2),
+    functools.partial(judging.test_lists_that_are_built_again_capture_little, "every 3 steps", 2),
     *(functools.partial(judging.test_what_a_graph_is_captured_anew_for, name) for name in judging.GUARDS),
     *(
         functools.partial(judging.test_a_replayed_step_is_the_plain_one, "AdamW fused", script)

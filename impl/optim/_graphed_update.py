@@ -10,11 +10,13 @@ another graph.
 A step in which something has changed runs the same operators eagerly: that is the warm-up of what may be captured next.
 The graph is captured when nothing has changed since, and replayed at once, since a capture runs nothing. So memory
 that is never the same twice, as that of gradients set to None may be, costs comparisons and no captures. A graph that
-was dropped before it was worth its capture doubles the number of steps without a change that the next one waits for.
+was dropped before it was worth its capture doubles the number of steps without a change that the next one waits for,
+also where it was dropped with the bucket's lists, as when a gradient comes and goes: that number outlives them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +81,28 @@ class Settings:
                 mine.copy_(given, non_blocking=True)
 
 
+@dataclass
+class Backoff:
+    """When a bucket's next graph is captured, by what came of those before. It outlives the bucket's lists."""
+
+    patience: int = 1  # for how many steps nothing may have changed before
+    captures: int = 0
+    replays: int | None = None  # of the graph that there is
+
+    def has_captured(self) -> None:
+        self.captures += 1
+        self.replays = 0
+
+    def has_replayed(self) -> None:
+        assert self.replays is not None
+        self.replays += 1
+
+    def has_changed(self) -> None:
+        if self.replays is not None:
+            self.patience = 1 if self.replays >= _WORTH else 2 * self.patience
+            self.replays = None
+
+
 class _Fixed(NamedTuple):
     """What a graph fixes, but for shapes and strides."""
 
@@ -91,8 +115,8 @@ class _Fixed(NamedTuple):
 class GraphedUpdate:
     """The update of one bucket."""
 
-    def __init__(self, update: Update, bucket: Bucket, optimizer: Optimizer) -> None:
-        self._update, self._bucket = update, bucket
+    def __init__(self, update: Update, bucket: Bucket, optimizer: Optimizer, backoff: Backoff) -> None:
+        self._update, self._bucket, self._backoff = update, bucket, backoff
         self._names = [name for name in optimizer.defaults if name != "lr"]
         self._graphs = graphs_for(bucket.device)
         self._is_together = all(tensor.device == bucket.device for tensor in bucket.tensors())
@@ -101,26 +125,24 @@ class GraphedUpdate:
         self._guards: TensorGuards | None = None  # with the graph
         self._graph: Graph | None = None
         self._held = 0  # for how many steps nothing has changed
-        self._patience = 1  # for how many nothing may have changed before a graph is captured
-        self._replays = 0  # of this graph
         self._change = ""  # the last one
         self._why_eager: str | None = None
-        self.captures = 0
 
     def step(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         self._why_eager = why_eager(self._facts())
         if self._why_eager is not None:
             step_bucket(self._update, self._bucket, group, grad_scale, found_inf)
             return
+        self._bucket.counters.join()  # now, since they lie elsewhere then, for which a graph would be captured anew
         settings = self._settings_for(group, grad_scale, found_inf)
         settings.fill(group["lr"], grad_scale, found_inf)
-        if self._graph is None and self._held >= self._patience:
+        if self._graph is None and self._held >= self._backoff.patience:
             self._capture(group, settings)
         if self._graph is None:
             self._work(group, settings)
         else:
             self._graph.replay()
-            self._replays += 1
+            self._backoff.has_replayed()
         self._held += 1
 
     @property
@@ -133,11 +155,15 @@ class GraphedUpdate:
         return self._why_eager is None and self._graph is not None
 
     @property
+    def captures(self) -> int:
+        return self._backoff.captures
+
+    @property
     def reason(self) -> str:
         """Why the last step was no replay; of a replay, why its graph was captured."""
         if self._why_eager is not None or self._graph is not None:
             return self._why_eager or self._change
-        left = self._patience + 1 - self._held
+        left = self._backoff.patience + 1 - self._held
         more = "the next step brings" if left == 1 else f"{left} more steps bring"
         return f"{self._change}; a graph is captured when {more} no change"
 
@@ -167,10 +193,9 @@ class GraphedUpdate:
         if change is None:
             assert self._settings is not None
             return self._settings
-        if self._graph is not None:
-            self._patience = 1 if self._replays >= _WORTH else 2 * self._patience
+        self._backoff.has_changed()
         self._graph = self._guards = None
-        self._held = self._replays = 0
+        self._held = 0
         self._change = change
         before, self._fixed = self._fixed, fixed
         if before is None or (before.scaling, before.stream) != (fixed.scaling, fixed.stream):
@@ -203,7 +228,7 @@ class GraphedUpdate:
         assert self._graphs is not None
         self._guards = tensor_guards([*self._bucket.tensors()], with_shapes=True, with_strides=True)
         self._graph = captured(self._graphs, lambda: self._work(group, settings))
-        self.captures += 1
+        self._backoff.has_captured()
 
     def _work(self, group: dict[str, Any], settings: Settings) -> None:
         on_device = {**group, "lr": settings.lr}

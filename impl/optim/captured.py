@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +21,7 @@ from torch._guards import TracingContext
 from torch.optim import Optimizer
 
 from impl.optim._fused_operators import step_bucket, update_for
-from impl.optim._graphed_update import GraphedUpdate
+from impl.optim._graphed_update import Backoff, GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
 from impl.optim._plan import GroupPlan, Plan, cannot_plan, plain_init_group
 
@@ -36,7 +37,7 @@ class GraphExplanation:
 
     replayed: bool  # the whole of the last step was
     reason: str  # why it was not, or why a graph was last captured
-    captures: int = 0  # how often a graph was captured since the lists were built
+    captures: int = 0  # how often a graph was captured since graphs were asked for
 
     def __str__(self) -> str:
         if not self.replayed:
@@ -81,6 +82,8 @@ class _Capture:
         self.wants_graphs = False
         self.pause = 0  # for how many more steps no lists are kept
         self._pausing = False
+        # By the places of a group and of a bucket in it; a load puts other groups in these places.
+        self._backoffs: defaultdict[tuple[int | None, int], Backoff] = defaultdict(Backoff)
 
     @torch._disable_dynamo
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
@@ -124,13 +127,19 @@ class _Capture:
         if update is None:
             return _Chosen(None, [])
         if self.wants_graphs:
-            graphed = [GraphedUpdate(update, bucket, optimizer) for bucket in planned.buckets]
+            places = {id(group): place for place, group in enumerate(optimizer.param_groups)}
+            place = places.get(id(planned.group))
+            graphed = [
+                GraphedUpdate(update, bucket, optimizer, self._backoffs[place, number])
+                for number, bucket in enumerate(planned.buckets)
+            ]
             return _Chosen([each.step for each in graphed], graphed)
         return _Chosen([functools.partial(step_bucket, update, bucket) for bucket in planned.buckets], [])
 
     def want_graphs(self, wants: bool) -> None:
         if wants != self.wants_graphs:
             self.wants_graphs = wants
+            self._backoffs.clear()
             self.plan.forget()
 
     def graphed(self) -> list[GraphedUpdate] | None:
