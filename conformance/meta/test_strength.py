@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from conformance.plants import CATALOGUE
 from conformance.ranks.soak import marked_processes
 from conformance.strength import Idle, Kill, Kills, plant_ids, read_kills, write_kills
 from conformance.strength.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
-from conformance.strength.fork import Task
+from conformance.strength.fork import Ending, Task
 from conformance.strength.order import distance, lineage
 from conformance.strength.reasons import all_excuses, idle_reasons
 from conformance.strength.trials import candidates, clauses_of, killing, takes_ranks
@@ -158,17 +158,20 @@ def test_stopped_it_ends_at_once_and_writes_what_is_known(
 
 
 @pytest.mark.deadline(120)
-def test_what_is_known_is_not_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_known_is_not_judged_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "commit", lambda: "abc")
     out = tmp_path / "kills.json"
     known = [Kill(one, True, "a.clause", "t", "failed", 1.0) for one in plant_ids() if "older." in one]
-    write_kills(out, Kills("impl", environment.commit(), "2026-01-01T00:00:00+00:00", 7.0, False, known[1:]))
+    write_kills(out, Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 7.0, False, known[1:]))
     assert main(["--only", "older.", "--jobs", "1", "--out", str(out), "--resume"]) == AS_EXPECTED
     said = capsys.readouterr().out
     assert "[1/1]" in said
     assert f"{known[0].plant}: killed" in said
     assert f"{len(known)} of {len(known)} killed" in said
     found = read_kills(out)
-    assert found["complete"]
+    assert not found["complete"], "there are other faults, which nobody has judged"
     assert found["began"].startswith("2026-01-01")
     assert found["seconds"] > 7
     assert [row["plant"] for row in found["kills"]] == [kill.plant for kill in (*known[1:], known[0])]
@@ -176,11 +179,23 @@ def test_what_is_known_is_not_judged_again(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     ("subject", "commit", "said"),
-    [("torch", environment.commit(), "of subject torch, not impl"), ("impl", "abc", "of commit abc, not ")],
+    [
+        ("torch", "abc", "of subject torch, not impl"),
+        ("impl", "def", "of commit def, not abc"),
+        ("impl", "abc-dirty", "abc-dirty; judge anew"),
+        ("impl", "", "no commit; judge anew"),
+    ],
 )
 def test_another_run_is_not_resumed(
-    tmp_path: Path, subject: str, commit: str, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    subject: str,
+    commit: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    here = commit if commit in ("", "abc-dirty") else "abc"
+    monkeypatch.setattr(environment, "commit", lambda: here)
     out = tmp_path / "kills.json"
     write_kills(out, Kills(subject, commit, "2026-01-01T00:00:00+00:00", kills=[a_kill(killed=True)]))
     before = out.read_bytes()
@@ -219,6 +234,31 @@ def test_a_reason_excuses_and_goes_stale(
         kills.idle = [row]
     assert sum_up(kills) == code
     assert said in capsys.readouterr().out
+
+
+def test_on_a_red_subject_nothing_counts_as_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not what another worker was at when the area turned out to be red, either."""
+    monkeypatch.setattr("conformance.strength.__main__.Crew", CrewOnRed)
+    out = tmp_path / "kills.json"
+    assert main(["--only", "older.", "--out", str(out)]) == NOT_JUDGED
+    assert not out.exists()
+
+
+class CrewOnRed:
+    """Ends every trial at once: an area is red, whatever is planted."""
+
+    def __init__(self, package: str, jobs: int) -> None: ...
+    def __enter__(self) -> CrewOnRed:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+    def run(self, trials: Iterable[Trial[Any]]) -> Iterator[Any]:
+        for trial in reversed([*trials]):
+            next(trial)
+            try:
+                trial.send(Ending("failed", "t", "a.clause"))
+            except StopIteration as ended:
+                yield ended.value
 
 
 def test_reasons_are_for_what_there_is() -> None:

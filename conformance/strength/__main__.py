@@ -9,16 +9,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from conformance import environment, strength
 from conformance.clauses import all_clauses
 from conformance.errors import stop_by_hand
-from conformance.strength.fork import Ending
 from conformance.strength.kills import Idle, Kill, Kills, read_kills, write_kills
 from conformance.strength.trials import areas_of, idle, killing, plant_ids, takes_ranks, unplanted
-from conformance.strength.worker import Crew, Trial
+from conformance.strength.worker import Crew
 
 AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 1, 2, 130
 _say = functools.partial(print, flush=True)
@@ -42,7 +41,7 @@ def main(words: Sequence[str]) -> int:
             _judge_faults(crew, kills, ids)
             if options.clauses:
                 _judge_idle_clauses(crew, kills)
-        kills.complete = True
+        kills.complete = not options.resume or {kill.plant for kill in kills.kills} >= set(plant_ids())
     except RedWithoutFault as error:
         _say(f"{options.subject} is red without a fault: {error}")
         return NOT_JUDGED
@@ -93,8 +92,12 @@ def _left_by(out: Path, subject: str) -> Kills:
     Raises:
         ValueError: it is no kill matrix, or one of another subject or commit.
     """
-    found = read_kills(out)
-    for name, wanted in {"subject": subject, "commit": environment.commit()}.items():
+    found, commit = read_kills(out), environment.commit()
+    if not commit or commit.endswith("-dirty"):
+        raise ValueError(
+            f"what {out} is of cannot be told from what is here: {commit or 'no commit'}; judge anew"
+        )
+    for name, wanted in {"subject": subject, "commit": commit}.items():
         if found[name] != wanted:
             raise ValueError(
                 f"{out} is of {name} {found[name]}, not {wanted}: judge anew, or to another --out"
@@ -107,25 +110,21 @@ def _left_by(out: Path, subject: str) -> Kills:
 def _judge_faults(crew: Crew, kills: Kills, ids: Sequence[str]) -> None:
     """Those that are seen in this process first: those on ranks take the longest."""
     known = {kill.plant for kill in kills.kills}
-    left = sorted((one for one in ids if one not in known), key=takes_ranks)
+    left = [one for one in ids if one not in known]
     done = 0
-    for found in crew.run(_trials(kills.subject, left)):
-        if isinstance(found, Kill):
+    for slow in (False, True):
+        batch = [one for one in left if takes_ranks(one) is slow]
+        _require_green(crew, kills.subject, frozenset().union(*map(areas_of, batch)))
+        for found in crew.run(killing(kills.subject, plant_id) for plant_id in batch):
             kills.kills.append(found)
             done += 1
             _say(f"[{done}/{len(left)}] {found.seconds:6.1f} s  {found.plant}: {_fate(found)}")
-        elif found.how:
+
+
+def _require_green(crew: Crew, package: str, areas: Collection[str]) -> None:
+    for found in crew.run(unplanted(package, area) for area in sorted(areas)):
+        if found.how:
             raise RedWithoutFault(f"{found.nodeid} ({found.how})")
-
-
-def _trials(package: str, ids: Sequence[str]) -> Iterator[Trial[Kill] | Trial[Ending]]:
-    """Each fault's, and before the first fault of an area whether that is green without one."""
-    seen: set[str] = set()
-    for plant_id in ids:
-        for area in sorted(areas_of(plant_id) - seen):
-            yield unplanted(package, area)
-        seen |= areas_of(plant_id)
-        yield killing(package, plant_id)
 
 
 def _judge_idle_clauses(crew: Crew, kills: Kills) -> None:
