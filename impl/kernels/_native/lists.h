@@ -13,7 +13,7 @@
 #endif
 
 /* Compiled once for each level of the instruction set; the loader picks one. Products and sums are never contracted
-   (setup: -ffp-contract=off), so every level gives the same bits. */
+   (setup: -ffp-contract=off), so every level gives the same bits, but for what an f16 nan carries. */
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #elif defined(__x86_64__) && defined(__GLIBC__)
@@ -134,7 +134,7 @@ INLINE uint16_t to_f16(float value)
 
 /* f16 by the instructions that all x86 processors have that have AVX2: eight at a time, the rest by integers. */
 #if defined(__x86_64__)
-#define HAS_F16C __builtin_cpu_supports("f16c")
+#define HAS_F16C __builtin_cpu_supports("avx2") /* older compilers do not know the name "f16c" here */
 #define F16C __attribute__((target("avx,f16c")))
 #else
 #define HAS_F16C false
