@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import math
 import weakref
 from collections.abc import Generator
@@ -23,7 +22,6 @@ from conformance.meta.recording_graphs import RecordingGraphs, recorded
 from conformance.meta.test_captured import SCRIPTS, Event, play
 from conformance.results import unavailable
 from impl.optim import capture, explain, release
-from impl.optim._graphed_update import Facts, why_eager
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -74,43 +72,6 @@ def run(side: Side, events: list[Event]) -> None:
 
 
 # Whether there may be a graph
-
-
-def test_where_there_is_a_graph() -> None:
-    """In every combination: only where everything speaks for it, and else by the first reason against it."""
-    reasons: list[tuple[str, tuple[Any, ...], Any, str]] = [
-        ("has_graphs", (True, False), True, "its parameters are on cpu, which has no graphs"),
-        (
-            "dtype",
-            (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64),
-            None,
-            "a graph reads the learning rate in float32, too coarse for parameters of",
-        ),
-        ("is_together", (True, False), True, "some of what belongs to its parameters is not on cpu"),
-        ("is_inference", (False, True), False, "inference mode is on"),
-        ("is_watched", (False, True), False, "a TorchDispatchMode is active"),
-        ("is_capturing", (False, True), False, "the step is being captured in a graph of somebody else"),
-    ]
-    half = (torch.float32, torch.float16, torch.bfloat16)
-    for values in itertools.product(*(values for _, values, _, _ in reasons)):
-        against = [
-            words
-            for value, (name, _, wanted, words) in zip(values, reasons, strict=True)
-            if (value not in half if name == "dtype" else value is not wanted)
-        ]
-        facts: dict[str, Any] = {name: value for value, (name, *_) in zip(values, reasons, strict=True)}
-        why = why_eager(Facts("cpu", **facts))
-        assert (why is None) == (not against)
-        assert why is None or why.startswith(against[0])
-
-
-def test_without_cuda_nothing_changes() -> None:
-    twins = Twins("AdamW fused", graph=True, dtypes=DTYPES)
-    play(twins, settled())
-    assert str(explain(twins.captured.optimizer)) == (
-        "captured, fused: 1 build of lists, the last one because it is the first step; "
-        "no CUDA graph: its parameters are on cpu, which has no graphs"
-    )
 
 
 @pytest.mark.parametrize(
@@ -279,6 +240,10 @@ def move_state(side: Side) -> None:
     momentum.data = momentum.data.clone()
 
 
+def require_gradient_of_a_state(side: Side) -> None:
+    side.optimizer.state[side.params[2]]["exp_avg"].requires_grad_()
+
+
 def change_betas_in_place(side: Side) -> None:
     side.optimizer.param_groups[0]["betas"][0] = 0.1
 
@@ -291,7 +256,14 @@ GUARDS: dict[str, tuple[Event, str]] = {
     "a gradient": ((move_gradient, {}), "grads[1] has other memory"),
     "parameters": ((on.move_parameters, {}), "params_with_grad[0] has other memory"),
     "a state": ((move_state, {}), "exp_avgs[2] has other memory"),
-    "strides": ((give_other_strides, {}), "a tensor has another shape or stride"),
+    "strides": (
+        (give_other_strides, {}),
+        "tensor 'params_with_grad[1]' stride mismatch at index 0. expected 3, actual 1",
+    ),
+    "requires_grad": (
+        (require_gradient_of_a_state, {}),
+        "tensor 'exp_avgs[2]' requires_grad mismatch. expected requires_grad=0",
+    ),
     "other lists": ((on.edit_states, {"how": "replaced"}), "its lists are new"),
 }
 

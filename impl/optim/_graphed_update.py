@@ -217,8 +217,12 @@ class GraphedUpdate:
         if fixed.pointers != before.pointers:
             return f"{self._first_moved(before.pointers, fixed.pointers)} has other memory"
         if self._guards is not None and not self._guards.check(*self._bucket.tensors()):
-            return "a tensor has another shape or stride"
+            return self._objection(self._guards)
         return None
+
+    def _objection(self, guards: TensorGuards) -> str:
+        names = self._bucket.tensor_names()
+        return str(guards.check_verbose(*self._bucket.tensors(), tensor_check_names=names)).splitlines()[0]
 
     def _first_moved(self, before: list[int], after: list[int]) -> str:
         moved = next(place for place, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)

@@ -150,8 +150,15 @@ class _Capture:
         return [graphed for each in chosen for graphed in each.graphed]
 
 
-# Optimizers that `capture` was asked for and that stay eager, with the reason.
-_EAGER: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+class _Eager(NamedTuple):
+    """What is known of an optimizer that `capture` was asked for and that stays eager."""
+
+    reason: str
+    wants_graphs: bool
+
+
+_EAGER: weakref.WeakKeyDictionary[Optimizer, _Eager] = weakref.WeakKeyDictionary()
+_NOT_CAPTURED = GraphExplanation(False, "the whole step is eager")
 
 
 def capture(
@@ -159,7 +166,8 @@ def capture(
 ) -> AnyOptimizer:
     """Have an optimizer's `step` keep the lists that it would build anew each time, and do no more than has changed.
 
-    Results are those of the same optimizer without it, to the bit. What it depends on is looked at in every step: a
+    Results are those of the same optimizer without it, to the bit; with `graph=True` on CUDA, those of one whose
+    learning rates are float32 tensors there. What it depends on is looked at in every step: a
     gradient that is None or not, types, dtypes, layouts, the state, the groups; if something has changed, the lists
     are built again, in microseconds a parameter. Learning rates and other numbers of the groups are read in every
     step, and may change freely.
@@ -193,17 +201,23 @@ def capture(
     """
     if implementation is not None:
         choose(optimizer, implementation)
-    if is_captured(optimizer):
-        pass
-    elif "_init_group" in vars(optimizer):
-        _EAGER[optimizer] = "somebody else has replaced its _init_group"
-    elif (why := cannot_plan(optimizer)) is not None:
-        _EAGER[optimizer] = why
-    else:
+    if not is_captured(optimizer):
+        before = _EAGER.pop(optimizer, None)
+        if graph is None and before is not None:
+            graph = before.wants_graphs
+        if (why := _why_not(optimizer)) is not None:
+            _EAGER[optimizer] = _Eager(why, bool(graph))
+            return optimizer
         optimizer.__dict__["_init_group"] = _Capture(optimizer)
-    if graph is not None and is_captured(optimizer):
+    if graph is not None:
         _capture_of(optimizer).want_graphs(graph)
     return optimizer
+
+
+def _why_not(optimizer: Optimizer) -> str | None:
+    if "_init_group" in vars(optimizer):
+        return "somebody else has replaced its _init_group"
+    return cannot_plan(optimizer)
 
 
 def release(optimizer: AnyOptimizer) -> AnyOptimizer:
@@ -226,7 +240,9 @@ def explain(optimizer: Optimizer) -> Explanation:
     """How the step of an optimizer is done, and why so; printed, it is one line."""
     implementation = implementation_of(optimizer)
     if not is_captured(optimizer):
-        return Explanation(False, implementation, _EAGER.get(optimizer, "capture was not called"))
+        eager = _EAGER.get(optimizer, _Eager("capture was not called", wants_graphs=False))
+        graph = _NOT_CAPTURED if eager.wants_graphs else None
+        return Explanation(False, implementation, eager.reason, graph=graph)
     captured = _capture_of(optimizer)
     plan = captured.plan
     graph = _explained_graph(captured, implementation) if captured.wants_graphs else None
@@ -241,6 +257,8 @@ def explain(optimizer: Optimizer) -> Explanation:
 
 def _explained_graph(captured: _Capture, implementation: str) -> GraphExplanation:
     graphed = captured.graphed()
+    if captured.pause:
+        return _NOT_CAPTURED
     if implementation != "fused":
         return GraphExplanation(
             False, f"graphs are of fused updates, and its implementation is {implementation}"
@@ -250,7 +268,9 @@ def _explained_graph(captured: _Capture, implementation: str) -> GraphExplanatio
             False, "torch's own function updates a group: its tensors or numbers are not plain"
         )
     if not graphed:
-        return GraphExplanation(False, "there was no step yet")
+        if captured.plan.kept():
+            return GraphExplanation(False, "no parameter had a gradient")
+        return GraphExplanation(False, "there was no step since graphs were asked for")
     captures = sum(each.captures for each in graphed)
     told = next((each for each in graphed if not each.replayed), graphed[0])
     return GraphExplanation(told.replayed, told.reason, captures)
