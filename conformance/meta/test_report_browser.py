@@ -109,7 +109,7 @@ def a_red_report() -> dict[str, Any]:
         Kill("two", False, "", "", "", 9.0),
     ]
     idle = [Idle("a.late.clause", 4, "one"), Idle("a.weak.clause", 9, why="So.")]
-    report["kills"] = asdict(Kills("impl", report["began"], 9.0, False, kills, idle))
+    report["kills"] = asdict(Kills("impl", "abc", report["began"], 9.0, False, kills, idle))
     earlier = a_report(judged("passed", nodeid="second"), judged("failed", nodeid="third"), subject="torch")
     earlier["speed"] = {"rows": [timed("B", 1, 1.5)]}
     return report | {"baseline": asdict(compare(earlier, report))}
