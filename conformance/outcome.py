@@ -41,6 +41,9 @@ class TensorState:
         return f"{self.values} as {self.dtype} of shape {self.shape} on {self.device}"
 
 
+_DESCRIPTION = tuple(field.name for field in dataclasses.fields(TensorState) if field.name != "values")
+
+
 @dataclass(frozen=True)
 class Raised:
     kind: type[BaseException]
@@ -69,7 +72,7 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
         NotProvided, LookupFailed: the subject lacks what `call` asked it for, or has it in a module that cannot be
             imported, which is no outcome that could be compared.
     """
-    names = _names_of(watch)
+    named = _named(watch)
     value, raised = None, None
     settings, generators = global_state.read(global_state.SETTINGS), global_state.RandomStates()
     with warnings.catch_warnings(record=True) as caught:
@@ -84,6 +87,7 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
             raised = Raised(type(error), plain_text(error))
     moved = dict.fromkeys(generators.moved(), "moved")
     changed = global_state.put_back(global_state.SETTINGS, settings)
+    names = _Names(named)
     return Outcome(
         value=_snapshot(value, names),
         watched=_snapshot(watch, names),
@@ -164,7 +168,7 @@ def _kind(value: Any) -> str:
 def _tensor_differences(
     path: str, wanted: TensorState, got: TensorState, tolerance: Tolerance
 ) -> Iterable[str]:
-    for name in (f.name for f in dataclasses.fields(TensorState) if f.name != "values"):
+    for name in _DESCRIPTION:
         one, other = getattr(wanted, name), getattr(got, name)
         if one != other:
             yield f"{path}.{name}: got {other}, wanted {one}"
@@ -174,7 +178,7 @@ def _tensor_differences(
             yield f"{path}: {worst}"
 
 
-def _names_of(watch: Any) -> dict[str, torch.Tensor]:
+def _named(watch: Any) -> dict[str, torch.Tensor]:
     """A name for each watched tensor and its gradient, as they are before the call."""
     named: dict[str, torch.Tensor] = {}
 
@@ -194,7 +198,33 @@ def _names_of(watch: Any) -> dict[str, torch.Tensor]:
     return named
 
 
-def _snapshot(value: Any, names: dict[str, torch.Tensor]) -> Any:
+class _Names:
+    """What each watched tensor is called, found by the tensor and by its storage; of several names the first."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        self._of_tensors: dict[int, str] = {}
+        self._of_storages: dict[int, str] = {}
+        for name, tensor in named.items():
+            self._of_tensors.setdefault(id(tensor), name)
+            if tensor.layout is torch.strided and (address := _address(tensor)):
+                self._of_storages.setdefault(address, name)
+
+    def of(self, tensor: torch.Tensor) -> str | None:
+        return self._of_tensors.get(id(tensor))
+
+    def of_storage(self, tensor: torch.Tensor) -> str | None:
+        """Of a tensor that shares memory with this one; what is not strided shares it with itself alone."""
+        if tensor.layout is not torch.strided:
+            return self.of(tensor)
+        return self._of_storages.get(_address(tensor))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the storage lies; 0 if it has been freed."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _snapshot(value: Any, names: _Names) -> Any:
     if isinstance(value, torch.Tensor):
         state = _tensor_state(value, names)
         if value.is_leaf and value.grad is not None:
@@ -212,11 +242,11 @@ def _as_tuple(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return type(original)(*items) if hasattr(original, "_fields") else tuple(items)
 
 
-def _tensor_state(tensor: torch.Tensor, names: dict[str, torch.Tensor]) -> TensorState:
+def _tensor_state(tensor: torch.Tensor, names: _Names) -> TensorState:
     detached = tensor.detach()
     values = detached.to_dense() if detached.layout is not torch.strided else detached
     return TensorState(
-        values=values.cpu().clone(),
+        values=values.clone() if values.device.type == "cpu" else values.cpu(),
         dtype=tensor.dtype,
         device=tensor.device,
         shape=tuple(tensor.shape),
@@ -224,15 +254,6 @@ def _tensor_state(tensor: torch.Tensor, names: dict[str, torch.Tensor]) -> Tenso
         layout=tensor.layout,
         requires_grad=tensor.requires_grad,
         is_leaf=tensor.is_leaf,
-        is_watched=next((name for name, other in names.items() if other is tensor), None),
-        shares_storage_with=next(
-            (name for name, other in names.items() if _share_storage(other, tensor)), None
-        ),
+        is_watched=names.of(tensor),
+        shares_storage_with=names.of_storage(tensor),
     )
-
-
-def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout is not torch.strided or other.layout is not torch.strided:
-        return one is other
-    pointer = one.untyped_storage().data_ptr()
-    return pointer != 0 and pointer == other.untyped_storage().data_ptr()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import hypothesis
 import numpy
@@ -69,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "reference_limit(id): the row of reference_limits.toml that a test asserts of torch",
         "profile(name): the smallest profile that runs the test (quick unless said)",
         "deadline(seconds): when the test counts as hanging",
+        "world_sizes(fewest, also): of `world_size`, the smallest at which the test says anything (1 unless said), and "
+        "those at which it runs whatever is asked for",
     ):
         config.addinivalue_line("markers", line)
     _set_hypothesis_up(config)
@@ -173,11 +175,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", devices(metafunc.config), indirect=True, scope="session")
     if "world_size" in metafunc.fixturenames:
-        metafunc.parametrize(
-            "world_size",
-            [int(size) for size in metafunc.config.option.world_sizes.split(",")],
-            scope="session",
-        )
+        metafunc.parametrize("world_size", _world_sizes(metafunc), scope="session")
+
+
+def _world_sizes(metafunc: pytest.Metafunc) -> list[int]:
+    asked = [int(size) for size in metafunc.config.option.world_sizes.split(",")]
+    marker = metafunc.definition.get_closest_marker("world_sizes")
+    return usable_world_sizes(asked, *(marker.args if marker else ()), **(marker.kwargs if marker else {}))
+
+
+def usable_world_sizes(asked: Sequence[int], fewest: int = 1, also: Sequence[int] = ()) -> list[int]:
+    """Those asked for that a test can use, and those that it uses anyway; the fewest, if there are none."""
+    return sorted({*also, *(size for size in asked if size >= fewest)}) or [fewest]
 
 
 def devices(config: pytest.Config) -> list[str]:

@@ -73,8 +73,6 @@ def replay_command(config: pytest.Config, nodeid: str) -> str:
 
 def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> Judgement:
     marker = item.get_closest_marker("clause")
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    axes = {axis: str(params[axis]).removeprefix("torch.") for axis in _AXES if axis in params}
     deviation = getattr(item, "deviation_judge", None)
     outcome, reason = _classify(item, call, report)
     if outcome == "passed" and item.get_closest_marker("reference_limit") is not None:
@@ -90,8 +88,19 @@ def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.T
         reason=reason,
         replay=replay_command(item.config, item.nodeid) if outcome in RED else "",
         margins=take_margins(),
-        **axes,
+        **_axes(item),
     )
+
+
+def _axes(item: pytest.Item) -> dict[str, str]:
+    """Where a test ran, by its parameters, or by the ranks that it asked for if they were of one kind."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    axes = {axis: str(params[axis]).removeprefix("torch.") for axis in _AXES if axis in params}
+    pools = getattr(item, "pools_asked", ())
+    if len(pools) == 1:
+        ((world_size, device),) = pools
+        axes = {"device": device, "world_size": str(world_size)} | axes
+    return axes
 
 
 def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> tuple[str, str]:

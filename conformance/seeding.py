@@ -29,7 +29,10 @@ def generator(number: int = 0) -> torch.Generator:
 def seed_all(number: int = 0) -> None:
     """Set the generators of torch and of Python."""
     random.seed(_of(number))
-    torch.manual_seed(_of(number))
+    if torch.accelerator.is_available():
+        torch.manual_seed(_of(number))
+    else:  # the same for the CPU, without importing Dynamo, and without noting where each absent device was seeded
+        torch.default_generator.manual_seed(_of(number))
 
 
 def _of(number: int) -> int:

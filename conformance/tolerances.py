@@ -62,6 +62,8 @@ class Tolerance:
 
 
 def _bitwise_excess(wanted: torch.Tensor, got: torch.Tensor) -> str | None:
+    if _are_plainly_equal(wanted, got):
+        return None
     same = (wanted == got) | (wanted.isnan() & got.isnan())
     if wanted.is_floating_point():
         same &= wanted.isnan() | (wanted.signbit() == got.signbit())
@@ -70,6 +72,13 @@ def _bitwise_excess(wanted: torch.Tensor, got: torch.Tensor) -> str | None:
     where = tuple(int(i) for i in (~same).nonzero()[0])
     count = int((~same).sum())
     return f"{count} of {same.numel()} elements differ in bits; at {where} got {got[where]!s}, wanted {wanted[where]!s}"
+
+
+def _are_plainly_equal(wanted: torch.Tensor, got: torch.Tensor) -> bool:
+    """Bitwise and without a nan, as nearly always: two or four operators tell, where telling the place takes ten."""
+    if wanted.dtype is torch.complex32 or not torch.equal(wanted, got):  # which torch.equal does not know
+        return False
+    return not wanted.is_floating_point() or torch.equal(wanted.signbit(), got.signbit())
 
 
 # Sums of ten-odd terms, one behind the other in ten-odd layers, in the order of another engine or over another

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, AdamW
@@ -89,6 +90,38 @@ def test_norms_of_every_order(
 ) -> None:
     fates = [None, math.nan, None]
     assert_judged_by_four(deviation, reference, device, by_one, kind, fates, 0.5, norm_type)
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@ROW
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("rmsprop", marks=pytest.mark.profile("full"))])
+def test_inside_torch_compile(deviation: DeviationJudge, reference: Library, device: str, kind: str) -> None:
+    torch._dynamo.reset()
+    try:
+        compiled = torch.compile(by_one, backend="eager")
+        assert_judged_by_four(deviation, reference, device, compiled, kind, [None, None, math.inf, None], 0.5)
+    finally:
+        torch._dynamo.reset()
+
+
+def by_a_compiled_step(rig: Rig, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    if "step" not in vars(rig.optimizer):
+        rig.optimizer.step = torch.compile(rig.optimizer.step, backend="eager")
+    return by_one(rig, max_norm, norm_type)
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@ROW
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.profile("full"))])
+def test_of_an_optimizer_whose_step_is_compiled(
+    deviation: DeviationJudge, reference: Library, device: str, kind: str
+) -> None:
+    torch._dynamo.reset()
+    try:
+        fates = [None, None, math.inf, None]
+        assert_judged_by_four(deviation, reference, device, by_a_compiled_step, kind, fates, 0.5)
+    finally:
+        torch._dynamo.reset()
 
 
 @clause("amp.grad_scaler.fused_step.leaves_gradients")
@@ -245,6 +278,50 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
         assert kept
 
     judge(deviation, probe, compare)
+
+
+@clause("amp.grad_scaler.fused_step.in_order")
+@ROW
+def test_a_step_that_was_replaced(deviation: DeviationJudge, device: str) -> None:
+    """By what never comes to it: no step is said to be taken that is not."""
+
+    def probe(library: Library) -> Any:
+        rig = Rig(library, device, SOME, KINDS["adamw"]).used()
+        weights = [parameter.detach().clone() for parameter in rig.parameters]
+        rig.optimizer.step = lambda: None
+        raised = observe(rig.scaler.fused_step, rig.optimizer).raised
+        return raised and raised.text, all(map(torch.equal, weights, rig.parameters))
+
+    def compare(seen: Any) -> None:
+        text, kept = seen
+        assert "AdamW.step was replaced by" in text
+        assert kept
+
+    judge(deviation, probe, compare)
+
+
+@clause("amp.grad_scaler.fused_step.in_order")
+@ROW
+def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, reference: Library, device: str) -> None:
+    """As states of old have them: refused as torch's own step refuses them."""
+
+    def told(library: Library, take: Take) -> list[Any]:
+        rig = Rig(library, device, SOME, KINDS["adamw"])
+        rig.backward()
+        rig.optimizer.step()
+        for state in rig.optimizer.state.values():
+            state["step"] = state["step"].item()
+        rig.zero_grad()
+        rig.backward()
+        return [observe(take, rig, math.inf).raised, [parameter.tolist() for parameter in rig.parameters]]
+
+    wanted = told(reference, by_four)
+
+    def compare(seen: list[Any]) -> None:
+        assert seen == wanted
+        assert wanted[0] is not None
+
+    judge(deviation, lambda library: told(library, by_one), compare)
 
 
 @clause("amp.grad_scaler.fused_step.seen_as_a_step")

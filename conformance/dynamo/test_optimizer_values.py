@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Generator
 
 import pytest
 import torch
+import torch._inductor.config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
+from conformance.global_state import put_back, read
 from conformance.library import Library
 from conformance.outcome import assert_same_outcome, observe
+from conformance.process_state import PROCESS
 from conformance.results import unavailable
 from conformance.strategies.compiled_steps import Rig, outcome, soon
 from conformance.strategies.optimizers import (
@@ -29,6 +34,18 @@ STEPS = 5
 CASES = [(name, way) for name in COMPILED for way in WAYS if has_way(name, way)]
 # They differ in what their _init_group collects.
 SOONEST = ("SGD", "Adam", "Muon")
+
+
+@contextlib.contextmanager
+def inductor_cleared_up() -> Generator[None]:
+    """It compiles in this thread, and what it sets in this process for itself is put back."""
+    set_by_it = {name: PROCESS[name] for name in ("the environment", "the recursion limit")}
+    before = read(set_by_it)
+    try:
+        with torch._inductor.config.patch(compile_threads=1):
+            yield
+    finally:
+        put_back(set_by_it, before)
 
 
 def after_each_step(rig: Rig) -> list[object]:
@@ -122,7 +139,8 @@ def test_plain_steps_after_compiled_ones(subject: Library, device: str) -> None:
 def test_through_inductor(subject: Library, reference: Library, device: str, name: str) -> None:
     if device == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         unavailable("no C++ compiler")
-    assert_as_torch_compiles(subject, reference, maker(name), device, backend="inductor")
+    with inductor_cleared_up():
+        assert_as_torch_compiles(subject, reference, maker(name), device, backend="inductor")
 
 
 @clause("dynamo.optimizer.values.as_torch_compiles")

@@ -48,6 +48,19 @@ def build(spec: Spec) -> tuple[Tensor, Tensor]:
     return tensor, buffer
 
 
+def every_pattern_of_bits(dtype: torch.dtype) -> Tensor:
+    """Each number that a half can be."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def assert_same_bits(ours: Tensor, torchs: Tensor) -> None:
+    """But for those of a nan."""
+    assert torch.equal(ours.isnan(), torchs.isnan())
+    numbers = ~ours.isnan()
+    whole = torch.int32 if ours.dtype is torch.float32 else torch.int16
+    assert torch.equal(ours[numbers].view(whole), torchs[numbers].view(whole))
+
+
 def call(route: str, operation: str, specs: list[Spec], *arguments: Any) -> Result:
     """Run `operation` on freshly built tensors; Tensor arguments are copied first."""
     built = [build(spec) for spec in specs]

@@ -84,7 +84,8 @@ def _serve(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    from conformance.kernels.interpreter_rounding import mend
+    from conformance.kernels import interpreter_nesting, interpreter_rounding
 
-    mend()
+    interpreter_nesting.mend()
+    interpreter_rounding.mend()
     _serve(Connection(int(sys.argv[1])))

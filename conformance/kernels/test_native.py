@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Literal
 from unittest import mock
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance.kernels.calls import Spec, build
+from conformance.kernels.calls import Spec, assert_same_bits, build, every_pattern_of_bits
 from conformance.kernels.native import the_library
 from impl import kernels
 from impl.kernels import AdamRule, Parameters, SGDRule, _native, _route, fused_step
@@ -116,6 +117,24 @@ def test_autograd_hears_of_it(library: _native.Library) -> None:
     param, grad = torch.zeros(3), torch.ones(3)
     stepped([param], [grad])
     assert (param._version, grad._version) == (1, 0)
+
+
+# The processor's instructions take eight at a time.
+@pytest.mark.parametrize("length", [1 << 13, 7], ids=["by instructions", "by integers"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, 1e-6, 7.77, math.inf, math.nan, 0.0, -1.0])
+def test_halves_are_read_exactly_and_rounded_once(
+    library: _native.Library, length: int, dtype: torch.dtype, factor: float
+) -> None:
+    grads = every_pattern_of_bits(dtype)
+    # The new parameters are the products.
+    params, copies = torch.full_like(grads, -0.0, dtype=torch.float32), torch.ones_like(grads)
+    lists = Parameters(list(params.split(length)), [], copies=list(copies.split(length)))
+    rule = replace(SGD, lr=-1.0)
+    with kernels.route("native"):
+        kernels.fused_step_(rule, lists, list(grads.split(length)), torch.tensor(factor))
+    assert_same_bits(params, grads.float() * torch.tensor(factor))
+    assert_same_bits(copies, params.to(dtype))
 
 
 def halves_of_one() -> list[Tensor]:

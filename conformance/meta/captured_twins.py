@@ -325,6 +325,13 @@ def edit_states(side: Side, how: str) -> None:
                 value.data = other
 
 
+def count_by_numbers(side: Side) -> None:
+    """As states of old have it, which torch refuses."""
+    for states in side.optimizer.state.values():
+        if isinstance(states.get("step"), torch.Tensor):
+            states["step"] = states["step"].item()
+
+
 def move_parameters(side: Side) -> None:
     """Their memory, not the objects: as sharding does between steps."""
     for param in side.params:

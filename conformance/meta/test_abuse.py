@@ -28,8 +28,14 @@ CPU_ALONE = f"{VALUE}::test_clamps_values"  # four that call `clip_grad_value_` 
 ABUSED = f"{VALUE}::test_clamping_foreach"  # six tests that call `clip_grad_value_`
 OTHERS = f"{NORM}::test_norm_types_on_the_edge"  # five that do not
 SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # needs `amp`
-# Imported once for all subjects: each is judged in a fork.
-_PRELOAD = ["torch", "hypothesis", "pytest", "conformance.plugin", "conformance.plants"]
+# Imported once for all subjects: each is judged in a fork, where telling torch's names needs all of these.
+_PRELOAD = [
+    "torch._dynamo",
+    "hypothesis",
+    "pytest",
+    "conformance.plugin",
+    "conformance.plants",
+]
 _LIMIT_S = 100.0
 _WORKERS_LIMIT_S = 280.0  # each worker that dies is made anew
 
@@ -58,7 +64,8 @@ def _judge(name: str, folder: Path, words: tuple[str, ...]) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     sys.path.insert(0, str(ABUSE))
-    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-shrink", "--profile=quick"]
+    options = ["-q", "--tb=native", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    options += ["--no-shrink", "--profile=quick"]
     sys.exit(pytest.main([*options, f"--subject={name}", f"--report={folder}", *(words or (ABUSED, OTHERS))]))
 
 

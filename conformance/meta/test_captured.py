@@ -59,8 +59,10 @@ SCRIPTS: dict[str, list[Event]] = {
     "state edited": after(on.edit_states, how="in place"),
     "state replaced": after(on.edit_states, how="replaced"),
     "state moved": after(on.edit_states, how="moved"),
+    "steps counted by numbers": after(on.count_by_numbers),
     "parameters moved": after(on.move_parameters),
     "dtype changed": after(on.change_dtype),
+    "dtype changed to a complex one": after(on.change_dtype, dtype=torch.complex64),
     "a deepcopy": after(on.go_on_with_a_copy, how="deepcopy"),
     "a pickle": after(on.go_on_with_a_copy, how="pickle"),
     "unscaled by itself": [*steps(2), (on.scaled, {}), (on.scaled, {"unscaled": True}), *steps(1)],
@@ -229,6 +231,13 @@ def test_a_subclass_that_changes_nothing_of_the_step_is_captured() -> None:
             super().add_param_group(param_group)
 
     assert explain(capture(Mine([torch.nn.Parameter(torch.zeros(1))]))).captured
+
+
+@pytest.mark.parametrize("function", [capture, release, explain])
+@pytest.mark.parametrize(("other", "got"), [(None, "NoneType"), (torch.optim.SGD, "the class SGD")])
+def test_what_is_no_optimizer(function: Callable[..., Any], other: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"^wanted an instance of torch.optim.Optimizer, got {got}; pass"):
+        function(other)
 
 
 def test_released_it_is_plain_again() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
 import torch
 
 from conformance.meta.captured_twins import Twins
+from conformance.meta.planted import Faults, Patch, first_failure
 from conformance.meta.test_captured import SCRIPTS, play
 from impl.optim import _counters, _fused_operators, _plan, captured
 from impl.optim._counters import Counters
@@ -16,16 +17,7 @@ from impl.optim._plan import Bucket, GroupPlan, Plan
 
 pytestmark = [pytest.mark.deadline(120), pytest.mark.profile("full")]
 
-Patch = Callable[[pytest.MonkeyPatch], None]
-FAULTS: dict[str, Patch] = {}
-
-
-def fault(says: str) -> Callable[[Patch], Patch]:
-    def enter(patch: Patch) -> Patch:
-        FAULTS[says] = patch
-        return patch
-
-    return enter
+FAULTS = Faults()
 
 
 def replaced(owner: Any, name: str, new: Any) -> Patch:
@@ -73,7 +65,7 @@ FAULTS["found_inf and grad_scale are forgotten"] = replaced(
 )
 
 
-@fault("gradients of an earlier step are used")
+@FAULTS.named("gradients of an earlier step are used")
 def _(patch: pytest.MonkeyPatch) -> None:
     real = GroupPlan.take_gradients
 
@@ -89,12 +81,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupPlan, "take_gradients", take)
 
 
-@fault("gradients are those of the bucket before")
+@FAULTS.named("gradients are those of the bucket before")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Bucket, "take", lambda self, grads: None)
 
 
-@fault("the learning rate is that of the first step")
+@FAULTS.named("the learning rate is that of the first step")
 def _(patch: pytest.MonkeyPatch) -> None:
     for kind, real in list(_fused_operators._UPDATES.items()):
         first: dict[int, Any] = {}
@@ -105,7 +97,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(_fused_operators._UPDATES, kind, update)
 
 
-@fault("every group has the values of the first")
+@FAULTS.named("every group has the values of the first")
 def _(patch: pytest.MonkeyPatch) -> None:
     real = captured._Capture._run
 
@@ -117,7 +109,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(captured._Capture, "_run", run)
 
 
-@fault("hyperparameters of other kinds stay those of the first step")
+@FAULTS.named("hyperparameters of other kinds stay those of the first step")
 def _(patch: pytest.MonkeyPatch) -> None:
     for kind, real in list(_fused_operators._UPDATES.items()):
         first: dict[int, Any] = {}
@@ -128,7 +120,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(_fused_operators._UPDATES, kind, update)
 
 
-@fault("counters that share memory are pulled apart")
+@FAULTS.named("counters that share memory are pulled apart")
 def _(patch: pytest.MonkeyPatch) -> None:
     def moved(steps: list[torch.Tensor]) -> Any:
         flat = torch.stack(steps)
@@ -139,7 +131,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_counters, "moved_together", moved)
 
 
-@fault("a copy goes on sharing the plan")
+@FAULTS.named("a copy goes on sharing the plan")
 def _(patch: pytest.MonkeyPatch) -> None:
     real = torch.optim.Optimizer.__getstate__
     patch.setattr(
@@ -149,7 +141,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@fault("what _init_group returns is lost")
+@FAULTS.named("what _init_group returns is lost")
 def _(patch: pytest.MonkeyPatch) -> None:
     real = captured._Capture.__call__
 
@@ -160,7 +152,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(captured._Capture, "__call__", call)
 
 
-@fault("numbers are guarded by nothing")
+@FAULTS.named("numbers are guarded by nothing")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_plan, "_shape_of", lambda value: None)
 
@@ -196,22 +188,21 @@ PLAYED = [
 ]
 
 
-def caught_by() -> str | None:
-    """The first script that comes out otherwise than with a plain optimizer."""
-    for kind, groups, script in PLAYED:
-        twins = Twins(kind, groups=groups, dtypes=(torch.float32, torch.bfloat16))
-        try:
-            play(twins, (SCRIPTS | MORE)[script])
-        except Exception as error:  # a fault may also raise where nothing should
-            return f"{kind}, {script}: {error}"
-    return None
+def check(kind: str, groups: int, script: str) -> None:
+    twins = Twins(kind, groups=groups, dtypes=(torch.float32, torch.bfloat16))
+    play(twins, (SCRIPTS | MORE)[script])
+
+
+CHECKS = {
+    f"{kind}, {script}": functools.partial(check, kind, groups, script) for kind, groups, script in PLAYED
+}
 
 
 @pytest.mark.parametrize("says", list(FAULTS))
 def test_a_fault_is_caught(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[says](monkeypatch)
-    assert caught_by() is not None, f"no script notices that {says}"
+    assert first_failure(CHECKS) is not None, f"no script notices that {says}"
 
 
 def test_without_a_fault_all_is_well() -> None:
-    assert caught_by() is None
+    assert first_failure(CHECKS) is None

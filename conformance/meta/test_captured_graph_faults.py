@@ -9,22 +9,14 @@ from typing import Any
 import pytest
 
 from conformance.meta import test_captured_graphs as judging
+from conformance.meta.planted import Faults, Patch, first_failure
 from conformance.meta.recording_graphs import RecordedGraph, RecordingGraphs, recorded
 from impl.optim import _graphed_update
 from impl.optim._graphed_update import Backoff, GraphedUpdate, Settings
 
 pytestmark = [pytest.mark.deadline(120), pytest.mark.profile("full")]
 
-Patch = Callable[[pytest.MonkeyPatch], None]
-FAULTS: dict[str, Patch] = {}
-
-
-def fault(says: str) -> Callable[[Patch], Patch]:
-    def enter(patch: Patch) -> Patch:
-        FAULTS[says] = patch
-        return patch
-
-    return enter
+FAULTS = Faults()
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
@@ -96,7 +88,7 @@ FAULTS["what is captured runs as well"] = replaced(
 )
 
 
-@fault("a graph is not replayed in the step that captures it")
+@FAULTS.named("a graph is not replayed in the step that captures it")
 def _(patch: pytest.MonkeyPatch) -> None:
     real, seen = RecordedGraph.replay, set[int]()
 
@@ -108,7 +100,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecordedGraph, "replay", replay)
 
 
-@fault("a graph is captured without a warm-up")
+@FAULTS.named("a graph is captured without a warm-up")
 def _(patch: pytest.MonkeyPatch) -> None:
     real = GraphedUpdate._settings_for
 
@@ -120,42 +112,36 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GraphedUpdate, "_settings_for", settings_for)
 
 
-@fault("memory that moves is captured for again and again")
+@FAULTS.named("memory that moves is captured for again and again")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_graphed_update, "_WORTH", 0)
 
 
-Check = Callable[..., None]
-CHECKS: list[Check] = [
-    judging.test_what_is_asked_for_and_when,
-    judging.test_another_stream,
-    functools.partial(judging.test_gradients_that_move_capture_little, 2),
-    functools.partial(judging.test_lists_that_are_built_again_capture_little, "every 3 steps", 2),
-    *(functools.partial(judging.test_what_a_graph_is_captured_anew_for, name) for name in judging.GUARDS),
+def check(test: Callable[..., None], *arguments: object) -> None:
+    with recorded() as graphs:
+        test(*arguments, device="cpu", graphs=graphs)
+
+
+CALLS: list[tuple[Any, ...]] = [
+    (judging.test_what_is_asked_for_and_when,),
+    (judging.test_another_stream,),
+    (judging.test_gradients_that_move_capture_little, 2),
+    (judging.test_lists_that_are_built_again_capture_little, "every 3 steps", 2),
+    *((judging.test_what_a_graph_is_captured_anew_for, name) for name in judging.GUARDS),
     *(
-        functools.partial(judging.test_a_replayed_step_is_the_plain_one, "AdamW fused", script)
+        (judging.test_a_replayed_step_is_the_plain_one, "AdamW fused", script)
         for script in ("lr is 0.5", "unscaled by itself", "skipped by itself")
     ),
-    functools.partial(judging.test_scalers, "AdamW fused", False),
+    (judging.test_scalers, "AdamW fused", False),
 ]
-
-
-def caught_by() -> str | None:
-    """The first check that fails."""
-    for check in CHECKS:
-        with recorded() as graphs:
-            try:
-                check(device="cpu", graphs=graphs)
-            except Exception as error:  # a fault may also raise where nothing should
-                return f"{check}: {error}"
-    return None
+CHECKS = {f"{call[0].__name__}{call[1:]}": functools.partial(check, *call) for call in CALLS}
 
 
 @pytest.mark.parametrize("says", list(FAULTS))
 def test_a_fault_is_caught(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[says](monkeypatch)
-    assert caught_by() is not None, f"no test notices that {says}"
+    assert first_failure(CHECKS) is not None, f"no test notices that {says}"
 
 
 def test_without_a_fault_all_is_well() -> None:
-    assert caught_by() is None
+    assert first_failure(CHECKS) is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conformance.clauses import HERE
-from conformance.plugin import _concerns
+from conformance.plugin import _concerns, usable_world_sizes
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,20 @@ def test_a_package_from_elsewhere_is_not_asked_about_this_repository(
     assert is_asked("test_surface.py")
     assert is_asked("meta/test_gate.py") == is_asked("training/test_training.py") == own_parts
     assert is_asked("kernels/test_norm.py") == kernels
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "used"),
+    [
+        ([1, 2], {}, [1, 2]),
+        ([1, 2], {"fewest": 2}, [2]),
+        ([1, 2, 3, 4], {"fewest": 2}, [2, 3, 4]),
+        ([1, 2], {"fewest": 3}, [3]),
+        ([1, 2], {"also": [3]}, [1, 2, 3]),
+        ([1], {"fewest": 2, "also": [3]}, [3]),
+    ],
+)
+def test_a_test_runs_where_it_says_anything(
+    asked: list[int], limits: dict[str, Any], used: list[int]
+) -> None:
+    assert usable_world_sizes(asked, **limits) == used

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from conformance import clauses
 from conformance.claims import claims, is_claimed
 from conformance.library import NotProvided, load_library
 from conformance.outcome import observe
-from conformance.results import broken_clauses
+from conformance.ranks import RankPool
+from conformance.results import _axes, broken_clauses
 
 ROOT = Path(__file__).parents[2]
 FIRST, SECOND = (clause["id"] for clause in clauses.for_report()[:2])
@@ -130,3 +132,14 @@ def test_a_subject_that_cannot_be_judged_ends_in_an_error(tmp_path: Path, name: 
     )
     assert ended.returncode == code, ended.stdout
     assert said in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("dtype", ["torch.float16"])
+def test_the_report_says_on_how_many_ranks_a_test_ran(
+    request: pytest.FixtureRequest, ranks: Callable[..., RankPool], dtype: str
+) -> None:
+    assert _axes(request.node) == {"dtype": "float16"}
+    ranks(2)
+    assert _axes(request.node) == {"dtype": "float16", "device": "cpu", "world_size": "2"}
+    ranks(1)
+    assert _axes(request.node) == {"dtype": "float16"}

@@ -44,6 +44,8 @@ _WORDS = {
     "triton": [
         "-p",
         "conformance.kernels.interpreter_rounding",
+        "-p",
+        "conformance.kernels.interpreter_nesting",
         *_JUDGES,
         # Its tensors are on the meta device, where no kernel can be asked for.
         "-k",

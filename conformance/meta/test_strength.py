@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,10 +23,11 @@ from conformance.plants import CATALOGUE
 from conformance.ranks.soak import marked_processes
 from conformance.strength import Idle, Kill, Kills, plant_ids, read_kills, write_kills
 from conformance.strength.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
-from conformance.strength.fork import Ending, Task
-from conformance.strength.order import distance, lineage
+from conformance.strength.fork import Ending
+from conformance.strength.kills import killers, remember
+from conformance.strength.order import Task, distance, lineage
 from conformance.strength.reasons import all_excuses, idle_reasons
-from conformance.strength.trials import candidates, clauses_of, killing, takes_ranks
+from conformance.strength.trials import candidates, clauses_of, killing, proven, takes_ranks
 from conformance.strength.worker import Trial, Worker
 
 # Of the faults planted in torch, one of each kind: the command has them all.
@@ -42,6 +44,7 @@ ON_TORCH = [
     "clip_grad.norm_kept_by_address",
     "ignore:amp.GradScaler(growth_interval)",
 ]
+KILLERS = killers(Path("none"))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def faults() -> list[Any]:
 @pytest.mark.deadline(330)
 @pytest.mark.parametrize("plant_id", faults())
 def test_the_suite_turns_red(worker: Worker, subject: Library, plant_id: str) -> None:
-    kill = carried_out(worker, killing(subject.package, plant_id))
+    kill = carried_out(worker, killing(subject.package, plant_id, KILLERS.get(plant_id, "")))
     assert kill.is_due, (
         f"survivors.toml excuses it, but {kill.nodeid} sees it: {kill.why}"
         if kill.killed
@@ -236,8 +239,7 @@ def test_a_reason_excuses_and_goes_stale(
     assert said in capsys.readouterr().out
 
 
-def test_on_a_red_subject_nothing_counts_as_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Not what another worker was at when the area turned out to be red, either."""
+def test_what_is_red_without_the_fault_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("conformance.strength.__main__.Crew", CrewOnRed)
     out = tmp_path / "kills.json"
     assert main(["--only", "older.", "--out", str(out)]) == NOT_JUDGED
@@ -245,7 +247,7 @@ def test_on_a_red_subject_nothing_counts_as_killed(monkeypatch: pytest.MonkeyPat
 
 
 class CrewOnRed:
-    """Ends every trial at once: an area is red, whatever is planted."""
+    """Ends every task at once: a test is red, whatever is planted."""
 
     def __init__(self, package: str, jobs: int) -> None: ...
     def __enter__(self) -> CrewOnRed:
@@ -253,12 +255,59 @@ class CrewOnRed:
 
     def __exit__(self, *error: object) -> None: ...
     def run(self, trials: Iterable[Trial[Any]]) -> Iterator[Any]:
-        for trial in reversed([*trials]):
-            next(trial)
-            try:
-                trial.send(Ending("failed", "t", "a.clause"))
-            except StopIteration as ended:
-                yield ended.value
+        for trial in trials:
+            task = next(trial)
+            with contextlib.suppress(StopIteration):
+                while task:
+                    task = trial.send(Ending("failed", "t", "a.clause"))
+
+
+def test_a_test_is_asked_once_whether_it_is_green() -> None:
+    plant, green = "older.cpu_scaler_is_silent", set[str]()
+
+    def asked() -> Iterator[str]:
+        trial = proven(killing("impl", plant), "impl", green)
+        yield next(trial).spec
+        with contextlib.suppress(StopIteration):
+            yield trial.send(Ending("failed", "t", "a.clause")).spec
+            trial.send(Ending())
+
+    assert list(asked()) == [f"impl+{plant}", "impl"]
+    assert list(asked()) == [f"impl+{plant}"]
+    assert green == {"t"}
+
+
+@pytest.mark.deadline(120)
+def test_what_killed_before_comes_first(tmp_path: Path, worker: Worker, subject: Library) -> None:
+    """Even of another commit; and nothing else runs where a test is asked for alone."""
+    plant, by = (
+        "older.cpu_region_in_float16",
+        "conformance/cpu/amp/test_autocast_mode.py::test_as_a_decorator[None-defaults]",
+    )
+    out = tmp_path / "kills.json"
+    write_kills(
+        out,
+        Kills("torch", "def", "2026-01-01T00:00:00+00:00", kills=[Kill(plant, True, "", by, "failed", 1.0)]),
+    )
+    assert (
+        main(["--subject", subject.package, "--only", plant, "--jobs", "1", "--out", str(out)]) == AS_EXPECTED
+    )
+    assert [row["nodeid"] for row in read_kills(out)["kills"]] == [by]
+    ending = worker.judge(Task(subject.package, frozenset(), first=by))
+    assert (ending.how, ending.asked) == ("", 1)
+
+
+def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A survivor keeps the killer that it had; a matrix of the reader's own knows better."""
+    monkeypatch.setattr("conformance.strength.kills._KILLERS", kept := tmp_path / "killers.json")
+    kept.write_text('{"a": "old", "b": "old", "c": "old"}')
+    found = [Kill("a", True, "", "new", "failed", 1.0), Kill("b", False, "", "", "", 1.0)]
+    remember(found)
+    assert killers(tmp_path / "kills.json") == {"a": "new", "b": "old", "c": "old"}
+    write_kills(
+        tmp_path / "kills.json", Kills("torch", "", "", kills=[Kill("c", True, "", "own", "failed", 1.0)])
+    )
+    assert killers(tmp_path / "kills.json") == {"a": "new", "b": "old", "c": "own"}
 
 
 def test_reasons_are_for_what_there_is() -> None:

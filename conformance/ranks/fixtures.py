@@ -24,13 +24,16 @@ def _warm_pools() -> Generator[Pools]:
 
 
 @pytest.fixture
-def ranks(_warm_pools: Pools, subject: Library) -> Callable[..., RankPool]:
+def ranks(request: pytest.FixtureRequest, _warm_pools: Pools, subject: Library) -> Callable[..., RankPool]:
     """`ranks(world_size, device="cpu")`: the warm pool of that size, whose ranks have imported the subject."""
     for pool in _warm_pools.values():
         pool.new_test()
+    asked: set[tuple[int, str]] = set()
+    request.node.pools_asked = asked  # where the report says that the test ran
 
     def pool_of(world_size: int, device: str = "cpu") -> RankPool:
         key = (world_size, device)
+        asked.add(key)
         if key not in _warm_pools:
             warm_up = ("conformance.rank_cases:load", {"library": subject.spec})
             _warm_pools[key] = RankPool(

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -42,6 +43,19 @@ def _fork_server() -> ForkServerContext:
     # A new process imports its parent's main module, which under `python -m pytest` is pytest.
     context.set_forkserver_preload([*_PRELOADED, *(["pytest"] if "pytest" in sys.modules else [])])
     return context
+
+
+def start_fork_server() -> None:
+    """Start what ranks come from: now, for the ranks of this process's own forks too."""
+    _fork_server()
+    forkserver.ensure_running()
+
+
+def keep_fork_server() -> None:
+    """In a fork of a process that has started it: go on with that one, which takes seconds less than a new one."""
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage]
+    # Before each use it is looked after as a child, which it is of the parent alone.
+    server.ensure_running = lambda: None
 
 
 @dataclass(eq=False)

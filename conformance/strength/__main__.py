@@ -9,22 +9,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from conformance import environment, strength
 from conformance.clauses import all_clauses
 from conformance.errors import stop_by_hand
-from conformance.strength.kills import Idle, Kill, Kills, read_kills, write_kills
-from conformance.strength.trials import areas_of, idle, killing, plant_ids, takes_ranks, unplanted
-from conformance.strength.worker import Crew
+from conformance.strength.kills import Idle, Kill, Kills, killers, read_kills, remember, write_kills
+from conformance.strength.trials import RedWithoutFault, idle, killing, plant_ids, proven, takes_ranks
+from conformance.strength.worker import Crew, Trial
 
 AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 1, 2, 130
 _say = functools.partial(print, flush=True)
-
-
-class RedWithoutFault(Exception):
-    """On a red subject every kill would be an illusion."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -38,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     began = time.monotonic() - kills.seconds
     try:
         with Crew(options.subject, options.jobs) as crew:
-            _judge_faults(crew, kills, ids)
+            _judge_faults(crew, kills, ids, Path(options.out))
             if options.clauses:
                 _judge_idle_clauses(crew, kills)
         kills.complete = not options.resume or {kill.plant for kill in kills.kills} >= set(plant_ids())
@@ -52,6 +48,8 @@ def main(words: Sequence[str]) -> int:
         kills.seconds = round(time.monotonic() - began, 1)
         if kills.kills:
             write_kills(Path(options.out), kills)
+    if options.remember:
+        remember(kills.kills)
     return sum_up(kills)
 
 
@@ -68,6 +66,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     add("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: one a core)")
     add("--out", default="report/kills.json", help="where the kill matrix goes")
     add("--resume", action="store_true", help="keep what lies at --out, judge only what it lacks")
+    add("--remember", action="store_true", help="have later runs begin with what kills today: killers.json")
     add("--list", action="store_true", help="only name the faults")
     options = parser.parse_args(words)
     if options.clauses and options.only:
@@ -107,24 +106,20 @@ def _left_by(out: Path, subject: str) -> Kills:
     return Kills(**found | {"complete": False, "kills": kills, "idle": idle})
 
 
-def _judge_faults(crew: Crew, kills: Kills, ids: Sequence[str]) -> None:
+def _judge_faults(crew: Crew, kills: Kills, ids: Sequence[str], out: Path) -> None:
     """Those that are seen in this process first: those on ranks take the longest."""
     known = {kill.plant for kill in kills.kills}
-    left = [one for one in ids if one not in known]
-    done = 0
-    for slow in (False, True):
-        batch = [one for one in left if takes_ranks(one) is slow]
-        _require_green(crew, kills.subject, frozenset().union(*map(areas_of, batch)))
-        for found in crew.run(killing(kills.subject, plant_id) for plant_id in batch):
-            kills.kills.append(found)
-            done += 1
-            _say(f"[{done}/{len(left)}] {found.seconds:6.1f} s  {found.plant}: {_fate(found)}")
+    green = {kill.nodeid for kill in kills.kills}
+    left = sorted((one for one in ids if one not in known), key=takes_ranks)
+    first = killers(out)
 
+    def trial(plant_id: str) -> Trial[Kill]:
+        return proven(killing(kills.subject, plant_id, first.get(plant_id, "")), kills.subject, green)
 
-def _require_green(crew: Crew, package: str, areas: Collection[str]) -> None:
-    for found in crew.run(unplanted(package, area) for area in sorted(areas)):
-        if found.how:
-            raise RedWithoutFault(f"{found.nodeid} ({found.how})")
+    for done, found in enumerate(crew.run(map(trial, left)), start=1):
+        kills.kills.append(found)
+        write_kills(out, kills)  # whatever ends this run
+        _say(f"[{done}/{len(left)}] {found.seconds:6.1f} s  {found.plant}: {_fate(found)}")
 
 
 def _judge_idle_clauses(crew: Crew, kills: Kills) -> None:
@@ -132,7 +127,9 @@ def _judge_idle_clauses(crew: Crew, kills: Kills) -> None:
     kills.idle = [row for row in kills.idle or [] if row.clause not in first]
     known = first.union(row.clause for row in kills.idle)
     left = [clause_id for clause_id in all_clauses() if clause_id not in known]
-    for done, found in enumerate(crew.run(idle(kills.subject, clause_id) for clause_id in left), start=1):
+    green = {kill.nodeid for kill in kills.kills}
+    trials = (idle(kills.subject, clause_id, green) for clause_id in left)
+    for done, found in enumerate(crew.run(trials), start=1):
         kills.idle.append(found)
         _say(f"[{done}/{len(left)}] {found.clause}: {_use(found)}")
 

@@ -25,8 +25,9 @@ from conformance.clauses import HERE, all_clauses
 from conformance.deadlines import Deadlines, clause_of
 from conformance.library import load_library
 from conformance.notes import Notes
+from conformance.ranks.handle import keep_fork_server, start_fork_server
 from conformance.results import RED, WorkerRecorder
-from conformance.strength.order import in_order
+from conformance.strength.order import Task, in_order
 
 LOG = "log"
 _SILENCE_S = 300.0  # each test has its own deadline and is told of; this is for what hangs outside of one
@@ -34,14 +35,6 @@ _SILENCE_S = 300.0  # each test has its own deadline and is told of; this is for
 _UNUSED_PLUGINS = ("xdist", "cacheprovider", "logging")
 _READ_BYTES = 65_536
 _USUAL_CODES = (0, 1)  # of pytest: all passed, some failed
-
-
-@dataclass(frozen=True)
-class Task:
-    spec: str  # the subject, with the fault that is planted in it
-    clauses: frozenset[str]  # whose tests run, until one of them is red
-    about: str = ""  # the surface item that the fault is about: the tests nearest to it come first
-    on_ranks: bool = False  # whether it shows between ranks alone: the tests that start them come first
 
 
 @dataclass(frozen=True)
@@ -89,6 +82,7 @@ class _Forking:
         if session.testsfailed:  # in collection: pytest's own loop says so and ends
             return None
         clauses = {item.nodeid: clause_of(item) for item in session.items}
+        start_fork_server()
         gc.freeze()
         with contextlib.suppress(EOFError, ConnectionError):  # nobody asks any more
             while True:
@@ -115,12 +109,15 @@ class _Forking:
 
     def _take_up(self, task: Task, session: pytest.Session, notes: Notes) -> None:
         """Make this run, in a fork, one about the task."""
+        keep_fork_server()
         load_library(task.spec)
         option = session.config.option
         option.subject, option.maxfail = task.spec, 1
-        session.items[:] = in_order(session.items, task.clauses, task.about, task.on_ranks)
+        session.items[:] = in_order(session.items, task)
         if not session.items:
-            raise LookupError(f"no test asks about any of {sorted(task.clauses)}")
+            raise LookupError(
+                f"no test asks about any of {sorted(task.clauses)}, or is called {task.first!r}"
+            )
         deadlines = Deadlines(session.config, notes)
         deadlines.pytest_sessionstart(session)
         deadlines.pytest_collection_modifyitems(session.items)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+_KILLERS = Path(__file__).parent / "killers.json"
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,23 @@ def read_kills(file: Path) -> dict[str, Any]:
         raise ValueError(f"there is no kill matrix at {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file} is no kill matrix; python -m conformance.strength writes one") from None
+
+
+def killers(out: Path) -> dict[str, str]:
+    """By fault the test to begin with: that of the matrix that lies at `out`, or else the one that `remember` noted.
+
+    Of whatever commit and subject they are: a test that kills no longer, or is gone, costs its own time alone.
+    """
+    found = _remembered()
+    with contextlib.suppress(ValueError):
+        found |= {row["plant"]: row["nodeid"] for row in read_kills(out)["kills"]}
+    return found
+
+
+def remember(kills: Iterable[Kill]) -> None:
+    found = _remembered() | {kill.plant: kill.nodeid for kill in kills if kill.killed}
+    _KILLERS.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _remembered() -> dict[str, str]:
+    return json.loads(_KILLERS.read_text(encoding="utf-8"))

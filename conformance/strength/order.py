@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
@@ -12,16 +13,25 @@ from conformance.clauses import all_clauses
 from conformance.deadlines import clause_of
 
 
-def in_order(
-    items: Sequence[pytest.Item], clauses: Collection[str], about: str, on_ranks: bool = False
-) -> list[pytest.Item]:
-    """The tests of these clauses, by what they cost and by how near they are to the surface item `about`."""
+@dataclass(frozen=True)
+class Task:
+    spec: str  # the subject, with the fault that is planted in it
+    clauses: frozenset[str]  # whose tests run, until one of them is red
+    about: str = ""  # the surface item that the fault is about: the tests nearest to it come first
+    on_ranks: bool = False  # whether it shows between ranks alone: the tests that start them come first
+    first: str = ""  # the node id of a test that runs before these, of whatever clause it is
 
-    def place(item: pytest.Item) -> tuple[bool, int, int, bool]:
-        is_off = on_ranks and not spans_ranks(item)
-        return is_off, cost(item), distance(clause_of(item), about), has_drawn_examples(item)
 
-    return sorted((item for item in items if clause_of(item) in clauses), key=place)
+def in_order(items: Sequence[pytest.Item], task: Task) -> list[pytest.Item]:
+    """The task's tests, by what they cost and by how near they are to what the fault is about."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int, int, bool]:
+        is_off = task.on_ranks and not spans_ranks(item)
+        near = distance(clause_of(item), task.about)
+        return item.nodeid != task.first, is_off, cost(item), near, has_drawn_examples(item)
+
+    chosen = [item for item in items if clause_of(item) in task.clauses or item.nodeid == task.first]
+    return sorted(chosen, key=place)
 
 
 def cost(item: pytest.Item) -> int:

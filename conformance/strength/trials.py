@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 from conformance.clauses import all_clauses
 from conformance.plants import CATALOGUE, find, generated
-from conformance.strength.fork import Ending, Task
+from conformance.strength.fork import Ending
 from conformance.strength.kills import Idle, Kill
-from conformance.strength.order import distance, is_about
+from conformance.strength.order import Task, distance, is_about
 from conformance.strength.reasons import excuses, idle_reasons
 from conformance.strength.worker import Trial
 
@@ -40,14 +40,15 @@ def takes_ranks(plant_id: str) -> bool:
     return plant.on_ranks or plant.breaks.startswith("distributed.")
 
 
-def unplanted(package: str, area: str) -> Trial[Ending]:
-    """Without a fault an area must be green: on a red one every kill would be an illusion."""
-    return (yield Task(package, clauses_of([area])))
+class RedWithoutFault(Exception):
+    """What a test that is red on the subject itself says of a fault is an illusion."""
 
 
-def killing(package: str, plant_id: str) -> Trial[Kill]:
+def killing(package: str, plant_id: str, first: str = "") -> Trial[Kill]:
+    """Whether a fault is killed; `first` is the test to begin with."""
     plant = find(plant_id)
-    ending = yield Task(f"{package}+{plant_id}", clauses_of(areas_of(plant_id)), plant.about, plant.on_ranks)
+    clauses = clauses_of(areas_of(plant_id))
+    ending = yield Task(f"{package}+{plant_id}", clauses, plant.about, plant.on_ranks, first)
     return Kill(
         plant=plant_id,
         killed=bool(ending.how),
@@ -61,14 +62,37 @@ def killing(package: str, plant_id: str) -> Trial[Kill]:
     )
 
 
-def idle(package: str, clause_id: str) -> Trial[Idle]:
-    """The faults that a clause might see, one after the other, until its tests alone kill one."""
+def proven(killing: Trial[Kill], package: str, green: set[str]) -> Trial[Kill]:
+    """A kill, once the test that did it is known to be green without the fault.
+
+    Args:
+        green: the node ids of which that is known; the test's comes to them.
+
+    Raises:
+        RedWithoutFault: it is not.
+    """
+    kill = yield from killing
+    yield from _prove(kill.nodeid, package, green)
+    return kill
+
+
+def _prove(nodeid: str, package: str, green: set[str]) -> Generator[Task, Ending, None]:
+    if nodeid and nodeid not in green:
+        ending = yield Task(package, frozenset(), first=nodeid)
+        if ending.how:
+            raise RedWithoutFault(f"{nodeid} ({ending.how})")
+        green.add(nodeid)
+
+
+def idle(package: str, clause_id: str, green: set[str]) -> Trial[Idle]:
+    """The faults that a clause might see, one after the other, until its tests alone kill one; `green` as above."""
     why = idle_reasons().get(clause_id, "")
     tried = 0
     for plant_id in candidates(clause_id):
         tried += 1
         ending = yield Task(f"{package}+{plant_id}", frozenset({clause_id}))
         if ending.how:
+            yield from _prove(ending.nodeid, package, green)
             return Idle(clause_id, tried, plant_id, ending.nodeid, why)
         if not ending.asked:
             return Idle(clause_id, tried, why="Its tests cannot run on this machine.")

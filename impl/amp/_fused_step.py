@@ -29,6 +29,7 @@ from torch import Tensor
 
 from impl import kernels
 from impl.amp._conditional_step import step_unless
+from impl.amp._gradients import coalesced
 from impl.amp._loss_scale import inverse, placed
 from impl.nn.utils.clip_grad import clip_coefficient, clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import Unfused, Update, step_by, updates_of
@@ -93,6 +94,7 @@ class _Step:
         return self.scaler._place_of_norms(self.params)
 
 
+@torch._disable_dynamo  # which would keep, of what `step_by` has the optimizer do, that of the step it was traced in
 @kernels.untracked
 def fused_step(
     scaler: GradScaler, optimizer: _Optimizer, wanted: Wanted, scale: Tensor | None, known: Found | None
@@ -182,14 +184,16 @@ def _by_optimizer(step: _Step) -> Done:
     with _widened(step.params, wanted.copies):
         if step.scale is not None and step.known is None:
             scaler.unscale_(optimizer)
-        having = [(param, param.grad) for param in step.params if param.grad is not None]
+        having = [(param, coalesced(param)) for param in step.params if param.grad is not None]
         if step.groups:
             parts = [param for param, _ in having], [local_part(grad) for _, grad in having]
             norm, _, found = _agreed(step, [parts])
             if step.scale is not None:
                 scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         else:
-            norm = get_total_norm([grad for _, grad in having if grad.numel()], wanted.norm_type)
+            norm = get_total_norm(
+                [numbers for _, grad in having for numbers in _numbers_in(grad)], wanted.norm_type
+            )
         if wanted.max_norm < math.inf:
             clip_grads_with_norm_(step.params, wanted.max_norm, norm)
         taken = _call_step(step)
@@ -199,6 +203,15 @@ def _by_optimizer(step: _Step) -> Done:
         return Done(norm, {}, {}, taken)
     verdicts = scaler._verdicts_on(optimizer)
     return Done(norm, verdicts.here or {}, scaler._found_inf_per_device(optimizer), taken)
+
+
+def _numbers_in(grad: Tensor) -> list[Tensor]:
+    """Dense tensors that have the gradient's norm: what a sparse one holds, and one zero for all that it does not."""
+    if not grad.is_sparse:
+        return [grad] if grad.numel() else []
+    held = grad._values()
+    others = [held.new_zeros(1)] if held.numel() < grad.numel() else []
+    return [held, *others] if held.numel() else others
 
 
 def _call_step(step: _Step) -> bool | None:

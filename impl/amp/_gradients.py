@@ -103,7 +103,7 @@ def _ordinary_last(params: list[Tensor]) -> list[Batch]:
     refusing: list[Batch] = []
     ordinary: list[Tensor] = []
     # torch hands its operator what has one device and one dtype: what it refuses together is refused together here.
-    for device, dtype, grads in _by_device_and_dtype([_coalesced(param) for param in params]):
+    for device, dtype, grads in _by_device_and_dtype([_numbers_of(param) for param in params]):
         if _are_ordinary(grads, {dtype}):
             ordinary += grads
         else:
@@ -111,14 +111,21 @@ def _ordinary_last(params: list[Tensor]) -> list[Batch]:
     return refusing + _by_device(ordinary)
 
 
-def _coalesced(param: Tensor) -> Tensor:
+def _numbers_of(param: Tensor) -> Tensor:
     grad = param.grad
     assert grad is not None
     if not grad.is_sparse:
         return grad
-    if grad.dtype is torch.float16:
+    return (coalesced(param) if grad.dtype is torch.float16 else grad)._values()
+
+
+def coalesced(param: Tensor) -> Tensor:
+    """The gradient; of a sparse one `.grad` is replaced by one that holds each element once."""
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse and not grad.is_coalesced():
         param.grad = grad = grad.coalesce()
-    return grad._values()
+    return grad
 
 
 def _refuse_overlap(grads: list[Tensor]) -> None:

@@ -226,8 +226,8 @@ class GradScaler:
         Adam, AdamW, SGD and Adagrad of `torch.optim` step as with `fused=True`, whatever they were built with. Their
         gradients are read, and stay scaled and unclipped in `.grad`; the update is from scaled copies of them on other
         devices, and on CUDA without Triton, of parameters in float64, or while a CUDA graph is captured. Every other
-        optimizer, and gradients that no fused update takes (sparse ones, say), have `.grad` unscaled and clipped in
-        place, and then `optimizer.step()`.
+        optimizer, and gradients that no fused update takes (sparse ones, say, which are coalesced), have `.grad`
+        unscaled and clipped in place, and then `optimizer.step()`.
         After `unscale_` the gradients are taken as they are, and what it found decides. Of what a subclass may override
         a fused update asks neither `_unscale_grads_` nor `_maybe_opt_step`: it does the work of both itself.
 
@@ -235,7 +235,8 @@ class GradScaler:
             optimizer: owns the gradients of one norm. Its hooks and schedulers see a step, if it is taken; on a device
                 other than the CPU always, as with an optimizer that skips for itself.
             max_norm: clip the unscaled gradients to it, as `clip_grad_norm_` does; inf clips nothing.
-            norm_type: the order of the norm, any float.
+            norm_type: the order of the norm, any float; 0 counts the gradients that hold a non-zero element, and of
+                sharded parameters the parts that do.
             copies: one for each parameter of the optimizer, in lower precision, to which the new parameters are written
                 in the same pass. Gradients are taken from a copy where the parameter has none.
             update: False leaves the scale to an `update()` that follows when other optimizers have stepped too.
@@ -246,12 +247,14 @@ class GradScaler:
 
         Raises:
             RuntimeError: the optimizer has stepped since the last `update`; parameters are sharded and no fused update
-                takes this rank's gradients; or see `update`.
+                takes this rank's gradients; `optimizer.step` was replaced by what does not call it; or see `update`.
             AssertionError: there is no scale yet; or no parameter of the optimizer has a gradient.
-            ValueError: `max_norm` is nan or -inf; `norm_type` is nan; `copies` do not fit the parameters.
+            ValueError: `max_norm` is nan or -inf; `norm_type` is nan; `copies` do not fit the parameters; or a float16
+                gradient is to be unscaled in place.
+            What an optimizer without a fused update refuses itself, it refuses after gradients were unscaled in place.
         Sync: none for the four optimizers (but when momentum with `dampening` begins) and for those that take
             `found_inf` themselves. For others, one where a state lies on the host or is still to be made; else the step
-            is made and put back, from copies of all parameters and states.
+            is made and put back, from copies of all parameters and states. Coalescing waits, as in torch.
         Collectives: none; one all-gather where a process group holds the parameters in parts (FSDP, DTensor).
 
         >>> weight = torch.nn.Parameter(torch.ones(2))

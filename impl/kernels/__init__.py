@@ -24,6 +24,7 @@ Cost for N f32 elements, launches counted on CUDA:
 """
 
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
+from impl.kernels._native.memory import Addresses
 from impl.kernels._route import known_on_host, route
 from impl.kernels._storage_order import OVERLAP, overlaps_itself
 from impl.kernels._untracked import untracked
@@ -42,6 +43,7 @@ __all__ = [
     "PLAIN_TYPES",
     "AdagradRule",
     "AdamRule",
+    "Addresses",
     "Parameters",
     "Rule",
     "SGDRule",

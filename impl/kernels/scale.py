@@ -7,8 +7,7 @@ from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
 from impl.kernels._lists import HALVES
-from impl.kernels._native.scale import scale
-from impl.kernels._route import cpu_library, plan_for
+from impl.kernels._route import plan_for
 from impl.kernels._untracked import untracked
 
 # The operator that unscales is the faster one for lists of tensors of these dtypes that are longer than _FEW and hold
@@ -48,13 +47,10 @@ def _scale_plain(groups: list[list[Tensor]], factor: Tensor) -> None:
 
 def _scale_cached(groups: list[list[Tensor]], factor: Tensor) -> None:
     """On the CPU, where a look at the factor costs nothing: no pass at all when it is 1."""
-    number, is_wide = factor.item(), factor.dtype is torch.float64
-    if number == 1:
+    if factor == 1:
         return
+    is_wide = factor.dtype is torch.float64
     for same_dtype in groups:
-        library = None if is_wide else cpu_library(same_dtype)
-        if library is not None and scale(library, same_dtype, number):
-            continue
         if len(same_dtype) > _FEW and same_dtype[0].dtype in HALVES and not is_wide:
             _scale_halves(same_dtype, factor.float())
         else:

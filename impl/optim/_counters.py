@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from impl.kernels import Addresses
+
 _pointer = Tensor.data_ptr
 
 
@@ -19,7 +21,7 @@ class Counters:
     def __init__(self, steps: list[Tensor]) -> None:
         self.steps = steps
         self.flat: Tensor | None = None  # all of them, where they lie one behind the other
-        self._pointers: list[int] = []
+        self._addresses: Addresses | None = None  # of those in one buffer
         self._keep(in_a_row(steps))
 
     def join(self) -> None:
@@ -28,8 +30,8 @@ class Counters:
             self._keep(moved_together(self.steps))
 
     def have_moved(self) -> bool:
-        """Whether somebody gave one of them other memory since, by `.data` or `set_`."""
-        return self.flat is not None and list(map(_pointer, self.steps)) != self._pointers
+        """Whether somebody gave one of them other memory since this was last asked, by `.data` or `set_`."""
+        return self._addresses is not None and self._addresses.have_moved()
 
     def advance(self) -> None:
         if self.flat is not None:
@@ -46,7 +48,7 @@ class Counters:
 
     def _keep(self, flat: Tensor | None) -> None:
         if flat is not None:
-            self.flat, self._pointers = flat, list(map(_pointer, self.steps))
+            self.flat, self._addresses = flat, Addresses(self.steps)
 
 
 def in_a_row(steps: list[Tensor]) -> Tensor | None:
@@ -74,10 +76,12 @@ def moved_together(steps: list[Tensor]) -> Tensor | None:
 
 
 def _are_alike(steps: list[Tensor]) -> bool:
+    # A state that was loaded may hold numbers, which torch's functions refuse with a cure.
+    if torch.is_inference_mode_enabled() or any(type(step) is not Tensor for step in steps):
+        return False
     dtype, device = steps[0].dtype, steps[0].device
-    return not torch.is_inference_mode_enabled() and all(
-        type(step) is Tensor
-        and step.dim() == 0
+    return all(
+        step.dim() == 0
         and step.dtype is dtype
         and step.device == device
         and not step.requires_grad

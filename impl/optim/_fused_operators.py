@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
+from impl.kernels import PLAIN_TYPES
 from impl.optim._plan import Bucket, GroupPlan
 
 Update = Callable[[Bucket, dict[str, Any], Tensor | None, Tensor | None], None]
@@ -72,8 +73,6 @@ def _adagrad(
     )
 
 
-# Others may do something else in an operator's place, and a buffer that is not there yet is None.
-_PLAIN = (Tensor, torch.nn.Parameter)
 _UPDATES: dict[type[Optimizer], Update] = {Adam: _adam, SGD: _sgd, Adagrad: _adagrad}
 
 
@@ -83,7 +82,7 @@ def update_for(optimizer: Optimizer, planned: GroupPlan) -> Update | None:
     if not group.get("fused") or group["foreach"] or _has_tensors_for_numbers(group):
         return None
     tensors = chain.from_iterable(planned.lists)
-    if not all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in tensors):
+    if not all(map(_is_plain, tensors)):
         return None
     update = next((update for kind, update in _UPDATES.items() if isinstance(optimizer, kind)), None)
     if update is not None and planned.params:
@@ -109,6 +108,12 @@ def step_bucket(
 
 def _at(value: Tensor | None, device: torch.device) -> Tensor | None:
     return None if value is None else value.to(device, non_blocking=True)
+
+
+def _is_plain(tensor: Any) -> bool:
+    # Others may do something else in an operator's place, a buffer that is not there yet is None, and a counter that
+    # was loaded may be a number.
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_complex()
 
 
 def _has_tensors_for_numbers(group: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ in its own way. How an optimizer was told to step (`foreach`, `fused`, `capturab
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
@@ -156,10 +156,17 @@ def updates_of(optimizer: Optimizer, copies: Mapping[int, Tensor]) -> Generator[
 
 
 def step_by(optimizer: Optimizer, updates: Sequence[Update], apply: Callable[[Update], None]) -> None:
-    """Call `optimizer.step()`, which does `apply` to each update and nothing else: hooks and schedulers see a step."""
+    """Call `optimizer.step()`, which does `apply` to each update and nothing else: hooks and schedulers see a step.
+
+    Raises:
+        RuntimeError: what stands in the place of that method does not come to it; nothing was changed.
+    """
+    has_come = False
 
     def of_group(group: dict[str, Any], *lists: list[Any]) -> Any:
         """In the place of `_init_group`: does the group's updates, and returns lists that leave nothing to do."""
+        nonlocal has_come
+        has_come = True
         for update in updates:
             if update.group is group:
                 apply(update)
@@ -169,12 +176,23 @@ def step_by(optimizer: Optimizer, updates: Sequence[Update], apply: Callable[[Up
     before = vars(optimizer).get("_init_group")
     attributes._init_group = of_group
     try:
-        optimizer.step()
+        # A step that was compiled would keep what `of_group` returns, and be empty from then on.
+        with torch.compiler.set_stance("force_eager") if _is_compiled(optimizer) else nullcontext():
+            optimizer.step()
     finally:
         if before is None:
             del attributes._init_group
         else:
             attributes._init_group = before
+    if not has_come:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step was replaced by {optimizer.step}, which does not call it; call unscale_, "
+            "clip_grad_norm_, step and update instead"
+        )
+
+
+def _is_compiled(optimizer: Optimizer) -> bool:
+    return hasattr(optimizer.step, "_torchdynamo_orig_callable")
 
 
 @dataclass(frozen=True)
@@ -245,6 +263,9 @@ _lists_of: WeakKeyDictionary[Optimizer, _Lists] = WeakKeyDictionary()
 
 def _place_counters(optimizer: Optimizer, bucket: Bucket) -> bool:
     """Put step counters where a fused update reads them; whether one lay elsewhere."""
+    steps: list[Any] = bucket.counters.steps
+    if not all(isinstance(step, Tensor) for step in steps):
+        raise Unfused("a step counter is a number and no tensor")
     misplaced = [
         param
         for param, step in zip(bucket.params, bucket.counters.steps, strict=False)

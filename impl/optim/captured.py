@@ -186,6 +186,7 @@ def capture(
     Returns:
         The same optimizer. A copy of it, or what a pickle of it gives, is a plain optimizer; capture it again.
     Raises:
+        TypeError: it is no optimizer.
         ValueError: the optimizer has no such implementation.
         RuntimeError, ValueError: what its class raises when it is built with that implementation.
     Sync: none that the optimizer itself has not. Collectives: none.
@@ -199,6 +200,7 @@ def capture(
     >>> print(explain(optimizer))
     captured, fused: 1 build of lists, the last one because it is the first step
     """
+    _refuse_others(optimizer)
     if implementation is not None:
         choose(optimizer, implementation)
     if not is_captured(optimizer):
@@ -214,6 +216,14 @@ def capture(
     return optimizer
 
 
+def _refuse_others(optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise TypeError(
+            f"wanted an instance of torch.optim.Optimizer, got {got}; pass the optimizer that it makes or holds"
+        )
+
+
 def _why_not(optimizer: Optimizer) -> str | None:
     if "_init_group" in vars(optimizer):
         return "somebody else has replaced its _init_group"
@@ -222,6 +232,7 @@ def _why_not(optimizer: Optimizer) -> str | None:
 
 def release(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Undo `capture`: the optimizer builds its lists anew in every step again. One not captured is left as it is."""
+    _refuse_others(optimizer)
     if is_captured(optimizer):
         del optimizer.__dict__["_init_group"]
     _EAGER.pop(optimizer, None)
@@ -238,6 +249,7 @@ def _capture_of(optimizer: Optimizer) -> _Capture:
 
 def explain(optimizer: Optimizer) -> Explanation:
     """How the step of an optimizer is done, and why so; printed, it is one line."""
+    _refuse_others(optimizer)
     implementation = implementation_of(optimizer)
     if not is_captured(optimizer):
         eager = _EAGER.get(optimizer, _Eager("capture was not called", wants_graphs=False))

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.optim import _NamedOptimizer
 
-from conformance.distributed.fsdp.fsdp_cases import gathered_parameters, wrapped
+from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters, wrapped
 from conformance.distributed.fsdp.method_cases import Lab
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, copied, plain, step
 
@@ -52,7 +52,7 @@ class _Trained:
         return copied(
             {
                 "parameters": gathered_parameters(lab.library, self.model),
-                "buffers": dict(self.model.named_buffers()),
+                "buffers": {clean(name): buffer for name, buffer in self.model.named_buffers()},
                 "states": plain(states),
             }
         )
@@ -105,6 +105,15 @@ def named(lab: Lab, *, path: str) -> Any:
     dcp.load(state, checkpoint_id=path)
     second.load(state)
     return [first.own_state(), second.own_state()]
+
+
+def named_by_itself(lab: Lab, *, path: str) -> Any:
+    """A rank's states of torch's `_NamedOptimizer`, and what DCP reads of them if it is given them as they are."""
+    first, second = _Named(lab, 0), _Named(lab, 1)
+    dcp.save(first.own_state(), checkpoint_id=path)
+    state = second.own_state()
+    dcp.load(state, checkpoint_id=path)
+    return [first.own_state(), state]
 
 
 class _Named:

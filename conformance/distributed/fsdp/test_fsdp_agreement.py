@@ -130,22 +130,22 @@ def test_states_synchronised_in_another_order(subject: Library) -> None:
 @clause("distributed.fsdp.fsdp_agreement.changes_alike")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval", "mixed"])
-@pytest.mark.parametrize("more_ranks", [2, 3])
+@pytest.mark.world_sizes(fewest=2, also=[3])
 def test_orders_that_change_on_all_ranks(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], mode: str, more_ranks: int
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], mode: str, world_size: int
 ) -> None:
     program = Program(DROPPED, hidden=(8, 5, 11), mode=mode)
     wanted, got = (
-        ranks(more_ranks).run(f"{CASES}:run", library=library.spec, program=program)
+        ranks(world_size).run(f"{CASES}:run", library=library.spec, program=program)
         for library in (reference, subject)
     )
-    for rank in range(more_ranks):
+    for rank in range(world_size):
         for tensor, other in zip(wanted[rank], got[rank], strict=True):
             assert (excess := TRAINED.excess(tensor, other)) is None, f"rank {rank}: {excess}"
 
 
-def losses_told(library: Library, **loss: Any) -> dict[int, str]:
-    with RankPool(3, grace_s=GRACE_S) as pool:
+def losses_told(library: Library, *, world_size: int = 3, **loss: Any) -> dict[int, str]:
+    with RankPool(world_size, grace_s=GRACE_S) as pool:
         try:
             pool.run(f"{CASES}:lose_a_rank", library=library.spec, **loss)
         except RankFault as fault:
@@ -153,8 +153,8 @@ def losses_told(library: Library, **loss: Any) -> dict[int, str]:
     raise AssertionError("the rank was not killed")
 
 
-def is_named_in_time(told: dict[int, str], victim: int) -> bool:
-    return len(told) == 2 and all(
+def is_named_in_time(told: dict[int, str], victim: int, world_size: int = 3) -> bool:
+    return len(told) == world_size - 1 and all(
         re.search(rf"rank {victim}\b", text)
         and re.search(r"'blocks\.\d'|'Blocks'", text)
         and float(text.rpartition("after ")[2].removesuffix(" s]")) < TIMEOUT_S
@@ -182,4 +182,16 @@ def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int,
         lambda library: losses_told(library, when=when, victim=victim, hidden=hidden),
         torch_does=lambda told: not any(re.search(rf"rank {victim}\b", text) for text in told.values()),
         we_do=lambda told: is_named_in_time(told, victim),
+    )
+
+
+@clause("distributed.fsdp.fsdp_agreement.lost_rank")
+@pytest.mark.deviation("fsdp.lost_rank_is_named")
+@pytest.mark.deadline(120)
+def test_a_lost_rank_is_named_by_those_who_wait_for_another(deviation: DeviationJudge) -> None:
+    """In a ring of four the third receives from the second, which has raised and lives on, and sends to the fourth."""
+    deviation.judge(
+        lambda library: losses_told(library, world_size=4, when="middle", victim=0, hidden=8),
+        torch_does=lambda told: not any(re.search(r"rank 0\b", text) for text in told.values()),
+        we_do=lambda told: is_named_in_time(told, 0, world_size=4),
     )

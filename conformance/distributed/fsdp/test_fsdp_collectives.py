@@ -58,7 +58,7 @@ def assert_counts(seen: list[list[list[Collective]]], wanted: Counter[str]) -> N
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
-@pytest.mark.parametrize("more_ranks", [2, 3])
+@pytest.mark.world_sizes(fewest=2, also=[3])
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
 @pytest.mark.parametrize(
     ("strategy", "steps"), LEAST, ids=lambda value: value if isinstance(value, str) else ""
@@ -69,10 +69,10 @@ def test_each_step_talks_the_least(
     strategy: str,
     steps: Sequence[Step],
     prefetch: str | None,
-    more_ranks: int,
+    world_size: int,
 ) -> None:
     setup = Setup(strategy, wrap="leaves", backward_prefetch=prefetch)
-    seen = steps_of_all(ranks(more_ranks), subject, Training(TREE, setup, steps))
+    seen = steps_of_all(ranks(world_size), subject, Training(TREE, setup, steps))
     assert_counts(seen, wanted_counts(*LEAST[strategy, steps]))
 
 
@@ -93,13 +93,18 @@ def test_replicas_reduce_what_they_have_scattered(
 @clause("distributed.fsdp.fully_sharded_data_parallel.prefetching")
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", None])
+@pytest.mark.world_sizes(fewest=2)
 def test_units_are_gathered_before_the_one_before_computes(
-    subject: Library, ranks: Callable[..., RankPool], backward_prefetch: str | None, forward_prefetch: bool
+    subject: Library,
+    ranks: Callable[..., RankPool],
+    world_size: int,
+    backward_prefetch: str | None,
+    forward_prefetch: bool,
 ) -> None:
     """Of five units the root, which has been gathered first, stays so for backward."""
     arguments = {"forward_prefetch": forward_prefetch}
     setup = Setup(wrap="leaves", arguments=arguments, backward_prefetch=backward_prefetch)
-    pool = ranks(2)
+    pool = ranks(world_size)
     for outcome in probed(pool, subject, hook_cases.barriers_where_units_compute, setup):
         assert outcome.raised is None, outcome.raised
     forward = [3, 4, 5, 5] if forward_prefetch else [2, 3, 4, 5]
@@ -116,13 +121,14 @@ def gathers_before_barriers(trace: Sequence[Collective]) -> list[int]:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.bytes_on_the_wire")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.world_sizes(fewest=2)
 def test_each_parameter_travels_once_a_collective(
-    subject: Library, ranks: Callable[..., RankPool], strategy: str
+    subject: Library, ranks: Callable[..., RankPool], world_size: int, strategy: str
 ) -> None:
-    """The units' 16, 12, 15 and 20 numbers fill whole shards of two ranks but for one, which is padded."""
+    """The units' 16, 12, 15 and 20 numbers fill whole shards of two ranks but for one; what does not is padded."""
     setup = Setup(strategy, wrap="leaves")
-    seen = steps_of_all(ranks(2), subject, Training(TREE, setup, PLAIN))
-    units = [_padded(numel, 2) * 8 for numel in unit_numels()]
+    seen = steps_of_all(ranks(world_size), subject, Training(TREE, setup, PLAIN))
+    units = [_padded(numel, world_size) * 8 for numel in unit_numels()]
     wanted = {
         "FULL_SHARD": {"gather": 2 * sum(units) - units[-1], "scatter": sum(units)},
         "SHARD_GRAD_OP": {"gather": sum(units), "scatter": sum(units)},
@@ -134,14 +140,16 @@ def test_each_parameter_travels_once_a_collective(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.bytes_on_the_wire")
-def test_summoning_gathers_each_parameter_once(subject: Library, ranks: Callable[..., RankPool]) -> None:
-    pool = ranks(2)
+def test_summoning_gathers_each_parameter_once(
+    subject: Library, ranks: Callable[..., RankPool], world_size: int
+) -> None:
+    pool = ranks(world_size)
     for outcome in probed(pool, subject, summon_cases.between_barriers, Setup(wrap="leaves"), TREE):
         assert outcome.raised is None, outcome.raised
-    whole = sum(_padded(numel, 2) * 8 for numel in unit_numels())
+    whole = sum(_padded(numel, world_size) * 8 for numel in unit_numels())
     for trace in pool.traces:
         (summoning,) = steps_of(trace)
-        assert bytes_by_kind(summoning) == Counter({"gather": whole})
+        assert bytes_by_kind(summoning) == (Counter({"gather": whole}) if world_size > 1 else Counter())
 
 
 def unit_numels() -> list[int]:

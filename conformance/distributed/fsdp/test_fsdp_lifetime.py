@@ -38,18 +38,21 @@ def nothing_is_left(seen: Seen) -> bool:
 
 
 @clause("distributed.fsdp.fsdp_lifted.freed")
-def test_original_parameters_go_with_their_model(subject: Library, ranks: Callable[..., RankPool]) -> None:
-    seen = left_behind(subject, ranks(2), use_orig_params=True)
+@pytest.mark.world_sizes(fewest=2)
+def test_original_parameters_go_with_their_model(
+    subject: Library, ranks: Callable[..., RankPool], world_size: int
+) -> None:
+    seen = left_behind(subject, ranks(world_size), use_orig_params=True)
     assert nothing_is_left(seen), seen
 
 
 @clause("distributed.fsdp.fsdp_lifted.freed")
 @pytest.mark.deviation("fsdp.models_are_freed")
 def test_flat_parameters_go_with_their_model(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool]
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int
 ) -> None:
     deviation.judge(
-        lambda library: left_behind(library, ranks(2), use_orig_params=False),
+        lambda library: left_behind(library, ranks(world_size), use_orig_params=False),
         torch_does=lambda seen: all(outcome.raised is None and outcome.value for outcome in seen),
         we_do=nothing_is_left,
     )

@@ -16,22 +16,22 @@ from conformance.ranks import RankPool
 Ranks = Callable[..., RankPool]
 
 
-def asked(ranks: Ranks, case: str) -> Callable[[Library], Seen]:
-    return lambda library: outcomes(ranks(2), library, f"lifted_cases:{case}")
+def asked(pool: RankPool, case: str) -> Callable[[Library], Seen]:
+    return lambda library: outcomes(pool, library, f"lifted_cases:{case}")
 
 
 @clause("distributed.fsdp.fsdp_lifted.change_in_forward")
-def test_a_weight_changed_in_forward_is_not_lost(subject: Library, ranks: Ranks) -> None:
-    seen = asked(ranks, "weight_changed_in_forward")(subject)
+def test_a_weight_changed_in_forward_is_not_lost(subject: Library, ranks: Ranks, world_size: int) -> None:
+    seen = asked(ranks(world_size), "weight_changed_in_forward")(subject)
     kept = all(outcome.raised is None and bool((outcome.value.values == 2).all()) for outcome in seen)
     assert kept or any(raised(seen, RuntimeError, what) for what in ("weight", "modified inplace")), seen
 
 
 @clause("distributed.fsdp.fsdp_lifted.tied_in_two_units")
 @pytest.mark.deviation("fsdp.tied_in_two_units")
-def test_a_parameter_has_one_unit(deviation: DeviationJudge, ranks: Ranks) -> None:
+def test_a_parameter_has_one_unit(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     deviation.judge(
-        asked(ranks, "tied_in_two_units"),
+        asked(ranks(world_size), "tied_in_two_units"),
         torch_does=lambda seen: all(outcome.raised is None and outcome.value == 2 for outcome in seen),
         we_do=lambda seen: raised(seen, ValueError, "is the same parameter as weight"),
     )
@@ -41,10 +41,12 @@ def test_a_parameter_has_one_unit(deviation: DeviationJudge, ranks: Ranks) -> No
 @pytest.mark.deviation("fsdp.copies")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_copy_is_refused_with_its_cure(
-    deviation: DeviationJudge, ranks: Ranks, use_orig_params: bool
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, use_orig_params: bool
 ) -> None:
     deviation.judge(
-        lambda library: outcomes(ranks(2), library, "lifted_cases:copied", use_orig_params=use_orig_params),
+        lambda library: outcomes(
+            ranks(world_size), library, "lifted_cases:copied", use_orig_params=use_orig_params
+        ),
         torch_does=lambda seen: all(
             outcome.raised is not None and "wrapped" not in outcome.raised.text for outcome in seen
         ),
@@ -57,12 +59,12 @@ def test_a_copy_is_refused_with_its_cure(
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("by", ["reset", "function", "recursive function"])
 def test_weights_that_are_tied_on_the_meta_device_stay_tied(
-    deviation: DeviationJudge, ranks: Ranks, across: bool, by: str
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, across: bool, by: str
 ) -> None:
     """A weight and a bias, instead of two weights and a bias; filled with ones, the gradients are known."""
 
     def seen_in(library: Library) -> Seen:
-        return outcomes(ranks(2), library, "lifted_cases:tied_on_meta", across=across, by=by)
+        return outcomes(ranks(world_size), library, "lifted_cases:tied_on_meta", across=across, by=by)
 
     def tied(seen: Seen) -> bool:
         # Of the sum over 2 rows, 4 outputs: inner weight 2 * 4 * 5 * 4, outer 2 * 4 * 4 * 4, bias 2 * 4 * 4.
@@ -82,9 +84,11 @@ def test_weights_that_are_tied_on_the_meta_device_stay_tied(
 
 @clause("distributed.fsdp.fsdp_lifted.nonfinite_is_refused")
 @pytest.mark.deviation("fsdp.clip_can_refuse")
-def test_clipping_refuses_an_inf_of_another_rank(deviation: DeviationJudge, ranks: Ranks) -> None:
+def test_clipping_refuses_an_inf_of_another_rank(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int
+) -> None:
     deviation.judge(
-        asked(ranks, "clipped_with_an_inf"),
+        asked(ranks(world_size), "clipped_with_an_inf"),
         torch_does=lambda seen: raised(seen, TypeError, "error_if_nonfinite"),
         we_do=lambda seen: raised(seen, RuntimeError, "non-finite"),
     )

@@ -42,6 +42,7 @@ def test_each_unit_has_its_own_mixed_precision(
     subject: Library,
     reference: Library,
     ranks: Callable[..., RankPool],
+    world_size: int,
     policy: str,
     inner_strategy: str,
     use_orig_params: bool,
@@ -49,7 +50,7 @@ def test_each_unit_has_its_own_mixed_precision(
     nesting = Nesting(*POLICIES[policy], inner_strategy)
     wanted, got = (
         outcomes(
-            ranks(2),
+            ranks(world_size),
             library,
             "nested_precision_cases:trained_in_parts",
             nesting=nesting,
@@ -59,7 +60,7 @@ def test_each_unit_has_its_own_mixed_precision(
     )
     both = tolerance_of(nesting.outer, nesting.inner)
     assert_ranks_agree(wanted, got, both)
-    for unsharded, outcome in zip(trained_unsharded(nesting, 2), got, strict=True):
+    for unsharded, outcome in zip(trained_unsharded(nesting, world_size), got, strict=True):
         assert outcome.raised is None, outcome.raised
         for what in ("outputs", "input_gradients"):
             assert_all_close(what, unsharded[what], outcome.value[what], both)
@@ -75,11 +76,16 @@ def test_each_unit_has_its_own_mixed_precision(
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("kind", ["LayerNorm", "Linear"])
 def test_modules_of_some_classes_are_left_in_full_precision(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], kind: str, use_orig_params: bool
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    world_size: int,
+    kind: str,
+    use_orig_params: bool,
 ) -> None:
     wanted, got = (
         outcomes(
-            ranks(2),
+            ranks(world_size),
             library,
             "precision_cases:without_some_classes",
             kind=kind,

@@ -124,7 +124,7 @@ def test_there_and_back_on_replicas(
 
 
 @clause("distributed.fsdp.fsdp_optim_state.as_unwrapped")
-@pytest.mark.parametrize("world", [pytest.param(2, marks=FULL), 3])
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=FULL) for world in (1, 2, 4))])
 @share_of_examples(0.3)
 @given(data=st.data(), way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES]))
 def test_states_are_those_of_a_model_that_was_not_wrapped(
@@ -202,13 +202,14 @@ def test_either_library_loads_what_the_other_saved(
     subject: Library,
     reference: Library,
     ranks: Callable[..., RankPool],
+    world_size: int,
     way: Way,
     use_orig_params: bool,
 ) -> None:
     setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
     kind = "adam" if "adam" in kinds_of(setup, way) else "momentum"
     asked = {"writers": setup, "optimized": Optimized(kind, 2), "way": way}
-    pool = ranks(2)
+    pool = ranks(world_size)
     between = [
         probed(pool, reader, cases.exchanged, setup, writer=writer.spec, **asked)
         for reader in (reference, subject)
@@ -222,8 +223,10 @@ def test_either_library_loads_what_the_other_saved(
 
 @clause("distributed.fsdp.fsdp_optim_state.freed")
 @pytest.mark.parametrize("way", [Way("FULL", offloads=False), Way("SHARDED")], ids=lambda way: way.name)
-def test_nobody_else_holds_what_was_saved(subject: Library, ranks: Callable[..., RankPool], way: Way) -> None:
-    for names in values_of(probed(ranks(2), subject, cases.outlived, Setup(wrap="leaves"), way=way)):
+def test_nobody_else_holds_what_was_saved(
+    subject: Library, ranks: Callable[..., RankPool], world_size: int, way: Way
+) -> None:
+    for names in values_of(probed(ranks(world_size), subject, cases.outlived, Setup(wrap="leaves"), way=way)):
         assert names == []
 
 
@@ -234,12 +237,13 @@ def test_nobody_else_holds_what_was_saved(subject: Library, ranks: Callable[...,
 def test_training_resumed_equals_training_not_interrupted(
     subject: Library,
     ranks: Callable[..., RankPool],
+    world_size: int,
     way: Way,
     use_orig_params: bool,
     kind: str,
 ) -> None:
     setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
-    pool, asked = ranks(2), {"optimized": Optimized(kind, 2), "way": way}
+    pool, asked = ranks(world_size), {"optimized": Optimized(kind, 2), "way": way}
     straight, resumed = (
         [
             Outcome(seen)

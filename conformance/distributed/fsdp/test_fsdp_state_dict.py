@@ -105,10 +105,12 @@ def test_what_replicas_save(
 @clause("distributed.fsdp.fsdp_state_dict.saved")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 def test_what_is_saved_of_buffers_that_are_cast(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], kind: str
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], world_size: int, kind: str
 ) -> None:
     setup = Setup(wrap="leaves", mixed_precision={"buffer_dtype": torch.bfloat16})
-    assert_probes_agree(ranks(2), (reference, subject), state_dict_cases.saved, setup, EXACT, form=Form(kind))
+    assert_probes_agree(
+        ranks(world_size), (reference, subject), state_dict_cases.saved, setup, EXACT, form=Form(kind)
+    )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
@@ -170,10 +172,10 @@ def test_what_can_be_set(subject: Library, reference: Library, rank_pool: RankPo
 @clause("distributed.fsdp.fsdp_state_dict.freed")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 def test_nobody_else_holds_what_was_saved(
-    subject: Library, ranks: Callable[..., RankPool], kind: str
+    subject: Library, ranks: Callable[..., RankPool], world_size: int, kind: str
 ) -> None:
     asks, setup = state_dict_cases.outlived, Setup(wrap="leaves")
-    for outcome in probed(ranks(2), subject, asks, setup, form=Form(kind)):
+    for outcome in probed(ranks(world_size), subject, asks, setup, form=Form(kind)):
         assert outcome.raised is None, outcome.raised
         assert outcome.value == []
 

@@ -20,7 +20,6 @@ from conformance.outcome import Outcome
 from conformance.ranks import RankPool
 from conformance.results import unavailable
 
-RANKS = 3
 LEAVES = Setup(wrap="leaves")
 ORIGINALS = Setup(wrap="leaves", arguments={"use_orig_params": True})
 Ranks = Callable[..., RankPool]
@@ -35,27 +34,30 @@ def values_of(seen: Sequence[Outcome]) -> list[Any]:
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 @pytest.mark.parametrize("fault", ["missing", "misshaped", "without values"])
 @pytest.mark.parametrize("setup", [LEAVES, ORIGINALS], ids=["flat", "originals"])
+@pytest.mark.world_sizes(fewest=2, also=[3])
 def test_a_load_that_fails_on_one_rank(
-    deviation: DeviationJudge, ranks: Ranks, setup: Setup, fault: str
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, setup: Setup, fault: str
 ) -> None:
     def probe(library: Library) -> Any:
         asks = state_dict_cases.failed
-        return values_of(probed(ranks(RANKS), library, asks, setup, form=Form(), fault=fault, on=[1]))
+        return values_of(probed(ranks(world_size), library, asks, setup, form=Form(), fault=fault, on=[1]))
 
     def we_do(seen: Any) -> bool:
         told = ["rank 1 could not load" in str(one["error"]) for one in seen]
-        return told == [True, False, True] and not any(one["changed"] for one in seen)
+        return told == [rank != 1 for rank in range(world_size)] and not any(one["changed"] for one in seen)
 
     deviation.judge(probe, torch_does=lambda seen: all(one["changed"] for one in seen), we_do=we_do)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
-def test_a_load_that_fails_on_all_ranks(deviation: DeviationJudge, ranks: Ranks) -> None:
+def test_a_load_that_fails_on_all_ranks(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     def probe(library: Library) -> Any:
         asks = state_dict_cases.failed
         form = Form("SHARDED")
-        return values_of(probed(ranks(2), library, asks, LEAVES, form=form, fault="missing", on=[0, 1]))
+        return values_of(
+            probed(ranks(world_size), library, asks, LEAVES, form=form, fault="missing", on=range(world_size))
+        )
 
     deviation.judge(
         probe,
@@ -68,36 +70,44 @@ def test_a_load_that_fails_on_all_ranks(deviation: DeviationJudge, ranks: Ranks)
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 @pytest.mark.parametrize("kind", ["SHARDED", "LOCAL"])
 @pytest.mark.parametrize("fault", ["missing buffer", "misshaped buffer"])
+@pytest.mark.world_sizes(fewest=2, also=[3])
 def test_parts_are_loaded_by_all_or_by_none(
-    deviation: DeviationJudge, ranks: Ranks, kind: str, fault: str
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, kind: str, fault: str
 ) -> None:
+    last = world_size - 1
+
     def probe(library: Library) -> Any:
         asks, form = state_dict_cases.failed, Form(kind)
-        return values_of(probed(ranks(RANKS), library, asks, LEAVES, form=form, fault=fault, on=[2]))
+        return values_of(probed(ranks(world_size), library, asks, LEAVES, form=form, fault=fault, on=[last]))
 
     def we_do(seen: Any) -> bool:
-        told = ["rank 2 could not load" in str(one["error"]) for one in seen]
-        return told == [True, True, False] and not any(one["changed"] for one in seen)
+        told = [f"rank {last} could not load" in str(one["error"]) for one in seen]
+        return told == [rank != last for rank in range(world_size)] and not any(
+            one["changed"] for one in seen
+        )
 
     deviation.judge(probe, torch_does=lambda seen: all(one["changed"] for one in seen), we_do=we_do)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
-def test_a_load_that_fails_below_a_module_around_units(deviation: DeviationJudge, ranks: Ranks) -> None:
+@pytest.mark.world_sizes(fewest=2)
+def test_a_load_that_fails_below_a_module_around_units(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int
+) -> None:
     """There nothing is loaded into the unit with the fault; nn.Module goes on to the next one."""
 
     def probe(library: Library) -> Any:
-        return values_of(probed(ranks(2), library, state_dict_cases.failed_below, LEAVES))
+        return values_of(probed(ranks(world_size), library, state_dict_cases.failed_below, LEAVES))
 
     def first_unit_changed(seen: Any) -> list[bool]:
         return ["body.parts.0.inner.bias" in one["changed"] for one in seen]
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: first_unit_changed(seen) == [True, True],
+        torch_does=lambda seen: all(first_unit_changed(seen)),
         we_do=lambda seen: (
-            first_unit_changed(seen) == [False, False]
+            not any(first_unit_changed(seen))
             and "rank 1 could not load" in seen[0]["error"]
             and "size mismatch" in seen[1]["error"]
         ),
@@ -106,14 +116,14 @@ def test_a_load_that_fails_below_a_module_around_units(deviation: DeviationJudge
 
 @clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
-def test_extra_states_of_a_load_that_fails(deviation: DeviationJudge, ranks: Ranks) -> None:
+def test_extra_states_of_a_load_that_fails(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     def probe(library: Library) -> Any:
-        return values_of(probed(ranks(2), library, state_dict_hook_cases.remembered, LEAVES))
+        return values_of(probed(ranks(world_size), library, state_dict_hook_cases.remembered, LEAVES))
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == [["old"], ["old"]],
-        we_do=lambda seen: seen == [["new"], ["new"]],
+        torch_does=lambda seen: seen == [["old"]] * world_size,
+        we_do=lambda seen: seen == [["new"]] * world_size,
     )
 
 
@@ -131,11 +141,11 @@ def test_a_hook_that_raises(deviation: DeviationJudge, ranks: Ranks) -> None:
 
 
 @clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
-def test_what_a_module_puts_in_and_does_not_fit(subject: Library, ranks: Ranks) -> None:
+def test_what_a_module_puts_in_and_does_not_fit(subject: Library, ranks: Ranks, world_size: int) -> None:
     if subject.package == "torch":
         unavailable("torch writes it to its flat parameter, beyond which there may be nothing")
     asks = state_dict_hook_cases.loaded_in_its_own_way
-    for one in values_of(probed(ranks(2), subject, asks, LEAVES, fits=False)):
+    for one in values_of(probed(ranks(world_size), subject, asks, LEAVES, fits=False)):
         assert "head.weight: rank" in one["error"]
         assert "shape (1, 7), but keeps a tensor of shape (2, 7)" in one["error"]
         assert not one["changed"]
@@ -151,12 +161,20 @@ def test_what_a_module_puts_in_and_does_not_fit(subject: Library, ranks: Ranks) 
     ],
     ids=["flat", "originals", "mesh"],
 )
-def test_parts_of_another_shape(subject: Library, ranks: Ranks, setup: Setup, kind: str) -> None:
+@pytest.mark.world_sizes(fewest=2)
+def test_parts_of_another_shape(
+    subject: Library, ranks: Ranks, world_size: int, setup: Setup, kind: str
+) -> None:
     if subject.package == "torch":
         unavailable("torch's ranks exchange what does not fit, and need not come back")
     asks, form = state_dict_cases.failed, Form("SHARDED")
-    seen = values_of(probed(ranks(2), subject, asks, setup, form=form, fault="misshaped part", on=[1]))
-    told = f"body.parts.0.inner.weight: rank 1 of 2 was given a {kind} of shape (2, 7) but the parameter has the shape"
+    seen = values_of(
+        probed(ranks(world_size), subject, asks, setup, form=form, fault="misshaped part", on=[1])
+    )
+    told = (
+        f"body.parts.0.inner.weight: rank 1 of {world_size} was given a {kind} of shape (2, 7) "
+        "but the parameter has the shape"
+    )
     for one in seen:
         assert told in one["error"]
         assert not one["changed"]
@@ -164,11 +182,16 @@ def test_parts_of_another_shape(subject: Library, ranks: Ranks, setup: Setup, ki
 
 @clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
 @pytest.mark.parametrize("setup", [LEAVES, ORIGINALS], ids=["flat", "originals"])
-def test_what_has_no_values_is_not_assigned(subject: Library, ranks: Ranks, setup: Setup) -> None:
+@pytest.mark.world_sizes(fewest=2)
+def test_what_has_no_values_is_not_assigned(
+    subject: Library, ranks: Ranks, world_size: int, setup: Setup
+) -> None:
     if subject.package == "torch":
         unavailable("torch assigns it to what it does not compute with: fsdp.assigned_parameters")
     asks, fault = state_dict_cases.failed, "without values"
-    seen = values_of(probed(ranks(2), subject, asks, setup, form=Form(), fault=fault, on=[1], assign=True))
+    seen = values_of(
+        probed(ranks(world_size), subject, asks, setup, form=Form(), fault=fault, on=[1], assign=True)
+    )
     for one in seen:
         assert "rank 1 was given a meta tensor of shape" in one["error"]
         assert not one["changed"]
@@ -177,25 +200,30 @@ def test_what_has_no_values_is_not_assigned(subject: Library, ranks: Ranks, setu
 @clause("distributed.fsdp.fsdp_state_dict.built_on_meta")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 @pytest.mark.parametrize("originals", [False, True])
-def test_modules_built_on_meta(subject: Library, ranks: Ranks, kind: str, originals: bool) -> None:
+def test_modules_built_on_meta(
+    subject: Library, ranks: Ranks, world_size: int, kind: str, originals: bool
+) -> None:
     setup = Setup(arguments={"use_orig_params": originals})
     asks = state_dict_cases.built_on_meta
-    for one in values_of(probed(ranks(2), subject, asks, setup, form=Form(kind), assign=False)):
+    for one in values_of(probed(ranks(world_size), subject, asks, setup, form=Form(kind), assign=False)):
         assert one == {"ignored": False, "managed": True, "warned": True}
 
 
 @clause("distributed.fsdp.fsdp_state_dict.built_on_meta")
 @pytest.mark.deviation("fsdp.assigned_parameters")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_modules_built_on_meta_are_assigned_to(deviation: DeviationJudge, ranks: Ranks, kind: str) -> None:
+def test_modules_built_on_meta_are_assigned_to(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, kind: str
+) -> None:
     def probe(library: Library) -> Any:
         asks, form = state_dict_cases.built_on_meta, Form(kind)
-        return values_of(probed(ranks(2), library, asks, ORIGINALS, form=form, assign=True))
+        return values_of(probed(ranks(world_size), library, asks, ORIGINALS, form=form, assign=True))
 
     deviation.judge(
         probe,
         torch_does=lambda seen: all(one["ignored"] and not one["managed"] for one in seen),
         we_do=lambda seen: all(one["ignored"] and one["managed"] and not one["warned"] for one in seen),
+        may_agree=world_size == 1,
     )
 
 
@@ -212,10 +240,11 @@ def test_what_half_the_ranks_saved_is_refused(subject: Library, ranks: Ranks, ki
 
 @clause("distributed.fsdp.fsdp_state_dict.local_with_original_parameters")
 @pytest.mark.deviation("fsdp.local_state_dict_of_originals")
-def test_shards_of_original_parameters(deviation: DeviationJudge, ranks: Ranks) -> None:
+@pytest.mark.world_sizes(fewest=2, also=[3])
+def test_shards_of_original_parameters(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     def probe(library: Library) -> Any:
         asks = state_dict_cases.loads_its_own
-        return values_of(probed(ranks(RANKS), library, asks, ORIGINALS, form=Form("LOCAL")))
+        return values_of(probed(ranks(world_size), library, asks, ORIGINALS, form=Form("LOCAL")))
 
     deviation.judge(
         probe,
@@ -227,11 +256,14 @@ def test_shards_of_original_parameters(deviation: DeviationJudge, ranks: Ranks) 
 
 
 @clause("distributed.fsdp.fsdp_state_dict.local_with_original_parameters")
-def test_torchs_shards_of_original_parameters(subject: Library, reference: Library, ranks: Ranks) -> None:
+@pytest.mark.world_sizes(also=[3])
+def test_torchs_shards_of_original_parameters(
+    subject: Library, reference: Library, ranks: Ranks, world_size: int
+) -> None:
     if subject.package == "torch":
         unavailable("torch does not load its own: fsdp.local_state_dict_of_originals")
     asks = state_dict_cases.exchanged
-    seen = probed(ranks(RANKS), subject, asks, ORIGINALS, source=reference.spec, form=Form("LOCAL"))
+    seen = probed(ranks(world_size), subject, asks, ORIGINALS, source=reference.spec, form=Form("LOCAL"))
     for one in values_of(seen):
         assert one["keys"] == "<All keys matched successfully>"
         for name, wanted in one["wanted"].items():
@@ -257,10 +289,11 @@ def test_shards_of_every_replica(deviation: DeviationJudge, ranks: Ranks) -> Non
 
 @clause("distributed.fsdp.fsdp_state_dict.dtensor_without_mesh")
 @pytest.mark.deviation("fsdp.dtensor_without_mesh")
-def test_dtensors_of_a_process_group(deviation: DeviationJudge, ranks: Ranks) -> None:
+@pytest.mark.world_sizes(fewest=2, also=[3])
+def test_dtensors_of_a_process_group(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     def probe(library: Library) -> Any:
         asks, form = state_dict_cases.loads_its_own, Form("SHARDED", {"_use_dtensor": True})
-        return probed(ranks(RANKS), library, asks, Setup(wrap="leaves", ranks="group"), form=form)
+        return probed(ranks(world_size), library, asks, Setup(wrap="leaves", ranks="group"), form=form)
 
     deviation.judge(
         probe,
@@ -276,74 +309,88 @@ def test_dtensors_of_a_process_group(deviation: DeviationJudge, ranks: Ranks) ->
 @pytest.mark.deviation("fsdp.assigned_parameters")
 @pytest.mark.parametrize("setup", [LEAVES, ORIGINALS], ids=["flat", "originals"])
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_parameters_are_assigned(deviation: DeviationJudge, ranks: Ranks, setup: Setup, kind: str) -> None:
+@pytest.mark.world_sizes(also=[3])
+def test_parameters_are_assigned(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, setup: Setup, kind: str
+) -> None:
     def probe(library: Library) -> Any:
-        return values_of(probed(ranks(RANKS), library, state_dict_cases.assigned, setup, form=Form(kind)))
+        return values_of(
+            probed(ranks(world_size), library, state_dict_cases.assigned, setup, form=Form(kind))
+        )
 
     deviation.judge(
         probe,
         torch_does=lambda seen: not any(one["loaded"] for one in seen),
         we_do=lambda seen: all(one["loaded"] for one in seen),
+        may_agree=world_size == 1,
     )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.assigned")
-def test_shards_are_assigned(subject: Library, ranks: Ranks) -> None:
+@pytest.mark.world_sizes(also=[3])
+def test_shards_are_assigned(subject: Library, ranks: Ranks, world_size: int) -> None:
     if subject.package == "torch":
         unavailable(
             "torch's flat parameter is replaced by what it does not compute with: fsdp.assigned_parameters"
         )
     form = Form("LOCAL")
-    for one in values_of(probed(ranks(RANKS), subject, state_dict_cases.assigned, LEAVES, form=form)):
+    for one in values_of(probed(ranks(world_size), subject, state_dict_cases.assigned, LEAVES, form=form)):
         assert one["loaded"]
 
 
 @clause("distributed.fsdp.fsdp_state_dict.settings_after_an_error")
 @pytest.mark.deviation("fsdp.state_dict_type_after_an_error")
-def test_settings_after_an_error(deviation: DeviationJudge, ranks: Ranks) -> None:
+def test_settings_after_an_error(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     def probe(library: Library) -> Any:
-        return values_of(probed(ranks(1), library, state_dict_cases.after_an_error_inside, LEAVES))
+        return values_of(probed(ranks(world_size), library, state_dict_cases.after_an_error_inside, LEAVES))
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == ["SHARDED_STATE_DICT"],
-        we_do=lambda seen: seen == ["FULL_STATE_DICT"],
+        torch_does=lambda seen: seen == ["SHARDED_STATE_DICT"] * world_size,
+        we_do=lambda seen: seen == ["FULL_STATE_DICT"] * world_size,
     )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.settings_without_units")
 @pytest.mark.deviation("fsdp.state_dict_type_without_units")
-def test_settings_without_units(deviation: DeviationJudge, ranks: Ranks) -> None:
+def test_settings_without_units(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     def probe(library: Library) -> Any:
-        return values_of(probed(ranks(1), library, state_dict_cases.set_on_no_unit, LEAVES))
+        return values_of(probed(ranks(world_size), library, state_dict_cases.set_on_no_unit, LEAVES))
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen[0].startswith("KeyError"),
-        we_do=lambda seen: seen == ["entered"],
+        torch_does=lambda seen: all(one.startswith("KeyError") for one in seen),
+        we_do=lambda seen: seen == ["entered"] * world_size,
     )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.while_whole")
 @pytest.mark.deviation("fsdp.rank0_only_while_whole")
-def test_the_first_rank_alone_saves_what_all_see(deviation: DeviationJudge, ranks: Ranks) -> None:
+def test_the_first_rank_alone_saves_what_all_see(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int
+) -> None:
     def probe(library: Library) -> Any:
         asks, form = state_dict_cases.saved_while_whole, Form("FULL", {"rank0_only": True})
-        return values_of(probed(ranks(2), library, asks, LEAVES, form=form))
+        return values_of(probed(ranks(world_size), library, asks, LEAVES, form=form))
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: "head.weight" in seen[0] and str(seen[1]).startswith("KeyError"),
-        we_do=lambda seen: "head.weight" in seen[0] and seen[1] == [],
+        torch_does=lambda seen: (
+            "head.weight" in seen[0] and all(str(one).startswith("KeyError") for one in seen[1:])
+        ),
+        we_do=lambda seen: "head.weight" in seen[0] and not any(seen[1:]),
     )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.while_whole")
 @pytest.mark.deviation("fsdp.local_while_whole")
-def test_shards_are_not_saved_while_parameters_are_whole(deviation: DeviationJudge, ranks: Ranks) -> None:
+@pytest.mark.world_sizes(fewest=2)
+def test_shards_are_not_saved_while_parameters_are_whole(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int
+) -> None:
     def probe(library: Library) -> Any:
         asks, form = state_dict_cases.saved_while_whole, Form("LOCAL")
-        return values_of(probed(ranks(2), library, asks, LEAVES, form=form))
+        return values_of(probed(ranks(world_size), library, asks, LEAVES, form=form))
 
     deviation.judge(
         probe,
@@ -356,14 +403,15 @@ def test_shards_are_not_saved_while_parameters_are_whole(deviation: DeviationJud
 
 @clause("distributed.fsdp.fsdp_state_dict.hooks_of_parts")
 @pytest.mark.deviation("fsdp.hooks_see_no_wholes")
-def test_what_hooks_see_of_parts(deviation: DeviationJudge, ranks: Ranks) -> None:
+@pytest.mark.world_sizes(fewest=2)
+def test_what_hooks_see_of_parts(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     def probe(library: Library) -> Any:
-        return values_of(probed(ranks(2), library, state_dict_hook_cases.seen_by_a_hook, LEAVES))
+        return values_of(probed(ranks(world_size), library, state_dict_hook_cases.seen_by_a_hook, LEAVES))
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == [[True], [True]],
-        we_do=lambda seen: seen == [[False], [False]],
+        torch_does=lambda seen: seen == [[True]] * world_size,
+        we_do=lambda seen: seen == [[False]] * world_size,
     )
 
 
@@ -376,16 +424,16 @@ def share_of(world_size: int) -> int:
 
 @clause("distributed.fsdp.fsdp_state_dict.bytes_moved")
 @pytest.mark.deviation("fsdp.sharded_state_dict_gathers")
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.world_sizes(fewest=2, also=[3, 4])
 @pytest.mark.parametrize("setup", [LEAVES, Setup()], ids=["leaves", "root"])
 def test_sharded_state_dicts_move_what_is_held(
-    deviation: DeviationJudge, ranks: Ranks, setup: Setup, size: int
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, setup: Setup
 ) -> None:
     def probe(library: Library) -> Any:
-        return values_of(probed(ranks(size), library, state_dict_cases.traffic, setup))
+        return values_of(probed(ranks(world_size), library, state_dict_cases.traffic, setup))
 
     def is_bounded(one: Any) -> bool:
-        return all(0 < moved <= share_of(size) for moved in (one["saving"], one["loading"]))
+        return all(0 < moved <= share_of(world_size) for moved in (one["saving"], one["loading"]))
 
     deviation.judge(
         probe,

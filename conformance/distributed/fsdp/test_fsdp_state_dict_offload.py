@@ -49,7 +49,12 @@ def test_torch_cannot_bring_a_whole_dict_to_a_cpu() -> None:
 @pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_whole_dict_on_the_cpu(
-    subject: Library, reference: Library, ranks: Ranks, use_orig_params: bool, rank0_only: bool
+    subject: Library,
+    reference: Library,
+    ranks: Ranks,
+    world_size: int,
+    use_orig_params: bool,
+    rank0_only: bool,
 ) -> None:
     """Has what torch's has that was not to be brought there."""
     if subject.package == "torch":
@@ -57,7 +62,7 @@ def test_a_whole_dict_on_the_cpu(
     setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
     config = {"rank0_only": rank0_only}
     wanted, got = (
-        probed(ranks(2), library, state_dict_cases.saved, setup, form=Form("FULL", flags))
+        probed(ranks(world_size), library, state_dict_cases.saved, setup, form=Form("FULL", flags))
         for library, flags in ((reference, config), (subject, config | _TO_CPU))
     )
     assert_ranks_agree(list(map(what_is_in_it, wanted)), list(map(what_is_in_it, got)), EXACT)
@@ -67,7 +72,7 @@ def test_a_whole_dict_on_the_cpu(
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_states_of_parameters_that_are_offloaded(
-    subject: Library, reference: Library, ranks: Ranks, strategy: str, kind: str
+    subject: Library, reference: Library, ranks: Ranks, world_size: int, strategy: str, kind: str
 ) -> None:
     """The model's has what torch's has of parameters that are not, and loads; so has the optimizer's."""
     if subject.package == "torch":
@@ -75,12 +80,13 @@ def test_states_of_parameters_that_are_offloaded(
     plain, form = Setup(strategy, wrap="leaves"), Form(kind)
     asked = ((reference, plain), (subject, replace(plain, offload_params=True)))
     wanted, got = (
-        probed(ranks(2), library, state_dict_cases.saved, setup, form=form) for library, setup in asked
+        probed(ranks(world_size), library, state_dict_cases.saved, setup, form=form)
+        for library, setup in asked
     )
     assert_ranks_agree(list(map(what_is_in_it, wanted)), list(map(what_is_in_it, got)), EXACT)
 
     for outcome in probed(
-        ranks(2), subject, state_dict_cases.exchanged, asked[1][1], source=subject.spec, form=form
+        ranks(world_size), subject, state_dict_cases.exchanged, asked[1][1], source=subject.spec, form=form
     ):
         assert outcome.raised is None, outcome.raised
         for name, value in outcome.value["wanted"].items():
@@ -89,7 +95,7 @@ def test_states_of_parameters_that_are_offloaded(
     way = Way(kind, offloads=kind != "FULL")
     wanted, got = (
         probed(
-            ranks(2),
+            ranks(world_size),
             library,
             optim_state_cases.there_and_back,
             setup,

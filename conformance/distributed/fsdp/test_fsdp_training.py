@@ -83,6 +83,16 @@ def test_trains_replicas(
     assert_trains(ranks(all_ranks), reference, subject, training)
 
 
+@clause("distributed.fsdp.fully_sharded_data_parallel.hybrid")
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@FULL
+def test_trains_one_replica(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], world_size: int, strategy: str
+) -> None:
+    setup = Setup(strategy, ranks="meshes", shards=world_size, wrap="leaves")
+    assert_trains(ranks(world_size), reference, subject, Training(LARGE, setup, (Step(), Step())))
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.ignored")
 @pytest.mark.parametrize("ignored", ["ignored_modules", "ignored_states", "parameters"])
 @share_of_examples(0.3)

@@ -145,25 +145,26 @@ def test_accumulation(subject: Library, reference: Library, rank_pool: RankPool,
 @pytest.mark.deviation("sharded_grad_scaler.one_decision_of_amp_aware_optimizers")
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("optimizer", SKIPPING_FOR_THEMSELVES)
+@pytest.mark.world_sizes(fewest=2)
 def test_optimizers_that_skip_for_themselves(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool], optimizer: str, bad: int
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int, optimizer: str, bad: int
 ) -> None:
-    """Where one rank finds inf both skip, and both scales fall; with torch its own alone."""
-    calls = iteration() + iteration(one_bad(bad, 2)) + iteration()
-    plan = Plan(parts(2), calls, (optimizer,), options=EIGHT)
+    """Where one rank finds inf all skip, and all scales fall; with torch its own alone."""
+    calls = iteration() + iteration(one_bad(bad, world_size)) + iteration()
+    plan = Plan(parts(world_size), calls, (optimizer,), options=EIGHT)
 
     def probe(library: Library) -> Any:
-        seen = outcomes(ranks(2), library, plan)
+        seen = outcomes(ranks(world_size), library, plan)
         return stepped(seen, plan), scales(seen)
 
     alone = (
-        [[True, rank != bad, True] for rank in range(2)],
-        [4.0 if rank == bad else 8.0 for rank in range(2)],
+        [[True, rank != bad, True] for rank in range(world_size)],
+        [4.0 if rank == bad else 8.0 for rank in range(world_size)],
     )
     deviation.judge(
         probe,
         torch_does=lambda seen: seen == alone,
-        we_do=lambda seen: seen == ([[True, False, True]] * 2, [4.0, 4.0]),
+        we_do=lambda seen: seen == ([[True, False, True]] * world_size, [4.0] * world_size),
     )
 
 
@@ -240,7 +241,7 @@ def test_where_several_ranks_find_inf(
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.without_gradients")
-@pytest.mark.parametrize("more_ranks", [1, 2, pytest.param(3, marks=FULL)])
+@pytest.mark.parametrize("more_ranks", [1, 2, *(pytest.param(number, marks=FULL) for number in (3, 4))])
 @pytest.mark.parametrize("optimizer", ["recording", "aware", "adam"])
 @WITH_AND_WITHOUT_UNSCALE
 def test_ranks_without_gradients(
@@ -334,34 +335,38 @@ def test_groups_need_not_step_alike(subject: Library, ranks: Callable[..., RankP
 @clause("distributed.fsdp.sharded_grad_scaler.step.answers")
 @pytest.mark.deviation("sharded_grad_scaler.answers_for_all_ranks")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
-def test_answers(deviation: DeviationJudge, ranks: Callable[..., RankPool], optimizer: str) -> None:
+@pytest.mark.world_sizes(fewest=2)
+def test_answers(
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int, optimizer: str
+) -> None:
     """After a clean step, after one in which rank 1 found inf, and after that rank has cleared its gradients."""
     calls = (
         *iteration(),
         Call("answers"),
-        *iteration(one_bad(1, 2)),
+        *iteration(one_bad(1, world_size)),
         Call("answers"),
         Call("zero_grad"),
         Call("answers"),
     )
-    plan = Plan(parts(2), calls, (optimizer,))
+    plan = Plan(parts(world_size), calls, (optimizer,))
     places = [place for place, call in enumerate(calls) if call.name == "answers"]
 
     def probe(library: Library) -> Any:
-        seen = outcomes(ranks(2), library, plan)
+        seen = outcomes(ranks(world_size), library, plan)
         return [[rank[place].raised or rank[place].value for place in places] for rank in seen]
 
     def is_ours(seen: Any) -> bool:
-        (clean, peers, later), (own_clean, own, gone) = seen
+        first, (clean, own, gone), *others = seen
         nothing, label = (0.0, True, []), "param_groups[1]['params'][1] of shape (5,)"
+        skipped = (1.0, False, [])
         return (
-            clean == own_clean == nothing
-            and peers == later == (1.0, False, [])
+            all(peer == [nothing, skipped, skipped] for peer in (first, *others))
+            and clean == nothing
             and own == (1.0, False, [label])
             and "cleared" in str(gone)
         )
 
-    deviation.judge(probe, torch_does=lambda seen: seen == [[None] * 3] * 2, we_do=is_ours)
+    deviation.judge(probe, torch_does=lambda seen: seen == [[None] * 3] * world_size, we_do=is_ours)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.older_protocol")

@@ -101,20 +101,21 @@ def test_a_group_of_others(deviation: DeviationJudge, ranks: Callable[..., RankP
 @clause("distributed.fsdp.sharded_grad_scaler.pickle.without_group")
 @pytest.mark.deviation("sharded_grad_scaler.pickles_without_its_group")
 @pytest.mark.parametrize("way", ["through_a_pickle", "through_a_deep_copy"])
+@pytest.mark.world_sizes(fewest=2)
 def test_pickles_of_the_default_group(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool], way: str
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int, way: str
 ) -> None:
-    calls = (*iteration(one_bad(1, 2)), Call("hold_world"), Call(way), *iteration(one_bad(1, 2)))
-    plan = Plan(parts(2), calls, options=EIGHT)
+    skipped = iteration(one_bad(1, world_size))
+    plan = Plan(parts(world_size), (*skipped, Call("hold_world"), Call(way), *skipped), options=EIGHT)
 
     def probe(library: Library) -> Any:
-        seen = outcomes(ranks(2), library, plan)
+        seen = outcomes(ranks(world_size), library, plan)
         return {str(each.raised) for rank in seen for each in rank}, stepped(seen, plan), scales(seen)
 
     deviation.judge(
         probe,
         torch_does=lambda seen: any("ProcessGroup" in text for text in seen[0]),
-        we_do=lambda seen: seen == ({"None"}, [[False, False]] * 2, [2.0, 2.0]),
+        we_do=lambda seen: seen == ({"None"}, [[False, False]] * world_size, [2.0] * world_size),
     )
 
 

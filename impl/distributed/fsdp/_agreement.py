@@ -19,7 +19,9 @@ With nccl the host does not wait in collectives: the verdict is logged too, sinc
 cannot be interrupted, and a rank that died is nccl's own watchdog's to find, which does not name it.
 Orders that change in the same way on all ranks are right. Where ranks part at a collective after which all of them have
 gone either way before, the digests alone tell.
-Where the store cannot serve, or is gone while collectives go well, nothing is compared.
+Where the store cannot serve, or is gone while collectives go well, nothing is compared. Where rank 0, if it is of the
+group, kept the store, a collective that still waits 5 s after the store is gone is given up: the neighbour that it
+waits for may have raised and live on.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ def _complete(watch: Watch, work: dist.Work) -> None:
     except RuntimeError:
         pass
     while not work.is_completed():
-        if watch.verdict:
+        if watch.verdict or watch.has_lost_the_keeper:
             raise RuntimeError(watch.verdict)
         with contextlib.suppress(RuntimeError):
             work.wait(_SLICE)

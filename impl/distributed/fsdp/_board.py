@@ -8,6 +8,7 @@ gets another *generation*.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,6 +28,7 @@ class Board:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.is_kept_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._store = store
         self._read = 0  # messages
 

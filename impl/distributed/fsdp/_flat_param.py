@@ -177,8 +177,7 @@ class Flat:
     @property
     def version(self) -> int:
         """Moves whenever the shard is written to, whichever of its names is used."""
-        of_names = sum(p._version for p in self.parameters) if self.use_orig_params else 0
-        return self.flat_param._version + of_names
+        return self.flat_param._version + sum(p._version for p in self.parameters)
 
     def wants_grad(self, index: int) -> bool:
         """Of a parameter, by its number."""

@@ -6,6 +6,7 @@ a step first shows its stretch, the others compare digests with it and look at t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -83,6 +84,7 @@ class Watch:
     def __init__(self, board: Board, past: Past, ranks: list[int], host_may_wait_unseen: bool) -> None:
         self.board = board
         self.verdict = ""  # why this group's collectives are refused from now on
+        self.has_lost_the_keeper = False  # a collective that is still waiting waits in vain
         self._past = past
         self._ranks = ranks
         self._logs = host_may_wait_unseen
@@ -153,9 +155,19 @@ class Watch:
                 self._turn.release()
         except dist.DistError as error:
             _log.debug("the order of collectives is not compared any more: %s", error)
+            if isinstance(error, dist.DistNetworkError) and self.board.is_kept_by_rank_0 and 0 in self._ranks:
+                self._wait_for_what_was_sent()
+                self.has_lost_the_keeper = True
         finally:
             self._is_over = True
             self._turn.release()
+
+    def _wait_for_what_was_sent(self) -> None:
+        """The last collectives of a rank that ended well may still be on their way."""
+        end = time.monotonic() + _LONG_S
+        with contextlib.suppress(queue.Empty):
+            while self._closed.get(timeout=max(0.0, end - time.monotonic())) is not None:
+                self._turn.release()
 
     def _compare(self, stretch: Stretch) -> None:
         step, self._steps = self._steps, self._steps + 1

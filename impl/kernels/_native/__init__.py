@@ -10,22 +10,17 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-
-from impl.kernels._lists import dtypes_of
-from impl.kernels._storage_order import are_dense
-from impl.kernels._table import lie_apart, on_host
 
 # As `tandem_interface` gives it: changed together with the arguments and structures of the C code.
-_INTERFACE = 2
+_INTERFACE = 4
 # As in lists.h.
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHUNK = 1 << 14
@@ -67,16 +62,20 @@ class Update(Structure):
 
 @dataclass(frozen=True)
 class Library:
-    """The functions of the library; their first four arguments are given by `lists`."""
+    """The functions of the library; the first four arguments of those that walk lists are given by `lists`."""
 
     sum_of_squares: Callable[..., float]
-    scale: Callable[..., None]
     fused_step: Callable[..., None]
+    addresses: Callable[..., int]
     region: int | None  # address of `GOMP_parallel`; None: there is one thread
 
     def lists(self, numels: Column) -> tuple[int | None, int, int, int]:
         few = self.region is None or numels.total <= _FEW
         return self.region, 1 if few else torch.get_num_threads(), len(numels.numbers), numels.address
+
+
+# With Python's lock held: torch's function that it calls is for Python objects.
+_addresses = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
 
 
 @functools.cache
@@ -102,8 +101,8 @@ def library() -> Library | None:
 
     return Library(
         function("sum_of_squares", c_double, List, c_void_p),
-        function("scale", None, List, c_float),
         function("fused_step", None, POINTER(Update)),
+        _addresses(("tandem_addresses", loaded)),
         region,
     )
 
@@ -121,57 +120,10 @@ def _parallel_region() -> int | None:
 class Column:
     """Numbers, one a tensor, where the library reads them."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
+    def __init__(self, numbers: Iterable[int]) -> None:
         self.numbers = array("q", numbers)
         self.address = self.numbers.buffer_info()[0]
 
     @functools.cached_property
     def total(self) -> int:
         return sum(self.numbers)
-
-
-class Tensors(NamedTuple):
-    """A list of tensors as the library takes it; columns live as long as this does."""
-
-    addresses: Column
-    numels: Column
-    code: int
-
-    @property
-    def list(self) -> List:
-        return List(self.addresses.address, self.code)
-
-
-def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
-    """None if the library cannot take them: their dtypes differ or are others than its own, or they have gaps."""
-    code = CODES.get(tensors[0].dtype)
-    if code is None or len(dtypes_of(tensors)) > 1 or (addresses := memory_of(tensors)) is None:
-        return None
-    return Tensors(Column(addresses), Column(list(map(Tensor.numel, tensors))), code)
-
-
-def tensors_to_write(tensors: Sequence[Tensor]) -> Tensors | None:
-    """None also if two share memory: threads take them in any order."""
-    found = tensors_to_read(tensors)
-    if found is None:
-        return None
-    addresses, numels = (tuple(column.numbers) for column in (found.addresses, found.numels))
-    return found if _lie_apart(addresses, numels, tensors[0].itemsize) else None
-
-
-@functools.lru_cache(maxsize=64)
-def _lie_apart(addresses: tuple[int, ...], numels: tuple[int, ...], itemsize: int) -> bool:
-    starts = on_host(addresses)
-    return lie_apart(starts, starts + on_host(numels) * itemsize)
-
-
-def memory_of(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Addresses of tensors whose elements lie there without gaps, in whatever order of dimensions; else None."""
-    if not are_dense(tensors) or any(
-        map(Tensor.is_neg, tensors)
-    ):  # a view that negates: memory holds opposites
-        return None
-    addresses = list(map(Tensor.data_ptr, tensors))
-    if not all(addresses) and any(t.numel() and not t.data_ptr() for t in tensors):  # zeros without memory
-        return None
-    return addresses

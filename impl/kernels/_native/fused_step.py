@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from impl.kernels._lists import dtypes_of
-from impl.kernels._native import CODES, STATES, Column, Library, List, Settings, Update, memory_of
+from impl.kernels._native import CODES, STATES, Column, Library, List, Settings, Update
+from impl.kernels._native.memory import Addresses, memory_of
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import lie_apart, on_host
 from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
@@ -44,15 +46,15 @@ class Memory:
         self._states = [state for state in states if state]
         self._steps = steps
         self._lists = [params, *self._states, *([copies] if copies else []), *([steps] if steps else [])]
-        self._addresses: list[list[int]] | None = None
+        self._addresses: Addresses | None = None
         self._places: _Places | None = None
 
     def places(self) -> _Places | None:
         """None if the library cannot take them."""
-        addresses = [list(map(Tensor.data_ptr, tensors)) for tensors in self._lists]
-        if addresses != self._addresses:
+        if self._addresses is None or self._addresses.have_moved():
+            self._addresses = None
             self._places = self._look() if self._has_known_dtypes() else None
-            self._addresses = addresses
+            self._addresses = Addresses(chain.from_iterable(self._lists))
         return self._places
 
     def _has_known_dtypes(self) -> bool:
@@ -68,12 +70,12 @@ class Memory:
 
     def _look(self) -> _Places | None:
         lists = [self.params, *self._states, *([self.copies] if self.copies else [])]
-        found = [memory_of(tensors) for tensors in lists]
-        if any(addresses is None for addresses in found):
+        columns = [column for tensors in lists if (column := memory_of(tensors)) is not None]
+        if len(columns) < len(lists):
             return None
-        columns = [Column(addresses) for addresses in found if addresses is not None]
         written = [tensor for tensors in lists for tensor in tensors]
-        starts = on_host([tensor.data_ptr() for tensor in written])
+        addresses = [address for column in columns for address in column.numbers]
+        starts = on_host(addresses)
         if not lie_apart(starts, starts + on_host([tensor.nbytes for tensor in written])):
             return None
         counted = 1 + len(self._states)
@@ -83,7 +85,7 @@ class Memory:
             columns[1:counted],
             columns[counted] if self.copies else None,
             Column([step.data_ptr() for step in self._steps]) if self._steps else None,
-            frozenset(tensor.data_ptr() for tensor in written if tensor.numel()),
+            frozenset(address for address, tensor in zip(addresses, written, strict=True) if tensor.numel()),
             all(map(Tensor.is_contiguous, self.params)),
         )
 
@@ -100,10 +102,9 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
         return False
     if not (places.are_contiguous and all(map(Tensor.is_contiguous, grads))):
         grads = list(map(laid_out_as, memory.params, grads))
-    addresses = memory_of(grads)
-    if addresses is None or not places.starts.isdisjoint(addresses):
+    grads_at = memory_of(grads)
+    if grads_at is None or not places.starts.isdisjoint(grads_at.numbers):
         return False
-    grads_at = Column(addresses)
     own = CODES[memory.params[0].dtype]
     states = (List * STATES)(*[List(column.address, own) for column in places.states])
     copies = List() if places.copies is None else List(places.copies.address, CODES[memory.copies[0].dtype])

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from impl.kernels._native import CHUNK, Library, tensors_to_read
+from impl.kernels._native import CHUNK, Library
+from impl.kernels._native.memory import tensors_to_read
 
 
 def sum_of_squares(library: Library, tensors: Sequence[Tensor]) -> float | None:

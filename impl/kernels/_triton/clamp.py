@@ -47,10 +47,13 @@ def clamp_kernel(
 
 def launch_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:
     """Run the kernel; False, and nothing done, where it cannot take these tensors or bounds."""
-    # A nan bound makes everything nan, and one that a dtype cannot hold is torch's to refuse.
+    # A nan bound makes everything nan, and one that a dtype cannot hold is torch's to refuse. The interpreter of
+    # Triton 3.6 takes -0.0 for 0.0.
     widest = min(torch.finfo(t.dtype).max for t in tensors)
-    if any(math.isnan(bound) or widest < abs(bound) < math.inf for bound in (low, high)):
-        return False
+    for bound in (low, high):
+        is_negative_zero = bound == 0 and math.copysign(1.0, bound) < 0
+        if math.isnan(bound) or widest < abs(bound) < math.inf or is_negative_zero:
+            return False
     table = chunk_table(tensors)
     if table is None:
         return False

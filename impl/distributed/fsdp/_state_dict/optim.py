@@ -46,7 +46,8 @@ class OptimStateDicts:
         Args:
             model: whose parameters the optimizer steps.
             optim: any optimizer; one whose state is shaped neither like its parameters nor a number needs NO_SHARD.
-            optim_state_dict: what to transform, by default `optim.state_dict()`.
+            optim_state_dict: what to transform, by default `optim.state_dict()`. Of torch's `_NamedOptimizer` give its
+                own: by itself that is the rank's part, which torch.distributed.checkpoint would take for a whole.
             group: the ranks that take part, by default all.
 
         Raises:

@@ -1,0 +1,86 @@
+"""A fused step from sparse gradients, judged by torch's calls: no norm of theirs takes such, so it is of dense ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import assert_same_outcome, observe
+from conformance.strategies.fused_steps import ROW, Story, assert_same_states, judge
+from conformance.tolerances import norm_of
+
+_SCALE = 8.0
+_KINDS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda params: SGD(params, lr=0.125),
+    "adagrad": lambda params: Adagrad(params, lr=0.125),
+    "sparse adam": lambda params: SparseAdam(params[:1], lr=0.125),  # which refuses dense ones
+}
+# A row that is given twice, as of a word that comes twice; rows that are not given are zeros.
+_ROWS = torch.tensor([[1, 4, 1]])
+Take = Callable[[Any, Optimizer, float, float], torch.Tensor]
+
+
+def by_one(scaler: Any, optimizer: Optimizer, max_norm: float, norm_type: float) -> torch.Tensor:
+    return scaler.fused_step(optimizer, max_norm, norm_type)
+
+
+def by_four(scaler: Any, optimizer: Optimizer, max_norm: float, norm_type: float) -> torch.Tensor:
+    scaler.unscale_(optimizer)
+    params = optimizer.param_groups[0]["params"]
+    norm = torch.nn.utils.get_total_norm([param.grad.to_dense() for param in params], norm_type)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm
+
+
+def told(library: Library, device: str, take: Take, kind: str, max_norm: float, norm_type: float) -> Story:
+    """Of each iteration the norm, and all that lasts; the second one finds inf."""
+    params = [torch.nn.Parameter(torch.ones(6, 2, device=device)) for _ in range(2)]
+    optimizer, scaler = _KINDS[kind](params), library.amp.GradScaler(device, init_scale=_SCALE)
+    seen: Story = []
+    for number, last in enumerate((3.0, math.inf, 5.0)):
+        scaler.scale(torch.ones((), device=device))
+        values = torch.tensor([[1.0, -2.0], [0.5, 4.0], [2.0, last]], device=device) * _SCALE
+        params[0].grad = torch.sparse_coo_tensor(_ROWS.to(device), values * (1 + number), (6, 2))
+        params[1].grad = torch.full((6, 2), 2.0 * _SCALE, device=device)
+        norm = observe(take, scaler, optimizer, max_norm, norm_type)
+        after = observe(
+            lambda: [*(param.detach().clone() for param in params), scaler.get_scale(), scaler.state_dict()]
+        )
+        seen.append((norm, after))
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def _checked_tensors() -> Generator[None]:
+    """Said, since torch warns the first in a process who does not say it."""
+    with torch.sparse.check_sparse_tensor_invariants():
+        yield
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@ROW
+@pytest.mark.parametrize("kind", list(_KINDS))
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type"), [(math.inf, 2.0), (0.5, 2.0), (0.5, math.inf), (0.5, 0.0), (0.5, -1.0)]
+)
+def test_sparse_gradients(
+    deviation: DeviationJudge, reference: Library, device: str, kind: str, max_norm: float, norm_type: float
+) -> None:
+    wanted = told(reference, device, by_four, kind, max_norm, norm_type)
+
+    def compare(seen: Story) -> None:
+        for (norm, _), (our_norm, _) in zip(wanted, seen, strict=True):
+            assert_same_outcome(norm, our_norm, norm_of(24, 2, norm_type))
+        assert_same_states([after for _, after in wanted], [after for _, after in seen])
+
+    judge(deviation, lambda library: told(library, device, by_one, kind, max_norm, norm_type), compare)
