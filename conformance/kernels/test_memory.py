@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from operator import is_
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from torch.utils import swap_tensors
 
 from conformance.kernels.native import the_library
-from impl.kernels import Addresses
-from impl.kernels._native import memory
+from impl.kernels import Addresses, Formed, form_of, joined
+from impl.kernels._native import CODES, memory
 
 
 class Subclass(Tensor):
@@ -92,3 +93,27 @@ def test_a_copy_is_about_the_copied_tensors(way: str) -> None:
     gc.collect()
     assert list(pair[1].column.numbers) == [t.data_ptr() for t in pair[0]]
     assert not pair[1].have_moved()
+
+
+def test_what_is_known_of_lists_is_known_of_all_together() -> None:
+    some, others = [torch.zeros(3), torch.zeros(2, 3)], [torch.zeros(4)]
+    whole = joined([known(some), known(others)])
+    assert isinstance(whole, Formed)
+    assert all(map(is_, whole, [*some, *others]))
+    assert list(whole.form.numels.numbers) == [3, 6, 4]
+    assert whole.form.code == CODES[torch.float32]
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4)])
+def test_what_is_not_known_of_one_list_is_not_known_of_all(other: Tensor) -> None:
+    """Of another dtype, or not looked at."""
+    some = [torch.zeros(3)]
+    whole = joined([known(some), known([other]) if other.dtype is torch.bfloat16 else [other]])
+    assert not isinstance(whole, Formed)
+    assert all(map(is_, whole, [*some, other]))
+
+
+def known(tensors: list[Tensor]) -> list[Tensor]:
+    form = form_of(tensors)
+    assert form is not None
+    return Formed(tensors, form)

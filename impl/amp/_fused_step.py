@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from impl import kernels
 from impl.amp._conditional_step import step_unless
 from impl.amp._gradients import coalesced
 from impl.amp._loss_scale import inverse, placed
+from impl.kernels import Formed, joined
 from impl.nn.utils.clip_grad import clip_coefficient, clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import Unfused, Update, step_by, updates_of
 from impl.optim._shards import Norms, local_part, shard_group, shard_groups
@@ -246,7 +247,7 @@ def agree_in_one_group(norms: Norms, here: Found) -> tuple[Tensor, Found]:
 
 
 def _agreed(
-    step: _Step, parts: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]
+    step: _Step, parts: Sequence[tuple[Sequence[Tensor], list[Tensor]]]
 ) -> tuple[Tensor, Found, Found]:
     """Joint norm of all processes' gradients, what a check finds in this one's, and what decides.
 
@@ -255,13 +256,13 @@ def _agreed(
     """
     whole: list[Tensor] = []
     dealt: dict[dist.ProcessGroup, list[Tensor]] = {group: [] for group in step.groups}
-    for params, grads in parts:
-        if dealt:
+    if dealt:
+        for params, grads in parts:
             for param, grad in zip(params, grads, strict=True):
                 group = shard_group(param)
                 (whole if group is None else dealt[group]).append(grad)
-        else:
-            whole += grads
+    else:
+        whole = joined([grads for _, grads in parts])
     here: Found = {}
     # Gradients of copies are worth more than their dtype: what they change is wide.
     dtype = (
@@ -285,7 +286,11 @@ def _norm(
 ) -> Tensor:
     """Of gradients that may lie on several devices; what a check of them finds goes into `here`."""
     norms: list[Tensor] = []
-    filled = grads if all(map(Tensor.numel, grads)) else [grad for grad in grads if grad.numel()]
+    filled = (
+        grads
+        if isinstance(grads, Formed) or all(map(Tensor.numel, grads))
+        else [grad for grad in grads if grad.numel()]
+    )
     for device, batch in _by_device(filled).items():
         norm, flag = kernels.checked_norm(batch, order, dtype)
         here[device] = torch.maximum(here[device], flag) if device in here else flag
@@ -300,7 +305,7 @@ def _norm(
 
 
 def _by_device(grads: Sequence[Tensor]) -> Mapping[torch.device, Sequence[Tensor]]:
-    if grads and kernels.are_on(grads[0].device, grads):
+    if isinstance(grads, Formed) or (grads and kernels.are_on(grads[0].device, grads)):
         return {grads[0].device: grads}
     batches: dict[torch.device, list[Tensor]] = {}
     for grad in grads:

@@ -24,9 +24,9 @@ Cost for N f32 elements, launches counted on CUDA:
 """
 
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
-from impl.kernels._native.memory import Addresses
+from impl.kernels._native.memory import Addresses, Formed, form_of, joined
 from impl.kernels._route import known_on_host, route
-from impl.kernels._storage_order import OVERLAP, overlaps_itself
+from impl.kernels._storage_order import OVERLAP, laid_out_as, overlaps_itself
 from impl.kernels._untracked import untracked
 from impl.kernels.checked_norm import checked_norm, nonfinite_flag
 from impl.kernels.clamp import clamp_
@@ -44,6 +44,7 @@ __all__ = [
     "AdagradRule",
     "AdamRule",
     "Addresses",
+    "Formed",
     "Parameters",
     "Rule",
     "SGDRule",
@@ -51,8 +52,11 @@ __all__ = [
     "checked_norm",
     "clamp_",
     "dtypes_of",
+    "form_of",
     "fused_step_",
+    "joined",
     "known_on_host",
+    "laid_out_as",
     "layouts_of",
     "nonfinite_flag",
     "nonfinite_mask",

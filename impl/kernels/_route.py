@@ -14,6 +14,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES
 from impl.kernels._native import Library, library
+from impl.kernels._native.memory import Formed
 
 Route = Literal["auto", "plain", "cached", "native", "triton"]
 Carrier = Literal["plain", "cached", "triton"]
@@ -72,6 +73,7 @@ def plan_for(tensors: Sequence[Tensor]) -> Plan:
     Raises:
         RuntimeError: "triton" was asked for and cannot run here.
     """
+    tensors = one_of_each_kind(tensors)
     dtypes = {t.dtype for t in tensors}
     if not is_eager(tensors):
         return Plan("plain", dtypes, is_eager=False)
@@ -79,6 +81,11 @@ def plan_for(tensors: Sequence[Tensor]) -> Plan:
     if asked == "plain" or not dtypes <= KERNEL_DTYPES:
         return Plan("plain", dtypes, is_eager=True)
     return Plan(_fastest(asked, tensors[0]), dtypes, is_eager=True)
+
+
+def one_of_each_kind(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of tensors whose form is known one stands for all."""
+    return tensors[:1] if isinstance(tensors, Formed) else tensors
 
 
 def _fastest(asked: str, tensor: Tensor) -> Carrier:

@@ -17,7 +17,7 @@ from torch._utils import _flatten_dense_tensors
 
 from impl.kernels._lists import HALVES
 from impl.kernels._native.fused_step import Memory, fused_step
-from impl.kernels._route import cpu_library, plan_for
+from impl.kernels._route import cpu_library, one_of_each_kind, plan_for
 from impl.kernels._storage_order import flat_view, laid_out_as
 from impl.kernels._untracked import untracked
 from impl.kernels.rules import Rule
@@ -106,13 +106,14 @@ def fused_step_(
         rule: the optimizer's arithmetic and settings.
         parameters: overwritten, but for the counters, which stand at this update already.
         grads: one for each parameter and of its shape, of any floating dtype; left as they are. For parameters in
-            f16 and bf16 they are multiplied in f32 and not rounded again, for others in the parameter's dtype.
+            f16 and bf16 they are multiplied in f32 and not rounded again, for others in the parameter's dtype. Those
+            that are `Formed` lie in memory as their parameters do.
         factor: f32 or f64, 0-dim, on the parameters' device.
         found_inf: f32, 0-dim, there too; where it is 1.0 nothing is changed. None: it is known to be 0.0.
 
     Sync: none. Collectives: none.
     """
-    way = plan_for([parameters.params[0], *grads]).way
+    way = plan_for([parameters.params[0], *one_of_each_kind(grads)]).way
     if way == "triton":
         from impl.kernels._triton.fused_step import launch_fused_step  # noqa: PLC0415  optional, and slow to import
 

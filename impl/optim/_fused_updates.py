@@ -24,10 +24,13 @@ from impl.kernels import (
     PLAIN_TYPES,
     AdagradRule,
     AdamRule,
+    Formed,
     Parameters,
     Rule,
     SGDRule,
+    form_of,
     fused_step_,
+    laid_out_as,
 )
 from impl.optim._plan import Bucket, Plan, cannot_plan, tensor_guards
 from impl.optim._shards import local_part
@@ -94,6 +97,7 @@ class Update:
     grads: list[Tensor]  # this rank's parts
     bucket: Bucket
     unfilled: bool
+    layout: Layout | None = None  # of `Formed` gradients
 
     def apply(self, optimizer: Optimizer, factor: Tensor, found_inf: Tensor | None) -> None:
         """Step from gradients times `factor`, unless `found_inf` is 1.0; None: it is known to be 0.0.
@@ -108,9 +112,12 @@ class Update:
             found_inf = None
         # Momentum of zeros becomes the gradient where nothing dampens it, and stays zeros where the step is skipped.
         rule = self.kind.rule(self.group, self.unfilled and found_inf is None)
+        grads = self.grads
+        if self.layout is not None and not self.layout.is_that_of(grads):
+            grads = [*grads]  # a hook has changed what was known of them
         counters = self.bucket.counters
         counters.advance()
-        fused_step_(rule, self.parameters, self.grads, factor, found_inf)
+        fused_step_(rule, self.parameters, grads, factor, found_inf)
         if found_inf is not None:
             counters.take_back(found_inf)
         if self.unfilled:
@@ -195,14 +202,31 @@ def _is_compiled(optimizer: Optimizer) -> bool:
     return hasattr(optimizer.step, "_torchdynamo_orig_callable")
 
 
+class Layout:
+    """How the gradients of an update lay, and what follows from it for others that lie so too."""
+
+    def __init__(self, params: Sequence[Tensor], grads: list[Tensor]) -> None:
+        self._guards = tensor_guards(grads, with_shapes=True, with_strides=True)
+        in_order = grads[0].is_cpu and all(map(is_, map(laid_out_as, params, grads), grads))
+        self._form = form_of(grads) if in_order and all(map(Tensor.numel, grads)) else None
+
+    def is_that_of(self, grads: list[Tensor]) -> bool:
+        return self._guards.check(*grads)
+
+    def known_of(self, grads: list[Tensor]) -> list[Tensor]:
+        """`Formed`, where that can be, of gradients whose layout is this one."""
+        return grads if self._form is None else Formed(grads, self._form)
+
+
 @dataclass(frozen=True)
 class _Prepared:
     parameters: Parameters
-    guards: TensorGuards  # on parameters and gradients, with their shapes
+    guards: TensorGuards  # on parameters, with their shapes
+    layout: Layout
 
     def serves(self, grads: list[Tensor], copies: list[Tensor]) -> bool:
         same_copies = [*map(id, self.parameters.copies)] == [*map(id, copies)]
-        return same_copies and self.guards.check(*self.parameters.params, *grads)
+        return same_copies and self.guards.check(*self.parameters.params) and self.layout.is_that_of(grads)
 
 
 class _Lists:
@@ -236,9 +260,11 @@ class _Lists:
         kept = self._prepared.get(bucket) if PLAIN_TYPES.issuperset(map(type, bucket.params)) else None
         if kept is None or not kept.serves(grads, mine):
             parameters = _prepared(bucket.params, states, bucket, grads, mine)
-            kept = _Prepared(parameters, tensor_guards([*parameters.params, *grads], with_shapes=True))
+            guards = tensor_guards([*parameters.params], with_shapes=True)
+            kept = _Prepared(parameters, guards, Layout(parameters.params, grads))
             self._prepared[bucket] = kept
-        return [Update(self._kind, group, bucket.params, kept.parameters, grads, bucket, unfilled=False)]
+        grads = kept.layout.known_of(grads)
+        return [Update(self._kind, group, bucket.params, kept.parameters, grads, bucket, False, kept.layout)]
 
     def _of_unfilled(
         self, group: dict[str, Any], bucket: Bucket, grads: list[Tensor], copies: Mapping[int, Tensor]

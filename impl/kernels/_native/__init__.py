@@ -120,7 +120,9 @@ def _parallel_region() -> int | None:
 class Column:
     """Numbers, one a tensor, where the library reads them."""
 
-    def __init__(self, numbers: Iterable[int]) -> None:
+    ITEM = 8  # bytes
+
+    def __init__(self, numbers: Iterable[int] | bytes) -> None:
         self.numbers = array("q", numbers)
         self.address = self.numbers.buffer_info()[0]
 

@@ -10,9 +10,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from impl.kernels._lists import dtypes_of
 from impl.kernels._native import CODES, STATES, Column, Library, List, Settings, Update
-from impl.kernels._native.memory import Addresses, memory_of
+from impl.kernels._native.memory import Addresses, Formed, form_of, memory_of
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import lie_apart, on_host
 from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
@@ -93,17 +92,23 @@ class Memory:
 def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Tensor], factor: Tensor) -> bool:
     """Update what `memory` holds by `rule` from gradients times `factor`, as `impl.kernels.fused_step_`.
 
+    Args:
+        grads: each of them laid out as its parameter, if they are `Formed`.
+
     Returns:
         False if the library cannot take these tensors; nothing is changed then.
     Sync: none, but for a learning rate or factor on another device.
     """
-    settings, code = _settings_of(rule), CODES.get(grads[0].dtype)
-    if settings is None or code is None or len(dtypes_of(grads)) > 1 or (places := memory.places()) is None:
+    settings, places = _settings_of(rule), memory.places()
+    if settings is None or places is None:
         return False
-    if not (places.are_contiguous and all(map(Tensor.is_contiguous, grads))):
+    if not isinstance(grads, Formed) and not (
+        places.are_contiguous and all(map(Tensor.is_contiguous, grads))
+    ):
         grads = list(map(laid_out_as, memory.params, grads))
-    grads_at = memory_of(grads)
-    if grads_at is None or not places.starts.isdisjoint(grads_at.numbers):
+    form = form_of(grads)
+    read = form and form.at(grads)
+    if read is None or not places.starts.isdisjoint(read.addresses.numbers):
         return False
     own = CODES[memory.params[0].dtype]
     states = (List * STATES)(*[List(column.address, own) for column in places.states])
@@ -112,7 +117,7 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
         settings,
         float(factor),
         List(places.params.address, own),
-        List(grads_at.address, code),
+        read.list,
         states,
         copies,
         None if places.steps is None else places.steps.address,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,8 +29,8 @@ class Addresses:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = tuple(tensors)
-        self._objects = Column(map(id, self._tensors))
-        self.column = Column([0] * len(self._tensors))
+        self._objects = id(self._tensors) + tuple.__basicsize__  # where CPython keeps the items of a tuple
+        self.column = Column(bytes(Column.ITEM * len(self._tensors)))
         self.have_moved()
 
     def __reduce__(self) -> tuple[type[Addresses], tuple[tuple[Tensor, ...]]]:
@@ -37,7 +39,7 @@ class Addresses:
     def have_moved(self) -> bool:
         """Whether one has other memory than when this was last asked; `column` says where they are now."""
         look = _look()
-        found = -1 if look is None else look(len(self._tensors), self._objects.address, self.column.address)
+        found = -1 if look is None else look(len(self._tensors), self._objects, self.column.address)
         if found >= 0:
             return bool(found)
         before, self.column = self.column, Column(map(Tensor.data_ptr, self._tensors))
@@ -58,26 +60,72 @@ class Tensors(NamedTuple):
     """A list of tensors as the library takes it; columns live as long as this does."""
 
     addresses: Column
-    numels: Column
-    code: int
+    form: Form
 
     @property
     def list(self) -> List:
-        return List(self.addresses.address, self.code)
+        return List(self.addresses.address, self.form.code)
 
 
-def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
-    """None if the library cannot take them: their dtypes differ or are others than its own, or they have gaps."""
+@dataclass(frozen=True)
+class Form:
+    """What the library asks of tensors beside their addresses: it stays while dtype, shape and strides do."""
+
+    numels: Column
+    code: int  # of their dtype
+
+    def at(self, tensors: Sequence[Tensor]) -> Tensors | None:
+        """These tensors, which have this form; None where one has no memory."""
+        addresses = _addresses_of(tensors)
+        return None if addresses is None else Tensors(addresses, self)
+
+
+class Formed(list[Tensor]):
+    """Plain tensors on the CPU, none empty, whose form is known: it was looked at, or guards say that it has stayed."""
+
+    def __init__(self, tensors: Iterable[Tensor], form: Form) -> None:
+        super().__init__(tensors)
+        self.form = form
+
+
+def form_of(tensors: Sequence[Tensor]) -> Form | None:
+    """None if the library cannot take them: their dtypes differ or are others than its own, or they have gaps.
+
+    Args:
+        tensors: plain dense ones on the CPU; not empty.
+    """
+    if isinstance(tensors, Formed):
+        return tensors.form
     code = CODES.get(tensors[0].dtype)
-    if code is None or len(dtypes_of(tensors)) > 1 or (addresses := memory_of(tensors)) is None:
+    if code is None or len(dtypes_of(tensors)) > 1 or not _lie_plainly(tensors):
         return None
-    return Tensors(addresses, Column(map(Tensor.numel, tensors)), code)
+    return Form(Column(map(Tensor.numel, tensors)), code)
+
+
+def joined(lists: Sequence[list[Tensor]]) -> list[Tensor]:
+    """One list after the other; its form is known if theirs are and their dtypes are the same."""
+    if len(lists) == 1:
+        return lists[0]
+    tensors = [*chain.from_iterable(lists)]
+    forms = [tensors.form for tensors in lists if isinstance(tensors, Formed)]
+    if len(forms) < len(lists) or len({form.code for form in forms}) != 1:
+        return tensors
+    return Formed(
+        tensors, Form(Column(chain.from_iterable(form.numels.numbers for form in forms)), forms[0].code)
+    )
 
 
 def memory_of(tensors: Sequence[Tensor]) -> Column | None:
     """Addresses of tensors whose elements lie there without gaps, in whatever order of dimensions; else None."""
-    if not are_dense(tensors) or any(map(Tensor.is_neg, tensors)):
-        return None  # there are gaps; or a view negates, whose memory holds opposites
+    return _addresses_of(tensors) if _lie_plainly(tensors) else None
+
+
+def _lie_plainly(tensors: Sequence[Tensor]) -> bool:
+    # A view may negate: its memory holds opposites.
+    return are_dense(tensors) and not any(map(Tensor.is_neg, tensors))
+
+
+def _addresses_of(tensors: Sequence[Tensor]) -> Column | None:
     addresses = Addresses(tensors).column
     if 0 in addresses.numbers and any(t.numel() and not t.data_ptr() for t in tensors):
         return None  # zeros without memory
