@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import time
 import uuid
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ from hypothesis import strategies as st
 
 from conformance.ranks import PoolBroken, RankFault, RankHung, RankPool, RankRaised
 from conformance.ranks.channel import Channel
-from conformance.ranks.pool import _Pace
+from conformance.ranks.errors import Failure
+from conformance.ranks.handle import Handle
+from conformance.ranks.pool import _Pace, _Progress
 from conformance.ranks.slots import cpu_slots
 from conformance.ranks.soak import EXPECTED, deadline_s, marked_processes
 from conformance.ranks.trace import Agreement, Collective
@@ -162,7 +166,9 @@ def test_the_cause_is_told_from_its_echoes(pools: dict[int, RankPool], where: in
 
 
 def test_a_hang_shows_where_every_rank_was(pair: RankPool) -> None:
-    error = fault_of(pair, "sleeps")
+    with pytest.raises(RankHung) as caught:
+        pair.run(f"{CASES}:sleeps", where=1, deadline_s=3.0)  # time enough for both to come where they hang
+    error = caught.value
     assert "in sleeps" in error.scene.stacks[1].splitlines()[1]
     assert "in all_reduce" in error.scene.stacks[0]
     assert "in healthy" in error.scene.stacks[0]
@@ -344,8 +350,10 @@ def test_many_faults_leave_nothing_behind() -> None:
 # The parts.
 
 
-def a_call(name: str = "allreduce_", group: str = "0", members: tuple[int, ...] = (0, 1, 2)) -> Collective:
-    return Collective(name, group, members, (("float32", 4),))
+def a_call(
+    name: str = "allreduce_", group: str = "0", members: tuple[int, ...] = (0, 1, 2), **other: int
+) -> Collective:
+    return Collective(name, group, members, (("float32", 4),), **other)
 
 
 GROUPS = {"0": (0, 1, 2), "left": (0, 1), "right": (1, 2)}
@@ -395,6 +403,20 @@ def test_one_call_dropped_or_changed_is_always_found(
     assert f"rank {rank}: " in found
 
 
+@pytest.mark.parametrize("raised_ns", [15, 25])
+def test_what_diverging_ranks_raise_is_an_echo_whoever_is_heard_first(raised_ns: int) -> None:
+    progress = _Progress(2)
+    failure = Failure(0, "RuntimeError", "connection closed", "", when_ns=raised_ns)
+    for rank, message in (
+        (0, a_call("allreduce_", members=(0, 1), when_ns=10)),
+        (0, failure),
+        (1, a_call("broadcast_", members=(0, 1), when_ns=20)),
+    ):
+        progress.take(rank, message)
+    assert progress.is_over
+    assert progress.has_diverged_first is (raised_ns == 25)
+
+
 @given(messages=st.lists(st.binary(max_size=300_000), max_size=4))
 def test_channel_keeps_messages_whole(messages: list[bytes]) -> None:
     one, other = (Channel(end) for end in socket.socketpair())
@@ -410,6 +432,28 @@ def test_channel_keeps_messages_whole(messages: list[bytes]) -> None:
     assert got == messages
     assert other.arrived() == ([], False)
     other.close()
+
+
+def test_a_stack_that_comes_with_pauses_is_read_to_its_end() -> None:
+    stacks, told = multiprocessing.Pipe(duplex=False)
+    not_asked: Any = None
+    handle = Handle(0, not_asked, not_asked, not_asked, stacks, not_asked)
+    frames = ["Thread 0x1 (most recent call first):"]
+    frames += [f'  File "{name}", line 1 in {name}' for name in ("a", "b")] + [
+        '  File "<string>", line 1 in <module>'
+    ]
+
+    def tell() -> None:
+        for frame in frames:
+            os.write(told.fileno(), f"{frame}\n".encode())
+            time.sleep(0.1)
+
+    telling = threading.Thread(target=tell)
+    telling.start()
+    assert handle.stack().splitlines() == frames
+    telling.join()
+    stacks.close()
+    told.close()
 
 
 def test_channel_does_not_wait_for_who_does_not_read() -> None:

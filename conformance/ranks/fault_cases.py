@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance.ranks.channel import Channel
 from conformance.ranks.process import Rank
 
 _FOREVER_S = 3600.0
@@ -185,12 +187,23 @@ def leaves_a_group(rank: Rank, *, where: int) -> int:
     return groups
 
 
-def dies_later(rank: Rank, *, where: int, after_s: float = 0.05) -> float:
-    """Ends its case well, and its process soon after."""
+def dies_later(rank: Rank, *, where: int) -> float:
+    """Ends its case well, and its process once that has been told."""
     total = healthy(rank)
     if rank.rank == where:
-        threading.Timer(after_s, os._exit, [9]).start()
+        threading.Thread(target=_exit_once_idle, args=[threading.get_ident()]).start()
     return total
+
+
+def _exit_once_idle(serving: int) -> None:
+    while not _waits_for_a_case(serving):
+        time.sleep(0.005)
+    os._exit(9)
+
+
+def _waits_for_a_case(thread: int) -> bool:
+    stack = traceback.walk_stack(sys._current_frames()[thread])
+    return any(frame.f_code is Channel.receive.__code__ for frame, _ in stack)
 
 
 def process_id(rank: Rank) -> int:

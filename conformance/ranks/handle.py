@@ -33,8 +33,9 @@ _KILL_S = 10.0
 _TAIL_BYTES = 16_384
 _READ_BYTES = 65_536
 _MOST_READS = 64
-_STACK_S = 1.0
-_QUIET_S = 0.03
+_STACK_S = 3.0
+# Of a rank's main thread, which is shown last: it came from the fork server's command.
+_LAST_FRAME = b'  File "<string>", line 1 in <module>\n'
 
 
 @functools.cache
@@ -130,11 +131,14 @@ class Handle:
         """The Python stacks of all threads of the rank, once asked for."""
         text = bytearray()
         end = time.monotonic() + _STACK_S
-        while select.select([self.stacks], [], [], _QUIET_S if text else max(0.0, end - time.monotonic()))[0]:
-            piece = os.read(self.stacks.fileno(), _READ_BYTES)
-            text += piece
-            if not piece or time.monotonic() > end:
+        # A stack comes piece by piece, and on a busy machine with pauses in between.
+        while not text.endswith(_LAST_FRAME) and (left_s := end - time.monotonic()) > 0:
+            if not select.select([self.stacks], [], [], left_s)[0]:
                 break
+            piece = os.read(self.stacks.fileno(), _READ_BYTES)
+            if not piece:
+                break
+            text += piece
         # Below the case stand the frames of the rank itself, the same in every report.
         case, *_ = text.decode(errors="replace").partition(f'  File "{rank_process.__file__}"')
         return case or "no stack came: the rank is stopped, or was not up yet"

@@ -220,7 +220,7 @@ class RankPool:
             outputs={rank.number: rank.wrote() for rank in self._ranks},
             traces=self.traces,
         )
-        if failures:
+        if failures and not progress.has_diverged_first:
             kind = RankRaised if failures[0].exitcode is None else RankDied
             return kind(str(failures[0]), scene)
         if progress.agreement.divergence:
@@ -262,6 +262,14 @@ class _Progress:
     @property
     def is_over(self) -> bool:
         return None not in self.ends or bool(self.agreement.divergence)
+
+    @property
+    def has_diverged_first(self) -> bool:
+        """What ranks raise because of that may be heard before the last of what they have issued."""
+        failures = (end for end in self.ends if isinstance(end, Failure))
+        return self.agreement.divergence != "" and all(
+            self.agreement.diverged_ns <= failure.when_ns for failure in failures
+        )
 
     def take(self, rank: int, message: Any) -> None:
         match message:

@@ -8,8 +8,9 @@ dispatches further.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class Collective:
     tensors: tuple[tuple[str, int], ...]  # dtype and number of elements
     reduce_op: str = ""
     root: int | None = None
+    # On the clock that all processes of a machine share.
+    when_ns: int = field(default_factory=time.monotonic_ns, compare=False, repr=False)
 
     def __str__(self) -> str:
         tensors = ", ".join(f"{dtype}[{numel}]" for dtype, numel in self.tensors)
@@ -112,6 +115,7 @@ class Agreement:
     def __init__(self, world_size: int) -> None:
         self.traces: list[list[Collective]] = [[] for _ in range(world_size)]
         self.divergence = ""  # the first place where two ranks differ, with what each did there
+        self.diverged_ns = 0  # when both had done so
         self._calls: dict[str, list[list[Collective]]] = {}  # by group, then by rank
         self._longest: dict[str, list[Collective]] = {}  # by group: what all its members must issue
         self._ended: set[int] = set()
@@ -126,7 +130,7 @@ class Agreement:
             longest.append(call)
         is_alone = any(other in self._ended and len(calls[other]) <= index for other in call.members)
         if is_alone or longest[index] != call:
-            self._note(call.group, index)
+            self._note(call.group, index, max(call.when_ns, longest[index].when_ns))
 
     def ended(self, rank: int) -> None:
         """`rank` has left its case well: whatever it has not issued by now it never will."""
@@ -134,11 +138,12 @@ class Agreement:
         for group, longest in self._longest.items():
             issued = len(self._calls[group][rank])
             if rank in longest[0].members and issued < len(longest):
-                self._note(group, issued)
+                self._note(group, issued, time.monotonic_ns())
 
-    def _note(self, group: str, index: int) -> None:
+    def _note(self, group: str, index: int, when_ns: int) -> None:
         if self.divergence:
             return
+        self.diverged_ns = when_ns
         lines = [f"collective {index} of group {group!r} differs:"]
         for rank in self._longest[group][0].members:
             calls = self._calls[group][rank]
