@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from conformance import seeding
 from conformance.ranks import Rank
 from impl.distributed.fsdp import _neighbours
+from impl.distributed.fsdp._agreement import agreement_about
 from impl.distributed.fsdp._neighbours import Neighbours
 
 
@@ -58,6 +63,33 @@ def offer_unequal_sizes(rank: Rank) -> str | None:
         except RuntimeError as error:
             return str(error)
     return ""
+
+
+def lose_one_whose_memory_is_read(rank: Rank, *, victim: int) -> None:
+    """Kill one rank once it has told where its part lies, before the others read it; they raise."""
+    read = Neighbours._read
+
+    def read_too_late(self: Neighbours, peer: int, address: int, into: torch.Tensor) -> None:
+        read(self, peer, address, into)
+        while peer == victim:
+            time.sleep(0.01)
+            read(self, peer, address, into)
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with _new_group() as (group, found):
+        if found is None:
+            return
+        mine = torch.zeros(5)
+        whole = torch.empty(5 * rank.world_size)
+        agreement = agreement_about(group)
+        for late in (False, True):
+            if late:
+                Neighbours._read = die if rank.rank == victim else read_too_late
+            agreement.exchange(
+                "gathered 'a'", group, True, functools.partial(found.gather, group, whole, mine)
+            )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import torch
 
 from conformance.meta import neighbours_cases
 from conformance.meta.neighbours_cases import given_by
-from conformance.ranks import RankPool
+from conformance.ranks import RankFault, RankPool
 from conformance.results import unavailable
 from impl.distributed.fsdp import _neighbours
 
@@ -55,3 +56,18 @@ def test_unequal_sizes_are_refused_before_anything_is_read(ranks: Callable[..., 
         f"rank {1 - rank} of the group offers {4 * (6 - rank)} bytes, this one {4 * (5 + rank)}"
         for rank in (0, 1)
     ]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_one_that_is_lost_before_it_is_read_is_named_with_what_was_gathered(victim: int) -> None:
+    """The first rank serves the store."""
+    with RankPool(3, grace_s=20.0) as pool:
+        try:
+            pool.run(f"{CASES}:lose_one_whose_memory_is_read", victim=victim)
+        except RankFault as fault:
+            told = {failure.rank: failure.text for failure in fault.scene.failures if failure.rank != victim}
+        else:
+            unavailable(KEPT_APART)
+    assert len(told) == 2, told
+    for text in told.values():
+        assert re.search(rf"gathered 'a' in vain; .*ranks? (\d, )*{victim}\b", text), text

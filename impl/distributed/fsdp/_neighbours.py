@@ -89,7 +89,8 @@ class Neighbours:
     def _read(self, peer: int, address: int, into: Tensor) -> None:
         if not _is_read(self.pids[peer], address, into):
             why = os.strerror(ctypes.get_errno()) if ctypes.get_errno() else "it ends before what was offered"
-            raise OwnFault(f"the memory of rank {peer} of the group cannot be read: {why}")
+            # Not its own fault: the rank has ended or given up, and the watches name the one that is lost.
+            raise RuntimeError(f"the memory of rank {peer} of the group cannot be read: {why}")
 
 
 def is_enough(tensor: Tensor, group: dist.ProcessGroup) -> bool:
