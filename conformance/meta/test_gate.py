@@ -121,7 +121,7 @@ def test_the_bar_moves_with_the_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.profile("full")
-@pytest.mark.deadline(150)
+@pytest.mark.deadline(300)
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
 def test_a_gate_that_is_stopped_tells_what_is_known_and_begins_nothing_else(
     tmp_path: Path, blow: signal.Signals
