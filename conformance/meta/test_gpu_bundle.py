@@ -172,7 +172,7 @@ def test_what_would_overrun_is_cut_and_named(tmp_path: Path, stubborn: bool) -> 
         ),
         budget_s=6.0,
     )
-    assert time.monotonic() - begun < 6.0
+    assert time.monotonic() - begun < 20.0  # not the minute that it sleeps
     report = strictly_read(made.out / "report.json")
     judge = report["phases"]["judge"]
     assert re.fullmatch(r"cut after \d s", judge["why"])
