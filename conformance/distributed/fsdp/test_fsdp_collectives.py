@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,7 @@ UNITS = 4
 PLAIN = (Step(), Step(), Step())
 IN_NO_SYNC = (Step(forwards=3, order="no_sync"),) * 2
 IN_TURN = (Step(forwards=2),) * 2
+LOOKS = ("eval", "no_grad")
 # Gathers, scatters and reductions of a step. The root keeps what its forward has gathered for its backward.
 LEAST = {
     ("FULL_SHARD", PLAIN): (2 * UNITS - 1, UNITS, 0),
@@ -77,6 +79,22 @@ def test_each_step_talks_the_least(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
+@pytest.mark.world_sizes(fewest=2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("before", LOOKS)
+def test_a_forward_without_gradients_gathers_each_unit_once(
+    subject: Library, ranks: Callable[..., RankPool], strategy: str, before: str, world_size: int
+) -> None:
+    """At most: torch keeps some of them, by row fsdp.written_behind_counters."""
+    training = Training(TREE, Setup(strategy, wrap="leaves"), (Step(before=before),) * 2)
+    gathers, scatters, reductions = LEAST[strategy, PLAIN]
+    most = wanted_counts(gathers + (UNITS if gathers else 0), scatters, reductions)
+    for steps in steps_of_all(ranks(world_size), subject, training):
+        for step in steps:
+            assert counts(step) <= most, [str(call) for call in step]
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
 @pytest.mark.parametrize(
     ("strategy", "gathers"), [("HYBRID_SHARD", 2 * UNITS - 1), ("_HYBRID_SHARD_ZERO2", UNITS)]
 )
@@ -112,6 +130,18 @@ def test_units_are_gathered_before_the_one_before_computes(
     for trace in pool.traces:
         seen = gathers_before_barriers(trace)[8:]
         assert seen == [10 - 1 + before for before in (*forward, *(5 + before for before in backward))]
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
+@pytest.mark.world_sizes(fewest=2)
+def test_units_that_run_twice_are_gathered_ahead_as_often_as_they_run(
+    subject: Library, ranks: Callable[..., RankPool], world_size: int
+) -> None:
+    """Two units that run twice each in forward and are whole once in backward; the root stays whole."""
+    tree = ModuleTree(Group((Leaf("affine", 2), Leaf("affine", 2)), calls=2))
+    setup = Setup(wrap="leaves", arguments={"forward_prefetch": True})
+    seen = steps_of_all(ranks(world_size), subject, Training(tree, setup, PLAIN))
+    assert_counts(seen, wanted_counts(1 + 2 * 2 + 2, 3, 0))
 
 
 def gathers_before_barriers(trace: Sequence[Collective]) -> list[int]:
@@ -173,6 +203,9 @@ def test_never_talks_more_than_torch(
     training = data.draw(
         trainings(strategy=strategy).filter(lambda drawn: not drawn.mixes_frozen_with_trained)
     )
+    # Forwards without gradients are counted above.
+    steps = [replace(step, before="") if step.before in LOOKS else step for step in training.steps]
+    training = replace(training, steps=steps)
     allowed = steps_of_all(rank_pool, reference, training)
     seen = steps_of_all(rank_pool, subject, training)
     for rank, (most, got) in enumerate(zip(allowed, seen, strict=True)):

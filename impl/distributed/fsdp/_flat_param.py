@@ -67,6 +67,14 @@ class Whole:
         self.trainable = [leaf for leaf in self.leaves if leaf.requires_grad]
         self.has_frozen = len(self.trainable) < len(self.leaves)
 
+    def lie_over(self, shard: Tensor, layout: FlatLayout) -> None:
+        """Of a lasting one: the shard has other memory now."""
+        self.flat = shard
+        self._storage = shard.untyped_storage()
+        with torch.inference_mode(False), torch.no_grad():
+            for leaf, slot in zip(self.leaves, layout.slots, strict=True):
+                leaf.data = _over(shard, slot)
+
     def allocate(self) -> None:
         if not self.is_live:
             self._storage.resize_(self._nbytes)
@@ -186,6 +194,7 @@ class Flat:
     def refresh(self) -> None:
         """Follow the shard after it was made, moved or cast."""
         self._wholes.clear()
+        self._address = self.flat_param.data_ptr()
         if self.use_orig_params:
             self.rest_as_views()
         else:
@@ -200,8 +209,9 @@ class Flat:
         if found is None:
             shard = self.flat_param.data
             serves = not self.is_dealt and dtype is self.dtype and shard.device == self.device
-            found = Whole(self.layout, dtype, self.device, over=shard if serves else None)
-            found.leaves = [self._as_leaf(leaf) for leaf in found.leaves]
+            with torch.inference_mode(False):  # the leaves serve training too
+                found = Whole(self.layout, dtype, self.device, over=shard if serves else None)
+                found.leaves = [self._as_leaf(leaf) for leaf in found.leaves]
             self._wholes[dtype] = found
         return found
 
@@ -230,30 +240,64 @@ class Flat:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
         self.resting = list(self.parameters)
-        self._addresses = [view.data_ptr() for view in views]
+        self._addresses = [_address_of(view) for view in views]
 
     def take_back_changes(self) -> bool:
         """Copy into the shard what a user put in a parameter's place, or a parameter's data; was there any?
 
         Raises:
-            RuntimeError: it does not have the shape of what this rank owns.
+            RuntimeError: it does not have the shape of what this rank owns; or no parameter was put there.
         """
         if not self.use_orig_params:
-            return False
+            return self._take_back_flat_param()
         found = False
         for index, shown in self._showing.shown() if not self.is_shown else ():
             if shown is not None and shown is not self.parameters[index]:
-                self.parameters[index] = cast("nn.Parameter", shown)
+                if not isinstance(shown, nn.Parameter):
+                    raise self._replaced(self.known[index].name)
+                self.parameters[index] = shown
                 found = True
-        if not found and self._addresses == [p.data_ptr() for p in self.parameters]:
+        if not found and self._addresses == [_address_of(p) for p in self.parameters]:
             return False
         with torch.no_grad():
             self._copy_parameters_in()
         self.rest_as_views()
         return True
 
+    def _take_back_flat_param(self) -> bool:
+        for index, shown in self._showing.shown() if not self.is_shown else ():
+            if shown is not self.resting[index]:
+                raise self._replaced(self.known[index].name)
+        if self._home is not None and self._home[0].get(self._home[1]) is not self.flat_param:
+            raise self._replaced(self._home[1])
+        data = self.flat_param.data
+        if data.data_ptr() == self._address:
+            return False
+        if data.shape != (self.layout.shard_numel,):
+            raise RuntimeError(
+                f"the flat parameter with {self.known[0].name} was given {tuple(data.shape)} elements, but this rank "
+                f"keeps {self.layout.shard_numel}; change whole parameters inside summon_full_params()"
+            )
+        self._adopt(data.contiguous())
+        return True
+
+    def _adopt(self, shard: Tensor) -> None:
+        """Go on with another shard; the memory of the one before stays as it is, since a user may put it back."""
+        self.flat_param.data = shard
+        self._address = shard.data_ptr()
+        for whole in self._wholes.values():
+            if whole.is_lasting:
+                whole.lie_over(shard, self.layout)
+
+    @staticmethod
+    def _replaced(name: str) -> RuntimeError:
+        return RuntimeError(
+            f"{name} was replaced by another tensor (as torch.func.functional_call does for a call), which the ranks "
+            "cannot gather; write to parameters in place, whole ones inside summon_full_params()"
+        )
+
     def _copy_parameters_in(self) -> None:
-        shard = self.flat_param.data
+        shard = self.flat_param.data.clone()
         for parameter, slot, piece in zip(self.parameters, self.layout.slots, self.pieces, strict=True):
             wanted = (piece.numel if piece else 0,) if self.is_dealt else slot.shape
             if tuple(parameter.shape) != tuple(wanted):
@@ -266,6 +310,7 @@ class Flat:
                 target.copy_(
                     parameter.data.reshape(-1) if self.is_dealt else _in_memory_order(parameter.data)
                 )
+        self._adopt(shard)
 
     def shown(self) -> Iterator[tuple[int, Tensor | None]]:
         """What stands in the modules now, with the number of the parameter it stands for."""
@@ -423,6 +468,11 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
 def _in_memory_order(tensor: Tensor) -> Tensor:
     dense = torch.empty_like(tensor).copy_(tensor)
     return dense.as_strided((dense.numel(),), (1,))
+
+
+def _address_of(tensor: Tensor) -> int:
+    """Where its memory is, or if it has no elements its storage: ranks without any of a parameter see changes too."""
+    return tensor.data_ptr() or tensor.untyped_storage()._cdata
 
 
 def _over(flat: Tensor, slot: Slot) -> Tensor:

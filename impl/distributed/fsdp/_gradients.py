@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,15 @@ from impl.distributed.fsdp._flat_param import Flat
 
 # Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
 _OPTIMIZERS = "_in_backward_optimizers"
+
+
+@dataclass(frozen=True)
+class _ShownUnreduced:
+    """`.grad` of one parameter after a backward that did not synchronise."""
+
+    index: int  # of the parameter
+    view: Tensor
+    version: int  # of `.grad` when it was shown
 
 
 class GradientShard:
@@ -30,25 +40,33 @@ class GradientShard:
         self._shown: Tensor | None = (
             None  # [shard_numel], what the user's own parameters' `.grad` are made of
         )
-        self._shown_parts: list[Tensor | None] = []
+        self._shown_places: list[tuple[int, torch.Size] | None] = []  # address and shape of each
         self._unreduced: Tensor | None = None  # [padded_numel], of backwards that did not synchronise
         self._unreduced_views: list[Tensor] = []
+        self._shown_unreduced: list[_ShownUnreduced] = []
         self._is_added_to = False  # in this backward
+
+    def still_wait(self) -> bool:
+        """Whether some are left of backwards that did not synchronise, where the one that does has not come by."""
+        if self._unreduced is not None:
+            self.begin_backward()
+        return self._unreduced is not None
 
     def forget_if_cleared(self) -> None:
         """Let go of memory that `.grad` was made of until a user set it to None."""
         if self._shown is not None and self._is_cleared():
             self._shown = None
-            self._shown_parts = []
+            self._shown_places = []
 
     def begin_backward(self) -> None:
         """Take aside what `.grad` holds, so that this backward is added to it."""
         self._is_added_to = False
         if self._unreduced is not None:
             if self._is_cleared():
-                self._unreduced = None
                 self._averaged = None
-                self._unreduced_views = []
+                self._forget_unreduced()
+            else:
+                self._follow_unreduced()
         elif self._averaged is None:
             self._averaged = self._taken_from_grad()
 
@@ -65,6 +83,7 @@ class GradientShard:
             self._unreduced_views = flat.views_of(self._unreduced)
             join(flat.layout, grads, self._unreduced_views, self._unreduced)
         else:
+            self._shown_unreduced = []  # until the end of this backward
             self._add_to_unreduced(grads)
 
     def take_unreduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -73,8 +92,7 @@ class GradientShard:
         if whole is None:
             return None
         self._add_to_unreduced(grads)
-        self._unreduced = None
-        self._unreduced_views = []
+        self._forget_unreduced()
         return whole
 
     def add(self, reduced: Tensor) -> None:
@@ -128,8 +146,9 @@ class GradientShard:
             _set_grad(flat.flat_param, shard)
             return
         self._shown = shard
-        self._shown_parts = flat.pieces_of(shard)
-        for parameter, part in zip(flat.parameters, self._shown_parts, strict=True):
+        parts = flat.pieces_of(shard)
+        self._shown_places = [None if part is None else (part.data_ptr(), part.shape) for part in parts]
+        for parameter, part in zip(flat.parameters, parts, strict=True):
             if part is None or not parameter.requires_grad:
                 parameter.grad = None
             else:
@@ -138,16 +157,28 @@ class GradientShard:
     @contextmanager
     def on_flat_param(self) -> Generator[None]:
         """Inside, what `.grad` holds is `flat_param`'s, whatever it is moved or cast to there."""
-        shard = self.current()
         flat = self._flat
+        if self._unreduced is not None:
+            self.begin_backward()
+        waiting = self._unreduced
+        shard = self.current() if waiting is None else waiting
         if flat.use_orig_params:
             for parameter in flat.parameters:
                 parameter.grad = None
-        flat.flat_param.grad = shard
+        if shard is not None:
+            _set_grad(flat.flat_param, shard)
         yield
         moved, flat.flat_param.grad = flat.flat_param.grad, None
-        if moved is not None:
+        if moved is None:
+            return
+        if waiting is None:
             self.show(moved)
+            return
+        self._unreduced = moved = moved.detach()
+        self._unreduced_views = flat.views_of(moved)
+        if self._averaged is not None:
+            self._averaged = self._averaged.to(flat.flat_param)
+        self._show_unreduced()
 
     def current(self) -> Tensor | None:
         """What `.grad` holds, [shard_numel], whoever put it there; None if there is none."""
@@ -170,12 +201,10 @@ class GradientShard:
         return self._joined(present)
 
     def _is_as_shown(self, present: Sequence[Tensor | None]) -> bool:
-        for grad, part in zip(present, self._shown_parts, strict=False):
-            if part is None:
-                continue
-            if grad is None or grad.data_ptr() != part.data_ptr() or grad.shape != part.shape:
+        for grad, place in zip(present, self._shown_places, strict=False):
+            if place is not None and (grad is None or (grad.data_ptr(), grad.shape) != place):
                 return False
-        return len(self._shown_parts) == len(present)
+        return len(self._shown_places) == len(present)
 
     def _joined(self, present: Sequence[Tensor | None]) -> Tensor:
         """A user replaced some gradients or set some to None: what there is now, zeros elsewhere."""
@@ -191,17 +220,45 @@ class GradientShard:
         pairs = [
             (view, grad) for view, grad in zip(self._unreduced_views, grads, strict=True) if grad is not None
         ]
-        torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
 
     def _show_unreduced(self) -> None:
         assert self._unreduced is not None
         flat = self._flat
-        if not flat.use_orig_params:
-            _set_grad(flat.flat_param, self._unreduced)
-            return
-        for parameter, view in zip(flat.parameters, self._unreduced_views, strict=True):
+        views = self._unreduced_views if flat.use_orig_params else [self._unreduced]
+        self._shown_unreduced = []
+        for index, (parameter, view) in enumerate(zip(flat.stepped, views, strict=True)):
             if parameter.requires_grad:
-                _set_grad(parameter, view)
+                _set_grad(parameter, view.detach())
+                assert parameter.grad is not None
+                self._shown_unreduced.append(_ShownUnreduced(index, view, parameter.grad._version))
+
+    def _follow_unreduced(self) -> None:
+        """Do to what is aside what a user did to the `.grad` shown of it: cleared, set to zero, or replaced."""
+        flat = self._flat
+        for shown in self._shown_unreduced:
+            grad = flat.stepped[shown.index].grad
+            is_there = grad is not None and grad.data_ptr() == shown.view.data_ptr()
+            if grad is not None and is_there and grad._version == shown.version:
+                continue
+            if grad is None or not grad.any():
+                shown.view.zero_()
+                self._clear_averaged(shown.index)
+            elif not is_there:
+                shown.view.copy_(grad)
+
+    def _clear_averaged(self, index: int) -> None:
+        if self._averaged is None:
+            return
+        part = self._flat.pieces_of(self._averaged)[index] if self._flat.use_orig_params else self._averaged
+        if part is not None:
+            part.zero_()
+
+    def _forget_unreduced(self) -> None:
+        self._unreduced = None
+        self._unreduced_views = []
+        self._shown_unreduced = []
 
 
 def _set_grad(parameter: Tensor, grad: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Generic, TypeVar
 
 _Unit = TypeVar("_Unit")
@@ -11,7 +12,10 @@ class Order(Generic[_Unit]):
     """The units of one iteration, in the order of their forwards; the iteration before serves as the forecast."""
 
     def __init__(self) -> None:
-        self._forecast: dict[_Unit, _Unit] = {}  # the unit whose forward follows
+        self._before: list[_Unit] = []  # the forwards of the iteration before
+        self._forecast: dict[
+            _Unit, _Unit
+        ] = {}  # the unit whose forward followed, of units that ran once there
         self._begun: list[_Unit] = []
         self._ended: list[_Unit] = []
         self._place_of_end: dict[_Unit, int] = {}
@@ -25,6 +29,9 @@ class Order(Generic[_Unit]):
 
     def after_in_forward(self, unit: _Unit) -> _Unit | None:
         """The unit whose forward came next in the iteration before, None at its end and in the first iteration."""
+        place = len(self._begun) - 1
+        if self._before[place : place + 1] == [unit]:
+            return next(iter(self._before[place + 1 : place + 2]), None)
         return self._forecast.get(unit)
 
     def after_in_backward(self, unit: _Unit) -> _Unit | None:
@@ -35,7 +42,9 @@ class Order(Generic[_Unit]):
     def next_iteration(self) -> None:
         if self._begun:
             pairs = zip(self._begun, self._begun[1:], strict=False)
-            self._forecast = dict(reversed(list(pairs)))
+            times = Counter(self._begun)
+            self._forecast = {unit: after for unit, after in pairs if times[unit] == 1}
+            self._before = self._begun
         self._begun = []
         self._ended = []
         self._place_of_end = {}

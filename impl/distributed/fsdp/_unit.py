@@ -210,13 +210,13 @@ class Unit:
             return
         self.root.note_ended(self)
         self.phase = Phase.IDLE
-        if torch.is_grad_enabled():
-            for output in tensors_in(outputs):
-                if output.requires_grad:
-                    output.register_hook(self.before_backward)
-                    self.awaits_backward = True
+        watched = [each for each in tensors_in(outputs) if each.requires_grad and torch.is_grad_enabled()]
+        for output in watched:
+            output.register_hook(self.before_backward)
+        self.awaits_backward |= bool(watched)
         self._refuse_changes()
-        if self._is_kept_after_forward():
+        # Kept for a backward alone: what is written to a parameter's `.data` meanwhile moves no version counter.
+        if watched and self._is_kept_after_forward():
             self._conceal()
         else:
             self.release()
@@ -308,6 +308,9 @@ class Unit:
             self.finish_backward()
         elif self.is_gathered and self._is_freed_in_backward():
             self.release()  # prefetched, and not needed after all
+        for flat, gradients in zip(self.flats, self.gradients, strict=True) if self.root.syncs else ():
+            if gradients.still_wait():
+                self._hand_over(flat, gradients, [None] * len(flat.known))
         self._forget_inputs()
 
     def _forget_inputs(self) -> None:
@@ -345,7 +348,8 @@ class Unit:
             root.shards_were_written()
         wanted = [self._dtype_now(flat) for flat in self.flats]
         if self._dtypes is not None:
-            if self._dtypes == wanted and (self.phase is not Phase.FORWARD or self._shards_are_as_gathered()):
+            is_current = not any(changed) and self._shards_are_as_gathered()
+            if self._dtypes == wanted and (self.phase is not Phase.FORWARD or is_current):
                 return
             self.release()
         root.admit(self)

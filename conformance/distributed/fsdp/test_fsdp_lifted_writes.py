@@ -1,0 +1,129 @@
+"""Whatever is done to parameters and gradients between two calls of a model counts as it does without sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp import written_cases
+from conformance.distributed.fsdp.judging import outcomes
+from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
+from conformance.distributed.fsdp.written_cases import written_without_sharding
+from conformance.library import Library
+from conformance.ranks import RankPool
+from conformance.tolerances import ONE_STEP
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+Probe = Callable[[Library], Seen]
+
+
+def probe_of(pool: RankPool, does: Any, strategy: str, use_orig_params: bool) -> Probe:
+    return lambda library: outcomes(
+        pool,
+        library,
+        "written_cases:written",
+        does=does,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+def is_as_without_sharding(seen: Seen, does: Any) -> bool:
+    wanted = written_without_sharding(does, len(seen))
+    for outcome in seen:
+        if outcome.raised is not None:
+            return False
+        got = outcome.value
+        pairs = [*zip(wanted["outputs"], got["outputs"], strict=True)]
+        pairs += [(value, got["whole"][name]) for name, value in wanted["whole"].items()]
+        if any(ONE_STEP.excess(value, one.values) is not None for value, one in pairs):
+            return False
+    return True
+
+
+@clause("distributed.fsdp.fsdp_lifted.writes_are_seen")
+@pytest.mark.deviation("fsdp.written_behind_counters")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "does",
+    [
+        written_cases.exchanged_in_place,
+        written_cases.exchanged_by_memory,
+        written_cases.from_a_vector,
+        written_cases.memory_while_whole,
+        written_cases.inferred_first,
+    ],
+    ids=lambda does: does.__name__,
+)
+def test_what_was_written_is_computed_with(
+    deviation: DeviationJudge, rank_pool: RankPool, does: Any, strategy: str, use_orig_params: bool
+) -> None:
+    deviation.judge(
+        probe_of(rank_pool, does, strategy, use_orig_params),
+        torch_does=lambda seen: not is_as_without_sharding(seen, does),
+        we_do=lambda seen: is_as_without_sharding(seen, does),
+        may_agree=True,
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.waiting_gradients")
+@pytest.mark.deviation("fsdp.waiting_gradients")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "does",
+    [
+        written_cases.zeroed,
+        written_cases.replaced_gradients,
+        written_cases.not_reached,
+        written_cases.moved,
+    ],
+    ids=lambda does: does.__name__,
+)
+def test_gradients_that_wait_are_what_is_shown_of_them(
+    deviation: DeviationJudge, rank_pool: RankPool, does: Any, strategy: str, use_orig_params: bool
+) -> None:
+    deviation.judge(
+        probe_of(rank_pool, does, strategy, use_orig_params),
+        torch_does=lambda seen: not is_as_without_sharding(seen, does),
+        we_do=lambda seen: is_as_without_sharding(seen, does),
+        may_agree=True,
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.others_in_their_places")
+@pytest.mark.deviation("fsdp.others_in_their_places")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_call_with_other_parameters_is_refused(
+    deviation: DeviationJudge, rank_pool: RankPool, strategy: str, use_orig_params: bool
+) -> None:
+    does = written_cases.called_with_others
+    deviation.judge(
+        probe_of(rank_pool, does, strategy, use_orig_params),
+        torch_does=lambda seen: (
+            all(outcome.raised is None for outcome in seen) and not is_as_without_sharding(seen, does)
+        ),
+        we_do=lambda seen: raised(seen, RuntimeError, "was replaced by another tensor"),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.others_in_their_places")
+@pytest.mark.deviation("fsdp.others_in_their_places")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_parameter_that_a_unit_would_not_see_is_refused(
+    deviation: DeviationJudge, rank_pool: RankPool, strategy: str
+) -> None:
+    does = written_cases.given_a_parameter
+    deviation.judge(
+        probe_of(rank_pool, does, strategy, use_orig_params=False),
+        torch_does=lambda seen: (
+            all(outcome.raised is None for outcome in seen) and not is_as_without_sharding(seen, does)
+        ),
+        we_do=lambda seen: raised(seen, RuntimeError, "body.bias was replaced by another tensor"),
+    )

@@ -1,0 +1,205 @@
+"""What a user does to parameters and gradients between two calls of the model, with and without sharding.
+
+Without sharding one process runs the data of all ranks, and averages their losses; a rank runs its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from conformance.distributed.fsdp.fsdp_cases import FSDP, clean
+from conformance.library import load_library
+from conformance.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+
+class Forked(nn.Module):
+    """One of its two inner units takes no part where the input is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.always = nn.Sequential(nn.Linear(4, 5))
+        self.sometimes = nn.Sequential(nn.Linear(4, 5))
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                values = torch.linspace(-1, 1, parameter.numel() + number)[number:]
+                parameter.copy_(values.view(parameter.shape))
+
+    def forward(self, x: torch.Tensor, forks: bool = False) -> torch.Tensor:
+        hidden = self.body(x).tanh()
+        return self.always(hidden) + self.sometimes(hidden) if forks else self.always(hidden)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A model, which may be sharded, and the ranks whose data it is given here."""
+
+    model: nn.Module
+    ranks: Sequence[int]
+    unsynced: Callable[[], contextlib.AbstractContextManager[None]]
+
+    def backward(self, number: int, *, forks: bool = True) -> None:
+        inputs = [torch.linspace(0, 1 + number, 15).view(5, 3) - rank * 0.25 for rank in self.ranks]
+        sum(self.model(x, forks).square().mean() / len(inputs) for x in inputs).backward()
+
+    def step(self) -> None:
+        """Plain descent, by torch's optimizer."""
+        torch.optim.SGD(self.model.parameters(), 0.25).step()
+        self.model.zero_grad()
+
+    def output(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model(torch.ones(1, 3), forks=True)
+
+
+def exchanged_in_place(trainer: Trainer) -> list[torch.Tensor]:
+    """Other values through `.data`, an evaluation, and the former ones through `.data`."""
+    parameters = list(trainer.model.parameters())
+    former = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.mul_(0.5)
+    outputs = [trainer.output()]
+    for parameter, values in zip(parameters, former, strict=True):
+        parameter.data.copy_(values)
+    return [*outputs, trainer.output()]
+
+
+def exchanged_by_memory(trainer: Trainer) -> list[torch.Tensor]:
+    """Other memory as `.data`, an evaluation, and the former memory."""
+    parameters = list(trainer.model.parameters())
+    outputs = [trainer.output()]
+    former = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data * 0.5
+    outputs.append(trainer.output())
+    for parameter, values in zip(parameters, former, strict=True):
+        parameter.data = values
+    return [*outputs, trainer.output()]
+
+
+def from_a_vector(trainer: Trainer) -> list[torch.Tensor]:
+    """torch.nn.utils' way to set all parameters, between two evaluations."""
+    outputs = [trainer.output()]
+    vector = nn.utils.parameters_to_vector(trainer.model.parameters())
+    nn.utils.vector_to_parameters(vector.detach() * 0.5, trainer.model.parameters())
+    return [*outputs, trainer.output()]
+
+
+def memory_while_whole(trainer: Trainer) -> list[torch.Tensor]:
+    """Other memory as `.data` while gradients accumulate, when nothing is released yet."""
+    with trainer.unsynced():
+        trainer.backward(0)
+    for parameter in trainer.model.parameters():
+        parameter.data = parameter.data * 0.5
+    trainer.backward(1)
+    trainer.step()
+    return [trainer.output()]
+
+
+def inferred_first(trainer: Trainer) -> list[torch.Tensor]:
+    """The first forward ever is in inference mode."""
+    with torch.inference_mode():
+        outputs = [trainer.output().clone()]
+    trainer.backward(0)
+    trainer.step()
+    return [*outputs, trainer.output()]
+
+
+def zeroed(trainer: Trainer) -> list[torch.Tensor]:
+    """Gradients averaged and not averaged yet, set to zero together, and another backward."""
+    trainer.backward(0)
+    with trainer.unsynced():
+        trainer.backward(1)
+    trainer.model.zero_grad(set_to_none=False)
+    trainer.backward(2)
+    trainer.step()
+    return [trainer.output()]
+
+
+def replaced_gradients(trainer: Trainer) -> list[torch.Tensor]:
+    """The memory of averaged gradients is replaced, and that of such as are not; each is added to."""
+    for context in (contextlib.nullcontext, trainer.unsynced):
+        with context():
+            trainer.backward(0)
+        for parameter in trainer.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data * 0.5
+        trainer.backward(1)
+        trainer.step()
+    return [trainer.output()]
+
+
+def not_reached(trainer: Trainer) -> list[torch.Tensor]:
+    """A unit that took part in a backward that did not average takes none in the one that does."""
+    with trainer.unsynced():
+        trainer.backward(0)
+    trainer.backward(1, forks=False)
+    trainer.step()
+    return [trainer.output()]
+
+
+def moved(trainer: Trainer) -> list[torch.Tensor]:
+    """The model is moved to where it is while gradients wait to be averaged."""
+    trainer.backward(0)
+    with trainer.unsynced():
+        trainer.backward(1)
+    trainer.model.to("cpu")
+    trainer.backward(2)
+    trainer.step()
+    return [trainer.output()]
+
+
+def called_with_others(trainer: Trainer) -> list[torch.Tensor]:
+    """torch.func.functional_call with other values for the parameters, and the model's own again."""
+    others = {name: parameter.detach() * 0.5 for name, parameter in trainer.model.named_parameters()}
+    with torch.no_grad():
+        output = torch.func.functional_call(trainer.model, others, (torch.ones(1, 3), True))
+    return [output, trainer.output()]
+
+
+def given_a_parameter(trainer: Trainer) -> list[torch.Tensor]:
+    """Another parameter in the place of one."""
+    inner: Any = trainer.model
+    inner.body.bias = nn.Parameter(torch.full((4,), 3.0))
+    return [trainer.output()]
+
+
+def written(
+    rank: Rank,
+    *,
+    library: str,
+    does: Callable[[Trainer], list[torch.Tensor]],
+    strategy: str,
+    use_orig_params: bool,
+) -> Outcome:
+    """Outputs that a sharded model gives, and its whole parameters in the end."""
+    found = load_library(library)
+
+    def run() -> dict[str, Any]:
+        fsdp = found.find(FSDP)
+        model = fsdp(
+            Forked(),
+            sharding_strategy=getattr(found.distributed.fsdp.ShardingStrategy, strategy),
+            auto_wrap_policy=found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential}),
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+        outputs = does(Trainer(model, [rank.rank], model.no_sync))
+        with fsdp.summon_full_params(model, writeback=False):
+            whole = {clean(name): each.detach().clone() for name, each in model.named_parameters()}
+        return {"outputs": outputs, "whole": whole}
+
+    return observe(run)
+
+
+def written_without_sharding(does: Callable[[Trainer], list[torch.Tensor]], ranks: int) -> dict[str, Any]:
+    model = Forked()
+    outputs = does(Trainer(model, range(ranks), contextlib.nullcontext))
+    return {"outputs": outputs, "whole": {name: each.detach() for name, each in model.named_parameters()}}
