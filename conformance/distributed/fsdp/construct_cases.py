@@ -177,6 +177,13 @@ def synchronised(rank: Rank, *, library: str, setup: Setup) -> Outcome:
         return observe(run)
 
 
+def moved_away(rank: Rank, *, library: str, setup: Setup) -> Outcome:
+    """A forward after the parameters were moved to where nothing can be gathered from."""
+    found = load_library(library)
+    model = wrapped(rank, found, TREE.build(), setup).to("meta")
+    return observe(lambda: call(model, TREE, TREE.batch(0, rank.rank)))
+
+
 # -- what a wrapped module is to its user
 
 

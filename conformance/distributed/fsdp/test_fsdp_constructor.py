@@ -125,3 +125,16 @@ def test_trains_with_parameters_offloaded(
     assert_like_unsharded(got, offloaded)
     wanted = outcomes(rank_pool, reference, "fsdp_cases:train", training=Training(tree, plain, steps))
     assert_ranks_agree(wanted, got)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
+def test_offloaded_parameters_stay_on_the_cpu(subject: Library, rank_pool: RankPool) -> None:
+    """Moved elsewhere they are refused, in torch's words."""
+    if subject.package == "torch":
+        unavailable("the reference cannot run here: fsdp.cpu_offload")
+    for outcome in outcomes(
+        rank_pool, subject, "construct_cases:moved_away", setup=Setup(offload_params=True)
+    ):
+        assert outcome.raised is not None
+        assert outcome.raised.kind is RuntimeError
+        assert "parameter CPU offloading enabled has parameters on meta" in outcome.raised.text
