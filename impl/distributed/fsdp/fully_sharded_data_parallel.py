@@ -58,9 +58,9 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
     Args:
         module: what to wrap. Parameters may have several dtypes, and be frozen in part; none may be 0-dim.
         process_group: the ranks to deal to, by default all. Hybrid strategies take two: to deal, and to replicate.
-        sharding_strategy: FULL_SHARD, the default, has parameters whole while the unit computes; SHARD_GRAD_OP from
-            forward to the end of backward; NO_SHARD always. HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are the first two,
-            dealt inside one group and averaged over another.
+        sharding_strategy: FULL_SHARD, the default, has parameters whole while the unit computes; SHARD_GRAD_OP from a
+            forward with gradients to the end of backward; NO_SHARD always. HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are
+            the first two, dealt inside one group and averaged over another.
         cpu_offload: keep parameters and gradients on the CPU, where the optimizer steps them.
         auto_wrap_policy: which inner modules become units; see `impl.distributed.fsdp.wrap`. A parameter that several
             of them share is left to a unit around them.
@@ -84,8 +84,8 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         RuntimeError: parameters lie on several devices.
     Collectives: in the constructor, broadcasts if `sync_module_states`, and new groups for a hybrid strategy without
         any. In forward and backward of each unit an all-gather, and a reduce-scatter of the gradients; SHARD_GRAD_OP
-        and the outermost unit gather once. Hybrid strategies add an all-reduce of each rank's part; NO_SHARD has an
-        all-reduce alone.
+        and the outermost unit gather once for both. Hybrid strategies add an all-reduce of each rank's part; NO_SHARD
+        has an all-reduce alone.
     Source: torch.distributed.fsdp.FullyShardedDataParallel 2.13; differences: what torch's docstring lists as limits
         works, of gradients of gradients those with respect to inputs; parameters changed in place during forward are
         refused, and reading a released one raises; no accelerator is needed.
