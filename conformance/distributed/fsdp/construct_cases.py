@@ -202,7 +202,8 @@ def attributes(lab: Lab) -> dict[str, Any]:
         "buffers": [name for name, _ in model.named_buffers()],
         "prefixed": [name for name, _ in model.named_parameters(prefix="a")],
         "own": [name for name, _ in model.named_parameters("a", False)],
-        "prefixed buffers": [name for name, _ in model.named_buffers("a", recurse=True)],
+        "prefixed buffers": [name for name, _ in model.named_buffers(prefix="a")],
+        "own buffers": [name for name, _ in model.named_buffers("a", recurse=False)],
         "repr": repr(model),
     }
 
@@ -217,6 +218,14 @@ def roots(lab: Lab) -> dict[str, Any]:
         "root only": len(lab.fsdp.fsdp_modules(lab.model, root_only=True)),
         "by body": len(lab.fsdp.fsdp_modules(lab.model.body, root_only=True)),
     }
+
+
+def differing(rank: Rank, *, library: str, argument: str) -> Outcome:
+    """An inner unit has an argument that a root and its units must have alike."""
+    site = Site(rank, load_library(library), TREE.build())
+    site.model.head = site.wrap(site.model.head, **{argument: True})
+    model = site.wrap(**{argument: False})
+    return observe(model.check_is_root)
 
 
 def indexed(rank: Rank, *, library: str) -> Outcome:

@@ -40,6 +40,15 @@ def test_arguments_are_taken_or_refused_as_by_torch(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
+@pytest.mark.parametrize("argument", ["limit_all_gathers", "use_orig_params"])
+def test_units_differ_in_what_they_must_have_alike(
+    subject: Library, reference: Library, rank_pool: RankPool, argument: str
+) -> None:
+    for outcome in agreed(rank_pool, (reference, subject), "differing", argument=argument):
+        assert outcome.raised is not None
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 def test_ignoring_the_root_warns(subject: Library, reference: Library, rank_pool: RankPool) -> None:
     """torch's warning ends with another module than the one that it is about."""
     wanted, got = (
