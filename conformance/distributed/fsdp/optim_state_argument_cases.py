@@ -95,6 +95,9 @@ def by_input(lab: Lab) -> Any:
     saved = fsdp.full_optim_state_dict(model, optimizer, backwards, False)
     return {
         "saved": copied(plain(saved)),
+        "saved by a number": tried(lambda: fsdp.full_optim_state_dict(model, optimizer, 3)),
+        "saved by nothing": tried(lambda: fsdp.full_optim_state_dict(model, optimizer, [])),
+        "as the optimizer's": plain(fsdp.shard_full_optim_state_dict(saved, model, optim=optimizer)),
         "by its order": plain(fsdp.shard_full_optim_state_dict(saved, model)),
         "as groups": plain(fsdp.shard_full_optim_state_dict(saved, model, backwards)),
         "scattered": plain(fsdp.scatter_full_optim_state_dict(saved, model, backwards)),
