@@ -101,6 +101,9 @@ def by_input(lab: Lab) -> Any:
         "by its order": plain(fsdp.shard_full_optim_state_dict(saved, model)),
         "as groups": plain(fsdp.shard_full_optim_state_dict(saved, model, backwards)),
         "scattered": plain(fsdp.scatter_full_optim_state_dict(saved, model, backwards)),
+        "scattered as the optimizer's": plain(
+            fsdp.scatter_full_optim_state_dict(saved, model, optim=optimizer)
+        ),
         "scattered by its order": plain(fsdp.scatter_full_optim_state_dict(saved, model)),
         "as tensors": plain(fsdp.shard_full_optim_state_dict(saved, model, parameters[::-1])),
         "number": tried(lambda: fsdp.shard_full_optim_state_dict(saved, model, 3)),
