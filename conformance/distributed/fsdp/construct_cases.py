@@ -202,7 +202,8 @@ def attributes(lab: Lab) -> dict[str, Any]:
         "buffers": [name for name, _ in model.named_buffers()],
         "prefixed": [name for name, _ in model.named_parameters(prefix="a")],
         "own": [name for name, _ in model.named_parameters("a", False)],
-        "prefixed buffers": [name for name, _ in model.named_buffers(prefix="a")],
+        "prefixed buffers": [name for name, _ in model.named_buffers("a")],
+        "buffers prefixed by keyword": [name for name, _ in model.named_buffers(prefix="a")],
         "own buffers": [name for name, _ in model.named_buffers("a", recurse=False)],
         "repr": repr(model),
     }
