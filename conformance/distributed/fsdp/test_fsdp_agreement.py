@@ -155,7 +155,8 @@ def losses_told(library: Library, *, world_size: int = 3, **loss: Any) -> dict[i
 
 def is_named_in_time(told: dict[int, str], victim: int, world_size: int = 3) -> bool:
     return len(told) == world_size - 1 and all(
-        re.search(rf"rank {victim}\b", text)
+        # A rank that is alive and does not answer within seconds, on a busy machine, is named beside it.
+        re.search(rf"ranks? (\d, )*{victim}\b", text)
         and re.search(r"'blocks\.\d'|'Blocks'", text)
         and float(text.rpartition("after ")[2].removesuffix(" s]")) < TIMEOUT_S
         for text in told.values()
