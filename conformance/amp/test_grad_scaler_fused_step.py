@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,7 +39,6 @@ from conformance.strategies.fused_steps import (
     state_of,
     story,
 )
-from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Rig
 
 
@@ -179,96 +176,6 @@ def test_after_unscaling(
 
     wanted = told(reference, False)
     judge(deviation, lambda library: told(library, True), lambda seen: assert_same_states(wanted, seen))
-
-
-@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
-def test_a_parameter_that_is_cut_off(deviation: DeviationJudge, reference: Library, device: str) -> None:
-    """By `.data`, at the same address: what it does not hold any more stays as it is."""
-
-    def told(library: Library, take: Take) -> list[Any]:
-        rig = Rig(
-            library, device, (Gradient((9,), seed=1), Gradient((4,), seed=2)), KINDS["sgd"], init_scale=8.0
-        )
-        whole = rig.parameters[0].data
-        for _ in range(2):
-            rig.zero_grad()
-            rig.backward()
-            take(rig, math.inf)
-        rig.parameters[0].grad = None
-        rig.parameters[0].data = whole[:3]
-        rig.parameters[0].grad = torch.full((3,), 8.0, device=device)
-        take(rig, math.inf)
-        return [whole.clone()]
-
-    wanted = told(reference, by_four)
-    judge(
-        deviation,
-        lambda library: observe(told, library, by_one),
-        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
-    )
-
-
-def negated(grad: Tensor) -> Tensor:
-    """Itself, of memory that holds the opposites."""
-    return torch._neg_view(grad.neg())
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda grad: grad.t().contiguous().t(),
-    "with gaps": lambda grad: torch.stack([grad, grad], -1)[..., 0],
-    "negated": negated,
-    "elsewhere": Tensor.clone,
-}
-
-
-@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
-@pytest.mark.parametrize("by", ["the backward", "a hook"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_laid_out_otherwise_than_before(
-    deviation: DeviationJudge, reference: Library, device: str, layout: str, by: str
-) -> None:
-    """In the third step, after two that were alike; a hook before the step comes to gradients that were looked at.
-
-    torch's are not laid out anew: its unscale_ takes no negated ones.
-    """
-
-    def told(library: Library, take: Take, layout: str) -> list[Any]:
-        rig = Rig(
-            library,
-            device,
-            (Gradient((9, 4), seed=1), Gradient((4,), seed=2), Gradient((3, 5), seed=3)),
-            lambda groups: AdamW(
-                groups, lr=0.125
-            ),  # torch's fused operators take them in the order of memory
-            init_scale=8.0,
-        )
-        seen: list[Any] = []
-
-        def lay(*_: Any) -> None:
-            for param in rig.parameters[::2]:
-                assert param.grad is not None
-                param.grad.data = LAYOUTS[layout](param.grad.data)
-
-        for iteration in range(4):
-            rig.zero_grad()
-            rig.backward()
-            if iteration == 2 and by == "the backward":
-                lay()
-            hook = rig.optimizer.register_step_pre_hook(lay) if iteration == 2 and by == "a hook" else None
-            take(rig, 1.0)
-            if hook is not None:
-                hook.remove()
-            seen += [param.detach().clone() for param in rig.parameters]
-        return seen
-
-    wanted = told(reference, by_four, "elsewhere")
-    judge(
-        deviation,
-        lambda library: observe(told, library, by_one, layout),
-        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
-    )
 
 
 @clause("amp.grad_scaler.fused_step.several_optimizers")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +13,6 @@ import time
 import uuid
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.ranks import PoolBroken, RankFault, RankHung, RankPool, RankRaised
-from conformance.ranks.channel import Channel
-from conformance.ranks.errors import Failure
-from conformance.ranks.handle import Handle
-from conformance.ranks.pool import _Pace, _Progress
-from conformance.ranks.slots import cpu_slots
+from conformance.ranks.pool import _Pace
 from conformance.ranks.soak import EXPECTED, deadline_s, marked_processes
-from conformance.ranks.trace import Agreement, Collective
+from conformance.ranks.trace import Collective
 
 CASES = "conformance.ranks.fault_cases"
 WORLD_SIZES = (1, 2, 3)
@@ -345,169 +338,3 @@ def test_many_faults_leave_nothing_behind() -> None:
     assert figures["faults"] == 30
     assert set(figures["kinds"]) == {"RankRaised", "RankDied", "RankHung", "RanksDiverged", "no fault"}
     assert done.returncode == 0
-
-
-# The parts.
-
-
-def a_call(
-    name: str = "allreduce_", group: str = "0", members: tuple[int, ...] = (0, 1, 2), **other: int
-) -> Collective:
-    return Collective(name, group, members, (("float32", 4),), **other)
-
-
-GROUPS = {"0": (0, 1, 2), "left": (0, 1), "right": (1, 2)}
-programs = st.lists(
-    st.tuples(st.sampled_from(["allreduce_", "broadcast_"]), st.sampled_from(list(GROUPS))),
-    min_size=1,
-    max_size=12,
-).map(lambda calls: [a_call(name, group, GROUPS[group]) for name, group in calls])
-
-
-def played(
-    program: list[Collective], order: st.DataObject, changed: dict[int, list[Collective]]
-) -> Agreement:
-    """Every rank issues its part of the program, or what it has instead, in some interleaving, then ends."""
-    agreement = Agreement(3)
-    left = {rank: [call for call in program if rank in call.members] for rank in range(3)} | changed
-    going = [0, 1, 2]
-    while going:
-        rank = order.draw(st.sampled_from(going))
-        if left[rank]:
-            agreement.issued(rank, left[rank].pop(0))
-        else:
-            agreement.ended(rank)
-            going.remove(rank)
-    return agreement
-
-
-@given(program=programs, order=st.data())
-def test_ranks_that_do_the_same_agree_in_any_order(program: list[Collective], order: st.DataObject) -> None:
-    assert played(program, order, {}).divergence == ""
-
-
-@given(program=programs, order=st.data(), is_dropped=st.booleans())
-def test_one_call_dropped_or_changed_is_always_found(
-    program: list[Collective], order: st.DataObject, is_dropped: bool
-) -> None:
-    index = order.draw(st.integers(0, len(program) - 1))
-    call = program[index]
-    rank = order.draw(st.sampled_from(call.members))
-    instead = [] if is_dropped else [a_call("barrier", call.group, call.members)]
-    altered = [*program[:index], *instead, *program[index + 1 :]]
-    mine = [call for call in altered if rank in call.members]
-    if [one for one in program if rank in one.members] == mine:
-        return  # one of several alike was dropped; cannot happen, for it leaves fewer
-    found = played(program, order, {rank: mine}).divergence
-    assert f"of group {call.group!r} differs" in found
-    assert f"rank {rank}: " in found
-
-
-@pytest.mark.parametrize("raised_ns", [15, 25])
-def test_what_diverging_ranks_raise_is_an_echo_whoever_is_heard_first(raised_ns: int) -> None:
-    progress = _Progress(2)
-    failure = Failure(0, "RuntimeError", "connection closed", "", when_ns=raised_ns)
-    for rank, message in (
-        (0, a_call("allreduce_", members=(0, 1), when_ns=10)),
-        (0, failure),
-        (1, a_call("broadcast_", members=(0, 1), when_ns=20)),
-    ):
-        progress.take(rank, message)
-    assert progress.is_over
-    assert progress.has_diverged_first is (raised_ns == 25)
-
-
-@given(messages=st.lists(st.binary(max_size=300_000), max_size=4))
-def test_channel_keeps_messages_whole(messages: list[bytes]) -> None:
-    one, other = (Channel(end) for end in socket.socketpair())
-    sender = threading.Thread(target=lambda: [one.send(message) for message in messages])
-    sender.start()
-    got: list[bytes] = []
-    while len(got) < len(messages):
-        arrived, is_open = other.arrived()
-        assert is_open
-        got += arrived
-    sender.join()
-    one.close()
-    assert got == messages
-    assert other.arrived() == ([], False)
-    other.close()
-
-
-def test_a_stack_that_comes_with_pauses_is_read_to_its_end() -> None:
-    stacks, told = multiprocessing.Pipe(duplex=False)
-    not_asked: Any = None
-    handle = Handle(0, not_asked, not_asked, not_asked, stacks, not_asked)
-    frames = ["Thread 0x1 (most recent call first):"]
-    frames += [f'  File "{name}", line 1 in {name}' for name in ("a", "b")] + [
-        '  File "<string>", line 1 in <module>'
-    ]
-
-    def tell() -> None:
-        for frame in frames:
-            os.write(told.fileno(), f"{frame}\n".encode())
-            time.sleep(0.1)
-
-    telling = threading.Thread(target=tell)
-    telling.start()
-    assert handle.stack().splitlines() == frames
-    telling.join()
-    stacks.close()
-    told.close()
-
-
-def test_channel_does_not_wait_for_who_does_not_read() -> None:
-    one, other = (Channel(end) for end in socket.socketpair())
-    with pytest.raises(TimeoutError):
-        one.send(b"x" * (1 << 24), timeout_s=0.05)
-    one.close()
-    other.close()
-
-
-@given(wanted=st.lists(st.integers(1, 4), min_size=2, max_size=6))
-def test_slots_are_never_held_by_more_than_there_are(wanted: list[int]) -> None:
-    capacity, family = 3, uuid.uuid4().hex
-    held, most, counts, lock = 0, 0, [], threading.Lock()
-
-    def work(slots: int) -> None:
-        nonlocal held, most
-        with cpu_slots(slots, family, capacity=capacity, patience_s=60) as count:
-            with lock:
-                counts.append(count)
-                held += count
-                most = max(most, held)
-            time.sleep(0.001)
-            with lock:
-                held -= count
-
-    threads = [threading.Thread(target=work, args=(slots,)) for slots in wanted]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(counts) == sorted(min(slots, capacity) for slots in wanted)
-    assert (held, most <= capacity) == (0, True)
-
-
-HOLDER = """
-import sys, time
-from conformance.ranks.slots import cpu_slots
-with cpu_slots(1, sys.argv[1], capacity=1):
-    print(flush=True)
-    time.sleep(3600)
-"""
-
-
-def test_a_slot_is_waited_for_and_falls_free_with_its_holder() -> None:
-    family = uuid.uuid4().hex
-    python_path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, family], stdout=subprocess.PIPE, env=python_path
-    ) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        with cpu_slots(1, family, capacity=1, patience_s=0.05) as count:
-            assert count == 0  # out of patience
-        holder.kill()
-    with cpu_slots(1, family, capacity=1) as count:
-        assert count == 1

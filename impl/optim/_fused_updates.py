@@ -206,7 +206,8 @@ class Layout:
     """How the gradients of an update lay, and what follows from it for others that lie so too."""
 
     def __init__(self, params: Sequence[Tensor], grads: list[Tensor]) -> None:
-        self._guards = tensor_guards(grads, with_shapes=True, with_strides=True)
+        # Elsewhere nothing follows from strides.
+        self._guards = tensor_guards(grads, with_shapes=True, with_strides=grads[0].is_cpu)
         in_order = grads[0].is_cpu and all(map(is_, map(laid_out_as, params, grads), grads))
         self._form = form_of(grads) if in_order and all(map(Tensor.numel, grads)) else None
 
@@ -264,7 +265,8 @@ class _Lists:
             kept = _Prepared(parameters, guards, Layout(parameters.params, grads))
             self._prepared[bucket] = kept
         grads = kept.layout.known_of(grads)
-        return [Update(self._kind, group, bucket.params, kept.parameters, grads, bucket, False, kept.layout)]
+        layout = kept.layout if isinstance(grads, Formed) else None
+        return [Update(self._kind, group, bucket.params, kept.parameters, grads, bucket, False, layout)]
 
     def _of_unfilled(
         self, group: dict[str, Any], bucket: Bucket, grads: list[Tensor], copies: Mapping[int, Tensor]

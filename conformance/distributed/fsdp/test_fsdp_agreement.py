@@ -153,6 +153,10 @@ def losses_told(library: Library, *, world_size: int = 3, **loss: Any) -> dict[i
     raise AssertionError("the rank was not killed")
 
 
+def is_named_by_none(told: dict[int, str], victim: int) -> bool:
+    return not any(re.search(rf"rank {victim}\b", text) for text in told.values())
+
+
 def is_named_in_time(told: dict[int, str], victim: int, world_size: int = 3) -> bool:
     return len(told) == world_size - 1 and all(
         # A rank that is alive and does not answer within seconds, on a busy machine, is named beside it.
@@ -181,7 +185,7 @@ def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int,
     """The first rank serves the store."""
     deviation.judge(
         lambda library: losses_told(library, when=when, victim=victim, hidden=hidden),
-        torch_does=lambda told: not any(re.search(rf"rank {victim}\b", text) for text in told.values()),
+        torch_does=lambda told: is_named_by_none(told, victim),
         we_do=lambda told: is_named_in_time(told, victim),
     )
 
@@ -193,6 +197,6 @@ def test_a_lost_rank_is_named_by_those_who_wait_for_another(deviation: Deviation
     """In a ring of four the third receives from the second, which has raised and lives on, and sends to the fourth."""
     deviation.judge(
         lambda library: losses_told(library, world_size=4, when="middle", victim=0, hidden=8),
-        torch_does=lambda told: not any(re.search(r"rank 0\b", text) for text in told.values()),
+        torch_does=lambda told: is_named_by_none(told, 0),
         we_do=lambda told: is_named_in_time(told, 0, world_size=4),
     )

@@ -17,7 +17,8 @@ from conformance.library import Library
 from conformance.ranks import RankPool
 from conformance.tolerances import ONE_STEP
 
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+each_strategy = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+both_kinds = pytest.mark.parametrize("use_orig_params", [False, True])
 Probe = Callable[[Library], Seen]
 
 
@@ -45,10 +46,23 @@ def is_as_without_sharding(seen: Seen, does: Any) -> bool:
     return True
 
 
+def is_wrong_in_silence(seen: Seen, does: Any) -> bool:
+    return all(outcome.raised is None for outcome in seen) and not is_as_without_sharding(seen, does)
+
+
+def judge_as_without_sharding(deviation: DeviationJudge, probe: Probe, does: Any) -> None:
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: not is_as_without_sharding(seen, does),
+        we_do=lambda seen: is_as_without_sharding(seen, does),
+        may_agree=True,
+    )
+
+
 @clause("distributed.fsdp.fsdp_lifted.writes_are_seen")
 @pytest.mark.deviation("fsdp.written_behind_counters")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_kinds
+@each_strategy
 @pytest.mark.parametrize(
     "does",
     [
@@ -63,18 +77,13 @@ def is_as_without_sharding(seen: Seen, does: Any) -> bool:
 def test_what_was_written_is_computed_with(
     deviation: DeviationJudge, rank_pool: RankPool, does: Any, strategy: str, use_orig_params: bool
 ) -> None:
-    deviation.judge(
-        probe_of(rank_pool, does, strategy, use_orig_params),
-        torch_does=lambda seen: not is_as_without_sharding(seen, does),
-        we_do=lambda seen: is_as_without_sharding(seen, does),
-        may_agree=True,
-    )
+    judge_as_without_sharding(deviation, probe_of(rank_pool, does, strategy, use_orig_params), does)
 
 
 @clause("distributed.fsdp.fsdp_lifted.waiting_gradients")
 @pytest.mark.deviation("fsdp.waiting_gradients")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_kinds
+@each_strategy
 @pytest.mark.parametrize(
     "does",
     [
@@ -88,42 +97,33 @@ def test_what_was_written_is_computed_with(
 def test_gradients_that_wait_are_what_is_shown_of_them(
     deviation: DeviationJudge, rank_pool: RankPool, does: Any, strategy: str, use_orig_params: bool
 ) -> None:
-    deviation.judge(
-        probe_of(rank_pool, does, strategy, use_orig_params),
-        torch_does=lambda seen: not is_as_without_sharding(seen, does),
-        we_do=lambda seen: is_as_without_sharding(seen, does),
-        may_agree=True,
-    )
+    judge_as_without_sharding(deviation, probe_of(rank_pool, does, strategy, use_orig_params), does)
 
 
 @clause("distributed.fsdp.fsdp_lifted.others_in_their_places")
 @pytest.mark.deviation("fsdp.others_in_their_places")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_kinds
+@each_strategy
 def test_a_call_with_other_parameters_is_refused(
     deviation: DeviationJudge, rank_pool: RankPool, strategy: str, use_orig_params: bool
 ) -> None:
     does = written_cases.called_with_others
     deviation.judge(
         probe_of(rank_pool, does, strategy, use_orig_params),
-        torch_does=lambda seen: (
-            all(outcome.raised is None for outcome in seen) and not is_as_without_sharding(seen, does)
-        ),
+        torch_does=lambda seen: is_wrong_in_silence(seen, does),
         we_do=lambda seen: raised(seen, RuntimeError, "was replaced by another tensor"),
     )
 
 
 @clause("distributed.fsdp.fsdp_lifted.others_in_their_places")
 @pytest.mark.deviation("fsdp.others_in_their_places")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 def test_a_parameter_that_a_unit_would_not_see_is_refused(
     deviation: DeviationJudge, rank_pool: RankPool, strategy: str
 ) -> None:
     does = written_cases.given_a_parameter
     deviation.judge(
         probe_of(rank_pool, does, strategy, use_orig_params=False),
-        torch_does=lambda seen: (
-            all(outcome.raised is None for outcome in seen) and not is_as_without_sharding(seen, does)
-        ),
+        torch_does=lambda seen: is_wrong_in_silence(seen, does),
         we_do=lambda seen: raised(seen, RuntimeError, "body.bias was replaced by another tensor"),
     )

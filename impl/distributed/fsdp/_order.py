@@ -13,9 +13,8 @@ class Order(Generic[_Unit]):
 
     def __init__(self) -> None:
         self._before: list[_Unit] = []  # the forwards of the iteration before
-        self._forecast: dict[
-            _Unit, _Unit
-        ] = {}  # the unit whose forward followed, of units that ran once there
+        # The unit whose forward followed, of units that ran once there.
+        self._forecast: dict[_Unit, _Unit] = {}
         self._begun: list[_Unit] = []
         self._ended: list[_Unit] = []
         self._place_of_end: dict[_Unit, int] = {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from impl.kernels._native import CODES, STATES, Column, Library, List, Settings, Update
-from impl.kernels._native.memory import Addresses, Formed, form_of, memory_of
+from impl.kernels._native.memory import Addresses, Formed, memory_of, tensors_to_read
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import lie_apart, on_host
 from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
@@ -106,8 +106,7 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
         places.are_contiguous and all(map(Tensor.is_contiguous, grads))
     ):
         grads = list(map(laid_out_as, memory.params, grads))
-    form = form_of(grads)
-    read = form and form.at(grads)
+    read = tensors_to_read(grads)
     if read is None or not places.starts.isdisjoint(read.addresses.numbers):
         return False
     own = CODES[memory.params[0].dtype]

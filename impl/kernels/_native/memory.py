@@ -102,6 +102,12 @@ def form_of(tensors: Sequence[Tensor]) -> Form | None:
     return Form(Column(map(Tensor.numel, tensors)), code)
 
 
+def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
+    """None if the library cannot take them: `form_of` says why, or one has no memory."""
+    form = form_of(tensors)
+    return None if form is None else form.at(tensors)
+
+
 def joined(lists: Sequence[list[Tensor]]) -> list[Tensor]:
     """One list after the other; its form is known if theirs are and their dtypes are the same."""
     if len(lists) == 1:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from impl.kernels._native import CHUNK, Library
-from impl.kernels._native.memory import form_of
+from impl.kernels._native.memory import tensors_to_read
 
 
 def sum_of_squares(library: Library, tensors: Sequence[Tensor]) -> float | None:
@@ -19,9 +19,9 @@ def sum_of_squares(library: Library, tensors: Sequence[Tensor]) -> float | None:
         inf or nan if an element is, else a finite number. None if the library cannot take the tensors.
     Sync: none.
     """
-    form = form_of(tensors)
-    read = form and form.at(tensors)
-    if form is None or read is None:
+    read = tensors_to_read(tensors)
+    if read is None:
         return None
-    sums = array("d", bytes(8 * (len(tensors) + form.numels.total // CHUNK)))
-    return library.sum_of_squares(*library.lists(form.numels), read.list, sums.buffer_info()[0])
+    numels = read.form.numels
+    sums = array("d", bytes(8 * (len(tensors) + numels.total // CHUNK)))
+    return library.sum_of_squares(*library.lists(numels), read.list, sums.buffer_info()[0])
