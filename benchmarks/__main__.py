@@ -75,6 +75,7 @@ def _options() -> argparse.Namespace:
         metavar="NAME",
         help="cases whose name has NAME in it; all of them if repeated",
     )
+    add("--without", action="append", default=[], metavar="NAME", help="not those whose name has NAME in it")
     add(
         "--case",
         action="append",
@@ -118,6 +119,7 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[Any, ...]]]
         for case in catalogue.cases(kind, options.quick):
             name = catalogue.name_of(kind, case)
             wanted = all(part in name for part in options.only) and name in (options.case or [name])
+            wanted = wanted and not any(part in name for part in options.without)
             if wanted and catalogue.device_of(kind, case) in devices:
                 yield kind, case
 

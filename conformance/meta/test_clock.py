@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as clock
-from benchmarks import asv_format, decision, history, slowed
+from benchmarks import asv_format, catalogue, decision, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
 from conformance.meta.report_cases import a_report
 from conformance.report.verdict import reasons
@@ -150,6 +150,15 @@ def judged_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, dict[s
     monkeypatch.setattr(sys, "argv", ["python -m benchmarks", *words])
     options = clock._options()
     return clock._baseline(options) if options.baseline else clock._points(options)
+
+
+def test_cases_are_chosen_by_parts_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--quick", "--device=cpu", "--only=Clip", "--only=gpt2", "--without=Value", "--without=bfloat16"]
+    monkeypatch.setattr(sys, "argv", ["python -m benchmarks", *words])
+    names = {catalogue.name_of(kind, case) for kind, case in clock._cases(clock._options())}
+    assert names
+    assert all("Clip" in name and "gpt2" in name and "float32" in name for name in names)
+    assert not any("Value" in name for name in names)
 
 
 def test_points_judge_impl_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -323,7 +332,13 @@ def test_a_commit_that_is_none_is_told(ci_history: ModuleType, repository: Path)
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize(
-    ("words", "kept"), [([], "always"), (["--quick"], "never"), (["--history=1"], "if whole")]
+    ("words", "kept"),
+    [
+        ([], "always"),
+        (["--quick"], "never"),
+        (["--history=1"], "if whole"),
+        (["--history=1", "--only=Clip", "--without=Fsdp"], "if whole"),
+    ],
 )
 def test_what_is_kept_of_a_run(
     monkeypatch: pytest.MonkeyPatch, ci_history: ModuleType, words: list[str], kept: str, stopped: bool
@@ -334,6 +349,7 @@ def test_what_is_kept_of_a_run(
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         file = next(word.removeprefix("--asv=") for word in command if word.startswith("--asv="))
         Path(file).write_text("{}")
+        assert {word for word in words if "history" not in word} <= set(command)
         if stopped:
             raise KeyboardInterrupt
         return SimpleNamespace(returncode=0)
