@@ -24,10 +24,10 @@ from conformance.ranks.soak import marked_processes
 from conformance.strength import Idle, Kill, Kills, plant_ids, read_kills, write_kills
 from conformance.strength.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
 from conformance.strength.fork import Ending
-from conformance.strength.kills import killers, remember
-from conformance.strength.order import Task, distance, lineage
+from conformance.strength.memory import Memory, known, remember
+from conformance.strength.order import Task, distance, likeness_to, lineage
 from conformance.strength.reasons import all_excuses, idle_reasons
-from conformance.strength.trials import candidates, clauses_of, killing, proven, takes_ranks
+from conformance.strength.trials import candidates, clauses_of, idle, killing, proven, takes_ranks
 from conformance.strength.worker import Trial, Worker
 
 # Of the faults planted in torch, one of each kind: the command has them all.
@@ -44,7 +44,7 @@ ON_TORCH = [
     "clip_grad.norm_kept_by_address",
     "ignore:amp.GradScaler(growth_interval)",
 ]
-KILLERS = killers(Path("none"))
+KILLERS = known(Path("none")).faults
 
 
 @pytest.fixture(scope="module")
@@ -300,15 +300,16 @@ def test_what_killed_before_comes_first(tmp_path: Path, worker: Worker, subject:
 
 def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A survivor keeps the killer that it had; a matrix of the reader's own knows better."""
-    monkeypatch.setattr("conformance.strength.kills._KILLERS", kept := tmp_path / "killers.json")
-    kept.write_text('{"a": "old", "b": "old", "c": "old"}')
-    found = [Kill("a", True, "", "new", "failed", 1.0), Kill("b", False, "", "", "", 1.0)]
-    remember(found)
-    assert killers(tmp_path / "kills.json") == {"a": "new", "b": "old", "c": "old"}
-    write_kills(
-        tmp_path / "kills.json", Kills("torch", "", "", kills=[Kill("c", True, "", "own", "failed", 1.0)])
-    )
-    assert killers(tmp_path / "kills.json") == {"a": "new", "b": "old", "c": "own"}
+    monkeypatch.setattr("conformance.strength.memory._FILE", kept := tmp_path / "killers.json")
+    kept.write_text('{"faults": {"a": "old", "b": "old", "c": "old"}, "clauses": {"x": "a", "y": "a"}}')
+    kills = [Kill("a", True, "", "new", "failed", 1.0), Kill("b", False, "", "", "", 1.0)]
+    remember(Kills("torch", "", "", kills=kills, idle=[Idle("x", 2, "b", "new"), Idle("y", 3)]))
+    noted = Memory({"a": "new", "b": "old", "c": "old"}, {"x": "b", "y": "a"})
+    out = tmp_path / "kills.json"
+    assert known(out) == noted
+    own = Kills("torch", "", "", kills=[Kill("c", True, "", "own", "failed", 1.0)], idle=[Idle("y", 1, "c")])
+    write_kills(out, own)
+    assert known(out) == Memory(noted.faults | {"c": "own"}, noted.clauses | {"y": "c"})
 
 
 def test_reasons_are_for_what_there_is() -> None:
@@ -382,6 +383,16 @@ def test_every_clause_has_faults_to_try(clause_id: str) -> None:
     tried = candidates(clause_id)
     assert tried
     assert len(set(tried)) == len(tried)
+
+
+def test_the_likest_fault_is_tried_first_unless_another_is_known() -> None:
+    said = {"a": "gradients divided twice", "b": "gradients are kept", "c": "buffers are divided twice"}
+    likeness = likeness_to("Dividing: each gradient is divided once, not twice.", said)
+    assert sorted(said, key=lambda one: -likeness[one]) == ["a", "c", "b"]
+    clause_id = "amp.grad_scaler.unscale_.divides"
+    tried = candidates(clause_id)
+    for first in ("", tried[5]):
+        assert next(idle("torch", clause_id, set(), first)).spec == f"torch+{first or tried[0]}"
 
 
 def test_every_fault_says_which_part_it_breaks() -> None:

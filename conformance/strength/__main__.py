@@ -15,7 +15,8 @@ from pathlib import Path
 from conformance import environment, strength
 from conformance.clauses import all_clauses
 from conformance.errors import stop_by_hand
-from conformance.strength.kills import Idle, Kill, Kills, killers, read_kills, remember, write_kills
+from conformance.strength.kills import Idle, Kill, Kills, read_kills, write_kills
+from conformance.strength.memory import known, remember
 from conformance.strength.trials import RedWithoutFault, idle, killing, plant_ids, proven, takes_ranks
 from conformance.strength.worker import Crew, Trial
 
@@ -36,7 +37,7 @@ def main(words: Sequence[str]) -> int:
         with Crew(options.subject, options.jobs) as crew:
             _judge_faults(crew, kills, ids, Path(options.out))
             if options.clauses:
-                _judge_idle_clauses(crew, kills)
+                _judge_idle_clauses(crew, kills, Path(options.out))
         kills.complete = not options.resume or {kill.plant for kill in kills.kills} >= set(plant_ids())
     except RedWithoutFault as error:
         _say(f"{options.subject} is red without a fault: {error}")
@@ -49,7 +50,7 @@ def main(words: Sequence[str]) -> int:
         if kills.kills:
             write_kills(Path(options.out), kills)
     if options.remember:
-        remember(kills.kills)
+        remember(kills)
     return sum_up(kills)
 
 
@@ -101,17 +102,15 @@ def _left_by(out: Path, subject: str) -> Kills:
             raise ValueError(
                 f"{out} is of {name} {found[name]}, not {wanted}: judge anew, or to another --out"
             )
-    kills = [Kill(**row) for row in found["kills"]]
-    idle = found["idle"] and [Idle(**row) for row in found["idle"]]
-    return Kills(**found | {"complete": False, "kills": kills, "idle": idle})
+    return Kills.of(found | {"complete": False})
 
 
 def _judge_faults(crew: Crew, kills: Kills, ids: Sequence[str], out: Path) -> None:
     """Those that are seen in this process first: those on ranks take the longest."""
-    known = {kill.plant for kill in kills.kills}
+    judged = {kill.plant for kill in kills.kills}
     green = {kill.nodeid for kill in kills.kills}
-    left = sorted((one for one in ids if one not in known), key=takes_ranks)
-    first = killers(out)
+    left = sorted((one for one in ids if one not in judged), key=takes_ranks)
+    first = known(out).faults
 
     def trial(plant_id: str) -> Trial[Kill]:
         return proven(killing(kills.subject, plant_id, first.get(plant_id, "")), kills.subject, green)
@@ -122,15 +121,17 @@ def _judge_faults(crew: Crew, kills: Kills, ids: Sequence[str], out: Path) -> No
         _say(f"[{done}/{len(left)}] {found.seconds:6.1f} s  {found.plant}: {_fate(found)}")
 
 
-def _judge_idle_clauses(crew: Crew, kills: Kills) -> None:
-    first = {kill.clause for kill in kills.kills}
-    kills.idle = [row for row in kills.idle or [] if row.clause not in first]
-    known = first.union(row.clause for row in kills.idle)
-    left = [clause_id for clause_id in all_clauses() if clause_id not in known]
+def _judge_idle_clauses(crew: Crew, kills: Kills, out: Path) -> None:
+    busy = {kill.clause for kill in kills.kills}
+    kills.idle = [row for row in kills.idle or [] if row.clause not in busy]
+    judged = busy.union(row.clause for row in kills.idle)
+    left = [clause_id for clause_id in all_clauses() if clause_id not in judged]
     green = {kill.nodeid for kill in kills.kills}
-    trials = (idle(kills.subject, clause_id, green) for clause_id in left)
+    first = known(out).clauses
+    trials = (idle(kills.subject, clause_id, green, first.get(clause_id, "")) for clause_id in left)
     for done, found in enumerate(crew.run(trials), start=1):
         kills.idle.append(found)
+        write_kills(out, kills)
         _say(f"[{done}/{len(left)}] {found.clause}: {_use(found)}")
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-_KILLERS = Path(__file__).parent / "killers.json"
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,12 @@ class Kills:
     kills: list[Kill] = field(default_factory=list)
     idle: list[Idle] | None = None  # None if nobody asked
 
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Kills:
+        """What `read_kills` has read."""
+        idle = found["idle"] and [Idle(**row) for row in found["idle"]]
+        return cls(**found | {"kills": [Kill(**row) for row in found["kills"]], "idle": idle})
+
 
 def write_kills(file: Path, kills: Kills) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -70,30 +72,8 @@ def read_kills(file: Path) -> dict[str, Any]:
         ValueError: the file is not there, or is something else.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        idle = found["idle"] and [Idle(**row) for row in found["idle"]]
-        return asdict(Kills(**found | {"kills": [Kill(**row) for row in found["kills"]], "idle": idle}))
+        return asdict(Kills.of(json.loads(file.read_text(encoding="utf-8"))))
     except OSError as error:
         raise ValueError(f"there is no kill matrix at {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file} is no kill matrix; python -m conformance.strength writes one") from None
-
-
-def killers(out: Path) -> dict[str, str]:
-    """By fault the test to begin with: that of the matrix that lies at `out`, or else the one that `remember` noted.
-
-    Of whatever commit and subject they are: a test that kills no longer, or is gone, costs its own time alone.
-    """
-    found = _remembered()
-    with contextlib.suppress(ValueError):
-        found |= {row["plant"]: row["nodeid"] for row in read_kills(out)["kills"]}
-    return found
-
-
-def remember(kills: Iterable[Kill]) -> None:
-    found = _remembered() | {kill.plant: kill.nodeid for kill in kills if kill.killed}
-    _KILLERS.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _remembered() -> dict[str, str]:
-    return json.loads(_KILLERS.read_text(encoding="utf-8"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -79,3 +81,15 @@ def lineage(item: str) -> list[str]:
 def is_about(item: str, name: str) -> bool:
     """Whether the item is what the name says, or part of it."""
     return item == name or item.startswith((f"{name}.", f"{name}("))
+
+
+def likeness_to(text: str, others: Mapping[str, str]) -> dict[str, float]:
+    """How much each of the others shares of a text's words; a word counts the more, the fewer of them have it."""
+    words = {key: _stems(other) for key, other in others.items()}
+    frequency = Counter(word for found in words.values() for word in found)
+    return {key: sum(1 / frequency[word] for word in found & _stems(text)) for key, found in words.items()}
+
+
+def _stems(text: str) -> set[str]:
+    """The beginnings of its longer words."""
+    return {word[:6] for word in re.findall(r"[a-z]{4,}", text.lower())}

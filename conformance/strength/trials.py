@@ -9,7 +9,7 @@ from conformance.clauses import all_clauses
 from conformance.plants import CATALOGUE, find, generated
 from conformance.strength.fork import Ending
 from conformance.strength.kills import Idle, Kill
-from conformance.strength.order import Task, distance, is_about
+from conformance.strength.order import Task, distance, is_about, likeness_to
 from conformance.strength.reasons import excuses, idle_reasons
 from conformance.strength.worker import Trial
 
@@ -84,11 +84,18 @@ def _prove(nodeid: str, package: str, green: set[str]) -> Generator[Task, Ending
         green.add(nodeid)
 
 
-def idle(package: str, clause_id: str, green: set[str]) -> Trial[Idle]:
-    """The faults that a clause might see, one after the other, until its tests alone kill one; `green` as above."""
+def idle(package: str, clause_id: str, green: set[str], first: str = "") -> Trial[Idle]:
+    """The faults that a clause might see, one after the other, until its tests alone kill one.
+
+    Args:
+        package: the subject.
+        clause_id: the clause.
+        green: as above.
+        first: the fault to begin with.
+    """
     why = idle_reasons().get(clause_id, "")
     tried = 0
-    for plant_id in candidates(clause_id):
+    for plant_id in sorted(candidates(clause_id), key=lambda one: one != first):
         tried += 1
         ending = yield Task(f"{package}+{plant_id}", frozenset({clause_id}))
         if ending.how:
@@ -100,7 +107,9 @@ def idle(package: str, clause_id: str, green: set[str]) -> Trial[Idle]:
 
 
 def candidates(clause_id: str) -> list[str]:
-    """The faults that lie in what a clause's area is about, those nearest to what it covers first."""
-    area = all_clauses()[clause_id].area
-    found = [plant_id for plant_id in plant_ids() if area in areas_of(plant_id)]
-    return sorted(found, key=lambda plant_id: distance(clause_id, find(plant_id).about))
+    """The faults that lie in what a clause's area is about: the nearest to it first, then the likest in words."""
+    wanted = all_clauses()[clause_id]
+    found = {plant_id: find(plant_id) for plant_id in plant_ids() if wanted.area in areas_of(plant_id)}
+    told = {plant_id: f"{plant_id} {plant.says}" for plant_id, plant in found.items()}
+    likeness = likeness_to(f"{wanted.id} {wanted.says}", told)
+    return sorted(found, key=lambda one: (distance(clause_id, found[one].about), -likeness[one]))

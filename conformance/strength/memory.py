@@ -1,0 +1,48 @@
+"""What earlier runs found out, with which a later one begins: `killers.json` and the matrix that lies at `--out`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from conformance.strength.kills import Kills, read_kills
+
+_FILE = Path(__file__).parent / "killers.json"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of whatever commit and subject it is: what kills no longer, or is gone, costs its own time alone."""
+
+    faults: dict[str, str]  # by fault the test that killed it
+    clauses: dict[str, str]  # by clause that was the first to kill none a fault that its tests have killed
+
+    def __or__(self, later: Memory) -> Memory:
+        return Memory(self.faults | later.faults, self.clauses | later.clauses)
+
+
+def known(out: Path) -> Memory:
+    """What `remember` noted, and what the matrix at `out` says, which knows better."""
+    noted = _noted()
+    with contextlib.suppress(ValueError):
+        return noted | _told_by(Kills.of(read_kills(out)))
+    return noted
+
+
+def remember(kills: Kills) -> None:
+    """Note it beside what was noted before; a fault that survived keeps the killer that it had."""
+    both = asdict(_noted() | _told_by(kills))
+    _FILE.write_text(json.dumps(both, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _told_by(kills: Kills) -> Memory:
+    return Memory(
+        faults={kill.plant: kill.nodeid for kill in kills.kills if kill.killed},
+        clauses={row.clause: row.kills for row in kills.idle or [] if row.kills},
+    )
+
+
+def _noted() -> Memory:
+    return Memory(**json.loads(_FILE.read_text(encoding="utf-8")))
