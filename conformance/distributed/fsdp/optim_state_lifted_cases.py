@@ -115,6 +115,40 @@ def of_another_shape(lab: Lab) -> Any:
     return tried(lambda: sorted(_WHOLE.save(lab, optimizer)))
 
 
+def in_a_list(lab: Lab) -> Any:
+    """An optimizer that keeps a list of tensors for each parameter, and one that is to load such lists."""
+    optimizer, fresh = Optimized("momentum").stepped(lab.model), Optimized("momentum").optimizer(lab.model)
+    given = unwrapped(lab, Optimized("momentum"))
+    for parameter, state in optimizer.state.items():
+        state["history"] = [torch.zeros_like(parameter)]
+    for state in given["state"].values():
+        state["history"] = [state["momentum_buffer"].clone()]
+    return {
+        "saving": tried(lambda: sorted(_WHOLE.save(lab, optimizer))),
+        "loading": tried(lambda: sorted(_WHOLE.load(lab, fresh, given))),
+    }
+
+
+def numbers_in_a_list(lab: Lab) -> Any:
+    """What was saved, and what was loaded of it, of lists to which the optimizer then goes on to add."""
+    optimizer, fresh = Optimized("momentum").stepped(lab.model), Optimized("momentum").optimizer(lab.model)
+    for state in optimizer.state.values():
+        state["losses"] = [0.5, torch.tensor(0.25)]
+
+    def saved_and_loaded() -> Any:
+        saved = _WHOLE.save(lab, optimizer)
+        fresh.load_state_dict(_WHOLE.load(lab, fresh, saved))
+        for state in (*optimizer.state.values(), *fresh.state.values()):
+            state["losses"].append(1.0)
+            state["losses"][1].add_(1)
+        return [
+            [list(map(float, state["losses"])) for state in kept]
+            for kept in (saved["state"].values(), fresh.state.values())
+        ]
+
+    return tried(saved_and_loaded)
+
+
 def transposed(lab: Lab) -> Any:
     """Of a parameter whose columns lie behind each other: what was kept, and what comes back."""
     weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())

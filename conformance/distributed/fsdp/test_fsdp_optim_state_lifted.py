@@ -167,6 +167,47 @@ def test_a_state_in_another_shape_is_refused_on_all_ranks(
     )
 
 
+@clause("distributed.fsdp.fsdp_optim_state_lifted.another_shape")
+@pytest.mark.deviation("optim_state.another_shape")
+@both_kinds
+@pytest.mark.world_sizes(fewest=2)
+def test_tensors_in_a_list_are_refused(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, setup: Setup
+) -> None:
+    """Nobody can tell which of them are dealt: a rank's parts would be taken for wholes."""
+
+    def is_refused(found: Any) -> bool:
+        return all(
+            one.startswith("ValueError: ") and "'history' of " in one for one in map(str, found.values())
+        )
+
+    deviation.judge(
+        asked(ranks(world_size), cases.in_a_list, setup),
+        torch_does=lambda seen: not have(seen, is_refused),
+        we_do=lambda seen: have(seen, is_refused),
+    )
+
+
+@clause("distributed.fsdp.fsdp_optim_state_lifted.numbers_of_their_own")
+@pytest.mark.deviation("optim_state.numbers_of_their_own")
+@both_kinds
+@pytest.mark.world_sizes(fewest=2)
+def test_lists_of_numbers_are_saved_and_loaded_apart(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, setup: Setup
+) -> None:
+    def are_apart(found: Any) -> bool:
+        if isinstance(found, str):
+            return False
+        saved, loaded = found
+        return all(one == [0.5, 0.25] for one in saved) and all(one == [0.5, 1.25, 1.0] for one in loaded)
+
+    deviation.judge(
+        asked(ranks(world_size), cases.numbers_in_a_list, setup),
+        torch_does=lambda seen: not have(seen, are_apart),
+        we_do=lambda seen: have(seen, are_apart),
+    )
+
+
 @clause("distributed.fsdp.fsdp_optim_state_lifted.memory_order")
 @pytest.mark.deviation("optim_state.memory_order")
 @both_kinds

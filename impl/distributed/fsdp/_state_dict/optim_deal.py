@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from impl.distributed.fsdp._flat_layout import Slot
 from impl.distributed.fsdp._flat_param import Flat
-from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, own_copy
+from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedFlat, StateDict
 from impl.distributed.fsdp._state_dict.resharding import Held, chunk_of, laid_out_as
 
@@ -47,9 +47,16 @@ class FlatLoad:
     def check(self) -> None:
         """
         Raises:
-            ValueError: a tensor is not shaped like its parameter; or the states of parameters that an optimizer steps
-                as one do not fit together.
+            ValueError: a tensor is not shaped like its parameter, or within a list; or the states of parameters that an
+                optimizer steps as one do not fit together.
         """
+        for index, state in self._states.items():
+            hiding = next((name for name, value in state.items() if hides_tensors(value)), None)
+            if hiding is not None:
+                raise ValueError(
+                    f"{hiding!r} of {self._one.names[index]} is a {type(state[hiding]).__name__} with tensors in it, "
+                    "which cannot be dealt to the ranks; keep each tensor under a name of its own"
+                )
         for index, name, value in self._tensors():
             slot = self._flat.layout.slots[index]
             if tuple(value.shape) != slot.shape:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from impl.distributed.fsdp._collectives import gathered_like
 from impl.distributed.fsdp._flat_param import Flat
@@ -237,8 +238,16 @@ class FlatState:
 
 
 def own_copy(value: Any) -> Any:
-    """A number by itself: optimizers count up in place."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    """A number by itself, or a list of them: optimizers count up, and append, in place."""
+    return tree_map_only(Tensor, lambda one: one.detach().clone(), value)
+
+
+def hides_tensors(value: Any) -> bool:
+    """Whether it is a container of tensors that are more than a number: whether those are dealt nobody can tell."""
+    if isinstance(value, (Tensor, TensorForm)):
+        return False
+    leaves = tree_leaves(value)
+    return any(isinstance(one, TensorForm) or (isinstance(one, Tensor) and one.dim() > 0) for one in leaves)
 
 
 def _agreed_values(forms: dict[int, StateDict]) -> StateDict:

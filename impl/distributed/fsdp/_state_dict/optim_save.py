@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._state_dict.optim_flat import FlatState, Told, Wanted, forms_of, offloaded
+from impl.distributed.fsdp._state_dict.optim_flat import (
+    FlatState,
+    Told,
+    Wanted,
+    forms_of,
+    hides_tensors,
+    offloaded,
+)
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Names,
     Source,
@@ -28,6 +35,7 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
 )
 
 _Key = tuple[str, ...]
+_CURE = "use sharding_strategy=NO_SHARD with use_orig_params=True for this optimizer"
 
 
 @torch.no_grad()
@@ -123,7 +131,12 @@ def _problems_of(stepped: Stepped, state: StateDict) -> Iterable[str]:
             yield (
                 f"{name!r} of {', '.join(stepped.names)} has the shape {tuple(value.shape)}, but the part of the "
                 f"parameter that the rank steps has {owned} elements; state in another shape cannot be told apart by "
-                "parameters, use sharding_strategy=NO_SHARD for this optimizer"
+                f"parameters, {_CURE}"
+            )
+        elif hides_tensors(value):
+            yield (
+                f"{name!r} of {', '.join(stepped.names)} is a {type(value).__name__} with tensors in it, which may be "
+                f"of the rank's part alone; keep each tensor under a name of its own, or {_CURE}"
             )
 
 
