@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -44,7 +45,10 @@ class Run:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 * (1 + seed))
         scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
-        self.others = {"scheduler": scheduler, "scaler": GradScaler("cpu", init_scale=2.0, growth_interval=2)}
+        self.others: dict[str, Any] = {
+            "scheduler": scheduler,
+            "scaler": GradScaler("cpu", init_scale=2.0, growth_interval=2),
+        }
         self._rank = rank
 
     def train(self, steps: Sequence[int]) -> None:
@@ -147,6 +151,58 @@ def refused(rank: Rank, *, path: Path, width: int = 5) -> Any:
     except Exception as error:
         return str(error), before, run.state()
     return None, before, run.state()
+
+
+def kept_otherwise(rank: Rank, *, path: Path) -> Any:
+    """What was saved and what is loaded of names with dots and numbers for names, numpy's numbers, and a tensor."""
+    run, other = Run(rank), Run(rank, seed=1)
+    run.others["tensor"], other.others["tensor"] = Kept(rank, torch.arange(3)), Kept(rank, None)
+    for one, milestones in ((run, [1, 3]), (other, [2])):
+        one.others["steps"] = torch.optim.lr_scheduler.MultiStepLR(one.optimizer, milestones)
+    run.train(range(1))
+    for parameter, state in run.optimizer.state.items():
+        state["mean.of.rows"] = parameter.detach().clone()
+        state["count"] = np.int64(3)
+    run.optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    run.save(path)
+    other.load(path)
+    return run.state(), other.state(), type(other.optimizer.param_groups[0]["lr"]).__name__
+
+
+class Kept:
+    """Has whatever state it was given, which is an error to be raised on the last rank."""
+
+    def __init__(self, rank: Rank, state: Any) -> None:
+        self._rank = rank
+        self._state = state
+
+    def state_dict(self) -> Any:
+        if not isinstance(self._state, Exception):
+            return self._state
+        if self._rank.rank == self._rank.world_size - 1:
+            raise self._state
+        return {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._state = state_dict
+
+
+def refused_to_save(rank: Rank, *, path: Path, what: str) -> str | None:
+    """What saving raises on this rank of something that could not be loaded."""
+    run = Run(rank)
+    run.train(range(1))
+    given = {"an error": KeyError("planted"), "an object": [path], "a function": {"key": print}}
+    if what in given:
+        run.others["mine"] = Kept(rank, given[what])
+    elif what == "a group":
+        run.optimizer.param_groups[0]["of"] = Path("somewhere")
+    else:
+        next(iter(run.optimizer.state.values()))[0] = 1.0
+    try:
+        run.save(path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 class Payload:

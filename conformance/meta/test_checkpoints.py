@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import shutil
 import struct
@@ -19,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from conformance.meta.checkpoint_cases import Payload, with_payload
 from conformance.ranks import RankFault, RankPool
 from impl.distributed.fsdp import checkpoint
-from impl.distributed.fsdp.checkpoint import LoadPlanner, Reader
+from impl.distributed.fsdp.checkpoint import LoadPlanner, Reader, folders
 
 CASES = "conformance.meta.checkpoint_cases"
 WORLDS = [1, 2, 3, 4]
@@ -102,6 +103,31 @@ def test_another_number_of_ranks_loads_the_same(
     for seen in ranks(number).run(f"{CASES}:resumed", paths=[path for path, _ in others]):
         for (loaded, _), (_, ends) in zip(seen, others, strict=True):
             assert are_same(loaded, ends[0][0])
+
+
+def test_states_of_any_name_and_numbers_of_numpy(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    for wanted, got, kind in ranks(2).run(f"{CASES}:kept_otherwise", path=tmp_path / "step-1"):
+        assert are_same(got, wanted)
+        assert kind == "float"
+
+
+# By what is given to be saved, a part of what every rank says of it.
+UNREADABLE = {
+    "an error": "KeyError: 'planted'",
+    "an object": "others.mine cannot be loaded again: it holds pathlib.PosixPath",
+    "a function": "others.mine cannot be loaded again: it holds",
+    "a group": "optimizer.param_groups cannot be loaded again: it holds pathlib.PosixPath",
+    "a number for a name": "optimizer.state has the key 0, which is no string",
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_could_not_be_loaded_is_not_saved(
+    ranks: Callable[..., RankPool], tmp_path: Path, what: str
+) -> None:
+    for text in ranks(2).run(f"{CASES}:refused_to_save", path=tmp_path / "step-1", what=what):
+        assert UNREADABLE[what] in str(text)
+    assert not list(tmp_path.iterdir())
 
 
 # Being killed
@@ -244,6 +270,90 @@ def first_element_in(saved: bytes) -> int:
         header = next(info for info in written.infolist() if info.filename.endswith("data/0")).header_offset
     name, extra = struct.unpack_from("<HH", saved, header + 26)
     return header + 30 + name + extra
+
+
+def written(path: Path, said: str) -> Path:
+    """A folder that is complete, as `commit` takes it."""
+    folder = folders.begin(path)
+    (folder / ".metadata").write_text(said)
+    return folder
+
+
+def has(path: Path) -> str:
+    return (folders.standing(path) / ".metadata").read_text()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_is_followed(tmp_path: Path, is_there: bool) -> None:
+    """To a checkpoint, or to where one shall lie: it stays a link, also when whoever renames is killed."""
+    link, aim = tmp_path / "newest", tmp_path / "disk" / "step-1"
+    link.symlink_to(aim)
+    if is_there:
+        folders.commit(written(aim, "old"), aim)
+    for said in ("new", "newer"):
+        folders.commit(written(link, said), link)
+        assert has(link) == has(aim) == said
+    assert link.is_symlink()
+    assert [entry.name for entry in aim.parent.iterdir()] == ["step-1"]
+    aim.rename(aim.with_name(f".step-1.{'0' * 32}.replaced"))
+    assert has(link) == "newer"
+    assert checkpoint.latest(tmp_path) == link
+
+
+def test_what_stood_there_stands_again_if_it_cannot_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step-1"
+    folders.commit(written(path, "old"), path)
+    folder, rename = written(path, "new"), Path.rename
+
+    def refuses(self: Path, target: Path) -> Path:
+        if self == folder:
+            raise OSError("planted")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuses)
+    with pytest.raises(OSError, match="planted"):
+        folders.commit(folder, path)
+    assert path.is_dir()
+    assert has(path) == "old"
+
+
+def test_what_cannot_be_removed_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save has succeeded; what is left of the old one is no checkpoint, and the next save removes it."""
+    path, remove = tmp_path / "step-1", shutil.rmtree
+
+    def fails(folder: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError("planted")
+
+    folders.commit(written(path, "old"), path)
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    folders.commit(written(path, "new"), path)
+    assert has(path) == "new"
+    folders.commit(written(path, "newer"), path)
+    path.rename(tmp_path / "moved")
+    assert checkpoint.latest(tmp_path) == tmp_path / "moved"
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    folders.commit(written(path, "again"), path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["moved", "step-1"]
+
+
+def test_folders_that_may_not_be_read_are_no_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lost+found is none, in which all may find theirs who made a disk their own."""
+    (tmp_path / "lost+found-7").mkdir()
+    folders.commit(written(tmp_path / "step-1", "one"), tmp_path / "step-1")
+    stat = os.stat
+
+    def forbids(path: Any, **kwargs: Any) -> os.stat_result:
+        if "lost+found-7/" in str(path):
+            raise PermissionError(path)
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr(os, "stat", forbids)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
 
 
 def test_nothing_else_is_written_over(ranks: Callable[..., RankPool], tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 Beside a checkpoint `step-10` there may be, after a save that was killed, `.step-10.<id>.writing`, incomplete, and
 `.step-10.<id>.replaced`: the one that was to be written over, which counts as long as there is no `step-10`. The next
-save of that name removes them.
+save of that name removes them. A link stands for what it leads to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -27,25 +28,36 @@ def begin(path: Path) -> Path:
     """
     if path.exists() and not _is_complete(path):
         raise FileExistsError(f"{path} is there and is no checkpoint; save to another place, or move it away")
+    path = _aim_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover, kind in _beside(path):
         if kind == _WRITING or path.exists():
-            shutil.rmtree(leftover)
+            _remove(leftover, path)
     folder = _hidden(path, _WRITING)
     folder.mkdir()
     return folder
 
 
 def commit(folder: Path, path: Path) -> None:
-    """Have what was written to `folder` stand at `path`, in the place of what stood there."""
+    """Have what was written to `folder` stand at `path`, in the place of what stood there.
+
+    Raises:
+        OSError: it could not be; what stood there still does.
+    """
+    path = _aim_of(path)
     _synchronize(folder)
     replaced = _hidden(path, _REPLACED)
     if path.exists():
         path.rename(replaced)
-    folder.rename(path)
+    try:
+        folder.rename(path)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(path)
+        raise
     _synchronize(path.parent)
     for leftover, _ in _beside(path):
-        shutil.rmtree(leftover)
+        _remove(leftover, path)
 
 
 def standing(path: Path) -> Path:
@@ -56,7 +68,7 @@ def standing(path: Path) -> Path:
     """
     if _is_complete(path):
         return path
-    for folder, kind in _beside(path):
+    for folder, kind in _beside(_aim_of(path)):
         if kind == _REPLACED and _is_complete(folder):
             return folder
     raise FileNotFoundError(f"there is no complete checkpoint at {path}")
@@ -90,7 +102,19 @@ def _name_of(entry: Path) -> str:
 
 
 def _is_complete(folder: Path) -> bool:
-    return (folder / _METADATA).is_file()
+    # Path.is_file raises where nobody may look, as in a disk's lost+found.
+    return os.path.isfile(folder / _METADATA)
+
+
+def _aim_of(path: Path) -> Path:
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def _remove(leftover: Path, path: Path) -> None:
+    """Take away what an earlier save of this name has left; what cannot be removed counts as incomplete."""
+    with contextlib.suppress(OSError):
+        unread = leftover.rename(_hidden(path, _WRITING))
+        shutil.rmtree(unread, ignore_errors=True)
 
 
 def _hidden(path: Path, kind: str) -> Path:

@@ -28,11 +28,13 @@ from impl.distributed.fsdp._state_dict.agreeing import told_by_all
 from impl.distributed.fsdp.api import StateDictType
 from impl.distributed.fsdp.checkpoint.folders import begin, commit, standing
 from impl.distributed.fsdp.checkpoint.reading import LoadPlanner, Reader
+from impl.distributed.fsdp.checkpoint.values import as_data, of_optimizer, refuse_unreadable
 from impl.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 _Group = dist.ProcessGroup | None
 _Entries = dict[str, Any]
 _GROUPS = "optimizer.param_groups"
+_STATES = "optimizer.state."
 
 
 class Stateful(Protocol):
@@ -57,7 +59,7 @@ def save(
     name at a time.
 
     Args:
-        path: a folder that all ranks see; what is there must be a checkpoint, or nothing.
+        path: a folder that all ranks see, or a link to one; what is there must be a checkpoint, or nothing.
         model: any module with FullyShardedDataParallel at or below it. Of buffers that differ by rank, as those of
             BatchNorm do, the first rank's are saved.
         others: by names of your own; what they have is the same on all ranks, made of numbers, strings, tensors and
@@ -66,20 +68,28 @@ def save(
 
     Raises:
         FileExistsError: at `path` is something else.
+        TypeError: something could not be loaded again; see `others`.
         Exception: this rank's problem; on the others a RuntimeError that names it. What stood at `path` still stands.
-    Collectives: those of sharded state dicts; of DCP, over objects; three of objects.
+    Collectives: those of sharded state dicts; of DCP, over objects; four of objects.
     """
     path, is_first = Path(path), dist.get_rank(process_group) == 0
-    with _together("save a checkpoint", process_group) as told:
+    with _together("save a checkpoint", process_group):
+        states = {f"others.{name}": as_data(other.state_dict()) for name, other in (others or {}).items()}
+        kept = {} if optimizer is None else as_data(of_optimizer(optimizer))
+        refuse_unreadable(states | kept)
+    with _together("begin a checkpoint", process_group) as told:
         told.value = begin(path) if is_first else None
     folder = told.by_rank[0]
     try:
-        entries = _entries(model, optimizer, others or {}, process_group)
+        entries = _entries(model, optimizer, process_group) | states
         with _by_dcp("write a checkpoint"):
             dcp.save(
                 entries,
                 storage_writer=dcp.FileSystemWriter(folder),
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True),
+                # Flattening makes a dict of every mapping, and of its keys strings.
+                planner=dcp.DefaultSavePlanner(
+                    flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+                ),
                 process_group=process_group,
             )
         with _together("complete a checkpoint", process_group):
@@ -136,7 +146,7 @@ def load(
                     undo(other.load_state_dict, copy.deepcopy(other.state_dict()))
                     other.load_state_dict(wanted[f"others.{name}"])
             if optimizer is not None:
-                given = _optimizer_state(wanted)
+                given = _optimizer_state(wanted, parameters)
                 # Loading puts other dicts in the place of these.
                 undo(
                     vars(optimizer).update, {"state": optimizer.state, "param_groups": optimizer.param_groups}
@@ -150,17 +160,15 @@ def load(
 # What is written
 
 
-def _entries(
-    model: nn.Module, optimizer: Optimizer | None, others: Mapping[str, Stateful], group: _Group
-) -> _Entries:
+def _entries(model: nn.Module, optimizer: Optimizer | None, group: _Group) -> _Entries:
     with _sharded_state_dicts(model):
         entries = {f"model.{name}": value for name, value in model.state_dict().items()}
         if optimizer is not None:
             saved = FullyShardedDataParallel.optim_state_dict(model, optimizer, group=group)
             for name, state in saved["state"].items():
-                entries |= {f"optimizer.state.{name}.{key}": value for key, value in state.items()}
-            entries[_GROUPS] = saved["param_groups"]
-    return entries | {f"others.{name}": other.state_dict() for name, other in others.items()}
+                entries |= {f"{_STATES}{name}.{key}": as_data(value) for key, value in state.items()}
+            entries[_GROUPS] = as_data(saved["param_groups"])
+    return entries
 
 
 # What is read
@@ -202,9 +210,8 @@ def _wanted(
         wanted[name] = _memory_for(saved[name], value)
     for name, what in saved.items():
         if with_optimizer and name.startswith("optimizer."):
-            like = parameters.get(name.removeprefix("optimizer.state.").rpartition(".")[0])
-            wanted[name] = _memory_for(what, like)
-    return wanted | {f"others.{name}": None for name in others}
+            wanted[name] = _memory_for(what, parameters.get(_place_of(name, parameters)[0]))
+    return wanted | {(key := f"others.{name}"): _memory_for(saved[key], None) for name in others}
 
 
 def _memory_for(saved: Any, parameter: Any) -> Any:
@@ -227,13 +234,21 @@ def _memory_for(saved: Any, parameter: Any) -> Any:
     )
 
 
-def _optimizer_state(entries: _Entries) -> _Entries:
+def _optimizer_state(entries: _Entries, parameters: _Entries) -> _Entries:
     state: dict[str, _Entries] = {}
     for name, value in entries.items():
-        if name.startswith("optimizer.state."):
-            parameter, _, key = name.removeprefix("optimizer.state.").rpartition(".")
+        if name.startswith(_STATES):
+            parameter, key = _place_of(name, parameters)
             state.setdefault(parameter, {})[key] = value
     return {"state": state, "param_groups": entries[_GROUPS]}
+
+
+def _place_of(entry: str, parameters: _Entries) -> tuple[str, str]:
+    """The parameter whose state an entry is of, and what the optimizer calls it, in which there may be dots too."""
+    words = entry.removeprefix(_STATES).split(".")
+    cuts = range(1, len(words))
+    cut = next((cut for cut in cuts if ".".join(words[:cut]) in parameters), len(words) - 1)
+    return ".".join(words[:cut]), ".".join(words[cut:])
 
 
 # All ranks or none

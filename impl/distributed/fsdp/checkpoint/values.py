@@ -1,0 +1,71 @@
+"""What stands in a checkpoint beside the model's tensors: data, which is read again without running anything."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+
+def as_data(value: Any) -> Any:
+    """The same value, in which numbers of numpy are Python's: learning rates often are, and not meant to be."""
+    return tree_map(_as_number, value)
+
+
+def _as_number(value: Any) -> Any:
+    is_numpys = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_numpys else value
+
+
+def refuse_unreadable(values: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        TypeError: `load` would refuse one of them, by whose name it is called.
+    """
+    for name, value in values.items():
+        written = io.BytesIO()
+        try:
+            torch.save(tree_map(_without_elements, value), written)
+            torch.load(io.BytesIO(written.getvalue()), weights_only=True)
+        except Exception as error:  # whatever pickling an object of anybody's raises
+            raise TypeError(
+                f"{name} cannot be loaded again: it holds {_culprit(error)}, and a checkpoint holds numbers, strings, "
+                "tensors and containers of them, whose loading runs nothing"
+            ) from error
+
+
+def _without_elements(value: Any) -> Any:
+    return torch.empty(0, dtype=value.dtype) if type(value) in (Tensor, nn.Parameter) else value
+
+
+def _culprit(error: Exception) -> str:
+    named = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    return named[1] if named else f"what cannot be pickled ({type(error).__name__}: {error})"
+
+
+def of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps beside tensors, its settings and its state, by names.
+
+    Raises:
+        TypeError: a state is called by what is no string.
+    """
+    states = list(optimizer.state.values())
+    numbered = [key for state in states for key in state if not isinstance(key, str)]
+    if numbered:
+        raise TypeError(
+            f"optimizer.state has the key {numbered[0]!r}, which is no string, and would be one when it is loaded"
+        )
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    beside = [
+        {key: value for key, value in state.items() if not isinstance(value, Tensor)} for state in states
+    ]
+    return {"optimizer.param_groups": groups, "optimizer.state": beside}
