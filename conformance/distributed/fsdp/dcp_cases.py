@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.optim import _NamedOptimizer
 
 from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters, wrapped
 from conformance.distributed.fsdp.method_cases import Lab
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, copied, plain, step
+from impl.distributed.fsdp.checkpoint import LoadPlanner
 
 _GATHERED = Way("FULL", offloads=False)
 
@@ -69,6 +71,18 @@ def read(lab: Lab, *, path: str, way: Way, planner: Any = DefaultLoadPlanner) ->
     state = trained.state()
     dcp.load(state, checkpoint_id=path, planner=planner())
     trained.load(state)
+    return trained.whole()
+
+
+def read_by_torchs_helper(lab: Lab, *, path: str) -> Any:
+    """The optimizer's rows by a function of DCP's, which reads what has one element whole on every rank."""
+    trained = _Trained(lab, Way("SHARDED"), seed=1)
+    state = trained.state()
+    dcp.load({"model": state["model"]}, checkpoint_id=path, planner=LoadPlanner())
+    found = load_sharded_optimizer_state_dict(
+        state["model"], optimizer_key="optimizer", storage_reader=dcp.FileSystemReader(path)
+    )
+    trained.load({"model": state["model"], "optimizer": found["optimizer"]})
     return trained.whole()
 
 

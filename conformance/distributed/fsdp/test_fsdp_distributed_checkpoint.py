@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from conformance.clauses import clause
 from conformance.distributed.fsdp import dcp_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import assert_ranks_agree, probed
-from conformance.distributed.fsdp.method_cases import TREE
+from conformance.distributed.fsdp.method_cases import SIMPLE, TREE
+from conformance.distributed.fsdp.module_trees import Group, Leaf
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied
 from conformance.distributed.fsdp.optim_state_judging import as_tensors, values_of
 from conformance.library import Library
@@ -74,6 +76,18 @@ def test_ranks_without_rows_of_a_parameter_read_it(
     """With the planner of `impl`; by DCP's own such ranks miss keys that are there, whosever class it is."""
     wrote = probed(ranks(2), subject, cases.written, setup, path=str(tmp_path), way=ROWS)
     assert_reads(ranks(4), subject, setup, values_of(wrote)[0], tmp_path, ROWS, planner=LoadPlanner)
+
+
+@clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
+@both_kinds
+def test_torchs_helper_reads_it(
+    subject: Library, ranks: Ranks, world_size: int, tmp_path: Path, setup: Setup
+) -> None:
+    tree = replace(SIMPLE, body=Group((Leaf("affine", 1), Leaf("normed"))))
+    wrote = values_of(probed(ranks(3), subject, cases.written, setup, tree, path=str(tmp_path), way=ROWS))
+    asks, pool = cases.read_by_torchs_helper, ranks(world_size)
+    for seen in values_of(probed(pool, subject, asks, setup, tree, path=str(tmp_path))):
+        assert_same(as_tensors(wrote[0]), as_tensors(seen))
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")

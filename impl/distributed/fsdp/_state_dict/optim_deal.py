@@ -221,7 +221,8 @@ def refuse_unlike(names: Sequence[str], states: dict[int, StateDict]) -> None:
 
 def _refuse_unlike_values(state_name: str, values: list[Any], names: list[str]) -> None:
     given = [value for value in values if value is not None]
-    kinds = {(type(value), is_dealt(value)) for value in given}
+    # Some may be in parts and some whole, as DCP reads those of one element.
+    kinds = {"dealt" if is_dealt(value) else type(value) for value in given}
     if len(kinds) > 1:
         raise ValueError(
             f"Differing optimizer state types for state {state_name}, values {given}, and unflattened parameter names "
