@@ -41,7 +41,7 @@ MEANINGS = {
     "hang": "it did not end before its deadline",
     "failed": "the subject does something else than torch",
     "stale": "torch no longer does what a deviation or a limit says of it",
-    "uncovered": "no test of this run asked",
+    "uncovered": "no test of this run asked: its tests are for a larger profile, or were not chosen",
     "not provided": "the subject has no such name, and does not claim it",
     "unavailable": "it needs a device, a world size or a compiler that is not here",
     "reference cannot run here": "torch itself cannot do it here, and was seen to fail",
