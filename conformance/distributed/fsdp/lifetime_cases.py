@@ -15,17 +15,31 @@ from conformance.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 
-def left_behind(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
-    """The modules and parameters of a trained model that are still there when nobody holds it."""
+class Passing(nn.Linear):
+    """Returns what it was given, too."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input), input
+
+
+class Taking(nn.Linear):
+    def forward(self, input: Any) -> torch.Tensor:
+        return super().forward(input[0])
+
+
+def left_behind(rank: Rank, *, library: str, use_orig_params: bool, returns_input: bool = False) -> Outcome:
+    """The modules and parameters of a trained model that are still there when nobody holds it, but for its input."""
     fsdp = load_library(library).find(FSDP)
 
     def run() -> list[str]:
         def wrap(module: nn.Module) -> nn.Module:
             return fsdp(module, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
 
-        model = wrap(nn.Sequential(wrap(nn.Linear(3, 4)), nn.Linear(4, 2)))
+        first, second = (Passing, Taking) if returns_input else (nn.Linear, nn.Linear)
+        model = wrap(nn.Sequential(wrap(first(3, 4)), second(4, 2)))
+        x = torch.ones(1, 3, requires_grad=returns_input)
         for _ in range(2):
-            model(torch.ones(1, 3)).sum().backward()
+            model(x).sum().backward()
         held = {name: weakref.ref(one) for name, one in (*model.named_modules(), *model.named_parameters())}
         del model
         gc.collect()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, gathered_gradients, groups_put_back, mesh_of
 from conformance.library import load_library
@@ -15,6 +17,7 @@ from conformance.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 _BACKWARDS = 2
+_CPU = torch.device("cpu")
 
 
 class Shifted(nn.Module):
@@ -38,10 +41,58 @@ class OneElement(nn.Module):
         return x * self.factor
 
 
+class Position(nn.Module):
+    """Returns a part of its parameter, which the module around it adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9, 3))
+
+    def forward(self, rows: int) -> torch.Tensor:
+        return self.weight[:rows]
+
+
+class Positioned(nn.Module):
+    """Returns, beside what it computes, a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = Position()
+        self.last = nn.Linear(3, 2)
+        self.added = nn.Parameter(torch.ones(5, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.both(x))
+
+    def both(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.last(x + self.position(len(x))), self.added[: len(x)]
+
+
+class Both(Positioned):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.both(x)
+
+
+class Nothing(nn.Module):
+    """Its parameters have no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
 def _half_frozen() -> nn.Module:
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     module[0].requires_grad_(False)
     return module
+
+
+def _normed() -> nn.Module:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        return nn.utils.weight_norm(nn.Linear(3, 4))
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -50,6 +101,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "one element": OneElement,
     "float64": lambda: nn.Linear(3, 4).double(),
     "plain": lambda: nn.Linear(3, 4),
+    "normed": _normed,
+    "returned": Positioned,
+    "no elements": lambda: nn.Sequential(nn.Linear(3, 4), Nothing(), nn.Linear(4, 2)),
 }
 
 
@@ -75,9 +129,16 @@ def accumulated(model: nn.Module, rank: int) -> list[torch.Tensor]:
 
 
 def accumulate(
-    rank: Rank, *, library: str, module: str, replicas: str = "", clips: bool = False, on: str = "cpu"
+    rank: Rank,
+    *,
+    library: str,
+    module: str,
+    replicas: str = "",
+    clips: bool = False,
+    on: str = "cpu",
+    strategy: str = "FULL_SHARD",
 ) -> Outcome:
-    """`on` is the device that is named, or none.
+    """`on` is the device that is named, or none. Modules with odd parameters are units of their own.
 
     Replicas are as many as ranks, none of which is shared: by a `mesh`, or for want of one and of groups by `default`.
     """
@@ -90,7 +151,11 @@ def accumulate(
         elif replicas:
             arguments["auto_wrap_policy"] = found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
         if replicas:
-            arguments["sharding_strategy"] = found.distributed.fsdp.ShardingStrategy.HYBRID_SHARD
+            strategy_now = "HYBRID_SHARD"
+        else:
+            strategy_now = strategy
+            arguments["auto_wrap_policy"] = found.distributed.fsdp.wrap.ModuleWrapPolicy({Position, Nothing})
+        arguments["sharding_strategy"] = found.distributed.fsdp.ShardingStrategy[strategy_now]
         model = found.find(FSDP)(plain, **arguments)
         losses = accumulated(model, rank.rank)
         norm = model.clip_grad_norm_(0.5) if clips else None
@@ -117,13 +182,77 @@ def output_after_a_step(rank: Rank, *, library: str, evaluates: bool, fused: boo
     return observe(run)
 
 
-def output_of_an_inner_module(rank: Rank, *, library: str) -> Outcome:
+def output_of_an_inner_module(rank: Rank, *, library: str, module: str = "plain") -> Outcome:
     """A module inside a unit, called by itself."""
-    found, plain = load_library(library), nn.Sequential(built("plain"), nn.Linear(4, 2))
+    found, plain = load_library(library), nn.Sequential(built(module), nn.Linear(4, 2))
 
     def run() -> torch.Tensor:
         model = found.find(FSDP)(plain, device_id=torch.device("cpu"), use_orig_params=True)
         return model.module[0](torch.ones(1, 3)).detach()
+
+    return observe(run)
+
+
+def returned_parameters(rank: Rank, *, library: str, strategy: str, inference: bool) -> Outcome:
+    """What a model without gradients returned of its parameters, after memory of their size was written to."""
+    found, plain = load_library(library), Both()
+
+    def run() -> list[torch.Tensor]:
+        strategies = found.distributed.fsdp.ShardingStrategy
+        model = found.find(FSDP)(plain, device_id=_CPU, sharding_strategy=strategies[strategy])
+        with torch.inference_mode() if inference else torch.no_grad():
+            returned = model(torch.ones(5, 3))[1]
+        _others = [torch.zeros(numel) for numel in range(1, 64)]
+        return [returned.clone()]
+
+    return observe(run)
+
+
+class Full(nn.Module):
+    """Hands a unit numbers in full precision, and may compute it again."""
+
+    def __init__(self, computed_again: bool) -> None:
+        super().__init__()
+        self.first, self.unit = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.computed_again = computed_again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).float()
+        return checkpoint(self.unit, x, use_reentrant=False) if self.computed_again else self.unit(x)
+
+
+def computed_again_in_low_precision(rank: Rank, *, library: str, around: str) -> Outcome:
+    """Gradients without and with a region that is computed again, around a `unit` or the `root`."""
+    found = load_library(library)
+
+    def gradients(computed_again: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        model = found.find(FSDP)(
+            Full(computed_again and around == "unit"),
+            device_id=_CPU,
+            auto_wrap_policy=found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential}),
+            mixed_precision=found.distributed.fsdp.MixedPrecision(
+                param_dtype=torch.bfloat16, cast_forward_inputs=True
+            ),
+        )
+        x = torch.linspace(-1, 1, 15).view(5, 3).requires_grad_()
+        is_around_root = computed_again and around == "root"
+        output = checkpoint(model, x, use_reentrant=False) if is_around_root else model(x)
+        output.float().square().mean().backward()
+        return gathered_gradients(found, model)
+
+    return observe(lambda: [gradients(False), gradients(True)])
+
+
+def mapped(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
+    """What torch.vmap makes of a model that was never called before."""
+    found, plain = load_library(library), nn.Sequential(built("plain"), nn.Linear(4, 2))
+    nn.init.ones_(plain[1].weight)
+    nn.init.ones_(plain[1].bias)
+
+    def run() -> torch.Tensor:
+        model = found.find(FSDP)(plain, device_id=_CPU, use_orig_params=use_orig_params)
+        return torch.vmap(model)(torch.linspace(-1, 1, 12).view(2, 2, 3)).detach()
 
     return observe(run)
 

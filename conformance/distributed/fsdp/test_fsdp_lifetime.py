@@ -29,8 +29,8 @@ def test_a_module_that_takes_nothing(
     assert got[0].raised is None, got[0].raised
 
 
-def left_behind(library: Library, pool: RankPool, use_orig_params: bool) -> Seen:
-    return outcomes(pool, library, "lifetime_cases:left_behind", use_orig_params=use_orig_params)
+def left_behind(library: Library, pool: RankPool, **arguments: bool) -> Seen:
+    return outcomes(pool, library, "lifetime_cases:left_behind", **arguments)
 
 
 def nothing_is_left(seen: Seen) -> bool:
@@ -53,6 +53,19 @@ def test_flat_parameters_go_with_their_model(
 ) -> None:
     deviation.judge(
         lambda library: left_behind(library, ranks(world_size), use_orig_params=False),
+        torch_does=lambda seen: all(outcome.raised is None and outcome.value for outcome in seen),
+        we_do=nothing_is_left,
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.freed")
+@pytest.mark.deviation("fsdp.inputs_hold_models")
+@pytest.mark.world_sizes(fewest=2)
+def test_an_input_that_a_unit_returned_holds_no_model(
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int
+) -> None:
+    deviation.judge(
+        lambda library: left_behind(library, ranks(world_size), use_orig_params=True, returns_input=True),
         torch_does=lambda seen: all(outcome.raised is None and outcome.value for outcome in seen),
         we_do=nothing_is_left,
     )

@@ -174,7 +174,7 @@ class Reduction:
                 return
             parts = torch.empty_like(buffer)
             complete(all_to_all(group, parts, buffer, [], []))
-            torch.sum(parts.view(-1, shard_numel), 0, out=shard)
+            torch.sum(parts.view(group.size(), shard_numel), 0, out=shard)
 
         agreement.exchange(entry, group, True, steps)
         return shard

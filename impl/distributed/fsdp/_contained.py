@@ -21,7 +21,8 @@ def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[Removable
     """
     modules = {place.module: None for flat in unit.flats for one in flat.known for place in one.places}
     entry = _Entry(unit, prepare)
-    return [one.register_forward_pre_hook(entry.before, with_kwargs=True) for one in modules]
+    # First of all hooks, as those of weight_norm and the like read parameters.
+    return [one.register_forward_pre_hook(entry.before, prepend=True, with_kwargs=True) for one in modules]
 
 
 class _Entry:
@@ -47,10 +48,10 @@ class _Entry:
             unit.abandon_forward()
             raise
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
             del module, args
             handle.remove()
-            unit.after_forward(output)
+            return unit.after_forward(output)
 
         handle = module.register_forward_hook(after, always_call=True)
         return given

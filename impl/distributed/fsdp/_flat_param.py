@@ -57,13 +57,19 @@ class Whole:
         self.is_live = True
         self.free()
 
+    @property
+    def memory(self) -> int:
+        """The address of its storage."""
+        return self._storage._cdata
+
     def follow(self, wants_grad: list[bool]) -> None:
         """Have each leaf, or all of them, require a gradient or not."""
         if wants_grad == self._follows:
             return
         self._follows = wants_grad
         for index, leaf in enumerate(self.leaves):
-            leaf.requires_grad_(wants_grad[index if len(wants_grad) > 1 else 0])
+            # The method is refused inside of functorch's transforms.
+            leaf.requires_grad = wants_grad[index if len(wants_grad) > 1 else 0]
         self.trainable = [leaf for leaf in self.leaves if leaf.requires_grad]
         self.has_frozen = len(self.trainable) < len(self.leaves)
 

@@ -60,6 +60,17 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return replaced(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
 
 
+def apart_from(memory: set[int], value: Any) -> Any:
+    """`value` with differentiable copies of the tensors that lie in storages with these addresses."""
+
+    def apart(tensor: Tensor) -> Tensor:
+        # Sparse ones and those inside of functorch's transforms have no storage.
+        lies_in = torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in memory
+        return tensor.clone() if lies_in else tensor
+
+    return replaced(value, apart)
+
+
 def _like_dict(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
     if all(new[key] is each for key, each in old.items()):
         return old

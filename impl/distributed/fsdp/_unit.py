@@ -25,7 +25,7 @@ from impl.distributed.fsdp._collectives import Reduction, gather, join
 from impl.distributed.fsdp._flat_param import Flat, Whole
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._nested import cast_floats, replaced, tensors_in
+from impl.distributed.fsdp._nested import apart_from, cast_floats, replaced, tensors_in
 from impl.distributed.fsdp._streams import Lane, Streams
 from impl.distributed.fsdp.api import BackwardPrefetch, MixedPrecision
 from impl.optim._shards import deal
@@ -181,9 +181,8 @@ class Unit:
                 f"the forward of {self.name} was called inside summon_full_params(), which shows its parameters to be "
                 "read and written; leave the context first"
             )
-        # Recomputed for its own backward: the inputs were cast the first time.
-        if self.phase is Phase.BACKWARD:
-            return args, kwargs
+        if self.phase is Phase.BACKWARD:  # recomputed for it: the parameters are whole
+            return self._cast(args, kwargs)
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
@@ -194,23 +193,25 @@ class Unit:
         self.make_whole()
         if self.plan.forward_prefetch:
             self._prefetch(self.root.next_in_forward(self))
-        wanted = self._input_dtype()
-        if wanted is not None:
-            args, kwargs = cast_floats(args, wanted), cast_floats(kwargs, wanted)
+        args, kwargs = self._cast(args, kwargs)
         if self.flats and torch.is_grad_enabled():
             self._watch_inputs(args, kwargs)
         return args, kwargs
 
-    def after_forward(self, outputs: Any) -> None:
-        """Watch for the gradients of the outputs, and release what is not kept for them."""
+    def after_forward(self, outputs: Any) -> Any:
+        """Watch for the gradients of the outputs, and release what is not kept for them.
+
+        What is returned of parameters is a copy.
+        """
+        outputs = apart_from({whole.memory for whole in self._in_graph}, outputs)
         if self.phase is Phase.BACKWARD:
-            return
+            return outputs
         self._depth -= 1
         if self._depth > 0:
-            return
+            return outputs
         self.root.note_ended(self)
         self.phase = Phase.IDLE
-        watched = [each for each in tensors_in(outputs) if each.requires_grad and torch.is_grad_enabled()]
+        watched = [each for each in tensors_in(outputs) if not each.is_leaf and torch.is_grad_enabled()]
         for output in watched:
             output.register_hook(self.before_backward)
         self.awaits_backward |= bool(watched)
@@ -220,6 +221,7 @@ class Unit:
             self._conceal()
         else:
             self.release()
+        return outputs
 
     def abandon_forward(self) -> None:
         """The forward raised: as if it had not been called."""
@@ -415,11 +417,12 @@ class Unit:
         module = self._module()
         return self.plan.full_precision_in_eval and module is not None and not module.training
 
-    def _input_dtype(self) -> torch.dtype | None:
+    def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mixed = self.plan.mixed_precision
-        if not self.flats or not mixed.cast_forward_inputs or self._is_in_full_precision():
-            return None
-        return mixed.param_dtype
+        wanted = mixed.param_dtype if self.flats and mixed.cast_forward_inputs else None
+        if wanted is None or self._is_in_full_precision():
+            return args, kwargs
+        return cast_floats(args, wanted), cast_floats(kwargs, wanted)
 
     # Gradients
 

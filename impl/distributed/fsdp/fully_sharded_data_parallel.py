@@ -232,7 +232,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         """Run the wrapped module's forward with its parameters whole."""
         unit = self._unit
         root = self._root or self._find_root()
-        if root.is_root(unit) and unit.phase is Phase.IDLE:
+        if root.is_root(unit) and unit.phase in (Phase.IDLE, Phase.BACKWARD):
             args, kwargs = unit.inputs_of_root(args, kwargs, self.compute_device)
         try:
             args, kwargs = unit.before_forward(args, kwargs)
@@ -240,8 +240,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         except BaseException:
             unit.abandon_forward()
             raise
-        unit.after_forward(output)
-        return output
+        return unit.after_forward(output)
 
     def check_is_root(self) -> bool:
         """Whether no other FullyShardedDataParallel is around this one.

@@ -1,0 +1,126 @@
+"""Modules that torch's class cannot train: what they return, hand on or hold is not what it expects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
+from conformance.distributed.fsdp.lifted_cases import built
+from conformance.distributed.fsdp.test_fsdp_lifted import Seen, has_averaged, raised
+from conformance.distributed.fsdp.test_fsdp_lifted_weights import gave
+from conformance.library import Library
+from conformance.ranks import RankPool
+from conformance.results import unavailable
+
+Ranks = Callable[..., RankPool]
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+
+
+@clause("distributed.fsdp.fsdp_lifted.returned_parameters")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_that_are_returned_are_trained(
+    subject: Library, ranks: Ranks, world_size: int, strategy: str
+) -> None:
+    if subject.package == "torch":
+        unavailable("the reference reads memory that it has given away, which ends the process")
+    seen = outcomes(
+        ranks(world_size), subject, "lifted_cases:accumulate", module="returned", strategy=strategy
+    )
+    assert has_averaged(seen, "returned"), seen
+
+
+@clause("distributed.fsdp.fsdp_lifted.returned_parameters")
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_that_are_returned_can_be_read(
+    subject: Library, ranks: Ranks, world_size: int, strategy: str, inference: bool
+) -> None:
+    if subject.package == "torch":
+        unavailable("the reference reads memory that it has given away, which ends the process")
+    seen = outcomes(
+        ranks(world_size),
+        subject,
+        "lifted_cases:returned_parameters",
+        strategy=strategy,
+        inference=inference,
+    )
+    for outcome in seen:
+        assert outcome.raised is None, outcome.raised
+        assert torch.equal(outcome.value[0].values, torch.ones(5, 2)), outcome.value
+
+
+@clause("distributed.fsdp.fsdp_lifted.without_elements")
+@pytest.mark.deviation("fsdp.without_elements")
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_a_unit_may_have_no_elements(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, strategy: str
+) -> None:
+    def probe(library: Library) -> Seen:
+        return outcomes(
+            ranks(world_size), library, "lifted_cases:accumulate", module="no elements", strategy=strategy
+        )
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: raised(seen, AssertionError, "unsharded_end_idx"),
+        we_do=lambda seen: has_averaged(seen, "no elements"),
+        may_agree=world_size == 1,
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.inner_modules")
+def test_a_module_inside_a_unit_may_have_hooks_that_read_parameters(
+    subject: Library, ranks: Ranks, world_size: int
+) -> None:
+    if subject.package == "torch":
+        unavailable("the reference computes with parts of parameters, beyond their memory")
+    with torch.no_grad():
+        wanted = built("normed")(torch.ones(1, 3))
+    seen = outcomes(ranks(world_size), subject, "lifted_cases:output_of_an_inner_module", module="normed")
+    assert gave(seen, wanted), seen
+
+
+@clause("distributed.fsdp.fsdp_lifted.computed_again_in_low_precision")
+@pytest.mark.deviation("fsdp.computed_again_in_low_precision")
+@pytest.mark.parametrize("around", ["unit", "root"])
+def test_a_unit_casts_its_inputs_when_it_is_computed_again(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, around: str
+) -> None:
+    def probe(library: Library) -> Seen:
+        return outcomes(
+            ranks(world_size), library, "lifted_cases:computed_again_in_low_precision", around=around
+        )
+
+    def is_alike(seen: Seen) -> bool:
+        return all(outcome.raised is None and _are_equal(*outcome.value) for outcome in seen)
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: raised(seen, RuntimeError, "must have the same dtype"),
+        we_do=is_alike,
+        may_agree=around == "root",
+    )
+
+
+def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name].values, other[name].values) for name in one
+    )
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.transforms")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_model_is_mapped(
+    subject: Library, reference: Library, rank_pool: RankPool, use_orig_params: bool
+) -> None:
+    wanted, got = (
+        outcomes(rank_pool, library, "lifted_cases:mapped", use_orig_params=use_orig_params)
+        for library in (reference, subject)
+    )
+    assert_ranks_agree(wanted, got)
+    assert got[0].raised is None, got[0].raised
