@@ -298,6 +298,11 @@ def test_what_killed_before_comes_first(tmp_path: Path, worker: Worker, subject:
     assert (ending.how, ending.asked) == ("", 1)
 
 
+def test_a_clause_that_this_profile_does_not_ask_about_is_told(worker: Worker, subject: Library) -> None:
+    found = carried_out(worker, idle(subject.package, "dynamo.optimizer.values.inductor", set()))
+    assert (found.asked, found.tried, found.kills, found.is_due) == (False, 0, "", True)
+
+
 def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A survivor keeps the killer that it had; a matrix of the reader's own knows better."""
     monkeypatch.setattr("conformance.strength.memory._FILE", kept := tmp_path / "killers.json")

@@ -38,6 +38,9 @@ def main(words: Sequence[str]) -> int:
             _judge_faults(crew, kills, ids, Path(options.out))
             if options.clauses:
                 _judge_idle_clauses(crew, kills, Path(options.out))
+        if not all(row.asked for row in kills.idle or []):
+            with Crew(options.subject, options.jobs, "full") as crew:  # which has tests that the others lack
+                _judge_idle_clauses(crew, kills, Path(options.out))
         kills.complete = not options.resume or {kill.plant for kill in kills.kills} >= set(plant_ids())
     except RedWithoutFault as error:
         _say(f"{options.subject} is red without a fault: {error}")
@@ -123,7 +126,7 @@ def _judge_faults(crew: Crew, kills: Kills, ids: Sequence[str], out: Path) -> No
 
 def _judge_idle_clauses(crew: Crew, kills: Kills, out: Path) -> None:
     busy = {kill.clause for kill in kills.kills}
-    kills.idle = [row for row in kills.idle or [] if row.clause not in busy]
+    kills.idle = [row for row in kills.idle or [] if row.asked and row.clause not in busy]
     judged = busy.union(row.clause for row in kills.idle)
     left = [clause_id for clause_id in all_clauses() if clause_id not in judged]
     green = {kill.nodeid for kill in kills.kills}

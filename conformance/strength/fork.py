@@ -114,7 +114,7 @@ class _Forking:
         option = session.config.option
         option.subject, option.maxfail = task.spec, 1
         session.items[:] = in_order(session.items, task)
-        if not session.items:
+        if not session.items and not task.may_be_empty:
             raise LookupError(
                 f"no test asks about any of {sorted(task.clauses)}, or is called {task.first!r}"
             )

@@ -37,6 +37,7 @@ class Idle:
     kills: str = ""  # the first of them that its tests alone have killed
     nodeid: str = ""
     why: str = ""  # the reason in `idle_clauses.toml`
+    asked: bool = True  # whether any of its tests could run
 
     @property
     def is_due(self) -> bool:

@@ -22,6 +22,7 @@ class Task:
     about: str = ""  # the surface item that the fault is about: the tests nearest to it come first
     on_ranks: bool = False  # whether it shows between ranks alone: the tests that start them come first
     first: str = ""  # the node id of a test that runs before these, of whatever clause it is
+    may_be_empty: bool = False  # whether it is right that no test is of these clauses, in this profile
 
 
 def in_order(items: Sequence[pytest.Item], task: Task) -> list[pytest.Item]:

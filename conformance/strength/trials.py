@@ -97,12 +97,12 @@ def idle(package: str, clause_id: str, green: set[str], first: str = "") -> Tria
     tried = 0
     for plant_id in sorted(candidates(clause_id), key=lambda one: one != first):
         tried += 1
-        ending = yield Task(f"{package}+{plant_id}", frozenset({clause_id}))
+        ending = yield Task(f"{package}+{plant_id}", frozenset({clause_id}), may_be_empty=True)
         if ending.how:
             yield from _prove(ending.nodeid, package, green)
             return Idle(clause_id, tried, plant_id, ending.nodeid, why)
         if not ending.asked:
-            return Idle(clause_id, tried, why="Its tests cannot run on this machine.")
+            return Idle(clause_id, 0, why="None of its tests can run here.", asked=False)
     return Idle(clause_id, tried, why=why)
 
 

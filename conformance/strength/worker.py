@@ -74,13 +74,13 @@ class Worker:
 class Crew:
     """Several workers, among which trials are shared out."""
 
-    def __init__(self, package: str, jobs: int) -> None:
-        self._package, self._jobs = package, jobs
+    def __init__(self, package: str, jobs: int, profile: str = "quick") -> None:
+        self._package, self._jobs, self._profile = package, jobs, profile
         self._workers: list[Worker] = []
 
     def __enter__(self) -> Crew:
         while len(self._workers) < self._jobs:
-            self._workers.append(Worker(self._package))
+            self._workers.append(Worker(self._package, self._profile))
         return self
 
     def __exit__(self, *error: object) -> None:
