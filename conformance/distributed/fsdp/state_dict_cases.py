@@ -243,6 +243,16 @@ def loads_its_own(lab: Lab, *, form: Form) -> dict[str, Any]:
     }
 
 
+def loads_by_swapping(lab: Lab, *, form: Form) -> dict[str, Any]:
+    """The same where modules swap tensors for others rather than copy into them; it trains on."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        said = loads_its_own(lab, form=form)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return said | {"loss": lab.backward(), "shards": named(lab.model)}
+
+
 def assigned(lab: Lab, *, form: Form) -> dict[str, Any]:
     """Whether `assign` loads what units manage; it trains on."""
     lab.model.load_state_dict(state_dict_of(lab, form), assign=True)

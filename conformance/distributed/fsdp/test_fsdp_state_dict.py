@@ -146,6 +146,19 @@ def test_each_loads_what_the_other_saved(
                     assert torch.equal(loaded[name].values, wanted.values), name
 
 
+@clause("distributed.fsdp.fsdp_state_dict.exchanged")
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_modules_may_swap_tensors(
+    subject: Library, reference: Library, rank_pool: RankPool, kind: str, use_orig_params: bool
+) -> None:
+    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    asks, libraries = state_dict_cases.loads_by_swapping, (reference, subject)
+    for seen in assert_probes_agree(rank_pool, libraries, asks, setup, form=Form(kind)):
+        assert seen.raised is None, seen.raised
+        assert seen.value["loaded"]
+
+
 @clause("distributed.fsdp.fsdp_state_dict.other_worlds")
 @pytest.mark.parametrize(("by", "sizes"), [("default", (1, 2)), ("default", (3, 2)), ("mesh", (2, 4))])
 def test_what_other_numbers_of_ranks_saved(

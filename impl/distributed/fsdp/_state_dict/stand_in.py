@@ -41,8 +41,17 @@ class StandIn(ReleasedParameter):
         if func in _WRITES and isinstance(args[0], StandIn):
             args[0].keep(args[1])
             return args[0]
+        if func is Tensor.module_load and isinstance(args[0], StandIn):
+            return args[0]._exchanged_for(args[1])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def _exchanged_for(self, given: Any) -> StandIn:
+        """Where modules swap tensors rather than copy: another one that has kept what is given."""
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        made = StandIn.made(like, self._name, device=self.device, owner=self.owner)
+        made.keep(given)
+        return made
 
     def keep(self, given: Any) -> None:
         """
