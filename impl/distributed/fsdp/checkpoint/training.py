@@ -61,7 +61,7 @@ def save(
     Args:
         path: a folder that all ranks see, or a link to one; what is there must be a checkpoint, or nothing.
         model: any module with FullyShardedDataParallel at or below it. Of buffers that differ by rank, as those of
-            BatchNorm do, the first rank's are saved.
+            BatchNorm do, and of parameters that no unit manages, the first rank's are saved.
         others: by names of your own; what they have is the same on all ranks, made of numbers, strings, tensors and
             containers of them.
         process_group: the ranks that take part, by default all.
