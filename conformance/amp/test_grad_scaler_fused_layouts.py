@@ -116,3 +116,36 @@ def test_gradients_laid_out_otherwise_than_before(
         lambda library: observe(told, library, by_one, layout),
         lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
     )
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@ROW
+def test_a_parameter_laid_out_otherwise_than_before(
+    deviation: DeviationJudge, reference: Library, device: str
+) -> None:
+    """By `.data`, while gradients and states stay as they lay."""
+
+    def told(library: Library, take: Take) -> list[Any]:
+        rig = Rig(library, device, (Gradient((4, 4), seed=1),), KINDS["sgd"], init_scale=8.0)
+        [param] = rig.parameters
+        seen: list[Any] = []
+        for iteration in range(4):
+            rig.scaler.scale(torch.zeros((), device=device))
+            if iteration == 0:
+                param.grad = torch.empty_like(param)
+            if iteration == 2:
+                param.data = param.data.t().contiguous().t()
+            assert param.grad is not None
+            param.grad.copy_(torch.arange(16.0, device=device).view(4, 4))
+            if library is reference:  # whose fused operators take them in the order of memory
+                param.grad.data = torch.empty_like(param).copy_(param.grad)
+            take(rig, math.inf)
+            seen.append(param.detach().clone())
+        return seen
+
+    wanted = told(reference, by_four)
+    judge(
+        deviation,
+        lambda library: observe(told, library, by_one),
+        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
+    )

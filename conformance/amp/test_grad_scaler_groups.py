@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from conformance.clauses import clause
 from conformance.library import Library
@@ -50,3 +51,25 @@ def test_divides_in_every_group(subject: Library, reference: Library, device: st
             yield rig.did(rig.scaler.update)
 
     assert_same_story(reference, subject, story)
+
+
+@clause("amp.grad_scaler.unscale_.divides")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_under_another_default_dtype(
+    subject: Library, reference: Library, device: str, dtype: torch.dtype
+) -> None:
+    def story(library: Library) -> Iterator[Outcome]:
+        rig = Rig(library, device, init_scale=8.0, growth_interval=1)
+        for last in (None, math.inf, None):
+            rig.zero_grad()
+            yield rig.did(rig.backward, last)
+            yield rig.did(rig.scaler.step, rig.optimizer)
+            yield rig.did(rig.scaler.update)
+        yield rig.did(rig.scaler.load_state_dict, rig.scaler.state_dict())
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert_same_story(reference, subject, story)
+    finally:
+        torch.set_default_dtype(before)

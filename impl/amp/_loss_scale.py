@@ -118,8 +118,9 @@ def read_state(state_dict: Mapping[str, Any]) -> SavedState:
         state_dict["_growth_tracker"],
     )
     # Scratch tensors refuse what the scaler's own would refuse, in torch's words.
-    scale, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
-    torch._amp_update_scale_(scale, tracker, torch.zeros(()), *state[1:4])
+    scale = torch.ones((), dtype=torch.float32, device="cpu")
+    tracker = torch.zeros((), dtype=torch.int32, device="cpu")
+    torch._amp_update_scale_(scale, tracker, torch.zeros_like(scale), *state[1:4])
     scale.fill_(state.scale)
     tracker.fill_(state.growth_tracker)
     float(state.scale)  # fill_ takes the real part of a complex number
@@ -164,7 +165,7 @@ class FloorWatch:
             on_cuda or scale.device.type == "cpu"
         ):
             return
-        here = torch.empty(2, pin_memory=on_cuda)
+        here = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=on_cuda)
         here.copy_(torch.stack((scale, found_inf.view_as(scale))), non_blocking=True)
         arrived = None
         if on_cuda:

@@ -126,7 +126,7 @@ class Scaling:
                 "step(optimizer) before found_inf(optimizer)"
             )
         scale, _ = scaler._check_scale_growth_tracker("found_inf")
-        return torch.stack([torch.zeros((), device=scale.device), *_at(scale.device, found)]).amax()
+        return torch.stack([torch.zeros_like(scale), *_at(scale.device, found)]).amax()
 
     def step_was_taken(self, scaler: GradScaler, optimizer: _Optimizer) -> bool:
         verdicts = scaler._verdicts_on(optimizer)

@@ -492,7 +492,9 @@ class GradScaler:
     def _check_inf_per_device(self, optimizer: _Optimizer) -> dict[torch.device, Tensor]:
         """Check the gradients, float16 ones too, and leave them scaled."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        found = self._checked(optimizer, torch.ones((), device=scale.device), allow_fp16=True)
+        found = self._checked(
+            optimizer, torch.ones((), dtype=torch.float32, device=scale.device), allow_fp16=True
+        )
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
@@ -544,7 +546,7 @@ class GradScaler:
     def _checked(
         self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found_inf = torch.zeros((), device=inv_scale.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
         here = self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = self._reduce_found_inf(here)
         verdicts = self._verdicts_on(optimizer)

@@ -222,7 +222,7 @@ class Layout:
 @dataclass(frozen=True)
 class _Prepared:
     parameters: Parameters
-    guards: TensorGuards  # on parameters, with their shapes
+    guards: TensorGuards  # on parameters, with their shapes and strides
     layout: Layout
 
     def serves(self, grads: list[Tensor], copies: list[Tensor]) -> bool:
@@ -261,7 +261,7 @@ class _Lists:
         kept = self._prepared.get(bucket) if PLAIN_TYPES.issuperset(map(type, bucket.params)) else None
         if kept is None or not kept.serves(grads, mine):
             parameters = _prepared(bucket.params, states, bucket, grads, mine)
-            guards = tensor_guards([*parameters.params], with_shapes=True)
+            guards = tensor_guards([*parameters.params], with_shapes=True, with_strides=True)
             kept = _Prepared(parameters, guards, Layout(parameters.params, grads))
             self._prepared[bucket] = kept
         grads = kept.layout.known_of(grads)
