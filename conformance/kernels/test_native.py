@@ -104,6 +104,20 @@ def stepped(params: list[Tensor], grads: list[Tensor], lists: Parameters | None 
         kernels.fused_step_(SGD, lists or Parameters(params, []), grads, torch.tensor(1.0))
 
 
+def test_torchs_operators_go_by_the_threads_of_now() -> None:
+    before = torch.get_num_threads()
+    param = torch.zeros(300_000, dtype=torch.bfloat16)
+    lists = Parameters([param], [])
+    try:
+        for threads in (4, 1, 3):
+            torch.set_num_threads(threads)
+            with kernels.route("cached"):
+                kernels.fused_step_(SGD, lists, [torch.ones_like(param)], torch.tensor(1.0))
+    finally:
+        torch.set_num_threads(before)
+    assert param.unique().numel() == 1
+
+
 def test_memory_that_has_moved_is_found_again(library: _native.Library) -> None:
     param = torch.zeros(3)
     lists = Parameters([param], [])

@@ -262,6 +262,17 @@ def test_counters_are_one_buffer_and_the_tensors_they_were() -> None:
     assert [float(step) for step in after] == [2.0] * len(after)
 
 
+def test_counters_that_processes_share_stay_shared() -> None:
+    side = Side("AdamW fused", captured=True)
+    on.iteration(side, 0)
+    counters = [state["step"] for state in side.optimizer.state.values()]
+    for counter in counters:
+        counter.share_memory_()
+    for seed in range(1, 4):
+        on.iteration(side, seed)
+    assert [(counter.is_shared(), float(counter)) for counter in counters] == [(True, 4.0)] * len(counters)
+
+
 def test_counters_that_share_memory_stay_as_they_are() -> None:
     """torch adds once for each parameter, so that a counter of two counts twice."""
 

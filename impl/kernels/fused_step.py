@@ -87,9 +87,10 @@ class _Long:
     steps: list[Tensor]
     pieces: list[_Piece]
     addresses: list[int]  # of what the pieces are views of
+    width: int  # of a piece, which goes by the number of threads
 
     def has_moved(self, parameters: Parameters) -> bool:
-        return self.addresses != _addresses(parameters, self.place)
+        return self.width != _width() or self.addresses != _addresses(parameters, self.place)
 
 
 @untracked
@@ -166,7 +167,7 @@ class _Scaling:
 
     @classmethod
     def by(cls, factor: Tensor, dtype: torch.dtype) -> _Scaling:
-        scratch = torch.empty(max(_RUN, _PIECE * torch.get_num_threads()), dtype=dtype)
+        scratch = torch.empty(max(_RUN, _width()), dtype=dtype, device="cpu")
         return cls(factor, factor.float().reciprocal() if dtype in HALVES else None, scratch)
 
     def of(self, flat: Tensor) -> Tensor:
@@ -240,7 +241,7 @@ def _run(parameters: Parameters, places: Sequence[int]) -> _Run:
 
 
 def _long(parameters: Parameters, place: int) -> _Long:
-    width = _PIECE * torch.get_num_threads()
+    width = _width()
     params = _flat(parameters.params[place]).split(width)
     states = [_flat(state[place]).split(width) for state in parameters.states]
     copies = _flat(parameters.copies[place]).split(width) if parameters.copies else [None] * len(params)
@@ -249,7 +250,11 @@ def _long(parameters: Parameters, place: int) -> _Long:
         for i, piece in enumerate(params)
     ]
     steps = [parameters.steps[place]] if parameters.steps else []
-    return _Long(place, steps, pieces, _addresses(parameters, place))
+    return _Long(place, steps, pieces, _addresses(parameters, place), width)
+
+
+def _width() -> int:
+    return _PIECE * torch.get_num_threads()
 
 
 def _addresses(parameters: Parameters, place: int) -> list[int]:

@@ -65,9 +65,11 @@ def in_a_row(steps: list[Tensor]) -> Tensor | None:
 def moved_together(steps: list[Tensor]) -> Tensor | None:
     """Give the counters one buffer and return it; None, with nothing moved, if they cannot share one.
 
-    Two that share memory stay as they are: apart, each would count for itself.
+    Two that share memory stay as they are, as do those that other processes share: apart, each would count for itself.
     """
     if not steps or not _are_alike(steps) or len(set(map(_pointer, steps))) < len(steps):
+        return None
+    if any(step.is_cpu and step.is_shared() for step in steps):
         return None
     flat = torch.stack(steps)
     for step, place in zip(steps, flat.unbind(), strict=True):
