@@ -118,6 +118,13 @@ def _(model: Any, state_dict: Any) -> None:
     model._planted_state_dict = dict(state_dict)
 
 
+@saving("saved_twice", "what was saved is copied while it is still held")
+def _(model: Any, state_dict: Any) -> None:
+    state_dict.update(
+        {key: value.clone() for key, value in state_dict.items() if type(value) is torch.Tensor}
+    )
+
+
 @saving("rows_rolled", "each rank's rows are saved one further down")
 def _(model: Any, state_dict: Any) -> None:
     for value in state_dict.values():

@@ -68,6 +68,20 @@ def test_a_whole_dict_on_the_cpu(
     assert_ranks_agree(list(map(what_is_in_it, wanted)), list(map(what_is_in_it, got)), EXACT)
 
 
+@clause("distributed.fsdp.fsdp_state_dict.held_once")
+def test_a_whole_dict_is_held_once(subject: Library, ranks: Ranks, world_size: int) -> None:
+    if subject.package == "torch":
+        unavailable("the reference cannot run here: fsdp.full_state_dict_to_cpu")
+    if world_size == 1:
+        unavailable("a single rank deals nothing")
+    asks = "conformance.distributed.fsdp.state_dict_cases:held_while_saving"
+    first, *others = ranks(world_size).run(asks, library=subject.spec)
+    bytes_of_dict, times_the_model = first
+    assert bytes_of_dict == 5 * 4 * (640 * 640 + 640)
+    assert 1 <= times_the_model < 1.4
+    assert all(bytes_of_dict == 0 and times_the_model < 0.4 for bytes_of_dict, times_the_model in others)
+
+
 @clause("distributed.fsdp.fsdp_state_dict.parameters_on_the_cpu")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

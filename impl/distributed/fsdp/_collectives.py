@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ _LOW_PRECISION: dict[Any, torch.dtype] = {
 }
 _Hook = Callable[..., Any]
 
+# A whole that is wanted elsewhere is gathered in so many parts at most, each of so many bytes at least.
+_PARTS = 8
+_PART_BYTES = 1 << 20
+
 
 @torch.no_grad()
 def gather(flat: Flat, whole: Whole, groups: Groups, name: str) -> None:
@@ -59,9 +63,31 @@ def gathered_like(flat: Flat, shard: Tensor, groups: Groups, name: str) -> Tenso
     """The whole [padded_numel] of any tensor that is dealt as the flat is; collectives as `gather`."""
     if groups.shard is None:
         return shard
-    mine = shard.to(flat.device)
-    whole = mine.new_empty(flat.layout.padded_numel)
-    _gather_into(whole, mine, groups, groups.shard, name)
+    return _whole_of(shard.to(flat.device), groups, groups.shard, name)
+
+
+@torch.no_grad()
+def gathered_in_parts(flat: Flat, groups: Groups, name: str) -> Iterator[tuple[int, Tensor]]:
+    """All elements of a flat that is dealt, in runs that follow one another: where in the whole each begins, and it.
+
+    No rank has more of the whole at a time than an eighth, unless that were less than a megabyte. Every rank has to
+    take all of the runs.
+
+    Collectives: up to eight all-gathers, as `gather`.
+    """
+    shard, layout, group = flat.flat_param.data, flat.layout, groups.shard
+    assert group is not None
+    fewest = -(-_PART_BYTES // (flat.dtype.itemsize * layout.world))
+    width = max(-(-layout.shard_numel // _PARTS), fewest, 1)
+    for first in range(0, layout.shard_numel, width):
+        part = _whole_of(shard[first : first + width].to(flat.device), groups, group, name)
+        for rank, run in enumerate(part.view(layout.world, -1)):
+            yield rank * layout.shard_numel + first, run
+
+
+def _whole_of(mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> Tensor:
+    whole = mine.new_empty(mine.numel() * group.size())
+    _gather_into(whole, mine, groups, group, name)
     return whole
 
 

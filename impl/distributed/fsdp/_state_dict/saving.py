@@ -7,6 +7,7 @@ whole, a stand-in is shown, and what it stands for takes its place after the wal
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, cast
@@ -14,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._collectives import gathered_like
+from impl.distributed.fsdp._collectives import gathered_in_parts
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
 from impl.distributed.fsdp._state_dict.resharding import Dealt, Resharding, chunk_of
@@ -49,7 +50,8 @@ class Saving:
         Raises:
             AssertionError: the unit is in the middle of a forward or backward.
             RuntimeError: LOCAL_STATE_DICT was asked for inside `summon_full_params`.
-        Collectives: for each flat an all-gather, or of SHARDED_STATE_DICT one all-to-all; none of LOCAL_STATE_DICT.
+        Collectives: for each flat up to eight all-gathers, or of SHARDED_STATE_DICT one all-to-all; none of
+            LOCAL_STATE_DICT.
         """
         bring_to_rest(self._unit, self._kind)
         for flat in self._unit.flats:
@@ -91,17 +93,33 @@ class Saving:
             chunks = self._chunks_of(flat)
             sources = [(chunk, flat, index) for index, chunk in enumerate(chunks)]
             return stand_ins_for(flat, self, sources)
-        views = self._whole_views(flat)  # which takes every rank
+        copies = self._whole_copies(flat)  # which takes every rank
         if self._is_left_out:
             return stand_ins_for(flat, self)
-        copies = [self._copy(view) for view in views]
         self._copies.update((_storage_of(copy), False) for copy in copies)
         return [nn.Parameter(copy, flat.wants_grad(index)) for index, copy in enumerate(copies)]
 
-    def _whole_views(self, flat: Flat) -> list[Tensor]:
+    def _whole_copies(self, flat: Flat) -> list[Tensor]:
+        """None where this rank is left out. Beside them no rank has more than a part of the whole at a time."""
         if self._unit.all_show_whole:
-            return _summoned_tensors(flat)
-        return flat.views_of(gathered_like(flat, flat.flat_param.data, self._unit.groups, self._unit.name))
+            return [] if self._is_left_out else [self._copy(tensor) for tensor in _summoned_tensors(flat)]
+        if self._unit.groups.shard is None:
+            shown = flat.views_of(flat.flat_param.data)
+            return [] if self._is_left_out else [self._copy(view) for view in shown]
+        slots = () if self._is_left_out else flat.layout.slots
+        memories = [torch.empty(slot.numel, dtype=flat.dtype, device=self._device) for slot in slots]
+        stops = [slot.stop for slot in slots]
+        for first, run in gathered_in_parts(flat, self._unit.groups, self._unit.name):
+            end = first + run.numel()
+            for index in range(bisect_right(stops, first), len(slots)):
+                slot, memory = slots[index], memories[index]
+                if slot.start >= end:
+                    break
+                start, stop = max(slot.start, first), min(slot.stop, end)
+                memory[start - slot.start : stop - slot.start] = run[start - first : stop - first]
+        return [
+            memory.as_strided(slot.shape, slot.stride) for slot, memory in zip(slots, memories, strict=True)
+        ]
 
     def _chunks_of(self, flat: Flat) -> list[Tensor]:
         groups, layout = self._unit.groups, flat.layout
@@ -116,10 +134,12 @@ class Saving:
         dealt = [Dealt(index, flat.dtype, piece) for index, piece in enumerate(pieces)]
         return Resharding(layout, groups, flat.device, self._unit.name).chunks_from(dealt)
 
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self._config.offload_to_cpu else self._wrapper.compute_device
+
     def _copy(self, tensor: Tensor) -> Tensor:
-        # A rank that offloads shall not have the whole twice.
-        device = torch.device("cpu") if self._config.offload_to_cpu else self._wrapper.compute_device
-        return tensor.clone() if tensor.device == device else tensor.to(device)
+        return tensor.clone() if tensor.device == self._device else tensor.to(self._device)
 
     # What becomes of it
 
