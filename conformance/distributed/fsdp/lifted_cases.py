@@ -143,19 +143,16 @@ def accumulate(
     Replicas are as many as ranks, none of which is shared: by a `mesh`, or for want of one and of groups by `default`.
     """
     found, plain = load_library(library), built(module)
+    fsdp = found.distributed.fsdp
 
     def run() -> dict[str, Any]:
         arguments: dict[str, Any] = {"device_id": torch.device(on)} if on else {}
+        arguments["sharding_strategy"] = fsdp.ShardingStrategy["HYBRID_SHARD" if replicas else strategy]
         if replicas == "mesh":
             arguments["device_mesh"] = mesh_of(rank, 1)
-        elif replicas:
-            arguments["auto_wrap_policy"] = found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
-        if replicas:
-            strategy_now = "HYBRID_SHARD"
         else:
-            strategy_now = strategy
-            arguments["auto_wrap_policy"] = found.distributed.fsdp.wrap.ModuleWrapPolicy({Position, Nothing})
-        arguments["sharding_strategy"] = found.distributed.fsdp.ShardingStrategy[strategy_now]
+            units = {nn.Sequential} if replicas else {Position, Nothing}
+            arguments["auto_wrap_policy"] = fsdp.wrap.ModuleWrapPolicy(units)
         model = found.find(FSDP)(plain, **arguments)
         losses = accumulated(model, rank.rank)
         norm = model.clip_grad_norm_(0.5) if clips else None

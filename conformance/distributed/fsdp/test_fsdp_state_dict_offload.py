@@ -69,11 +69,10 @@ def test_a_whole_dict_on_the_cpu(
 
 
 @clause("distributed.fsdp.fsdp_state_dict.held_once")
+@pytest.mark.world_sizes(fewest=2)
 def test_a_whole_dict_is_held_once(subject: Library, ranks: Ranks, world_size: int) -> None:
     if subject.package == "torch":
         unavailable("the reference cannot run here: fsdp.full_state_dict_to_cpu")
-    if world_size == 1:
-        unavailable("a single rank deals nothing")
     asks = "conformance.distributed.fsdp.state_dict_cases:held_while_saving"
     first, *others = ranks(world_size).run(asks, library=subject.spec)
     bytes_of_dict, times_the_model = first

@@ -101,11 +101,10 @@ class Saving:
 
     def _whole_copies(self, flat: Flat) -> list[Tensor]:
         """None where this rank is left out. Beside them no rank has more than a part of the whole at a time."""
-        if self._unit.all_show_whole:
-            return [] if self._is_left_out else [self._copy(tensor) for tensor in _summoned_tensors(flat)]
-        if self._unit.groups.shard is None:
-            shown = flat.views_of(flat.flat_param.data)
-            return [] if self._is_left_out else [self._copy(view) for view in shown]
+        is_shown = self._unit.all_show_whole
+        if is_shown or self._unit.groups.shard is None:
+            wholes = _summoned_tensors(flat) if is_shown else flat.views_of(flat.flat_param.data)
+            return [] if self._is_left_out else [self._copy(whole) for whole in wholes]
         slots = () if self._is_left_out else flat.layout.slots
         memories = [torch.empty(slot.numel, dtype=flat.dtype, device=self._device) for slot in slots]
         stops = [slot.stop for slot in slots]
