@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.library import Library
-from conformance.outcome import observe
+from conformance.outcome import Outcome, observe
 from conformance.strategies.fused_steps import (
     KINDS,
     ROW,
@@ -149,3 +149,48 @@ def test_a_parameter_laid_out_otherwise_than_before(
         lambda library: observe(told, library, by_one),
         lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
     )
+
+
+STATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "laid out otherwise": lambda state: state.t().contiguous().t(),
+    "in double": Tensor.double,
+    "cut off": lambda state: state[:2].clone(),
+}
+# torch's fused operators, told of such a state, go by the parameter's form.
+STATEFUL: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda groups: AdamW(groups, lr=0.125, foreach=True),
+    "momentum": lambda groups: SGD(groups, lr=0.125, momentum=0.5, foreach=True),
+    "adagrad": lambda groups: Adagrad(groups, lr=0.125, foreach=True),
+}
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@ROW
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("form", STATES)
+def test_a_state_of_another_form_than_before(
+    deviation: DeviationJudge, reference: Library, device: str, form: str, kind: str
+) -> None:
+    """By `.data`, in the third step: it is the same tensor object, elsewhere in memory. Where torch's step refuses it,
+    ours does.
+    """
+
+    def told(library: Library, take: Take) -> list[Outcome]:
+        given = (Gradient((4, 4), seed=1), Gradient((3,), seed=2))
+        rig = Rig(library, device, given, STATEFUL[kind], init_scale=8.0)
+        seen: list[Outcome] = []
+        for iteration in range(4):
+            rig.zero_grad()
+            rig.backward()
+            if iteration == 2:
+                for state in rig.optimizer.state[rig.parameters[0]].values():
+                    if state.dim():
+                        state.data = STATES[form](state.data)
+            outcome = observe(take, rig, 1.0)
+            if outcome.raised is not None:
+                return [*seen, outcome]
+            seen.append(observe(lambda: [param.detach().clone() for param in rig.parameters]))
+        return seen
+
+    wanted = told(reference, by_four)
+    judge(deviation, lambda library: told(library, by_one), lambda seen: assert_same_states(wanted, seen))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.clauses import clause
@@ -427,3 +429,49 @@ def test_nothing_waits_for_the_device(deviation: DeviationJudge, max_norm: float
         assert seen == ["meta", "meta"]
 
     judge(deviation, probe, compare)
+
+
+def _drop_one(params: list[torch.Tensor]) -> None:
+    params[0].grad = None
+
+
+def _replace_one(params: list[torch.Tensor]) -> None:
+    params[0].grad = torch.full_like(params[0], 3.0)
+
+
+def _clamp_all(params: list[torch.Tensor]) -> None:
+    for param in params:
+        if param.grad is not None:
+            param.grad.clamp_(-0.5, 0.5)
+
+
+@clause("amp.grad_scaler.fused_step.seen_as_a_step")
+@ROW
+@pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
+@pytest.mark.parametrize("does", [_drop_one, _replace_one, _clamp_all])
+def test_hooks_before_the_step_have_the_last_word(
+    deviation: DeviationJudge,
+    reference: Library,
+    device: str,
+    does: Callable[[list[torch.Tensor]], None],
+    everywhere: bool,
+) -> None:
+    """They see unscaled gradients, and it is stepped by what they leave; in the third step, after two without."""
+
+    def told(library: Library, take: Take) -> list[Any]:
+        rig = Rig(library, device, SOME, KINDS["adamw"], init_scale=8.0)
+        seen: list[Any] = []
+        for iteration in range(4):
+            rig.zero_grad()
+            rig.backward()
+            register = (
+                register_optimizer_step_pre_hook if everywhere else rig.optimizer.register_step_pre_hook
+            )
+            hook = register(lambda *_: does(rig.parameters)) if iteration == 2 else contextlib.nullcontext()
+            with hook:
+                take(rig, math.inf)
+            seen.append(state_of(rig))
+        return seen
+
+    wanted = told(reference, by_four)
+    judge(deviation, lambda library: told(library, by_one), lambda seen: assert_same_states(wanted, seen))

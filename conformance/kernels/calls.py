@@ -105,6 +105,11 @@ def scaled_elsewhere_by_default(route: str, tensors: list[Tensor], factor: float
     return tensors
 
 
+def norm_elsewhere_by_default(route: str, tensors: list[Tensor]) -> float:
+    with kernels.route(route), torch.device("meta"):
+        return kernels.total_norm(tensors, 2.0).item()
+
+
 def unscaled_by(
     route: str, grads: list[Tensor], inv_scale: float, found_inf: float
 ) -> tuple[list[Tensor], float]:

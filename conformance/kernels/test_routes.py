@@ -24,6 +24,7 @@ from conformance.kernels.calls import (
     clamped_by,
     every_pattern_of_bits,
     norm_by,
+    norm_elsewhere_by_default,
     on_views,
     scaled_by,
     scaled_elsewhere_by_default,
@@ -303,6 +304,15 @@ def test_an_address_used_again_with_another_size_or_dtype(route):
 def test_the_default_device_does_not_matter(route):
     [scaled] = by(route, scaled_elsewhere_by_default, [torch.ones(CHUNK + 1)], 2.0)
     assert scaled.eq(2.0).all()
+    for small in by(route, scaled_elsewhere_by_default, [torch.ones(9, dtype=torch.bfloat16)] * 20, 2.0):
+        assert small.eq(2.0**20).all()
+    # One that is too small for its squares, none with an element, and one that is laid out twice.
+    for tensors, norm in (
+        ([torch.full((4,), 1e-30)], 2e-30),
+        ([torch.ones(0)], 0.0),
+        ([torch.full((4,), 2.0).expand(3, 4)], 48**0.5),
+    ):
+        assert by(route, norm_elsewhere_by_default, tensors) == pytest.approx(norm, rel=1e-6)
 
 
 def test_the_table_is_kept_while_addresses_stay_and_keeps_no_gradient():

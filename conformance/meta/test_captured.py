@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -437,3 +439,37 @@ def test_a_schedule_builds_nothing() -> None:
         on.iteration(side, seed)
         scheduler.step()
     assert explain(side.optimizer).builds == builds
+
+
+class _Forthright(torch.optim.SGD):
+    """Copied and pickled with all its attributes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_of_all_attributes_is_captured_for_itself(how: Callable[[Optimizer], Optimizer]) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = capture(_Forthright([weight], lr=0.5), graph=True)
+    optimizer.step()
+    copied = how(optimizer)
+    [other] = copied.param_groups[0]["params"]
+    other.grad = torch.full((3,), 3.0)
+    copied.step()
+    optimizer.step()
+    assert other.tolist() == [-1.0] * 3
+    assert weight.tolist() == [0.0] * 3
+    assert explain(copied).captured
+    assert explain(copied).graph is not None
+    assert (explain(optimizer).builds, explain(copied).builds) == (1, 1)
+
+
+def test_the_default_device_does_not_matter() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    with torch.device("meta"):
+        capture(optimizer, implementation="fused").step()
+    assert weight.tolist() == [0.5] * 3

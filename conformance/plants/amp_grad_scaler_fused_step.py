@@ -136,6 +136,18 @@ def one_lr(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) ->
             group["lr"] = lr
 
 
+@broken("hooks_come_late", "hooks before the step are called when its gradients were read")
+def hooks_come_late(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    hooks = dict(optimizer._optimizer_step_pre_hooks)
+    optimizer._optimizer_step_pre_hooks.clear()
+    try:
+        return original(self, optimizer, *args, **more)
+    finally:
+        optimizer._optimizer_step_pre_hooks.update(hooks)
+        for hook in hooks.values():
+            hook(optimizer, (), {})
+
+
 @broken("gradients_unscaled", "gradients are written")
 def gradients_unscaled(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
     inv_scale = 1.0 / self.get_scale()

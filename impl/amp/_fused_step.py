@@ -222,7 +222,10 @@ def _call_step(step: _Step) -> bool | None:
         optimizer.step()
         return True
     flag = joint_flag(scaler._found_inf_per_device(optimizer), step.home)
-    if kernels.known_on_host(flag) is not None or getattr(optimizer, "_step_supports_amp_scaling", False):
+    is_bad = kernels.known_on_host(flag)
+    if is_bad:
+        return False
+    if is_bad is False or getattr(optimizer, "_step_supports_amp_scaling", False):
         scaler.step(optimizer)
         return scaler._verdicts_on(optimizer).taken
     return step_unless(optimizer, flag)

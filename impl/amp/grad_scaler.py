@@ -226,8 +226,8 @@ class GradScaler:
         Adam, AdamW, SGD and Adagrad of `torch.optim` step as with `fused=True`, whatever they were built with. Their
         gradients are read, and stay scaled and unclipped in `.grad`; the update is from scaled copies of them on other
         devices, and on CUDA without Triton, of parameters in float64, or while a CUDA graph is captured. Every other
-        optimizer, and gradients that no fused update takes (sparse ones, say, which are coalesced), have `.grad`
-        unscaled and clipped in place, and then `optimizer.step()`.
+        optimizer, one with hooks before its step, and gradients that no fused update takes (sparse ones, say, which are
+        coalesced), have `.grad` unscaled and clipped in place, and then `optimizer.step()`.
         After `unscale_` the gradients are taken as they are, and what it found decides. Of what a subclass may override
         a fused update asks neither `_unscale_grads_` nor `_maybe_opt_step`: it does the work of both itself.
 

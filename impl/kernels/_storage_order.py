@@ -84,7 +84,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _has_equal_offsets(tensor: Tensor) -> bool:
-    offsets = torch.zeros(1, dtype=torch.int64)
+    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
-        offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
+        offsets = (offsets[:, None] + torch.arange(size, device="cpu") * stride).flatten()
     return offsets.unique().numel() < offsets.numel()

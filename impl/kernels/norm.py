@@ -115,7 +115,7 @@ def _two_norm_cached(groups: list[list[Tensor]], dtype: torch.dtype, widens: boo
         norm = norms[0].squeeze_(0)
         return norm if norm.dtype is dtype else norm.to(dtype)
     if not norms:
-        return torch.zeros((), dtype=dtype)
+        return torch.zeros((), dtype=dtype, device="cpu")
     accumulate = torch.float64 if dtype is torch.float64 else torch.float32
     return torch.linalg.vector_norm(torch.cat(norms), dtype=accumulate).to(dtype)
 
@@ -149,7 +149,7 @@ def _largest(groups: list[list[Tensor]]) -> Tensor:
 def _two_norm_by_largest(tensors: Sequence[Tensor]) -> Tensor:
     """Two-norm of any finite values, 0-dim f64: in units of the largest no square overflows."""
     real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors if t.numel()]
-    largest = _largest(by_dtype(real, {t.dtype for t in real})) if real else torch.zeros(())
+    largest = _largest(by_dtype(real, {t.dtype for t in real})) if real else torch.zeros((), device="cpu")
     if largest == 0 or not largest.isfinite():
         return largest
     norms = [

@@ -62,7 +62,7 @@ def _scale_halves(same_dtype: list[Tensor], factor: Tensor) -> None:
     short = [t for t in same_dtype if t.numel() < _LONG]
     long = [t for t in same_dtype if t.numel() >= _LONG]
     if short:
-        ignored = torch.zeros((), dtype=torch.float32)
+        ignored = torch.zeros((), dtype=torch.float32, device="cpu")
         torch._amp_foreach_non_finite_check_and_unscale_(short, ignored, factor)
     if long:
         torch._foreach_mul_(long, factor)

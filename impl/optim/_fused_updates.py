@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from impl.kernels import (
     KERNEL_DTYPES,
     PLAIN_TYPES,
     AdagradRule,
     AdamRule,
+    Addresses,
     Formed,
     Parameters,
     Rule,
@@ -114,7 +116,7 @@ class Update:
         rule = self.kind.rule(self.group, self.unfilled and found_inf is None)
         grads = self.grads
         if self.layout is not None and not self.layout.is_that_of(grads):
-            grads = [*grads]  # a hook has changed what was known of them
+            grads = [*grads]  # what wraps `step` has changed what was known of them
         counters = self.bucket.counters
         counters.advance()
         fused_step_(rule, self.parameters, grads, factor, found_inf)
@@ -137,6 +139,8 @@ def _objection_to(optimizer: Optimizer) -> str | None:
         return "its steps are differentiable"
     if any(isinstance(beta, Tensor) for group in optimizer.param_groups for beta in group.get("betas", ())):
         return "its betas are tensors"
+    if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+        return "hooks before its step may read and replace unscaled gradients"
     return cannot_plan(optimizer)
 
 
@@ -223,11 +227,24 @@ class Layout:
 class _Prepared:
     parameters: Parameters
     guards: TensorGuards  # on parameters, with their shapes and strides
+    others: Addresses  # of states and copies: one that `.data` gave another form has another
     layout: Layout
+
+    @classmethod
+    def of(cls, parameters: Parameters, grads: list[Tensor]) -> _Prepared:
+        params = [*parameters.params]
+        guards = tensor_guards(params, with_shapes=True, with_strides=True)
+        others = Addresses(chain(*parameters.states, parameters.copies))
+        return cls(parameters, guards, others, Layout(params, grads))
 
     def serves(self, grads: list[Tensor], copies: list[Tensor]) -> bool:
         same_copies = [*map(id, self.parameters.copies)] == [*map(id, copies)]
-        return same_copies and self.guards.check(*self.parameters.params) and self.layout.is_that_of(grads)
+        return (
+            same_copies
+            and self.guards.check(*self.parameters.params)
+            and not self.others.have_moved()
+            and self.layout.is_that_of(grads)
+        )
 
 
 class _Lists:
@@ -258,12 +275,10 @@ class _Lists:
             return self._of_unfilled(group, bucket, grads, copies)
         mine = _copies_of(bucket.params, copies)
         # What is no plain tensor is looked through anew, since its part may lie elsewhere now.
-        kept = self._prepared.get(bucket) if PLAIN_TYPES.issuperset(map(type, bucket.params)) else None
+        kept = self._prepared.pop(bucket, None) if PLAIN_TYPES.issuperset(map(type, bucket.params)) else None
         if kept is None or not kept.serves(grads, mine):
-            parameters = _prepared(bucket.params, states, bucket, grads, mine)
-            guards = tensor_guards([*parameters.params], with_shapes=True, with_strides=True)
-            kept = _Prepared(parameters, guards, Layout(parameters.params, grads))
-            self._prepared[bucket] = kept
+            kept = _Prepared.of(_prepared(bucket.params, states, bucket, grads, mine), grads)
+        self._prepared[bucket] = kept
         grads = kept.layout.known_of(grads)
         layout = kept.layout if isinstance(grads, Formed) else None
         return [Update(self._kind, group, bucket.params, kept.parameters, grads, bucket, False, layout)]

@@ -71,7 +71,7 @@ def _built_with(optimizer: Optimizer, group: dict[str, Any], flags: dict[str, bo
     kind: Any = type(optimizer)
     known = inspect.signature(kind).parameters
     given = {name: value for name, value in group.items() if name in known and name != "params"}
-    return kind([torch.zeros(1, 1)], **{**given, **flags})
+    return kind([torch.zeros(1, 1, device="cpu")], **{**given, **flags})
 
 
 def _place_counter(state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:

@@ -85,6 +85,10 @@ class _Capture:
         # By the places of a group and of a bucket in it; a load puts other groups in these places.
         self._backoffs: defaultdict[tuple[int | None, int], Backoff] = defaultdict(Backoff)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For optimizers that copy or pickle their whole `__dict__`: what they make is captured, and begins anew."""
+        return type(self), (self._optimizer(),), {"wants_graphs": self.wants_graphs}
+
     @torch._disable_dynamo
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         optimizer = self._optimizer()
@@ -184,7 +188,8 @@ def capture(
             are eager. On the CPU it changes nothing. It has not run on a GPU yet. None leaves it as it is: off, at
             first.
     Returns:
-        The same optimizer. A copy of it, or what a pickle of it gives, is a plain optimizer; capture it again.
+        The same optimizer. A copy of it, or what a pickle of it gives, is a plain optimizer; capture it again. (One of
+            a subclass whose `__getstate__` gives all attributes is captured.)
     Raises:
         TypeError: it is no optimizer.
         ValueError: the optimizer has no such implementation.

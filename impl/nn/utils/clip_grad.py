@@ -241,7 +241,7 @@ def _refuse_unless_held(bound: float, gradients: _Gradients) -> None:
     if torch.finfo(torch.float16).max < bound < math.inf:
         for tensors in gradients.ordinary.values():
             for dtype in dtypes_of(tensors):
-                torch.zeros((), dtype=dtype).clamp_(-bound, bound)
+                torch.zeros((), dtype=dtype, device="cpu").clamp_(-bound, bound)
 
 
 class _Gradients(NamedTuple):

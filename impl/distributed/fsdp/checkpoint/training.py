@@ -219,7 +219,7 @@ def _memory_for(saved: Any, parameter: Any) -> Any:
         return None  # the planner puts the value there
     dtype = saved.properties.dtype
     if not isinstance(parameter, Tensor) or saved.size != parameter.size():
-        return torch.empty(saved.size, dtype=dtype)
+        return torch.empty(saved.size, dtype=dtype, device="cpu")
     if not isinstance(parameter, ShardedTensor):
         return torch.empty_like(parameter, dtype=dtype)
     shards = [
