@@ -14,6 +14,7 @@ from conformance.kernels.interpreter import the_interpreter
 from conformance.kernels.native import the_library
 from conformance.kernels.update_bounds import update
 from conformance.kernels.updates import Described, Lists, Place, lists_of, updated
+from impl import kernels
 from impl.kernels import AdagradRule, AdamRule, Rule, SGDRule
 from impl.kernels._table import CHUNK
 
@@ -180,6 +181,16 @@ def test_nothing_is_done_where_the_flag_is_set(rule: Rule) -> None:
     got = by("triton", what)
     for old, new in zip(every(before), every(got), strict=True):
         assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("route", ["plain", "cached"])
+def test_gradients_in_another_order_of_memory(route: str) -> None:
+    """Which torch's operators read as if they lay like the parameters."""
+    param, grad = torch.zeros(3, 4), torch.arange(12.0).view(4, 3).t()
+    rule = SGDRule(1.0, 0.0, 0.0, 0.0, nesterov=False, maximize=False, is_first_step=False)
+    with kernels.route(route):
+        kernels.fused_step_(rule, kernels.Parameters([param], []), [grad], torch.tensor(1.0))
+    assert torch.equal(param, -grad)
 
 
 def every(lists: Lists) -> list[torch.Tensor]:

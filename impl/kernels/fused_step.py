@@ -132,7 +132,7 @@ def _step_plain(
     rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None
 ) -> None:
     own = parameters.params[0].dtype
-    scaled, divisor = _scaled_for(own, grads, factor)
+    scaled, divisor = _scaled_for(own, list(map(laid_out_as, parameters.params, grads)), factor)
     rule.apply_(parameters.params, scaled, parameters.states, parameters.steps, divisor, found_inf)
     if parameters.copies:
         torch._foreach_copy_([*parameters.copies], [*parameters.params])
