@@ -22,7 +22,7 @@ both_kinds = pytest.mark.parametrize("use_orig_params", [False, True])
 Probe = Callable[[Library], Seen]
 
 
-def probe_of(pool: RankPool, does: Any, strategy: str, use_orig_params: bool) -> Probe:
+def probe_of(pool: RankPool, does: Any, strategy: str, use_orig_params: bool, **makes: Any) -> Probe:
     return lambda library: outcomes(
         pool,
         library,
@@ -30,13 +30,14 @@ def probe_of(pool: RankPool, does: Any, strategy: str, use_orig_params: bool) ->
         does=does,
         strategy=strategy,
         use_orig_params=use_orig_params,
+        **makes,
     )
 
 
-def is_as_without_sharding(seen: Seen, does: Any) -> bool:
-    wanted = written_without_sharding(does, len(seen))
+def is_as_without_sharding(seen: Seen, does: Any, **makes: Any) -> bool:
+    wanted = written_without_sharding(does, len(seen), **makes)
     for outcome in seen:
-        if outcome.raised is not None:
+        if outcome.raised is not None or outcome.value["whole"].keys() != wanted["whole"].keys():
             return False
         got = outcome.value
         pairs = [*zip(wanted["outputs"], got["outputs"], strict=True)]

@@ -45,13 +45,18 @@ class Trainer:
     ranks: Sequence[int]
     unsynced: Callable[[], contextlib.AbstractContextManager[None]]
 
-    def backward(self, number: int, *, forks: bool = True) -> None:
+    def loss(self, number: int, *, forks: bool = True) -> torch.Tensor:
         inputs = [torch.linspace(0, 1 + number, 15).view(5, 3) - rank * 0.25 for rank in self.ranks]
-        sum(self.model(x, forks).square().mean() / len(inputs) for x in inputs).backward()
+        losses = [self.model(x, forks).square().mean() / len(inputs) for x in inputs]
+        return torch.stack(losses).sum()
 
-    def step(self) -> None:
-        """Plain descent, by torch's optimizer."""
-        torch.optim.SGD(self.model.parameters(), 0.25).step()
+    def backward(self, number: int, *, forks: bool = True) -> None:
+        self.loss(number, forks=forks).backward()
+
+    def step(self, *, of: str = "", fused: bool = False) -> None:
+        """Plain descent, by torch's optimizer, of the parameters that have this in their names."""
+        stepped = [parameter for name, parameter in self.model.named_parameters() if of in name]
+        torch.optim.SGD(stepped, 0.25, fused=fused).step()
         self.model.zero_grad()
 
     def output(self) -> torch.Tensor:
@@ -178,6 +183,7 @@ def written(
     does: Callable[[Trainer], list[torch.Tensor]],
     strategy: str,
     use_orig_params: bool,
+    makes: Callable[[], nn.Module] = Forked,
 ) -> Outcome:
     """Outputs that a sharded model gives, and its whole parameters in the end."""
     found = load_library(library)
@@ -185,7 +191,7 @@ def written(
     def run() -> dict[str, Any]:
         fsdp = found.find(FSDP)
         model = fsdp(
-            Forked(),
+            makes(),
             sharding_strategy=getattr(found.distributed.fsdp.ShardingStrategy, strategy),
             auto_wrap_policy=found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential}),
             device_id=torch.device("cpu"),
@@ -199,7 +205,9 @@ def written(
     return observe(run)
 
 
-def written_without_sharding(does: Callable[[Trainer], list[torch.Tensor]], ranks: int) -> dict[str, Any]:
-    model = Forked()
+def written_without_sharding(
+    does: Callable[[Trainer], list[torch.Tensor]], ranks: int, makes: Callable[[], nn.Module] = Forked
+) -> dict[str, Any]:
+    model = makes()
     outputs = does(Trainer(model, range(ranks), contextlib.nullcontext))
     return {"outputs": outputs, "whole": {name: each.detach() for name, each in model.named_parameters()}}

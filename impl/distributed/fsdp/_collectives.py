@@ -50,6 +50,7 @@ def gather(flat: Flat, whole: Whole, groups: Groups, name: str) -> None:
     whole.allocate()
     if whole.is_lasting:
         return
+    whole.fill_from(flat.versions)
     shard = flat.flat_param.data
     if groups.shard is None:
         whole.flat.copy_(shard, non_blocking=True)

@@ -27,7 +27,6 @@ from impl.distributed.fsdp._flat_layout import (
 )
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._showing import Known, Owned, ReleasedParameter, Showing
-from impl.distributed.fsdp._steps import watch
 from impl.distributed.fsdp.api import MixedPrecision
 
 
@@ -51,6 +50,7 @@ class Whole:
         self.leaves = [_over(self.flat, slot) for slot in layout.slots]
         # Gathering writes behind autograd's back, so whatever moves these was a change to a parameter.
         self._versions = [leaf._version for leaf in self.leaves]
+        self._filled_from: list[int] = []  # versions of the shard
         self.trainable: list[Tensor] = []
         self.has_frozen = True
         self._follows: list[bool] = []
@@ -90,6 +90,21 @@ class Whole:
         if self.is_live and not self.is_lasting:
             self._storage.resize_(0)
             self.is_live = False
+
+    def is_filled_from(self, versions: list[int]) -> bool:
+        return self._filled_from == versions
+
+    def fill_from(self, versions: list[int]) -> None:
+        """Its elements are those of a shard with these versions: to graphs made of others they are changed in place."""
+        before, self._filled_from = self._filled_from, versions
+        if before == versions:
+            return
+        moved = range(len(self.leaves))
+        if before[:1] == versions[:1]:  # by names of parameters alone
+            moved = [index for index in moved if before[1 + index] != versions[1 + index]]
+        torch.autograd.graph.increment_version([self.leaves[index] for index in moved])
+        for index in moved:
+            self._versions[index] += 1
 
     def take_gradients(self) -> list[Tensor | None]:
         """Those of the leaves, which lose them."""
@@ -163,7 +178,6 @@ class Flat:
         self._summoned: Showing | None = None
         self._home: tuple[dict[str, Any], str] | None = None
         self._wholes: dict[torch.dtype, Whole] = {}
-        watch(self.stepped)
         self.refresh()
 
     @property
@@ -189,9 +203,9 @@ class Flat:
         return self.parameters if self.use_orig_params else [self.flat_param]
 
     @property
-    def version(self) -> int:
-        """Moves whenever the shard is written to, whichever of its names is used."""
-        return self.flat_param._version + sum(p._version for p in self.parameters)
+    def versions(self) -> list[int]:
+        """Of the shard as one, and of the user's own parameters: they move when it is written to by these names."""
+        return [self.flat_param._version, *[p._version for p in self.parameters]]
 
     def wants_grad(self, index: int) -> bool:
         """Of a parameter, by its number."""
@@ -221,9 +235,16 @@ class Flat:
             self._wholes[dtype] = found
         return found
 
+    def is_gathered_as_it_is(self, dtype: torch.dtype) -> bool:
+        """Whether the whole has what the shard holds now."""
+        whole = self.whole(dtype)
+        return whole.is_lasting or whole.is_filled_from(self.versions)
+
     def expose(self, dtype: torch.dtype) -> Whole:
         """Have the modules see the whole's leaves."""
         whole = self.whole(dtype)
+        if whole.is_lasting:
+            whole.fill_from(self.versions)
         whole.follow([p.requires_grad for p in self.stepped])
         self._showing.show(whole.leaves)
         self.is_shown = True

@@ -7,21 +7,29 @@ still whole would take its shard for unchanged then, and compute with parameters
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 _watched: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by id
+_have_gradients: Any = WeakIdKeyDictionary()  # of each that is watched, weakly, what tells of all ranks
 
 
-def watch(parameters: Iterable[Tensor]) -> None:
-    """From here on a step of any optimizer that has these moves their version counters, however it writes."""
+def watch(parameters: Iterable[Tensor], have_gradients: Callable[[], bool]) -> None:
+    """From here on a step of any optimizer moves the version counters of those it writes to, however it does.
+
+    Args:
+        have_gradients: a method, held weakly: whether, on some rank, there are any of what these are dealt with.
+    """
     _hook_steps()
-    _watched.update((id(parameter), parameter) for parameter in parameters)
+    for parameter in parameters:
+        _watched[id(parameter)] = parameter
+        _have_gradients[parameter] = WeakMethod(have_gradients)
 
 
 @functools.cache
@@ -34,5 +42,13 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if torch.compiler.is_compiling():  # a graph moves the counters of what it writes to
         return
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    written = [parameter for parameter in stepped if _watched.get(id(parameter)) is parameter]
-    torch.autograd.graph.increment_version(written)
+    ours = [parameter for parameter in stepped if _watched.get(id(parameter)) is parameter]
+    torch.autograd.graph.increment_version([parameter for parameter in ours if _is_written(parameter)])
+
+
+def _is_written(parameter: Tensor) -> bool:
+    """By a step, on any rank: all of them have to see one, also those that have no element of the parameter."""
+    if parameter.grad is not None or parameter.numel() > 0:
+        return parameter.grad is not None
+    have_gradients = _have_gradients[parameter]()
+    return have_gradients is not None and have_gradients()

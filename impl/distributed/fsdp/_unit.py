@@ -118,7 +118,6 @@ class Unit:
         self._was_prefetched = False
         self.awaits_backward = False
         self._in_graph: list[Whole] = []  # whose leaves the last graph was built from
-        self._shards_at_gather: list[int] = []
         self._open_inputs = 0  # differentiable inputs whose gradients have not come yet
         self._input_hooks: list[RemovableHandle] = []
         self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
@@ -360,8 +359,6 @@ class Unit:
                 gather(flat, flat.whole(dtype), self.groups, self.name)
         self._gathered = root.streams.record(Lane.GATHER)
         self._dtypes = wanted
-        if self._is_kept_after_forward():
-            self._shards_at_gather = [flat.version for flat in self.flats]
 
     def release(self) -> None:
         """Do without the wholes; the modules see what rests in the leaves' place."""
@@ -400,7 +397,8 @@ class Unit:
             unit._was_prefetched = True
 
     def _shards_are_as_gathered(self) -> bool:
-        return self._was_prefetched or self._shards_at_gather == [flat.version for flat in self.flats]
+        pairs = zip(self.flats, self._dtypes or (), strict=True)
+        return self._was_prefetched or all(flat.is_gathered_as_it_is(dtype) for flat, dtype in pairs)
 
     def _is_kept_after_forward(self) -> bool:
         return not self.plan.frees_after_forward or self.root.is_root(self) or self.groups.shard is None
