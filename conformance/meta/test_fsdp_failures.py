@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.meta.streamed import PLAIN, call, loss_of, model_of, world_of
-from impl.distributed.fsdp._unit import Phase
+from impl.distributed.fsdp._phase import Phase
 
 
 class Raising(torch.autograd.Function):

@@ -35,7 +35,7 @@ SHARDING = "impl.distributed.fsdp"
 WITHIN_SHARDING = (
     ("_board",),
     ("_watch",),
-    ("api", "_agreement", "_division", "_flat_layout", "_nested", "_order", "_streams"),
+    ("api", "_agreement", "_division", "_flat_layout", "_nested", "_order", "_phase", "_streams"),
     ("_full_precision", "_groups", "_neighbours", "_showing", "_steps"),
     ("_flat_param",),
     ("_collectives", "_managed", "wrap"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,6 +74,69 @@ class Both(Positioned):
         return self.both(x)
 
 
+class Description:
+    """What no container of torch's or Python's is."""
+
+    def __init__(self, mean: torch.Tensor, spread: torch.Tensor) -> None:
+        self.parts = {"mean": mean}
+        self.inner = _Spread(spread)
+        self.itself = self
+
+    def square(self) -> torch.Tensor:
+        return (self.parts["mean"] * self.inner.spread).square()
+
+
+@dataclass(frozen=True)
+class _Spread:
+    spread: torch.Tensor
+
+
+class Describing(nn.Module):
+    """Returns an object, which may have a parameter among what it holds."""
+
+    def __init__(self, holds_parameter: bool) -> None:
+        super().__init__()
+        self.mean = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        self.spread = nn.Parameter(torch.ones(2))
+        self.holds_parameter = holds_parameter
+
+    def forward(self, x: torch.Tensor) -> Description:
+        spread = self.spread.expand(len(x), 2)
+        return Description(self.mean(x), spread if self.holds_parameter else spread.exp())
+
+
+class Described(nn.Module):
+    """Computes with what such an object holds."""
+
+    def __init__(self, holds_parameter: bool) -> None:
+        super().__init__()
+        self.describing = Describing(holds_parameter)
+        self.last = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.describing(x).square())
+
+
+class Kept:
+    """Goes from unit to unit, and has what each has computed."""
+
+    def __init__(self) -> None:
+        self.outputs: list[torch.Tensor] = []
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, given: tuple[torch.Tensor, Kept | None]) -> tuple[torch.Tensor, Kept | None]:
+        x, kept = given
+        x = self.layer(x).tanh()
+        if kept is not None:
+            kept.outputs.append(x)
+        return x, kept
+
+
 class Nothing(nn.Module):
     """Its parameters have no elements."""
 
@@ -103,6 +167,10 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Linear(3, 4),
     "normed": _normed,
     "returned": Positioned,
+    "object": lambda: Describing(holds_parameter=False),
+    "object with a parameter": lambda: Describing(holds_parameter=True),
+    "object inside": lambda: Described(holds_parameter=False),
+    "object inside with a parameter": lambda: Described(holds_parameter=True),
     "no elements": lambda: nn.Sequential(nn.Linear(3, 4), Nothing(), nn.Linear(4, 2)),
 }
 
@@ -151,7 +219,7 @@ def accumulate(
         if replicas == "mesh":
             arguments["device_mesh"] = mesh_of(rank, 1)
         else:
-            units = {nn.Sequential} if replicas else {Position, Nothing}
+            units = {nn.Sequential} if replicas else {Position, Nothing, Describing}
             arguments["auto_wrap_policy"] = fsdp.wrap.ModuleWrapPolicy(units)
         model = found.find(FSDP)(plain, **arguments)
         losses = accumulated(model, rank.rank)
@@ -160,6 +228,18 @@ def accumulate(
 
     with groups_put_back():
         return observe(run)
+
+
+def one_step_of_many_units(rank: Rank, *, library: str, keeps: bool) -> Outcome:
+    found, plain = load_library(library), nn.Sequential(*(Keeping() for _ in range(4)))
+
+    def run() -> None:
+        policy = found.distributed.fsdp.wrap.ModuleWrapPolicy({Keeping})
+        model = found.find(FSDP)(plain, device_id=_CPU, auto_wrap_policy=policy)
+        output, _ = model((torch.ones(2, 3), Kept() if keeps else None))
+        output.sum().backward()
+
+    return observe(run)
 
 
 def output_after_a_step(rank: Rank, *, library: str, evaluates: bool, fused: bool) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +12,9 @@ from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.lifted_cases import built
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen, has_averaged, raised
+from conformance.distributed.fsdp.test_fsdp_lifted import Seen, accumulate, has_averaged, raised
 from conformance.distributed.fsdp.test_fsdp_lifted_weights import gave
+from conformance.distributed.fsdp.traffic import counts
 from conformance.library import Library
 from conformance.ranks import RankPool
 from conformance.results import unavailable
@@ -52,6 +54,45 @@ def test_parameters_that_are_returned_can_be_read(
     for outcome in seen:
         assert outcome.raised is None, outcome.raised
         assert torch.equal(outcome.value[0].values, torch.ones(5, 2)), outcome.value
+
+
+@clause("distributed.fsdp.fsdp_lifted.objects")
+@pytest.mark.deviation("fsdp.objects")
+@pytest.mark.parametrize("module", ["object", "object inside"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_unit_may_return_an_object(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, strategy: str, module: str
+) -> None:
+    deviation.judge(
+        accumulate(ranks(world_size), module=module, strategy=strategy),
+        torch_does=lambda seen: not has_averaged(seen, module),
+        we_do=lambda seen: has_averaged(seen, module),
+        may_agree=strategy == "NO_SHARD" or world_size == 1,
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.objects")
+@pytest.mark.parametrize("module", ["object with a parameter", "object inside with a parameter"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_object_may_hold_parameters(
+    subject: Library, ranks: Ranks, world_size: int, strategy: str, module: str
+) -> None:
+    if subject.package == "torch":
+        unavailable("the reference reads memory that it has given away, which ends the process")
+    seen = accumulate(ranks(world_size), module=module, strategy=strategy)(subject)
+    assert has_averaged(seen, module), seen
+
+
+@clause("distributed.fsdp.fsdp_lifted.objects")
+def test_an_object_that_goes_from_unit_to_unit_costs_no_gathers(
+    subject: Library, rank_pool: RankPool
+) -> None:
+    def issued(keeps: bool) -> list[Counter[str]]:
+        seen = outcomes(rank_pool, subject, "lifted_cases:one_step_of_many_units", keeps=keeps)
+        assert all(outcome.raised is None for outcome in seen), seen
+        return [counts(trace) for trace in rank_pool.traces]
+
+    assert issued(keeps=True) == issued(keeps=False)
 
 
 @clause("distributed.fsdp.fsdp_lifted.without_elements")

@@ -71,6 +71,7 @@ def judge_as_without_sharding(deviation: DeviationJudge, probe: Probe, does: Any
         written_cases.exchanged_by_memory,
         written_cases.from_a_vector,
         written_cases.memory_while_whole,
+        written_cases.stepped_and_cleared,
         written_cases.inferred_first,
     ],
     ids=lambda does: does.__name__,

@@ -108,6 +108,16 @@ def memory_while_whole(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
+def stepped_and_cleared(trainer: Trainer) -> list[torch.Tensor]:
+    """The optimizer moves no version counter, and has no gradients left; the model is whole for another backward."""
+    trainer.backward(0)
+    _unused = trainer.loss(1)
+    optimizer = torch.optim.SGD(trainer.model.parameters(), 0.25, fused=True)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    optimizer.step()
+    return [trainer.output()]
+
+
 def inferred_first(trainer: Trainer) -> list[torch.Tensor]:
     """The first forward ever is in inference mode."""
     with torch.inference_mode():

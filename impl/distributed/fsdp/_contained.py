@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from impl.distributed.fsdp._unit import Phase, Unit
+from impl.distributed.fsdp._phase import Phase
+from impl.distributed.fsdp._unit import Unit
 
 
 def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[RemovableHandle]:

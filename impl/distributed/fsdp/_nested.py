@@ -1,14 +1,15 @@
-"""Tensors inside what a module is given and returns: containers, nested as deep as one likes."""
+"""Tensors inside what a module is given and returns: in containers, nested as deep as one likes, and in objects."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -27,6 +28,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif _is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+
+
+def attributes_in(value: Any, seen: set[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Of each object that is neither container nor tensor, and of those in their attributes; `seen` are done."""
+    seen = set() if seen is None else seen
+    if isinstance(value, (Tensor, PackedSequence, type, nn.Module, ModuleType)):
+        return
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, (tuple, list, set)):
+        parts = value
+    elif _is_dataclass(value):
+        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        attributes = getattr(value, "__dict__", None)
+        if not attributes or id(value) in seen:
+            return
+        seen.add(id(value))
+        yield attributes
+        parts = attributes.values()
+    for each in parts:
+        yield from attributes_in(each, seen)
 
 
 def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -61,13 +84,18 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def apart_from(memory: set[int], value: Any) -> Any:
-    """`value` with differentiable copies of the tensors that lie in storages with these addresses."""
+    """`value` with differentiable copies of the tensors that lie in storages with these addresses.
+
+    Objects stay the same, and are given copies.
+    """
 
     def apart(tensor: Tensor) -> Tensor:
         # Sparse ones and those inside of functorch's transforms have no storage.
         lies_in = torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in memory
         return tensor.clone() if lies_in else tensor
 
+    for attributes in attributes_in(value):
+        attributes.update({name: replaced(each, apart) for name, each in attributes.items()})
     return replaced(value, apart)
 
 

@@ -43,7 +43,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         return
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     ours = [parameter for parameter in stepped if _watched.get(id(parameter)) is parameter]
-    torch.autograd.graph.increment_version([parameter for parameter in ours if _is_written(parameter)])
+    # None is left where a hook of the optimizer's own has cleared them all.
+    torch.autograd.graph.increment_version([p for p in ours if _is_written(p)] or ours)
 
 
 def _is_written(parameter: Tensor) -> bool:

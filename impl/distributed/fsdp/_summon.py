@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._collectives import gather, gathered_like
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._gradients import GradientShard
+from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._streams import Lane
-from impl.distributed.fsdp._unit import Phase, Unit
+from impl.distributed.fsdp._unit import Unit
 
 
 @dataclass(frozen=True)

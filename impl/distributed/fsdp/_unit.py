@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,35 +24,11 @@ from impl.distributed.fsdp._collectives import Reduction, gather, join
 from impl.distributed.fsdp._flat_param import Flat, Whole
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._nested import apart_from, cast_floats, replaced, tensors_in
+from impl.distributed.fsdp._nested import apart_from, attributes_in, cast_floats, replaced, tensors_in
+from impl.distributed.fsdp._phase import Phase, TrainingState, torchs_name
 from impl.distributed.fsdp._streams import Lane, Streams
 from impl.distributed.fsdp.api import BackwardPrefetch, MixedPrecision
 from impl.optim._shards import deal
-
-
-class Phase(Enum):
-    """What a unit is in the middle of."""
-
-    IDLE = "idle"  # its forward may run, or a backward begin
-    FORWARD = "forward"
-    BACKWARD = "backward"  # its gradients are being computed
-    SUMMONED = "summoned"  # its parameters are whole for the user to read
-
-
-class TrainingState(Enum):
-    """What torch calls the phases, and what its errors name."""
-
-    IDLE = 1
-    FORWARD_BACKWARD = 2
-    SUMMON_FULL_PARAMS = 3
-
-
-_TORCHS_NAME = {
-    Phase.IDLE: TrainingState.IDLE,
-    Phase.FORWARD: TrainingState.FORWARD_BACKWARD,
-    Phase.BACKWARD: TrainingState.FORWARD_BACKWARD,
-    Phase.SUMMONED: TrainingState.SUMMON_FULL_PARAMS,
-}
 
 
 @dataclass(frozen=True)
@@ -113,6 +88,7 @@ class Unit:
         self.all_show_whole = False
         self.shared: Shared | None = None
         self._depth = 0  # of calls of the module inside its own forward
+        self._first_node = 0  # of the graph that the forward builds, by autograd's count
         self._dtypes: list[torch.dtype] | None = None  # of the wholes that are live
         self._gathered: Any = None  # the event of their gather
         self._was_prefetched = False
@@ -134,7 +110,7 @@ class Unit:
 
     @property
     def training_state(self) -> TrainingState:
-        return _TORCHS_NAME[self.phase]
+        return torchs_name(self.phase)
 
     def check_device(self, compute_device: torch.device) -> None:
         """
@@ -195,6 +171,7 @@ class Unit:
         args, kwargs = self._cast(args, kwargs)
         if self.flats and torch.is_grad_enabled():
             self._watch_inputs(args, kwargs)
+        self._first_node = _next_node()
         return args, kwargs
 
     def after_forward(self, outputs: Any) -> Any:
@@ -210,7 +187,7 @@ class Unit:
             return outputs
         self.root.note_ended(self)
         self.phase = Phase.IDLE
-        watched = [each for each in tensors_in(outputs) if not each.is_leaf and torch.is_grad_enabled()]
+        watched = self._made_of(outputs) if torch.is_grad_enabled() else []
         for output in watched:
             output.register_hook(self.before_backward)
         self.awaits_backward |= bool(watched)
@@ -221,6 +198,14 @@ class Unit:
         else:
             self.release()
         return outputs
+
+    def _made_of(self, outputs: Any) -> list[Tensor]:
+        """What a backward enters the unit by. Objects may go from unit to unit, and hold what others have made."""
+        found = [each for each in tensors_in(outputs) if not each.is_leaf]
+        for attributes in attributes_in(outputs):
+            nodes = [(each, each.grad_fn) for each in tensors_in(attributes)]
+            found += [each for each, node in nodes if node and node._sequence_nr() >= self._first_node]
+        return found
 
     def abandon_forward(self) -> None:
         """The forward raised: as if it had not been called."""
@@ -488,6 +473,11 @@ class Unit:
                     f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "
                     "parameter is released; change it inside summon_full_params()"
                 )
+
+
+def _next_node() -> int:
+    """The number of the node that autograd makes next."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
 
 
 def _follow_in(unit: weakref.ref[Unit], gradient: Tensor) -> None:

@@ -26,13 +26,14 @@ from impl.distributed.fsdp._groups import (
     groups_of,
 )
 from impl.distributed.fsdp._managed import ignored_by, mark_managed, owned_by
+from impl.distributed.fsdp._phase import Phase, TrainingState
 from impl.distributed.fsdp._placement import broadcast_states, device_type_for, made_of, place
 from impl.distributed.fsdp._root import Root, root_over
 from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType
 from impl.distributed.fsdp._summon import Summoning, check, summoned
-from impl.distributed.fsdp._unit import Phase, Plan, TrainingState, Unit
+from impl.distributed.fsdp._unit import Plan, Unit
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite

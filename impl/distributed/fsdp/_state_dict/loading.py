@@ -22,12 +22,13 @@ from impl.distributed.fsdp._collectives import gathered_like
 from impl.distributed.fsdp._flat_layout import Slot
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._managed import clean_name, is_managed
+from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
 from impl.distributed.fsdp._state_dict.packing import chunk_in, own_numel
 from impl.distributed.fsdp._state_dict.resharding import Held, Resharding, chunk_of, laid_out_as
 from impl.distributed.fsdp._state_dict.saving import WRAPPED, bring_to_rest
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
-from impl.distributed.fsdp._unit import Phase, Unit
+from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp.api import StateDictType
 
 

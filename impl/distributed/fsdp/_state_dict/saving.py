@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from impl.distributed.fsdp._collectives import gathered_in_parts
 from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
 from impl.distributed.fsdp._state_dict.resharding import Dealt, Resharding, chunk_of
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
-from impl.distributed.fsdp._unit import Phase, Unit
+from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp.api import StateDictType
 
 WRAPPED = "_fsdp_wrapped_module."
