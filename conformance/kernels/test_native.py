@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 from unittest import mock
@@ -131,6 +132,24 @@ def test_autograd_hears_of_it(library: _native.Library) -> None:
     param, grad = torch.zeros(3), torch.ones(3)
     stepped([param], [grad])
     assert (param._version, grad._version) == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", [lambda tensors: kernels.clamp_(tensors, -0.3, 0.7),
+                                    lambda tensors: kernels.scale_(tensors, torch.tensor(0.3))])  # fmt: skip
+def test_changes_in_place_are_torchs_bit_by_bit(
+    library: _native.Library, change: Callable[[list[Tensor]], None], dtype: torch.dtype
+) -> None:
+    """Of more elements than one thread takes, and of fewer than the processor's instructions do."""
+    draw = torch.Generator().manual_seed(1)
+    ours = [torch.randn(size, generator=draw).to(dtype) for size in (50_000, 7, 1, 513)]
+    torchs = [tensor.clone() for tensor in ours]
+    with kernels.route("native"):
+        change(ours)
+    with kernels.route("plain"):
+        change(torchs)
+    assert all(map(torch.equal, ours, torchs))
+    assert [tensor._version for tensor in ours] == [1] * len(ours)  # autograd hears of it
 
 
 # The processor's instructions take eight at a time.

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._route import asked_route, is_eager, plan_for
+from impl.kernels._native.clamp import clamp
+from impl.kernels._route import asked_route, cpu_library, is_eager, plan_for
 from impl.kernels._untracked import untracked
 
 # From here on a tensor is worth an operator call of its own.
@@ -48,6 +49,9 @@ def _clamp_plain(groups: list[list[Tensor]], low: float, high: float) -> None:
 
 def _clamp_cached(tensors: Sequence[Tensor], low: float, high: float) -> None:
     """On the CPU: one pass over memory, 8 B an element in f32, where one bound after the other takes two."""
+    library = cpu_library(tensors)
+    if library is not None and clamp(library, tensors, low, high):
+        return
     numels = list(map(Tensor.numel, tensors))
     if max(numels) < _LARGE:
         small = [*tensors]

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
 from impl.kernels._lists import HALVES
-from impl.kernels._route import plan_for
+from impl.kernels._native.scale import scale
+from impl.kernels._route import cpu_library, plan_for
 from impl.kernels._untracked import untracked
 
 # The operator that unscales is the faster one for lists of tensors of these dtypes that are longer than _FEW and hold
@@ -32,8 +33,10 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
         if launch_scale(tensors, factor):
             return
-    by_operators = _scale_cached if plan.way == "cached" else _scale_plain
-    by_operators(by_dtype(tensors, plan.dtypes), factor)
+    if plan.way == "cached":
+        _scale_cached(tensors, plan.dtypes, factor)
+    else:
+        _scale_plain(by_dtype(tensors, plan.dtypes), factor)
 
 
 def _scale_plain(groups: list[list[Tensor]], factor: Tensor) -> None:
@@ -45,12 +48,16 @@ def _scale_plain(groups: list[list[Tensor]], factor: Tensor) -> None:
                 t.mul_(factor)
 
 
-def _scale_cached(groups: list[list[Tensor]], factor: Tensor) -> None:
+def _scale_cached(tensors: Sequence[Tensor], dtypes: set[torch.dtype], factor: Tensor) -> None:
     """On the CPU, where a look at the factor costs nothing: no pass at all when it is 1."""
-    if factor == 1:
+    number = factor.item()
+    if number == 1:
         return
     is_wide = factor.dtype is torch.float64
-    for same_dtype in groups:
+    library = None if is_wide else cpu_library(tensors)
+    if library is not None and scale(library, tensors, number):
+        return
+    for same_dtype in by_dtype(tensors, dtypes):
         if len(same_dtype) > _FEW and same_dtype[0].dtype in HALVES and not is_wide:
             _scale_halves(same_dtype, factor.float())
         else:

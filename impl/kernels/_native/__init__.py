@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 # As `tandem_interface` gives it: changed together with the arguments and structures of the C code.
-_INTERFACE = 4
+_INTERFACE = 5
 # As in lists.h.
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHUNK = 1 << 14
@@ -65,6 +65,8 @@ class Library:
     """The functions of the library; the first four arguments of those that walk lists are given by `lists`."""
 
     sum_of_squares: Callable[..., float]
+    clamp: Callable[..., None]
+    scale: Callable[..., None]
     fused_step: Callable[..., None]
     addresses: Callable[..., int]
     region: int | None  # address of `GOMP_parallel`; None: there is one thread
@@ -101,6 +103,8 @@ def library() -> Library | None:
 
     return Library(
         function("sum_of_squares", c_double, List, c_void_p),
+        function("clamp", None, List, c_double, c_double),
+        function("scale", None, List, c_float),
         function("fused_step", None, POINTER(Update)),
         _addresses(("tandem_addresses", loaded)),
         region,

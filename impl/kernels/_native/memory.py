@@ -74,6 +74,10 @@ class Form:
     numels: Column
     code: int  # of their dtype
 
+    @property
+    def has_no_empty(self) -> bool:
+        return 0 not in self.numels.numbers
+
     def at(self, tensors: Sequence[Tensor]) -> Tensors | None:
         """These tensors, which have this form; None where one has no memory."""
         addresses = _addresses_of(tensors)

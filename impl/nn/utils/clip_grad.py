@@ -36,8 +36,10 @@ from impl.kernels import (
     KERNEL_DTYPES,
     OVERLAP,
     PLAIN_TYPES,
+    Formed,
     are_on,
     dtypes_of,
+    form_of,
     layouts_of,
     overlaps_itself,
     untracked,
@@ -262,10 +264,9 @@ def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
     if torch.compiler.is_compiling() or not PLAIN_TYPES.issuperset(map(type, tensors)):
         # Whether a subclass mixes with plain tensors is for its own implementation to say.
         return _Gradients(tensors, {}, tensors, foreach)
-    device = _common_device_if_ordinary(tensors)
-    # Views that negate: lists of them are refused by torch, each by itself is not.
-    if device is not None and not (foreach is False and any(map(Tensor.is_neg, tensors))):
-        return _Gradients(tensors, {device: tensors}, [], foreach)
+    together = _together_if_ordinary(tensors, foreach)
+    if together is not None:
+        return _Gradients(tensors, {together[0].device: together}, [], foreach)
     ordinary: dict[torch.device, list[Tensor]] = {}
     others: list[Tensor] = []
     for tensor in tensors:
@@ -276,18 +277,23 @@ def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
     return _Gradients(tensors, ordinary, others, foreach)
 
 
-def _common_device_if_ordinary(tensors: list[Tensor]) -> torch.device | None:
-    """The device of all `tensors`, if every one is ordinary and contiguous; by whole-list calls, for speed."""
-    if not tensors or layouts_of(tensors) != {torch.strided} or not dtypes_of(tensors) <= KERNEL_DTYPES:
+def _together_if_ordinary(tensors: list[Tensor], foreach: bool | None) -> list[Tensor] | None:
+    """All `tensors`, if they lie on one device and every one is ordinary and dense; by whole-list calls, for speed."""
+    if not tensors or layouts_of(tensors) != {torch.strided} or any(map(Tensor.is_inference, tensors)):
         return None
     device = tensors[0].device
+    if not are_on(device, tensors):
+        return None
+    if device.type == "cpu" and (form := form_of(tensors)) is not None and form.has_no_empty:
+        return Formed(tensors, form)
     if (
-        are_on(device, tensors)
+        dtypes_of(tensors) <= KERNEL_DTYPES
         and (device.type in ("cpu", "cuda") or _device_has_foreach_support(device))
         and all(map(Tensor.is_contiguous, tensors))
-        and not any(map(Tensor.is_inference, tensors))
+        # Views that negate: lists of them are refused by torch, each by itself is not.
+        and not (foreach is False and any(map(Tensor.is_neg, tensors)))
     ):
-        return device
+        return tensors
     return None
 
 
@@ -297,7 +303,7 @@ def _is_ordinary(tensor: Tensor) -> bool:
         and tensor.dtype in KERNEL_DTYPES
         and _device_has_foreach_support(tensor.device)
         and torch._debug_has_internal_overlap(tensor) == 0
-        and not tensor.is_neg()  # see `_sorted_out`
+        and not tensor.is_neg()  # see `_together_if_ordinary`
         and (torch.is_inference_mode_enabled() or not tensor.is_inference())
     )
 

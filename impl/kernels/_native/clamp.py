@@ -1,0 +1,31 @@
+"""Clamping of a list of tensors, in one pass over memory."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from impl.kernels._native import Library
+from impl.kernels._native.memory import tensors_to_read
+
+
+def clamp(library: Library, tensors: Sequence[Tensor], low: float, high: float) -> bool:
+    """Clamp every element in place to [`low`, `high`], bounds rounded to the tensors' dtype, as `impl.kernels.clamp_`.
+
+    Args:
+        tensors: dense ones on the CPU; not empty.
+
+    Returns:
+        False if the library cannot take the tensors, or a bound is nan or none of their dtype; nothing is changed then.
+    Sync: none.
+    """
+    most = torch.finfo(tensors[0].dtype).max
+    if not all(abs(bound) <= most or math.isinf(bound) for bound in (low, high)):
+        return False
+    written = tensors_to_read(tensors)
+    if written is None:
+        return False
+    library.clamp(*library.lists(written.form.numels), written.list, low, high)
+    torch.autograd.graph.increment_version(tensors)
+    return True

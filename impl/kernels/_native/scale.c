@@ -1,0 +1,32 @@
+/* Lists of tensors multiplied in place by one factor; a product is rounded once. */
+
+#include "lists.h"
+
+struct scaling {
+    struct chunks chunks;
+    struct list list;
+    float factor;
+};
+
+FOR_EACH_CPU static void scale_chunks(void *job)
+{
+    struct scaling *all = job;
+    const float factor = all->factor;
+    float buffer[BLOCK];
+    for (struct chunk mine = {0}; take(&all->chunks, &mine);) {
+        for (int64_t start = mine.start; start < mine.stop; start += BLOCK) {
+            const int64_t n = block_at(&mine, start);
+            float *values = opened(buffer, all->list, mine.tensor, start, n);
+            for (int64_t i = 0; i < n; i++)
+                values[i] *= factor;
+            put_back(all->list, values, mine.tensor, start, n);
+        }
+    }
+}
+
+void tandem_scale(
+    region *parallel, int64_t threads, int64_t count, const int64_t *numels, struct list list, float factor)
+{
+    struct scaling job = {{count, numels, 0}, list, factor};
+    in_parallel(parallel, threads, scale_chunks, &job);
+}
