@@ -42,7 +42,7 @@ def is_claimed(library: Library, path: str) -> bool:
 def _is_claimed_name(package: str, name: str) -> bool:
     if (listed := _listed(package)) is not None:
         return name in listed
-    return name in surface.names() and _exposes(load_library(package), name)
+    return name in surface.names() and exposes(load_library(package), name)
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def _listed(package: str) -> frozenset[str] | None:
     return frozenset(tomllib.loads(file.read_text())["claims"]) if file.is_file() else None
 
 
-def _exposes(library: Library, name: str) -> bool:
+def exposes(library: Library, name: str) -> bool:
     """Also if its module is there and fails to import: a name that is broken is not a name that is left out."""
     try:
         return library.provides(name)

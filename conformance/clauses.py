@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from conformance import surface
+
 HERE = Path(__file__).parent
 # Folders whose tests judge a subject; the others test this repository's own parts.
 AREAS = ("amp", "cpu", "cuda", "distributed", "dynamo", "nn")
@@ -30,6 +32,11 @@ class Clause:
     def area(self) -> str:
         """The torch module it belongs to, which is the TOML file it stands in."""
         return next(area for area in _files() if self.id.startswith(area + "."))
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The public names that it is about: those whose methods and parameters it covers."""
+        return tuple(dict.fromkeys(surface.owner(item) for item in self.covers))
 
 
 def clause(clause_id: str) -> pytest.MarkDecorator:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from conformance import global_state, seeding, trial
-from conformance.claims import claims
+from conformance.claims import claims, exposes
 from conformance.clauses import AREAS, HERE, all_clauses
-from conformance.deadlines import MOST_RESTARTS, Deadlines
+from conformance.deadlines import MOST_RESTARTS, Deadlines, clause_of
 from conformance.deviations import DeviationJudge, all_deviations, all_reference_limits
 from conformance.errors import Hang, stop_by_hand
-from conformance.library import Library, load_library
+from conformance.library import Library, NotProvided, load_library
 from conformance.notes import Notes
 from conformance.results import Recorder, WorkerRecorder, unavailable
 
@@ -151,6 +151,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit = item.get_closest_marker("reference_limit")
     if limit is not None and limit.args[0] not in all_reference_limits():
         pytest.fail(f"{item.nodeid} names the limit {limit.args[0]!r}, which reference_limits.toml lacks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """A test of a clause that is about names which the subject lacks, all of them, ends before it does any work."""
+    asked, library = clause_of(pyfuncitem), pyfuncitem.funcargs.get("subject")
+    if asked and isinstance(library, Library):
+        names = all_clauses()[asked].names
+        if names and not any(exposes(library, name) for name in names):
+            raise NotProvided(library.spec, names[0])
 
 
 def _folder(item: pytest.Item) -> str:

@@ -27,6 +27,7 @@ from conformance.deviations import StaleRow, all_deviations
 from conformance.errors import told
 from conformance.library import Library, NotProvided
 from conformance.notes import Fault, Notes
+from conformance.ranks import RankRaised
 from conformance.tolerances import take_margins
 
 RED = ("failed", "hang", "crash", "stale")
@@ -108,16 +109,25 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
         return "passed", ""
     error = call.excinfo.value
     text = told(error)[:_MOST_TEXT]
-    if isinstance(error, NotProvided):
+    if lacking := _lacking(error):
         subject = item.funcargs.get("subject") if hasattr(item, "funcargs") else None
-        if isinstance(subject, Library) and not is_claimed(subject, error.path):
+        if isinstance(subject, Library) and not is_claimed(subject, lacking):
             report.outcome = "skipped"
-            report.longrepr = (str(item.path), None, f"not provided: {error.path}")
-            return "not provided", str(error)
-        return "failed", f"not provided, though claimed: {error.path}"
+            report.longrepr = (str(item.path), None, f"not provided: {lacking}")
+            return "not provided", f"{subject.spec} does not provide {lacking}"
+        return "failed", f"not provided, though claimed: {lacking}"
     if report.outcome == "skipped":
         return "unavailable", str(getattr(error, "msg", error)).removeprefix("unavailable: ")
     return _KINDS.get(type(error).__name__, "failed"), text
+
+
+def _lacking(error: BaseException) -> str | None:
+    """The name that was asked for in vain, here or, before anything else went wrong, on a rank."""
+    if isinstance(error, NotProvided):
+        return error.path
+    if isinstance(error, RankRaised) and error.scene.failures[0].kind == NotProvided.__qualname__:
+        return error.scene.failures[0].text.rpartition(" ")[2]
+    return None
 
 
 _KINDS = {"Hang": "hang", "RankHung": "hang", "RankDied": "crash", StaleRow.__name__: "stale"}

@@ -109,6 +109,12 @@ def owners() -> frozenset[str]:
     return frozenset((*names(), *BEGUN))
 
 
+def owner(item: str) -> str:
+    """The name that an item is, or is a method or parameter of; an item of no name that is known is its own."""
+    path = item.partition("(")[0]
+    return next((name for name in (path, path.rpartition(".")[0]) if name in owners()), path)
+
+
 def _items_of(path: str, value: Any) -> Iterator[Item]:
     yield Item(path)
     if path in CALLED_BY_TORCH:

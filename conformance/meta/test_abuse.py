@@ -28,6 +28,9 @@ CPU_ALONE = f"{VALUE}::test_clamps_values"  # four that call `clip_grad_value_` 
 ABUSED = f"{VALUE}::test_clamping_foreach"  # six tests that call `clip_grad_value_`
 OTHERS = f"{NORM}::test_norm_types_on_the_edge"  # five that do not
 SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # needs `amp`
+_AGREEMENT = "conformance/distributed/fsdp/test_fsdp_agreement.py"
+ON_RANKS = f"{_AGREEMENT}::test_orders_that_change_on_all_ranks"  # asks nothing of the subject but on ranks
+WRITING = f"{_AGREEMENT}::test_states_synchronised_in_another_order"  # which compares what ranks raised
 # Imported once for all subjects: each is judged in a fork, where telling torch's names needs all of these.
 _PRELOAD = [
     "torch._dynamo",
@@ -161,9 +164,17 @@ def test_a_name_that_is_lacking_is_red_only_if_claimed(tmp_path: Path) -> None:
         ("failed", "not provided, though claimed: amp.GradScaler")
     }
     assert {entry["outcome"] for entry in of(claimed, CPU_ALONE)} == {"passed"}
-    unclaimed = judged("lacks_a_module", tmp_path, CPU_ALONE, SCALER)
-    assert {entry["outcome"] for entry in of(unclaimed, SCALER)} == {"not provided"}
+    unclaimed = judged("lacks_a_module", tmp_path, CPU_ALONE, SCALER, ON_RANKS, WRITING)
+    assert {entry["outcome"] for entry in unclaimed["tests"]} == {"passed", "not provided"}
+    assert {entry["outcome"] for entry in of(unclaimed, CPU_ALONE)} == {"passed"}
     assert (unclaimed["verdict"], unclaimed["exit code"]) == ("green", 0)
+
+
+def test_what_only_ranks_find_lacking_is_not_provided(tmp_path: Path) -> None:
+    report = judged("lacks_what_ranks_ask_for", tmp_path, f"{ON_RANKS}[2-train]")
+    [entry] = report["tests"]
+    lacking = "lacks_what_ranks_ask_for does not provide distributed.fsdp.wrap.ModuleWrapPolicy"
+    assert (entry["outcome"], entry["reason"]) == ("not provided", lacking)
 
 
 def test_a_module_that_cannot_be_imported_takes_no_other_along(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ _ASKED = {found for source in _SOURCES for found in re.findall(r'\bclause\(\s*"(
 _DEVIATING = {found for source in _SOURCES for found in re.findall(r'mark\.deviation\(\s*"([^"]+)"', source)}
 
 
-@pytest.mark.parametrize("item", filter(has_effect, surface.items()), ids=str)
+@pytest.mark.parametrize("item", [*filter(has_effect, surface.items())], ids=str)
 def test_every_item_has_a_clause(item: surface.Item) -> None:
     covering = [clause.id for clause in all_clauses().values() if str(item) in clause.covers]
     if not (item.method or item.parameter):
