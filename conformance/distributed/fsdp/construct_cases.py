@@ -104,6 +104,7 @@ WAYS: dict[str, Callable[[Site], Any]] = {
     ),
     "a mesh of two dimensions that is not hybrid": lambda site: site.wrap(device_mesh=mesh_of(site.rank, 1)),
     "a scalar parameter": lambda site: site.wrap(_with_a_scalar(site)),
+    "a lazy module": lambda site: site.wrap(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))),
     "no sharding": lambda site: site.wrap(sharding_strategy=site.strategy("NO_SHARD")),
     "a container": lambda site: site.wrap(nn.ModuleList([nn.Linear(2, 2)])),
     "wrapped inside already": _wrapped_twice,
@@ -177,11 +178,19 @@ def synchronised(rank: Rank, *, library: str, setup: Setup) -> Outcome:
         return observe(run)
 
 
-def moved_away(rank: Rank, *, library: str, setup: Setup) -> Outcome:
-    """A forward after the parameters were moved to where nothing can be gathered from."""
-    found = load_library(library)
-    model = wrapped(rank, found, TREE.build(), setup).to("meta")
-    return observe(lambda: call(model, TREE, TREE.batch(0, rank.rank)))
+def moved_away(rank: Rank, *, library: str, setup: Setup, returns: bool = False) -> Outcome:
+    """A forward after the parameters were moved to where nothing can be gathered from, and perhaps back."""
+    model = wrapped(rank, load_library(library), TREE.build(), setup)
+
+    def run() -> torch.Tensor:
+        model.to("meta")
+        if returns:
+            model.to_empty(device=rank.device)
+            for parameter in model.parameters():
+                parameter.data.fill_(0.5)
+        return loss_of(call(model, TREE, TREE.batch(0, rank.rank))).detach()
+
+    return observe(run)
 
 
 # -- what a wrapped module is to its user
@@ -278,3 +287,12 @@ def converted(lab: Lab, *, how: str) -> dict[str, Any]:
         "gradients": lab.gradients(),
         "whole": gathered_parameters(lab.library, lab.model),
     }
+
+
+def moved_between(lab: Lab) -> dict[str, Any]:
+    """To where the parameters are, between forward and backward."""
+    batch = lab.tree.batch(0, lab.rank.rank)
+    loss = loss_of(call(lab.model, lab.tree, batch))
+    lab.model.to(lab.rank.device)
+    loss.backward()
+    return {"gradients": lab.gradients(), "whole": gathered_parameters(lab.library, lab.model)}

@@ -8,6 +8,7 @@ import pytest
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import outcomes
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
 from conformance.library import Library
@@ -92,3 +93,27 @@ def test_clipping_refuses_an_inf_of_another_rank(
         torch_does=lambda seen: raised(seen, TypeError, "error_if_nonfinite"),
         we_do=lambda seen: raised(seen, RuntimeError, "non-finite"),
     )
+
+
+@clause("distributed.fsdp.fsdp_lifted.moved_to_meta")
+@pytest.mark.deviation("fsdp.moved_to_meta")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_model_on_the_meta_device_computes_nothing(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, use_orig_params: bool
+) -> None:
+    refusal = (
+        (NotImplementedError, "meta device") if use_orig_params else (RuntimeError, "parameters on meta")
+    )
+    setup = Setup(arguments={"use_orig_params": use_orig_params})
+    deviation.judge(
+        lambda library: outcomes(ranks(world_size), library, "construct_cases:moved_away", setup=setup),
+        torch_does=lambda seen: raised(seen, NotImplementedError, "Cannot copy out of meta tensor"),
+        we_do=lambda seen: raised(seen, *refusal),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.moved_to_meta")
+def test_a_model_comes_back_from_the_meta_device(subject: Library, ranks: Ranks, world_size: int) -> None:
+    setup = Setup()
+    seen = outcomes(ranks(world_size), subject, "construct_cases:moved_away", setup=setup, returns=True)
+    assert all(outcome.raised is None for outcome in seen), seen

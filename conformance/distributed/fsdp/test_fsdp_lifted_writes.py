@@ -129,3 +129,21 @@ def test_a_parameter_that_a_unit_would_not_see_is_refused(
         torch_does=lambda seen: is_wrong_in_silence(seen, does),
         we_do=lambda seen: raised(seen, RuntimeError, "body.bias was replaced by another tensor"),
     )
+
+
+@clause("distributed.fsdp.fsdp_lifted.cast_between")
+@pytest.mark.deviation("fsdp.cast_between")
+@both_kinds
+@each_strategy
+def test_a_cast_between_forward_and_backward_is_refused(
+    deviation: DeviationJudge, rank_pool: RankPool, strategy: str, use_orig_params: bool
+) -> None:
+    deviation.judge(
+        probe_of(rank_pool, written_cases.cast_between, strategy, use_orig_params),
+        torch_does=lambda seen: (
+            raised(seen, ValueError, "different dtypes") or all(outcome.raised is None for outcome in seen)
+        ),
+        we_do=lambda seen: raised(
+            seen, RuntimeError, "was moved or cast between its forward and its backward"
+        ),
+    )

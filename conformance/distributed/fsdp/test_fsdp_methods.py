@@ -70,3 +70,13 @@ def test_the_dtype_may_change_behind_wrapping(
     setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
     asks: Any = construct_cases.converted
     assert_probes_agree(rank_pool, (reference, subject), asks, setup, how=how)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_moving_a_model_to_where_it_is_loses_no_graph(
+    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, use_orig_params: bool
+) -> None:
+    setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    assert_probes_agree(rank_pool, (reference, subject), construct_cases.moved_between, setup)

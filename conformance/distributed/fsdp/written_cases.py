@@ -171,6 +171,14 @@ def moved(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
+def cast_between(trainer: Trainer) -> list[torch.Tensor]:
+    """To another dtype, between forward and backward."""
+    loss = trainer.loss(0)
+    trainer.model.double()
+    loss.backward()
+    return []
+
+
 def called_with_others(trainer: Trainer) -> list[torch.Tensor]:
     """torch.func.functional_call with other values for the parameters, and the model's own again."""
     others = {name: parameter.detach() * 0.5 for name, parameter in trainer.model.named_parameters()}

@@ -12,9 +12,10 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from impl.distributed.fsdp._agreement import Complete
 from impl.distributed.fsdp._flat_layout import FlatLayout
-from impl.distributed.fsdp._flat_param import Flat, Whole
+from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._neighbours import is_enough, is_over_gloo, neighbours_in
+from impl.distributed.fsdp._whole import Whole
 
 # From 2.13 on torch deprecates the older names, which are all that 2.11 has. The group's own methods, because the
 # functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step takes.

@@ -10,7 +10,7 @@ else a `ReleasedParameter`, which knows its shape and refuses to be read.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._flat_layout import (
     FlatLayout,
     Piece,
-    Slot,
     aligned_elements,
     layout_of,
     split_sizes,
 )
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._showing import Known, Owned, ReleasedParameter, Showing
+from impl.distributed.fsdp._whole import Whole, laid_over
 from impl.distributed.fsdp.api import MixedPrecision
 
 
@@ -35,96 +35,6 @@ class FlatParameter(nn.Parameter):
 
     # How its parameters are named below the unit; torch's name, which torch.distributed.checkpoint.state_dict asks for.
     _fqns: tuple[str, ...]
-
-
-class Whole:
-    """All elements in one dtype; `flat` [padded_numel] comes and goes, `leaves` lie over it for good."""
-
-    def __init__(
-        self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, over: Tensor | None = None
-    ) -> None:
-        self.is_lasting = over is not None
-        self.flat = torch.empty(layout.padded_numel, dtype=dtype, device=device) if over is None else over
-        self._storage = self.flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-        self.leaves = [_over(self.flat, slot) for slot in layout.slots]
-        # Gathering writes behind autograd's back, so whatever moves these was a change to a parameter.
-        self._versions = [leaf._version for leaf in self.leaves]
-        self._filled_from: list[int] = []  # versions of the shard
-        self.trainable: list[Tensor] = []
-        self.has_frozen = True
-        self._follows: list[bool] = []
-        self.is_live = True
-        self.free()
-
-    @property
-    def memory(self) -> int:
-        """The address of its storage."""
-        return self._storage._cdata
-
-    def follow(self, wants_grad: list[bool]) -> None:
-        """Have each leaf, or all of them, require a gradient or not."""
-        if wants_grad == self._follows:
-            return
-        self._follows = wants_grad
-        for index, leaf in enumerate(self.leaves):
-            # The method is refused inside of functorch's transforms.
-            leaf.requires_grad = wants_grad[index if len(wants_grad) > 1 else 0]
-        self.trainable = [leaf for leaf in self.leaves if leaf.requires_grad]
-        self.has_frozen = len(self.trainable) < len(self.leaves)
-
-    def lie_over(self, shard: Tensor, layout: FlatLayout) -> None:
-        """Of a lasting one: the shard has other memory now."""
-        self.flat = shard
-        self._storage = shard.untyped_storage()
-        with torch.inference_mode(False), torch.no_grad():
-            for leaf, slot in zip(self.leaves, layout.slots, strict=True):
-                leaf.data = _over(shard, slot)
-
-    def allocate(self) -> None:
-        if not self.is_live:
-            self._storage.resize_(self._nbytes)
-            self.is_live = True
-
-    def free(self) -> None:
-        if self.is_live and not self.is_lasting:
-            self._storage.resize_(0)
-            self.is_live = False
-
-    def is_filled_from(self, versions: list[int]) -> bool:
-        return self._filled_from == versions
-
-    def fill_from(self, versions: list[int]) -> None:
-        """Its elements are those of a shard with these versions: to graphs made of others they are changed in place."""
-        before, self._filled_from = self._filled_from, versions
-        if before == versions:
-            return
-        moved = range(len(self.leaves))
-        if before[:1] == versions[:1]:  # by names of parameters alone
-            moved = [index for index in moved if before[1 + index] != versions[1 + index]]
-        torch.autograd.graph.increment_version([self.leaves[index] for index in moved])
-        for index in moved:
-            self._versions[index] += 1
-
-    def take_gradients(self) -> list[Tensor | None]:
-        """Those of the leaves, which lose them."""
-        grads = [leaf.grad for leaf in self.leaves]
-        for leaf in self.trainable:
-            leaf.grad = None
-        if any(grad is not None and grad.requires_grad for grad in grads):
-            raise RuntimeError("FSDP does not support gradients of gradients")
-        return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
-
-    def changed(self) -> int | None:
-        """The number of a leaf that was written to since it was made, or since the last answer."""
-        if self.is_lasting:
-            return None
-        now = [leaf._version for leaf in self.leaves]
-        if now == self._versions:
-            return None
-        found = next(i for i, pair in enumerate(zip(now, self._versions, strict=True)) if pair[0] != pair[1])
-        self._versions = now
-        return found
 
 
 class Flat:
@@ -178,6 +88,7 @@ class Flat:
         self._summoned: Showing | None = None
         self._home: tuple[dict[str, Any], str] | None = None
         self._wholes: dict[torch.dtype, Whole] = {}
+        self._address = 0
         self.refresh()
 
     @property
@@ -213,7 +124,10 @@ class Flat:
 
     def refresh(self) -> None:
         """Follow the shard after it was made, moved or cast."""
-        self._wholes.clear()
+        if self.flat_param.data_ptr() != self._address or self.flat_param.is_meta:
+            for whole in self._wholes.values():
+                whole.is_given_up = True
+            self._wholes.clear()
         self._address = self.flat_param.data_ptr()
         if self.use_orig_params:
             self.rest_as_views()
@@ -399,8 +313,17 @@ class Flat:
         self._register()
 
     @contextmanager
-    def being_changed(self) -> Generator[None]:
-        """Inside, `flat_param` alone is registered and may be moved or cast; what is made of it follows."""
+    def being_changed(self, change: Callable[[Tensor], Tensor]) -> Generator[None]:
+        """Inside, `flat_param` alone is registered and may be moved or cast so; what is made of it follows.
+
+        Raises:
+            NotImplementedError: original parameters, which stay the same objects, would move to the meta device.
+        """
+        if self.use_orig_params and change(self.flat_param.new_empty(0)).is_meta:
+            raise NotImplementedError(
+                f"{self.known[0].name} stays the same object, since use_orig_params is set, and so cannot be moved to "
+                "the meta device; wrap the module without use_orig_params, or let go of it"
+            )
         if self.use_orig_params:
             self._showing.hide()
             self._register()
@@ -411,7 +334,7 @@ class Flat:
                 self.flat_param = self._home[0][self._home[1]]
             if self.use_orig_params:
                 self.unregister()
-            if not self.offloads:
+            if not self.offloads and not self.flat_param.is_meta:
                 self.device = self.flat_param.device
             self.refresh()
 
@@ -438,7 +361,7 @@ class Flat:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Tensors in the parameters' shapes over a buffer of all elements."""
-        return [_over(flat, slot) for slot in self.layout.slots]
+        return [laid_over(flat, slot) for slot in self.layout.slots]
 
     def _as_leaf(self, view: Tensor) -> Tensor:
         return nn.Parameter(view, requires_grad=False) if self.use_orig_params else view
@@ -500,9 +423,3 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 def _address_of(tensor: Tensor) -> int:
     """Where its memory is, or if it has no elements its storage: ranks without any of a parameter see changes too."""
     return tensor.data_ptr() or tensor.untyped_storage()._cdata
-
-
-def _over(flat: Tensor, slot: Slot) -> Tensor:
-    """A tensor in the slot's shape over the buffer's memory, which autograd does not take for a view of it."""
-    made = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return made.set_(flat.untyped_storage(), flat.storage_offset() + slot.start, slot.shape, slot.stride)

@@ -173,17 +173,21 @@ class GradientShard:
                 parameter.grad = None
         if shard is not None:
             _set_grad(flat.flat_param, shard)
-        yield
-        moved, flat.flat_param.grad = flat.flat_param.grad, None
-        if moved is None:
-            return
-        if waiting is None:
+        try:
+            yield
+        finally:
+            moved, flat.flat_param.grad = flat.flat_param.grad, None
+            if moved is not None:
+                self._show_moved(moved, is_unreduced=waiting is not None)
+
+    def _show_moved(self, moved: Tensor, is_unreduced: bool) -> None:
+        if not is_unreduced:
             self.show(moved)
             return
         self._unreduced = moved = moved.detach()
-        self._unreduced_views = flat.views_of(moved)
+        self._unreduced_views = self._flat.views_of(moved)
         if self._averaged is not None:
-            self._averaged = self._averaged.to(flat.flat_param)
+            self._averaged = self._averaged.to(self._flat.flat_param)
         self._show_unreduced()
 
     def current(self) -> Tensor | None:

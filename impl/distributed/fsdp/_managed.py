@@ -127,7 +127,7 @@ def owned_by(root: nn.Module, ignored: Ignored, left_to_ancestor: frozenset[nn.P
             places.setdefault(parameter, []).append(place)
     owned = [Owned(Known(name, tuple(places[parameter])), parameter) for parameter, name in names.items()]
     for one in owned:
-        if one.parameter.dim() == 0:
+        if not one.parameter.shape:  # asked of a lazy module's, it raises what torch raises
             raise ValueError(
                 f"FSDP doesn't support scalar parameters. Change {one.known.name} to a 1D tensor with numel equal to 1."
             )

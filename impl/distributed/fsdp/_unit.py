@@ -21,12 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._collectives import Reduction, gather, join
-from impl.distributed.fsdp._flat_param import Flat, Whole
+from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._nested import apart_from, attributes_in, cast_floats, replaced, tensors_in
 from impl.distributed.fsdp._phase import Phase, TrainingState, torchs_name
 from impl.distributed.fsdp._streams import Lane, Streams
+from impl.distributed.fsdp._whole import Whole
 from impl.distributed.fsdp.api import BackwardPrefetch, MixedPrecision
 from impl.optim._shards import deal
 
@@ -226,6 +227,11 @@ class Unit:
         if self.phase is not Phase.IDLE:
             raise RuntimeError(
                 f"backward reached {self.name} while it is in the middle of {self.phase.value}"
+            )
+        if any(whole.is_given_up for whole in self._in_graph):
+            raise RuntimeError(
+                f"{self.name} was moved or cast between its forward and its backward, whose graph has the parameters "
+                "as they were; do it before the forward"
             )
         self.root.begin_backward()
         self.phase = Phase.BACKWARD

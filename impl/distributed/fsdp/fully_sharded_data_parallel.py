@@ -438,7 +438,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         with contextlib.ExitStack() as stack:
             for flat, gradients in zip(unit.flats, unit.gradients, strict=True):
                 stack.enter_context(gradients.on_flat_param())
-                stack.enter_context(flat.being_changed())
+                stack.enter_context(flat.being_changed(fn))
             super()._apply(fn, recurse)
         self.compute_device = next(
             (flat.device for flat in unit.flats if not flat.offloads), self.compute_device
