@@ -467,9 +467,20 @@ def with_sparse_gradients(rig: Rig) -> None:
         rig.take_step()
 
 
+def called_by_what_is_compiled(rig: Rig) -> None:
+    optimizer = rig.optimizer
+
+    def call() -> None:
+        optimizer.step()
+
+    rig.step = torch.compile(call, backend=rig.graphs)
+    with_sparse_gradients(rig)
+
+
 @clause("dynamo.optimizer.graphs.left_alone")
-def test_sparse_adam(subject: Library, reference: Library, device: str) -> None:
-    assert_torchs(subject, reference, with_sparse_gradients, maker("SparseAdam"), device=device)
+@pytest.mark.parametrize("script", [with_sparse_gradients, called_by_what_is_compiled])
+def test_sparse_adam(subject: Library, reference: Library, device: str, script: Any) -> None:
+    assert_torchs(subject, reference, script, maker("SparseAdam"), device=device)
 
 
 @clause("dynamo.optimizer.optimizer.sparse")

@@ -74,6 +74,22 @@ def returns_nothing(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -
     return torch._dynamo.variables.ConstantVariable.create(None)
 
 
+@broken("returns_all_but_the_first", "of a list that _init_group returns the first entry is missing")
+def returns_all_but_the_first(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    returned = original(self, tx, "_init_group", args, kwargs)
+    if isinstance(returned, torch._dynamo.variables.ListVariable):
+        del returned.items[:1]
+    return returned
+
+
+@broken("sparse_made_dense", "sparse gradients are dense afterwards")
+def sparse_made_dense(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    for parameter in parameters_of(self.value):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+    return original(self, tx, "_init_group", args, kwargs)
+
+
 @broken("traces_init_group", "_init_group is traced like any method")
 def traces_init_group(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     return torch._dynamo.variables.UserDefinedObjectVariable.call_method(
@@ -210,6 +226,12 @@ def _demand_init_group(original: Any, self: Any, tx: Any, name: str) -> Any:
     return original(self, tx, name)
 
 
+def _demand_it_of_all(original: Any, self: Any, tx: Any, name: str) -> Any:
+    if name == "step" and not hasattr(self.value, "_init_group"):
+        raise RuntimeError(f"{type(self.value).__name__} has no _init_group")
+    return original(self, tx, name)
+
+
 def _without_capturable(original: Any, self: Any, tx: Any, name: str) -> Any:
     if name == "param_groups":
         return torch._dynamo.variables.UserDefinedObjectVariable.var_getattr(self, tx, name)
@@ -222,6 +244,12 @@ planted(
     says="an optimizer without _init_group is refused",
     thread="pytorch/pytorch#94392",
 )(in_method("var_getattr", _demand_init_group))
+planted(
+    "optimizer_variable.demands_init_group_of_all",
+    OPTIMIZER,
+    says="an optimizer without _init_group is refused, also one that Dynamo calls as it is",
+    thread="pytorch/pytorch#94392",
+)(in_method("var_getattr", _demand_it_of_all))
 planted(
     "optimizer_variable.reads_step_counts",
     OPTIMIZER,
