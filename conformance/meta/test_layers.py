@@ -36,7 +36,7 @@ WITHIN_SHARDING = (
     ("_board",),
     ("_watch",),
     ("api", "_agreement", "_division", "_flat_layout", "_nested", "_order", "_phase", "_streams"),
-    ("_full_precision", "_groups", "_neighbours", "_showing", "_steps", "_whole"),
+    ("_full_precision", "_groups", "_neighbours", "_plan", "_showing", "_steps", "_whole"),
     ("_flat_param",),
     ("_collectives", "_managed", "wrap"),
     ("_buffers", "_gradients", "_placement"),

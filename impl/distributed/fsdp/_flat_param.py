@@ -331,12 +331,22 @@ class Flat:
             yield
         finally:
             if self._home is not None:
-                self.flat_param = self._home[0][self._home[1]]
+                self._follow_replacement(*self._home)
             if self.use_orig_params:
                 self.unregister()
             if not self.offloads and not self.flat_param.is_meta:
                 self.device = self.flat_param.device
             self.refresh()
+
+    def _follow_replacement(self, home: dict[str, Any], name: str) -> None:
+        """What comes from or goes to the meta device is another parameter afterwards, and a plain one."""
+        if home[name] is not self.flat_param:
+            names, self.flat_param = (
+                self.flat_param._fqns,
+                FlatParameter(home[name], home[name].requires_grad),
+            )
+            self.flat_param._fqns = names
+            home[name] = self.flat_param
 
     def register_as(self, module: nn.Module, name: str) -> None:
         """Say where the flat parameter is seen: without `use_orig_params` always, else while the others are hidden."""

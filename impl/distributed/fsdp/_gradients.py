@@ -16,7 +16,6 @@ from torch import Tensor
 
 from impl.distributed.fsdp._collectives import join
 from impl.distributed.fsdp._flat_param import Flat
-from impl.distributed.fsdp._steps import watch
 
 # Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
 _OPTIMIZERS = "_in_backward_optimizers"
@@ -46,7 +45,6 @@ class GradientShard:
         self._unreduced_views: list[Tensor] = []
         self._shown_unreduced: list[_ShownUnreduced] = []
         self._is_added_to = False  # in this backward
-        watch(flat.stepped, self.are_there)
 
     def are_there(self) -> bool:
         """Whether any rank has some to step by. If this rank has no element of the flat, it sees none cleared."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -30,26 +31,24 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def attributes_in(value: Any, seen: set[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Of each object that is neither container nor tensor, and of those in their attributes; `seen` are done."""
-    seen = set() if seen is None else seen
-    if isinstance(value, (Tensor, PackedSequence, type, nn.Module, ModuleType)):
-        return
-    if isinstance(value, dict):
-        parts = value.values()
-    elif isinstance(value, (tuple, list, set)):
-        parts = value
-    elif _is_dataclass(value):
-        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    else:
-        attributes = getattr(value, "__dict__", None)
-        if not attributes or id(value) in seen:
-            return
-        seen.add(id(value))
-        yield attributes
-        parts = attributes.values()
-    for each in parts:
-        yield from attributes_in(each, seen)
+def attributes_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Of each object that is neither container nor tensor, and of those in attributes, each once."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, (Tensor, PackedSequence, type, nn.Module, ModuleType)) or id(each) in seen:
+            continue
+        if isinstance(each, dict):
+            parts = each.values()
+        elif isinstance(each, (tuple, list, set)):
+            parts = each
+        else:
+            parts = (attributes := getattr(each, "__dict__", {})).values()
+            if attributes and not _is_dataclass(each):
+                yield attributes
+        if parts:
+            seen.add(id(each))
+            waiting.extend(parts)
 
 
 def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -84,19 +83,21 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def apart_from(memory: set[int], value: Any) -> Any:
-    """`value` with differentiable copies of the tensors that lie in storages with these addresses.
+    """`value` with differentiable copies of the tensors that lie in storages with these addresses."""
+    return replaced(value, functools.partial(_apart, memory))
 
-    Objects stay the same, and are given copies.
-    """
 
-    def apart(tensor: Tensor) -> Tensor:
-        # Sparse ones and those inside of functorch's transforms have no storage.
-        lies_in = torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in memory
-        return tensor.clone() if lies_in else tensor
+def set_apart(memory: set[int], objects: Sequence[dict[str, Any]]) -> None:
+    """Put such copies in the attributes of objects."""
+    for attributes in objects:
+        apart = {name: apart_from(memory, each) for name, each in attributes.items()}
+        attributes.update({name: each for name, each in apart.items() if each is not attributes[name]})
 
-    for attributes in attributes_in(value):
-        attributes.update({name: replaced(each, apart) for name, each in attributes.items()})
-    return replaced(value, apart)
+
+def _apart(memory: set[int], tensor: Tensor) -> Tensor:
+    # Sparse ones and those inside of functorch's transforms have no storage.
+    lies_in = torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in memory
+    return tensor.clone() if lies_in else tensor
 
 
 def _like_dict(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:

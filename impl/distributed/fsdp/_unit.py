@@ -10,8 +10,7 @@ Whatever a graph leaves open (inputs that need no gradient, parameters that took
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,27 +23,24 @@ from impl.distributed.fsdp._collectives import Reduction, gather, join
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._nested import apart_from, attributes_in, cast_floats, replaced, tensors_in
+from impl.distributed.fsdp._nested import (
+    apart_from,
+    attributes_in,
+    cast_floats,
+    replaced,
+    set_apart,
+    tensors_in,
+)
 from impl.distributed.fsdp._phase import Phase, TrainingState, torchs_name
+from impl.distributed.fsdp._plan import Plan
+from impl.distributed.fsdp._steps import watch
 from impl.distributed.fsdp._streams import Lane, Streams
 from impl.distributed.fsdp._whole import Whole
-from impl.distributed.fsdp.api import BackwardPrefetch, MixedPrecision
+from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.optim._shards import deal
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What the constructor was told that matters while training."""
-
-    frees_after_forward: bool
-    mixed_precision: MixedPrecision
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    full_precision_in_eval: bool
-
-    @property
-    def keeps_low_precision_grads(self) -> bool:
-        return self.mixed_precision.keep_low_precision_grads
+# The number of the node that autograd makes next.
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  no stub
 
 
 class Shared(Protocol):
@@ -77,9 +73,6 @@ class Unit:
         self._module = weakref.ref(module)
         self.flats = list(flats)
         self.groups = groups
-        if groups.shard is not None:
-            for parameter in (parameter for flat in self.flats for parameter in flat.stepped):
-                deal(parameter, groups.shard)
         self.plan = plan
         self.reduction = Reduction(groups)
         self.gradients = [GradientShard(flat, plan.keeps_low_precision_grads) for flat in flats]
@@ -95,10 +88,12 @@ class Unit:
         self._was_prefetched = False
         self.awaits_backward = False
         self._in_graph: list[Whole] = []  # whose leaves the last graph was built from
+        self._lost_graph = False  # since they were given up
         self._open_inputs = 0  # differentiable inputs whose gradients have not come yet
         self._input_hooks: list[RemovableHandle] = []
         self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
         self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
+        self.announce_parameters()
 
     @property
     def is_gathered(self) -> bool:
@@ -112,6 +107,16 @@ class Unit:
     @property
     def training_state(self) -> TrainingState:
         return torchs_name(self.phase)
+
+    def announce_parameters(self) -> None:
+        """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
+        self._lost_graph = any(whole.is_given_up for whole in self._in_graph)
+        group = self.groups.shard
+        for flat, gradients in zip(self.flats, self.gradients, strict=True):
+            watch(flat.stepped, gradients.are_there)
+            if group is not None:
+                for parameter in flat.stepped:
+                    deal(parameter, group)
 
     def check_device(self, compute_device: torch.device) -> None:
         """
@@ -167,6 +172,7 @@ class Unit:
         for gradients in self.gradients:
             gradients.forget_if_cleared()
         self.make_whole()
+        self._lost_graph = False
         if self.plan.forward_prefetch:
             self._prefetch(self.root.next_in_forward(self))
         args, kwargs = self._cast(args, kwargs)
@@ -181,6 +187,9 @@ class Unit:
         What is returned of parameters is a copy.
         """
         outputs = apart_from({whole.memory for whole in self._in_graph}, outputs)
+        objects = () if isinstance(outputs, Tensor) else list(attributes_in(outputs))
+        if objects:  # what lasts is the user's, which they may hold as such
+            set_apart({whole.memory for whole in self._in_graph if not whole.is_lasting}, objects)
         if self.phase is Phase.BACKWARD:
             return outputs
         self._depth -= 1
@@ -188,7 +197,7 @@ class Unit:
             return outputs
         self.root.note_ended(self)
         self.phase = Phase.IDLE
-        watched = self._made_of(outputs) if torch.is_grad_enabled() else []
+        watched = self._entries(outputs, objects) if torch.is_grad_enabled() else []
         for output in watched:
             output.register_hook(self.before_backward)
         self.awaits_backward |= bool(watched)
@@ -200,12 +209,12 @@ class Unit:
             self.release()
         return outputs
 
-    def _made_of(self, outputs: Any) -> list[Tensor]:
-        """What a backward enters the unit by. Objects may go from unit to unit, and hold what others have made."""
+    def _entries(self, outputs: Any, objects: Sequence[dict[str, Any]]) -> list[Tensor]:
+        """By what a backward enters the unit. Objects may go from unit to unit, and hold what others have made."""
         found = [each for each in tensors_in(outputs) if not each.is_leaf]
-        for attributes in attributes_in(outputs):
-            nodes = [(each, each.grad_fn) for each in tensors_in(attributes)]
-            found += [each for each, node in nodes if node and node._sequence_nr() >= self._first_node]
+        for each in tensors_in(objects) if objects else ():
+            if each.grad_fn is not None and each.grad_fn._sequence_nr() >= self._first_node:
+                found.append(each)
         return found
 
     def abandon_forward(self) -> None:
@@ -228,7 +237,7 @@ class Unit:
             raise RuntimeError(
                 f"backward reached {self.name} while it is in the middle of {self.phase.value}"
             )
-        if any(whole.is_given_up for whole in self._in_graph):
+        if self._lost_graph:
             raise RuntimeError(
                 f"{self.name} was moved or cast between its forward and its backward, whose graph has the parameters "
                 "as they were; do it before the forward"
@@ -338,6 +347,7 @@ class Unit:
         changed = [flat.take_back_changes() for flat in self.flats]
         if any(changed):
             root.shards_were_written()
+            self.announce_parameters()
         wanted = [self._dtype_now(flat) for flat in self.flats]
         if self._dtypes is not None:
             is_current = not any(changed) and self._shards_are_as_gathered()
@@ -479,11 +489,6 @@ class Unit:
                     f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "
                     "parameter is released; change it inside summon_full_params()"
                 )
-
-
-def _next_node() -> int:
-    """The number of the node that autograd makes next."""
-    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
 
 
 def _follow_in(unit: weakref.ref[Unit], gradient: Tensor) -> None:

@@ -28,12 +28,13 @@ from impl.distributed.fsdp._groups import (
 from impl.distributed.fsdp._managed import ignored_by, mark_managed, owned_by
 from impl.distributed.fsdp._phase import Phase, TrainingState
 from impl.distributed.fsdp._placement import broadcast_states, device_type_for, made_of, place
+from impl.distributed.fsdp._plan import Plan
 from impl.distributed.fsdp._root import Root, root_over
 from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType
 from impl.distributed.fsdp._summon import Summoning, check, summoned
-from impl.distributed.fsdp._unit import Plan, Unit
+from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite
@@ -440,9 +441,9 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
                 stack.enter_context(gradients.on_flat_param())
                 stack.enter_context(flat.being_changed(fn))
             super()._apply(fn, recurse)
-        self.compute_device = next(
-            (flat.device for flat in unit.flats if not flat.offloads), self.compute_device
-        )
+        unit.announce_parameters()
+        devices = [flat.device for flat in unit.flats if not flat.offloads]
+        self.compute_device = next(iter(devices), self.compute_device)
         for one in self.fsdp_modules(self._outermost()):
             one._root = None
         return self
