@@ -81,6 +81,8 @@ class Description:
         self.parts = {"mean": mean}
         self.inner = _Spread(spread)
         self.itself = self
+        self.circle: list[Any] = [self]
+        self.circle.append(self.circle)
 
     def square(self) -> torch.Tensor:
         return (self.parts["mean"] * self.inner.spread).square()

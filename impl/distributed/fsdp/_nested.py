@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -31,24 +32,38 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def attributes_in(value: Any) -> Iterator[dict[str, Any]]:
-    """Of each object that is neither container nor tensor, and of those in attributes, each once."""
-    waiting, seen = [value], set[int]()
+@dataclass(frozen=True)
+class Held:
+    """A tensor that an object has, in its attributes or in what stands there."""
+
+    tensor: Tensor
+    holder: Any  # where another can be put under the key, or None
+    key: Any
+
+
+def held_in(value: Any) -> list[Held]:
+    """What the objects in `value` have that are neither containers nor tensors, at any depth and in circles too."""
+    found: list[Held] = []
+    waiting: list[tuple[Any, bool]] = [(value, False)]  # and whether it stands in an object
+    seen: set[int] = set()
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, (Tensor, PackedSequence, type, nn.Module, ModuleType)) or id(each) in seen:
+        each, is_inside = waiting.pop()
+        if isinstance(each, (Tensor, type, nn.Module, ModuleType)) or id(each) in seen:
             continue
+        seen.add(id(each))
         if isinstance(each, dict):
-            parts = each.values()
-        elif isinstance(each, (tuple, list, set)):
-            parts = each
+            holder, places = each, each.items()
+        elif isinstance(each, (list, tuple, set)):
+            holder, places = (each if isinstance(each, list) else None), enumerate(each)
         else:
-            parts = (attributes := getattr(each, "__dict__", {})).values()
-            if attributes and not _is_dataclass(each):
-                yield attributes
-        if parts:
-            seen.add(id(each))
-            waiting.extend(parts)
+            holder: Any = getattr(each, "__dict__", {})
+            places, is_inside = holder.items(), is_inside or not _is_dataclass(each)
+        for key, part in places:
+            if isinstance(part, Tensor) and is_inside:
+                found.append(Held(part, holder, key))
+            else:
+                waiting.append((part, is_inside))
+    return found
 
 
 def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -87,11 +102,13 @@ def apart_from(memory: set[int], value: Any) -> Any:
     return replaced(value, functools.partial(_apart, memory))
 
 
-def set_apart(memory: set[int], objects: Sequence[dict[str, Any]]) -> None:
-    """Put such copies in the attributes of objects."""
-    for attributes in objects:
-        apart = {name: apart_from(memory, each) for name, each in attributes.items()}
-        attributes.update({name: each for name, each in apart.items() if each is not attributes[name]})
+def set_apart(memory: set[int], held: Sequence[Held]) -> list[Tensor]:
+    """Have objects hold such copies; what they hold then."""
+    tensors = [_apart(memory, one.tensor) for one in held]
+    for one, tensor in zip(held, tensors, strict=True):
+        if tensor is not one.tensor and one.holder is not None:
+            one.holder[one.key] = tensor
+    return tensors
 
 
 def _apart(memory: set[int], tensor: Tensor) -> Tensor:

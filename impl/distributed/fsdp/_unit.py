@@ -23,14 +23,7 @@ from impl.distributed.fsdp._collectives import Reduction, gather, join
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._nested import (
-    apart_from,
-    attributes_in,
-    cast_floats,
-    replaced,
-    set_apart,
-    tensors_in,
-)
+from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
 from impl.distributed.fsdp._phase import Phase, TrainingState, torchs_name
 from impl.distributed.fsdp._plan import Plan
 from impl.distributed.fsdp._steps import watch
@@ -187,9 +180,10 @@ class Unit:
         What is returned of parameters is a copy.
         """
         outputs = apart_from({whole.memory for whole in self._in_graph}, outputs)
-        objects = () if isinstance(outputs, Tensor) else list(attributes_in(outputs))
-        if objects:  # what lasts is the user's, which they may hold as such
-            set_apart({whole.memory for whole in self._in_graph if not whole.is_lasting}, objects)
+        held: Sequence[Tensor] = ()
+        if not isinstance(outputs, Tensor) and (objects := held_in(outputs)):
+            # What lasts is the user's, which objects may hold as such.
+            held = set_apart({whole.memory for whole in self._in_graph if not whole.is_lasting}, objects)
         if self.phase is Phase.BACKWARD:
             return outputs
         self._depth -= 1
@@ -197,7 +191,7 @@ class Unit:
             return outputs
         self.root.note_ended(self)
         self.phase = Phase.IDLE
-        watched = self._entries(outputs, objects) if torch.is_grad_enabled() else []
+        watched = self._entries(outputs, held) if torch.is_grad_enabled() else []
         for output in watched:
             output.register_hook(self.before_backward)
         self.awaits_backward |= bool(watched)
@@ -209,10 +203,10 @@ class Unit:
             self.release()
         return outputs
 
-    def _entries(self, outputs: Any, objects: Sequence[dict[str, Any]]) -> list[Tensor]:
+    def _entries(self, outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
         """By what a backward enters the unit. Objects may go from unit to unit, and hold what others have made."""
         found = [each for each in tensors_in(outputs) if not each.is_leaf]
-        for each in tensors_in(objects) if objects else ():
+        for each in held:
             if each.grad_fn is not None and each.grad_fn._sequence_nr() >= self._first_node:
                 found.append(each)
         return found
