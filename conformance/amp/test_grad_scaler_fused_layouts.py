@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,6 +63,31 @@ def negated(grad: Tensor) -> Tensor:
     return torch._neg_view(grad.neg())
 
 
+@contextmanager
+def at_once(_: Optimizer, change: Callable[[], None]) -> Generator[None]:
+    change()
+    yield
+
+
+@contextmanager
+def by_a_hook(optimizer: Optimizer, change: Callable[[], None]) -> Generator[None]:
+    with optimizer.register_step_pre_hook(lambda *_: change()):
+        yield
+
+
+@contextmanager
+def by_a_wrapper(optimizer: Optimizer, change: Callable[[], None]) -> Generator[None]:
+    plain = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        change()
+        return plain(*args, **kwargs)
+
+    with mock.patch.object(optimizer, "step", step):
+        yield
+
+
+BEFORE_THE_STEP = {"the backward": at_once, "a hook": by_a_hook, "what wraps the step": by_a_wrapper}
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda grad: grad.t().contiguous().t(),
     "with gaps": lambda grad: torch.stack([grad, grad], -1)[..., 0],
@@ -71,12 +98,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
-@pytest.mark.parametrize("by", ["the backward", "a hook"])
+@pytest.mark.parametrize("by", BEFORE_THE_STEP)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_laid_out_otherwise_than_before(
     deviation: DeviationJudge, reference: Library, device: str, layout: str, by: str
 ) -> None:
-    """In the third step, after two that were alike; a hook before the step comes to gradients that were looked at.
+    """In the third step, after two that were alike; what wraps `step` comes to gradients that were looked at.
 
     torch's are not laid out anew: its unscale_ takes no negated ones.
     """
@@ -93,7 +120,7 @@ def test_gradients_laid_out_otherwise_than_before(
         )
         seen: list[Any] = []
 
-        def lay(*_: Any) -> None:
+        def lay() -> None:
             for param in rig.parameters[::2]:
                 assert param.grad is not None
                 param.grad.data = LAYOUTS[layout](param.grad.data)
@@ -101,12 +128,8 @@ def test_gradients_laid_out_otherwise_than_before(
         for iteration in range(4):
             rig.zero_grad()
             rig.backward()
-            if iteration == 2 and by == "the backward":
-                lay()
-            hook = rig.optimizer.register_step_pre_hook(lay) if iteration == 2 and by == "a hook" else None
-            take(rig, 1.0)
-            if hook is not None:
-                hook.remove()
+            with BEFORE_THE_STEP[by](rig.optimizer, lay) if iteration == 2 else nullcontext():
+                take(rig, 1.0)
             seen += [param.detach().clone() for param in rig.parameters]
         return seen
 

@@ -115,8 +115,8 @@ class Update:
         # Momentum of zeros becomes the gradient where nothing dampens it, and stays zeros where the step is skipped.
         rule = self.kind.rule(self.group, self.unfilled and found_inf is None)
         grads = self.grads
-        if self.layout is not None and not self.layout.is_that_of(grads):
-            grads = [*grads]  # what wraps `step` has changed what was known of them
+        if self.layout is not None and not _steps_as_torch(optimizer) and not self.layout.is_that_of(grads):
+            grads = [*grads]  # what stands in the place of `step` has changed what was known of them
         counters = self.bucket.counters
         counters.advance()
         fused_step_(rule, self.parameters, grads, factor, found_inf)
@@ -200,6 +200,13 @@ def step_by(optimizer: Optimizer, updates: Sequence[Update], apply: Callable[[Up
             f"{type(optimizer).__name__}.step was replaced by {optimizer.step}, which does not call it; call unscale_, "
             "clip_grad_norm_, step and update instead"
         )
+
+
+def _steps_as_torch(optimizer: Optimizer) -> bool:
+    """Whether `step` is the method of its class, or what a scheduler puts in its place, which only counts calls."""
+    step: Any = optimizer.step
+    is_counted = getattr(step, "_wrapped_by_lr_sched", False)
+    return getattr(step, "__wrapped__" if is_counted else "__func__", None) is type(optimizer).step
 
 
 def _is_compiled(optimizer: Optimizer) -> bool:
