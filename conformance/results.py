@@ -235,6 +235,7 @@ class Recorder:
         judgements = sorted(self._judgements.values(), key=lambda judgement: judgement.nodeid)
         return {
             "verdict": self._verdict(),
+            "provides_nothing": self._claimed == frozenset(),
             "subject": option.subject,
             "profile": option.profile,
             "seed": option.seed,

@@ -26,7 +26,7 @@ from rich.progress import Progress
 from conformance.gate import _JudgingBar, _Lines, _salvaged
 from conformance.meta.report_cases import a_report, judged, trained
 from conformance.ranks.soak import marked_processes
-from conformance.report.verdict import reasons
+from conformance.report.verdict import parts, reasons
 from conformance.results import verdict
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,13 @@ def test_each_part_can_be_the_reason() -> None:
 
 def test_a_subject_that_provides_nothing_is_red() -> None:
     assert verdict([], frozenset()) == "red"
-    assert reasons(a_report(verdict="red")) == ["impl provides none of the names that are judged"]
+    assert reasons(a_report(provides_nothing=True)) == ["impl provides none of the names that are judged"]
+
+
+def test_what_makes_a_whole_report_red_is_no_word_on_another_part() -> None:
+    """A report that is drawn again is red for what its speed was, say."""
+    report = a_report(judged("passed"), verdict="red", training={"error": "no end"})
+    assert [part.reasons for part in parts(report)] == [[], [], ["no end"]]
 
 
 def test_what_was_judged_before_a_crash_is_kept(tmp_path: Path) -> None:

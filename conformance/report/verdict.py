@@ -40,7 +40,7 @@ def _judging(report: dict[str, Any]) -> Part:
     red = ranked(test["outcome"] for test in report["tests"] if test["outcome"] in RED)
     why = list(report.get("ended_early", []))
     why += [f"{count} {_plural('test', count)} {outcome}" for outcome, count in red]
-    if report["verdict"] == "red" and not why:
+    if report.get("provides_nothing"):
         why.append(f"{report['subject']} provides none of the names that are judged")
     worst: dict[str, str] = {}
     for test in report["tests"]:
