@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import swap_tensors
 
 from conformance.kernels.native import the_library
-from impl.kernels import Addresses, Formed, form_of, joined
+from impl.kernels import Addresses, Formed, formed, joined
 from impl.kernels._native import CODES, memory
 
 
@@ -114,6 +114,6 @@ def test_what_is_not_known_of_one_list_is_not_known_of_all(other: Tensor) -> Non
 
 
 def known(tensors: list[Tensor]) -> list[Tensor]:
-    form = form_of(tensors)
-    assert form is not None
-    return Formed(tensors, form)
+    found = formed(tensors)
+    assert found is not None
+    return found

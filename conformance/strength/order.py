@@ -74,9 +74,7 @@ def distance(clause_id: str, about: str) -> int:
 
 def lineage(item: str) -> list[str]:
     """`amp.GradScaler.step(args)`, `amp.GradScaler.step`, `amp.GradScaler`."""
-    name, parenthesis, _ = item.partition("(")
-    owner = name.rpartition(".")[0]
-    return [*([item] if parenthesis else []), name, *([owner] if owner in surface.owners() else [])]
+    return list(dict.fromkeys((item, item.partition("(")[0], surface.owner(item))))
 
 
 def is_about(item: str, name: str) -> bool:

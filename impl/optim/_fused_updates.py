@@ -30,7 +30,7 @@ from impl.kernels import (
     Parameters,
     Rule,
     SGDRule,
-    form_of,
+    formed,
     fused_step_,
     laid_out_as,
 )
@@ -220,7 +220,8 @@ class Layout:
         # Elsewhere nothing follows from strides.
         self._guards = tensor_guards(grads, with_shapes=True, with_strides=grads[0].is_cpu)
         in_order = grads[0].is_cpu and all(map(is_, map(laid_out_as, params, grads), grads))
-        self._form = form_of(grads) if in_order and all(map(Tensor.numel, grads)) else None
+        known = formed(grads) if in_order else None
+        self._form = None if known is None else known.form
 
     def is_that_of(self, grads: list[Tensor]) -> bool:
         return self._guards.check(*grads)

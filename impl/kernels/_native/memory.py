@@ -74,10 +74,6 @@ class Form:
     numels: Column
     code: int  # of their dtype
 
-    @property
-    def has_no_empty(self) -> bool:
-        return 0 not in self.numels.numbers
-
     def at(self, tensors: Sequence[Tensor]) -> Tensors | None:
         """These tensors, which have this form; None where one has no memory."""
         addresses = _addresses_of(tensors)
@@ -104,6 +100,16 @@ def form_of(tensors: Sequence[Tensor]) -> Form | None:
     if code is None or len(dtypes_of(tensors)) > 1 or not _lie_plainly(tensors):
         return None
     return Form(Column(map(Tensor.numel, tensors)), code)
+
+
+def formed(tensors: Sequence[Tensor]) -> Formed | None:
+    """The tensors, with their form; None if the library cannot take them, as `form_of` says, or one is empty.
+
+    Args:
+        tensors: plain dense ones on the CPU; not empty.
+    """
+    form = form_of(tensors)
+    return None if form is None or 0 in form.numels.numbers else Formed(tensors, form)
 
 
 def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:

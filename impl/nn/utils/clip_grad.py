@@ -36,10 +36,9 @@ from impl.kernels import (
     KERNEL_DTYPES,
     OVERLAP,
     PLAIN_TYPES,
-    Formed,
     are_on,
     dtypes_of,
-    form_of,
+    formed,
     layouts_of,
     overlaps_itself,
     untracked,
@@ -284,8 +283,8 @@ def _together_if_ordinary(tensors: list[Tensor], foreach: bool | None) -> list[T
     device = tensors[0].device
     if not are_on(device, tensors):
         return None
-    if device.type == "cpu" and (form := form_of(tensors)) is not None and form.has_no_empty:
-        return Formed(tensors, form)
+    if device.type == "cpu" and (known := formed(tensors)) is not None:
+        return known
     if (
         dtypes_of(tensors) <= KERNEL_DTYPES
         and (device.type in ("cpu", "cuda") or _device_has_foreach_support(device))
