@@ -143,6 +143,43 @@ def test_gradients_laid_out_otherwise_than_before(
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
+@pytest.mark.parametrize("by", BEFORE_THE_STEP)
+@pytest.mark.parametrize("what", ["parameter", "exp_avg", "step"])
+def test_what_is_written_lies_elsewhere_than_before(
+    deviation: DeviationJudge, reference: Library, device: str, what: str, by: str
+) -> None:
+    """In the third step, by `.data`: the memory where it lay is not written."""
+
+    def told(library: Library, take: Take) -> list[Any]:
+        given = (Gradient((9, 4), seed=1), Gradient((4,), seed=2))
+        rig = Rig(library, device, given, lambda groups: AdamW(groups, lr=0.125), init_scale=8.0)
+        moved: list[tuple[Tensor, Tensor]] = []
+        seen: list[Any] = []
+
+        def move() -> None:
+            for param in rig.parameters:
+                tensor = param if what == "parameter" else rig.optimizer.state[param][what]
+                moved.append((tensor.data, tensor.data.clone()))
+                tensor.data = tensor.data.clone()
+
+        for iteration in range(4):
+            rig.zero_grad()
+            rig.backward()
+            with BEFORE_THE_STEP[by](rig.optimizer, move) if iteration == 2 else nullcontext():
+                take(rig, 1.0)
+            seen += [param.detach().clone() for param in rig.parameters]
+        return [*seen, *(torch.equal(old, copy) for old, copy in moved)]
+
+    wanted = told(reference, by_four)
+    judge(
+        deviation,
+        lambda library: observe(told, library, by_one),
+        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
+    )
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@ROW
 def test_a_parameter_laid_out_otherwise_than_before(
     deviation: DeviationJudge, reference: Library, device: str
 ) -> None:

@@ -21,6 +21,7 @@ from conformance.kernels.calls import (
     build,
     cache_traffic,
     call,
+    checked_norm_by,
     clamped_by,
     every_pattern_of_bits,
     norm_by,
@@ -241,6 +242,22 @@ def test_two_norm_neither_overflows_nor_underflows(route, dtype, value):
     tensors = [torch.full((n,), value, dtype=dtype) for n in (1, 40000, 17)]
     norm = by(route, norm_by, tensors, 2.0).item()
     assert norm == pytest.approx(exact_norm(tensors, 2.0), rel=norm_bound(tensors), abs=0.0)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_norm_that_overflows_is_not_found_to_be_inf(route, bad, p, dtype):
+    """The flag tells of the elements, and of each one of them; the norm of finite ones may be too large for f32."""
+    tensors = [torch.full((size,), torch.finfo(dtype).max, dtype=dtype) for size in (3, 1500)]
+    if bad is not None:
+        tensors[1][-1] = bad
+    norm, found = by(route, checked_norm_by, tensors, p)
+    assert found == float(bad is not None)
+    wanted = torch.linalg.vector_norm(torch.cat(tensors).double(), p).float().item()
+    for got in (norm, by(route, norm_by, tensors, p).item()):
+        assert got == pytest.approx(wanted, rel=norm_bound(tensors), nan_ok=True)
 
 
 @pytest.mark.parametrize("route", ROUTES)

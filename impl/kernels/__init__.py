@@ -24,7 +24,7 @@ Cost for N f32 elements, launches counted on CUDA:
 """
 
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
-from impl.kernels._native.memory import Addresses, Formed, formed, joined
+from impl.kernels._native.memory import Addresses, Form, Formed, formed, joined
 from impl.kernels._route import known_on_host, route
 from impl.kernels._storage_order import OVERLAP, laid_out_as, overlaps_itself
 from impl.kernels._untracked import untracked
@@ -44,6 +44,7 @@ __all__ = [
     "AdagradRule",
     "AdamRule",
     "Addresses",
+    "Form",
     "Formed",
     "Parameters",
     "Rule",

@@ -45,6 +45,10 @@ class Parameters:
     def memory(self) -> Memory:
         return Memory(self.params, self.states, self.copies, self.steps)
 
+    def have_moved(self) -> bool:
+        """Whether one of these tensors has other memory than when this was last asked."""
+        return self.memory.have_moved()
+
     def parts(self) -> list[_Run | _Long]:
         """How the CPU walks them, which takes longer to find out than to do: kept while memory stays where it is."""
         parts = self._parts
@@ -108,7 +112,7 @@ def fused_step_(
         parameters: overwritten, but for the counters, which stand at this update already.
         grads: one for each parameter and of its shape, of any floating dtype; left as they are. For parameters in
             f16 and bf16 they are multiplied in f32 and not rounded again, for others in the parameter's dtype. Those
-            that are `Formed` lie in memory as their parameters do.
+            that are `Formed` lie in memory as their parameters do, which have not moved since `have_moved` was asked.
         factor: f32 or f64, 0-dim, on the parameters' device.
         found_inf: f32, 0-dim, there too; where it is 1.0 nothing is changed. None: it is known to be 0.0.
 

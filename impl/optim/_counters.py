@@ -24,10 +24,17 @@ class Counters:
         self._addresses: Addresses | None = None  # of those in one buffer
         self._keep(in_a_row(steps))
 
-    def join(self) -> None:
-        """Move them into one buffer, unless they are there or cannot be."""
-        if self.flat is None:
-            self._keep(moved_together(self.steps))
+    def join(self) -> bool:
+        """Move them into one buffer, unless they are there or cannot be; whether they were moved."""
+        if self.flat is not None:
+            return False
+        self._keep(moved_together(self.steps))
+        return self.flat is not None
+
+    def part_if_moved(self) -> None:
+        """Advance them one by one from here on if one is no longer in the buffer, until they are joined again."""
+        if self.have_moved():
+            self.flat = self._addresses = None
 
     def have_moved(self) -> bool:
         """Whether somebody gave one of them other memory since this was last asked, by `.data` or `set_`."""

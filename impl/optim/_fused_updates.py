@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -25,7 +24,7 @@ from impl.kernels import (
     PLAIN_TYPES,
     AdagradRule,
     AdamRule,
-    Addresses,
+    Form,
     Formed,
     Parameters,
     Rule,
@@ -34,7 +33,7 @@ from impl.kernels import (
     fused_step_,
     laid_out_as,
 )
-from impl.optim._plan import Bucket, Plan, cannot_plan, tensor_guards
+from impl.optim._plan import Bucket, GroupPlan, Plan, cannot_plan, same
 from impl.optim._shards import local_part
 
 _Group = Mapping[str, Any]
@@ -99,7 +98,6 @@ class Update:
     grads: list[Tensor]  # this rank's parts
     bucket: Bucket
     unfilled: bool
-    layout: Layout | None = None  # of `Formed` gradients
 
     def apply(self, optimizer: Optimizer, factor: Tensor, found_inf: Tensor | None) -> None:
         """Step from gradients times `factor`, unless `found_inf` is 1.0; None: it is known to be 0.0.
@@ -114,10 +112,11 @@ class Update:
             found_inf = None
         # Momentum of zeros becomes the gradient where nothing dampens it, and stays zeros where the step is skipped.
         rule = self.kind.rule(self.group, self.unfilled and found_inf is None)
-        grads = self.grads
-        if self.layout is not None and not _steps_as_torch(optimizer) and not self.layout.is_that_of(grads):
-            grads = [*grads]  # what stands in the place of `step` has changed what was known of them
-        counters = self.bucket.counters
+        grads, counters = self.grads, self.bucket.counters
+        if not _steps_as_torch(optimizer):
+            # What stands in the place of `step` may have changed what is known of them.
+            grads = [*grads]
+            counters.part_if_moved()
         counters.advance()
         fused_step_(rule, self.parameters, grads, factor, found_inf)
         if found_inf is not None:
@@ -213,46 +212,23 @@ def _is_compiled(optimizer: Optimizer) -> bool:
     return hasattr(optimizer.step, "_torchdynamo_orig_callable")
 
 
-class Layout:
-    """How the gradients of an update lay, and what follows from it for others that lie so too."""
-
-    def __init__(self, params: Sequence[Tensor], grads: list[Tensor]) -> None:
-        # Elsewhere nothing follows from strides.
-        self._guards = tensor_guards(grads, with_shapes=True, with_strides=grads[0].is_cpu)
-        in_order = grads[0].is_cpu and all(map(is_, map(laid_out_as, params, grads), grads))
-        known = formed(grads) if in_order else None
-        self._form = None if known is None else known.form
-
-    def is_that_of(self, grads: list[Tensor]) -> bool:
-        return self._guards.check(*grads)
-
-    def known_of(self, grads: list[Tensor]) -> list[Tensor]:
-        """`Formed`, where that can be, of gradients whose layout is this one."""
-        return grads if self._form is None else Formed(grads, self._form)
-
-
 @dataclass(frozen=True)
 class _Prepared:
+    """What an update of a bucket works on: it stands while the plan's guards hold and nothing has moved."""
+
     parameters: Parameters
-    guards: TensorGuards  # on parameters, with their shapes and strides
-    others: Addresses  # of states and copies: one that `.data` gave another form has another
-    layout: Layout
+    form: Form | None  # of the gradients, where the CPU library reads them as they are
 
     @classmethod
     def of(cls, parameters: Parameters, grads: list[Tensor]) -> _Prepared:
-        params = [*parameters.params]
-        guards = tensor_guards(params, with_shapes=True, with_strides=True)
-        others = Addresses(chain(*parameters.states, parameters.copies))
-        return cls(parameters, guards, others, Layout(params, grads))
+        # A state or a copy that `.data` gives another form has another address too: these are watched from here on.
+        parameters.have_moved()
+        in_order = grads[0].is_cpu and all(map(is_, map(laid_out_as, parameters.params, grads), grads))
+        known = formed(grads) if in_order else None
+        return cls(parameters, None if known is None else known.form)
 
-    def serves(self, grads: list[Tensor], copies: list[Tensor]) -> bool:
-        same_copies = [*map(id, self.parameters.copies)] == [*map(id, copies)]
-        return (
-            same_copies
-            and self.guards.check(*self.parameters.params)
-            and not self.others.have_moved()
-            and self.layout.is_that_of(grads)
-        )
+    def writes(self, copies: list[Tensor]) -> bool:
+        return len(copies) == len(self.parameters.copies) and same(copies, self.parameters.copies)
 
 
 class _Lists:
@@ -260,36 +236,48 @@ class _Lists:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._kind = _KINDS[type(optimizer)]
-        self.plan = Plan(optimizer)
-        self._prepared: WeakKeyDictionary[Bucket, _Prepared] = WeakKeyDictionary()
+        self.plan = Plan(optimizer, with_forms=True)  # to each group are attached its buckets' `_Prepared`
 
     def collect(self, optimizer: Optimizer, copies: Mapping[int, Tensor]) -> list[Update]:
-        updates: list[Update] = []
+        # First, since in C it fetches many tensors' records at a time, which the guards come to one after the other.
+        self._forget_what_moved()
         groups = self.plan.groups()
         built = [bucket for planned in groups if not planned.replays for bucket in planned.buckets]
         if sum(_place_counters(optimizer, bucket) for bucket in built):
             groups = self.plan.groups()
+        updates: list[Update] = []
         for planned in groups:
+            if planned.attached is None:
+                planned.attached = {}
             for bucket in planned.buckets:
-                if planned.replays:
-                    bucket.counters.join()
-                updates += self._of_bucket(planned.group, bucket, copies)
+                if planned.replays and bucket.counters.join():
+                    planned.attached.pop(bucket, None)
+                updates += self._of_bucket(planned, bucket, copies)
         return updates
 
-    def _of_bucket(self, group: dict[str, Any], bucket: Bucket, copies: Mapping[int, Tensor]) -> list[Update]:
-        grads = _local_gradients(bucket)
-        states = [bucket[name] for name in self._kind.lists if bucket[name]]
-        if self._kind.lists == _MOMENTUM and states and any(map(is_, states[0], repeat(None))):
-            return self._of_unfilled(group, bucket, grads, copies)
-        mine = _copies_of(bucket.params, copies)
-        # What is no plain tensor is looked through anew, since its part may lie elsewhere now.
-        kept = self._prepared.pop(bucket, None) if PLAIN_TYPES.issuperset(map(type, bucket.params)) else None
-        if kept is None or not kept.serves(grads, mine):
-            kept = _Prepared.of(_prepared(bucket.params, states, bucket, grads, mine), grads)
-        self._prepared[bucket] = kept
-        grads = kept.layout.known_of(grads)
-        layout = kept.layout if isinstance(grads, Formed) else None
-        return [Update(self._kind, group, bucket.params, kept.parameters, grads, bucket, False, layout)]
+    def _forget_what_moved(self) -> None:
+        for planned in self.plan.kept():
+            prepared: dict[Bucket, _Prepared] = planned.attached or {}
+            for bucket in [*prepared]:
+                if prepared[bucket].parameters.have_moved():
+                    del prepared[bucket]
+
+    def _of_bucket(self, planned: GroupPlan, bucket: Bucket, copies: Mapping[int, Tensor]) -> list[Update]:
+        group, mine = planned.group, _copies_of(bucket.params, copies)
+        prepared: _Prepared | None = planned.attached.get(bucket)
+        if prepared is not None and prepared.writes(mine):
+            grads = bucket.grads
+        else:
+            grads = _local_gradients(bucket)
+            states = [bucket[name] for name in self._kind.lists if bucket[name]]
+            if self._kind.lists == _MOMENTUM and states and any(map(is_, states[0], repeat(None))):
+                return self._of_unfilled(group, bucket, grads, copies)
+            prepared = _Prepared.of(_prepared(bucket.params, states, bucket, grads, mine), grads)
+            # What is no plain tensor is looked through anew, since its part may lie elsewhere then.
+            if PLAIN_TYPES.issuperset(map(type, chain(bucket.params, bucket.grads))):
+                planned.attached[bucket] = prepared
+        some = [*grads] if prepared.form is None else Formed(grads, prepared.form)
+        return [Update(self._kind, group, bucket.params, prepared.parameters, some, bucket, False)]
 
     def _of_unfilled(
         self, group: dict[str, Any], bucket: Bucket, grads: list[Tensor], copies: Mapping[int, Tensor]

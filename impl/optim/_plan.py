@@ -17,10 +17,11 @@ A `Bucket` is the part of them with one device and dtype. Its `counters` are the
 guards have held once), call `counters.join()` first: they are one buffer from then on, while `state["step"]` stays the
 tensor object that it was.
 
-Guarded: the group's parameters and gradients (which have one; type, device, dtype, layout), the values of the group as
-far as they shape the lists, and the identity of the state: of its keys, of each parameter's dictionary and of what that
-holds; for joined counters their addresses. The other addresses are not: torch's operators ask each tensor for its own,
-in every call. Where parameters and states are handed on by address, compare `data_ptr()` too.
+Guarded: the group's parameters and gradients (which have one; type, device, dtype, layout; `with_forms` shapes and
+strides too), the values of the group as far as they shape the lists, and the identity of the state: of its keys, of
+each parameter's dictionary and of what that holds; for joined counters their addresses. The other addresses are not:
+torch's operators ask each tensor for its own, in every call. Where parameters and states are handed on by address,
+compare `data_ptr()` too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # one call for all tensors; does not import Dynamo
 from torch.optim import Optimizer
@@ -105,7 +107,9 @@ class Bucket:
 class GroupPlan:
     """The lists of one group, as `_init_group` gave them."""
 
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any], names: tuple[str, ...]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], names: tuple[str, ...], with_forms: bool
+    ) -> None:
         self.group = group
         self.lists: list[list[Any]] = [[] for _ in names]
         self.returned: Any = plain_init_group(optimizer)(group, *self.lists)
@@ -120,10 +124,9 @@ class GroupPlan:
         self.states: list[dict[str, Any] | None] = list(map(optimizer.state.get, self.params))
         self._filled = [state for state in self.states if state is not None]
         self._values = list(self._values_now())
-        self._gradients = tensor_guards(self.grads)
         # The CPU's operators take tensors one by one: there a parameter may change its dtype.
-        self._elsewhere = [param for param in self.params if not param.is_cpu]
-        self._placed = tensor_guards(self._elsewhere)
+        self._guarded = [param for param in self.params if with_forms or not param.is_cpu]
+        self._guards = tensor_guards([*self._guarded, *self.grads], with_forms, with_forms)
         self.buckets = [Bucket(names, self.lists, places) for places in places_by_kind(self.params)]
 
     def take_gradients(self) -> str | None:
@@ -138,10 +141,8 @@ class GroupPlan:
         for bucket in self.buckets:
             if bucket.counters.have_moved():
                 return "a step counter has other memory"
-        if self._elsewhere and not self._placed.check(*self._elsewhere):
-            return "a parameter has another device or dtype"
         grads = list(map(_gradient, self.params))
-        if not self._gradients.check(*grads):
+        if not self._guards.check(*self._guarded, *grads):
             return self._objection_to(grads)
         if self._without and not same(map(_gradient, self._without), _NONE):
             return "a parameter that had no gradient has one"
@@ -170,18 +171,22 @@ class GroupPlan:
             bucket.grads.clear()
 
     def _objection_to(self, grads: list[Tensor | None]) -> str:
+        places = dict(zip(map(id, self.params), self._places, strict=True))
         names = [f"gradient of parameter {place}" for place in self._places]
         for name, grad in zip(names, grads, strict=True):
             if grad is None:
                 return f"the {name} is None"
-        return str(self._gradients.check_verbose(*grads, tensor_check_names=names)).splitlines()[0]
+        names = [*(f"parameter {places[id(param)]}" for param in self._guarded), *names]
+        told = self._guards.check_verbose(*self._guarded, *grads, tensor_check_names=names)
+        return str(told).splitlines()[0]
 
 
 class Plan:
     """The lists of an optimizer, group by group; see this file's head."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, with_forms: bool = False) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._with_forms = with_forms
         self._names = list_names(type(optimizer))
         self._planned: dict[int, GroupPlan] = {}  # by the id of the group, which it keeps alive
         # The keys and values of `optimizer.state` when each group's part of it was last found to be the kept one.
@@ -221,7 +226,7 @@ class Plan:
     def _build(self, optimizer: Optimizer, group: dict[str, Any], why: str) -> GroupPlan:
         before = self._planned.pop(id(group), None)
         self._seen_state = None
-        planned = GroupPlan(optimizer, group, self._names)
+        planned = GroupPlan(optimizer, group, self._names, self._with_forms)
         if before is not None and not before.replays:
             planned.built_in_a_row += before.built_in_a_row
         self._planned[id(group)] = planned
@@ -290,7 +295,10 @@ def tensor_guards(
     """Guards on type, device, dtype and layout of these tensors, and on how they take part in autograd."""
     free: list[Any] = [[None] * tensor.dim() for tensor in tensors]
     shapes: list[Any] = [list(tensor.shape) for tensor in tensors] if with_shapes else free
-    strides: list[Any] = [list(tensor.stride()) for tensor in tensors] if with_strides else free
+    strides: list[Any] = [
+        list(tensor.stride()) if with_strides and tensor.layout is torch.strided else none
+        for tensor, none in zip(tensors, free, strict=True)
+    ]
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
 

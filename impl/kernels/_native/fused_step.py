@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -31,7 +32,7 @@ class _Places:
 
 
 class Memory:
-    """The tensors of an update as the library finds them; where they lie is looked up anew before each update."""
+    """The tensors that an update writes, as the library finds them."""
 
     def __init__(
         self,
@@ -45,16 +46,33 @@ class Memory:
         self._states = [state for state in states if state]
         self._steps = steps
         self._lists = [params, *self._states, *([copies] if copies else []), *([steps] if steps else [])]
-        self._addresses: Addresses | None = None
-        self._places: _Places | None = None
+        self._apart_from: Column | None = None
 
+    @cached_property
+    def _addresses(self) -> Addresses:
+        return Addresses(chain.from_iterable(self._lists))
+
+    def have_moved(self) -> bool:
+        """Whether one has other memory than when this was last asked."""
+        moved = self._addresses.have_moved()
+        if moved:
+            self.__dict__.pop("places", None)
+        return moved
+
+    @cached_property
     def places(self) -> _Places | None:
-        """None if the library cannot take them."""
-        if self._addresses is None or self._addresses.have_moved():
-            self._addresses = None
-            self._places = self._look() if self._has_known_dtypes() else None
-            self._addresses = Addresses(chain.from_iterable(self._lists))
-        return self._places
+        """Where they lay when `have_moved` was last asked; None if the library cannot take them."""
+        self._apart_from = None
+        self.have_moved()
+        return self._look() if self._has_known_dtypes() else None
+
+    def lies_apart_from(self, read: Column) -> bool:
+        """Whether nothing that is written begins at one of these addresses."""
+        if self._apart_from is not None and self._apart_from.numbers == read.numbers:
+            return True
+        is_apart = self.places is not None and self.places.starts.isdisjoint(read.numbers)
+        self._apart_from = read if is_apart else None
+        return is_apart
 
     def _has_known_dtypes(self) -> bool:
         own = self.params[0].dtype
@@ -93,13 +111,16 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     """Update what `memory` holds by `rule` from gradients times `factor`, as `impl.kernels.fused_step_`.
 
     Args:
-        grads: each of them laid out as its parameter, if they are `Formed`.
+        grads: if they are `Formed`, each of them is laid out as its parameter, and `memory` has not moved since it was
+            asked.
 
     Returns:
         False if the library cannot take these tensors; nothing is changed then.
     Sync: none, but for a learning rate or factor on another device.
     """
-    settings, places = _settings_of(rule), memory.places()
+    if not isinstance(grads, Formed):
+        memory.have_moved()
+    settings, places = _settings_of(rule), memory.places
     if settings is None or places is None:
         return False
     if not isinstance(grads, Formed) and not (
@@ -107,7 +128,7 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     ):
         grads = list(map(laid_out_as, memory.params, grads))
     read = tensors_to_read(grads)
-    if read is None or not places.starts.isdisjoint(read.addresses.numbers):
+    if read is None or not memory.lies_apart_from(read.addresses):
         return False
     own = CODES[memory.params[0].dtype]
     states = (List * STATES)(*[List(column.address, own) for column in places.states])

@@ -81,11 +81,19 @@ class Form:
 
 
 class Formed(list[Tensor]):
-    """Plain tensors on the CPU, none empty, whose form is known: it was looked at, or guards say that it has stayed."""
+    """Plain tensors on the CPU, none empty, whose form is known: it was looked at, or guards say that it has stayed.
+
+    It is for one operation or a few in succession, between which nothing moves: where they lie is looked up once.
+    """
 
     def __init__(self, tensors: Iterable[Tensor], form: Form) -> None:
         super().__init__(tensors)
         self.form = form
+
+    @functools.cached_property
+    def located(self) -> Tensors | None:
+        """None where one has no memory."""
+        return self.form.at(self)
 
 
 def form_of(tensors: Sequence[Tensor]) -> Form | None:
@@ -114,6 +122,8 @@ def formed(tensors: Sequence[Tensor]) -> Formed | None:
 
 def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
     """None if the library cannot take them: `form_of` says why, or one has no memory."""
+    if isinstance(tensors, Formed):
+        return tensors.located
     form = form_of(tensors)
     return None if form is None else form.at(tensors)
 

@@ -18,6 +18,7 @@ FOR_EACH_CPU static void sum_chunks(void *job)
         double lanes[LANES] = {0}, sum = 0;
         for (int64_t start = mine.start; start < mine.stop; start += BLOCK) {
             const int64_t n = block_at(&mine, start), whole = n - n % LANES;
+            fetch_ahead(all->list, &all->chunks, &mine, start, n);
             const float *values = opened(buffer, all->list, mine.tensor, start, n);
             for (int64_t i = 0; i < whole; i += LANES)
                 for (int64_t lane = 0; lane < LANES; lane++)
@@ -35,7 +36,7 @@ FOR_EACH_CPU static void sum_chunks(void *job)
 double tandem_sum_of_squares(
     region *parallel, int64_t threads, int64_t count, const int64_t *numels, struct list list, double *sums)
 {
-    struct squares job = {{count, numels, 0}, list, sums};
+    struct squares job = {{threads, count, numels, 0}, list, sums};
     in_parallel(parallel, threads, sum_chunks, &job);
     double sum = 0;
     for (int64_t tensor = 0; tensor < count; tensor++)
