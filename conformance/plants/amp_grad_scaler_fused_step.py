@@ -136,6 +136,17 @@ def one_lr(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) ->
             group["lr"] = lr
 
 
+@broken("writes_where_it_lay", "a parameter that what wraps the step moves is updated where it lay before")
+def writes_where_it_lay(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    before = [(param, param.data, param.detach().clone()) for param in parameters(optimizer)]
+    norm = original(self, optimizer, *args, **more)
+    for param, data, numbers in before:
+        if param.data_ptr() != data.data_ptr():
+            data.copy_(param.data)
+            param.data.copy_(numbers)
+    return norm
+
+
 @broken("hooks_come_late", "hooks before the step are called when its gradients were read")
 def hooks_come_late(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
     hooks = dict(optimizer._optimizer_step_pre_hooks)
