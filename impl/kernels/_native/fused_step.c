@@ -27,25 +27,25 @@ struct job {
     const struct update *update;
 };
 
-/* f32 elements of one place; a rule takes the states that it has. */
+/* Elements of one place; a rule takes the states that it has. */
 struct block {
     int64_t n;
-    float *params, *states[STATES];
-    const float *grads; /* scaled still */
-    float factor;       /* what they are multiplied by; negative to maximize */
+    void *params, *states[STATES];
+    const void *grads; /* scaled still */
+    float factor;      /* what they are multiplied by; negative to maximize */
 };
 
 /* What the number of a tensor's updates makes of the learning rate. */
 struct pace {
     double step;
     float size;
-    float root; /* Adam's correction of the root of the squares */
+    float to_root; /* Adam's correction of the root of the squares, by which it is multiplied */
 };
 
 INLINE struct pace pace_of(const struct settings *s, double step)
 {
     if (s->rule == ADAM)
-        return (struct pace){step, s->lr / (1 - pow(s->beta1, step)), sqrt(1 - pow(s->beta2, step))};
+        return (struct pace){step, s->lr / (1 - pow(s->beta1, step)), 1 / sqrt(1 - pow(s->beta2, step))};
     if (s->rule == ADAGRAD)
         return (struct pace){step, s->lr / (1 + (step - 1) * s->lr_decay), 1};
     return (struct pace){step, s->lr, 1};
@@ -53,118 +53,136 @@ INLINE struct pace pace_of(const struct settings *s, double step)
 
 enum decay { NONE, OF_GRADIENT, OF_PARAMETER };
 
-/* Constant where it is called, so that the loop has no branches. */
-INLINE void adam_as(const struct settings *s, struct block b, struct pace pace, enum decay decay, bool amsgrad)
+/* What follows the pace is constant where it is called, so that the loop has no branches. */
+INLINE void adam_as(
+    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, enum decay decay, bool amsgrad)
 {
-    float *restrict p = b.params, *restrict mean = b.states[0], *restrict square = b.states[1];
-    float *restrict largest = b.states[2];
-    const float *restrict grads = b.grads;
+    void *restrict params = b.params, *restrict means = b.states[0], *restrict squares = b.states[1];
+    void *restrict largest = b.states[2];
+    const void *restrict grads = b.grads;
     const float factor = b.factor, rate = decay == OF_PARAMETER ? s->lr * s->weight_decay : s->weight_decay;
     const float to_grad = 1 - s->beta1, to_mean = s->beta1, beta2 = s->beta2, to_square = 1 - s->beta2;
-    const float eps = s->eps, size = pace.size, root = pace.root;
+    const float eps = s->eps, size = pace.size, to_root = pace.to_root;
     const bool is_near = to_grad < 0.5f;
 
     for (int64_t i = 0; i < b.n; i++) {
-        float param = p[i], grad = grads[i] * factor;
+        const float mean = element(means, i, dtype);
+        float param = element(params, i, dtype), grad = element(grads, i, dtype) * factor;
         if (decay == OF_PARAMETER)
             param -= param * rate;
         if (decay == OF_GRADIENT)
             grad += param * rate;
         /* From the end that is nearer: with beta1 = 0 the mean is the gradient to the bit. */
-        const float near = mean[i] + to_grad * (grad - mean[i]), far = grad - (grad - mean[i]) * to_mean;
+        const float near = mean + to_grad * (grad - mean), far = grad - (grad - mean) * to_mean;
         const float moment = is_near ? near : far;
-        float under_root = square[i] * beta2 + to_square * grad * grad;
-        mean[i] = moment;
-        square[i] = under_root;
+        float under_root = element(squares, i, dtype) * beta2 + to_square * grad * grad;
+        set_element(means, i, moment, dtype);
+        set_element(squares, i, under_root, dtype);
         if (amsgrad) {
-            under_root = under_root > largest[i] || under_root != under_root ? under_root : largest[i];
-            largest[i] = under_root;
+            const float before = element(largest, i, dtype);
+            under_root = under_root > before || under_root != under_root ? under_root : before;
+            set_element(largest, i, under_root, dtype);
         }
-        p[i] = param - size * moment / (sqrtf(under_root) / root + eps);
+        set_element(params, i, param - size * moment / (sqrtf(under_root) * to_root + eps), dtype);
     }
 }
 
-INLINE void adam(const struct settings *s, struct block b, struct pace pace)
+INLINE void adam(const struct settings *s, struct block b, struct pace pace, enum dtype dtype)
 {
     const enum decay decay = s->weight_decay == 0 ? NONE : s->decoupled ? OF_PARAMETER : OF_GRADIENT;
     const bool amsgrad = b.states[2];
     if (decay == NONE && amsgrad)
-        adam_as(s, b, pace, NONE, true);
+        adam_as(s, b, pace, dtype, NONE, true);
     else if (decay == NONE)
-        adam_as(s, b, pace, NONE, false);
+        adam_as(s, b, pace, dtype, NONE, false);
     else if (decay == OF_GRADIENT && amsgrad)
-        adam_as(s, b, pace, OF_GRADIENT, true);
+        adam_as(s, b, pace, dtype, OF_GRADIENT, true);
     else if (decay == OF_GRADIENT)
-        adam_as(s, b, pace, OF_GRADIENT, false);
+        adam_as(s, b, pace, dtype, OF_GRADIENT, false);
     else if (amsgrad)
-        adam_as(s, b, pace, OF_PARAMETER, true);
+        adam_as(s, b, pace, dtype, OF_PARAMETER, true);
     else
-        adam_as(s, b, pace, OF_PARAMETER, false);
+        adam_as(s, b, pace, dtype, OF_PARAMETER, false);
 }
 
-INLINE void sgd_as(const struct settings *s, struct block b, struct pace pace, bool decays, bool has_mean, bool nesterov)
+INLINE void sgd_as(
+    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, bool decays, bool has_mean,
+    bool nesterov)
 {
-    float *restrict p = b.params, *restrict mean = b.states[0];
-    const float *restrict grads = b.grads;
+    void *restrict params = b.params, *restrict means = b.states[0];
+    const void *restrict grads = b.grads;
     const float factor = b.factor, decay = s->weight_decay, size = pace.size;
     const float momentum = s->momentum, undamped = 1 - s->dampening;
     const bool is_first = s->first;
 
     for (int64_t i = 0; i < b.n; i++) {
-        float grad = grads[i] * factor;
+        const float param = element(params, i, dtype);
+        float grad = element(grads, i, dtype) * factor;
         if (decays)
-            grad += p[i] * decay;
+            grad += param * decay;
         if (has_mean) {
-            const float moment = is_first ? grad : mean[i] * momentum + grad * undamped;
-            mean[i] = moment;
+            const float moment = is_first ? grad : element(means, i, dtype) * momentum + grad * undamped;
+            set_element(means, i, moment, dtype);
             grad = nesterov ? grad + moment * momentum : moment;
         }
-        p[i] -= grad * size;
+        set_element(params, i, param - grad * size, dtype);
     }
 }
 
-INLINE void sgd(const struct settings *s, struct block b, struct pace pace)
+INLINE void sgd(const struct settings *s, struct block b, struct pace pace, enum dtype dtype)
 {
     const bool decays = s->weight_decay != 0;
     if (!b.states[0] && decays)
-        sgd_as(s, b, pace, true, false, false);
+        sgd_as(s, b, pace, dtype, true, false, false);
     else if (!b.states[0])
-        sgd_as(s, b, pace, false, false, false);
+        sgd_as(s, b, pace, dtype, false, false, false);
     else if (s->nesterov && decays)
-        sgd_as(s, b, pace, true, true, true);
+        sgd_as(s, b, pace, dtype, true, true, true);
     else if (s->nesterov)
-        sgd_as(s, b, pace, false, true, true);
+        sgd_as(s, b, pace, dtype, false, true, true);
     else if (decays)
-        sgd_as(s, b, pace, true, true, false);
+        sgd_as(s, b, pace, dtype, true, true, false);
     else
-        sgd_as(s, b, pace, false, true, false);
+        sgd_as(s, b, pace, dtype, false, true, false);
 }
 
-INLINE void adagrad_as(const struct settings *s, struct block b, struct pace pace, bool decays)
+INLINE void adagrad_as(
+    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, bool decays)
 {
-    float *restrict p = b.params, *restrict sum = b.states[0];
-    const float *restrict grads = b.grads;
+    void *restrict params = b.params, *restrict sums = b.states[0];
+    const void *restrict grads = b.grads;
     const float factor = b.factor, decay = s->weight_decay, eps = s->eps, size = pace.size;
 
     for (int64_t i = 0; i < b.n; i++) {
-        float grad = grads[i] * factor;
+        const float param = element(params, i, dtype);
+        float grad = element(grads, i, dtype) * factor;
         if (decays)
-            grad += p[i] * decay;
-        const float total = sum[i] + grad * grad;
-        sum[i] = total;
-        p[i] -= size * grad / (sqrtf(total) + eps);
+            grad += param * decay;
+        const float total = element(sums, i, dtype) + grad * grad;
+        set_element(sums, i, total, dtype);
+        set_element(params, i, param - size * grad / (sqrtf(total) + eps), dtype);
     }
 }
 
-INLINE void adagrad(const struct settings *s, struct block b, struct pace pace)
+INLINE void adagrad(const struct settings *s, struct block b, struct pace pace, enum dtype dtype)
 {
     if (s->weight_decay != 0)
-        adagrad_as(s, b, pace, true);
+        adagrad_as(s, b, pace, dtype, true);
     else
-        adagrad_as(s, b, pace, false);
+        adagrad_as(s, b, pace, dtype, false);
 }
 
-INLINE void update_block(const struct update *u, struct pace pace, int64_t tensor, int64_t start, int64_t n)
+INLINE void apply(const struct settings *s, struct block b, struct pace pace, enum dtype dtype)
+{
+    if (s->rule == ADAM)
+        adam(s, b, pace, dtype);
+    else if (s->rule == SGD)
+        sgd(s, b, pace, dtype);
+    else
+        adagrad(s, b, pace, dtype);
+}
+
+INLINE void update_opened(const struct update *u, struct pace pace, int64_t tensor, int64_t start, int64_t n)
 {
     float params[BLOCK], grads[BLOCK], states[STATES][BLOCK];
     struct block b = {.n = n, .params = opened(params, u->params, tensor, start, n)};
@@ -173,12 +191,7 @@ INLINE void update_block(const struct update *u, struct pace pace, int64_t tenso
     b.grads = opened(grads, u->grads, tensor, start, n);
     b.factor = u->settings.maximize ? -u->factor : u->factor;
 
-    if (u->settings.rule == ADAM)
-        adam(&u->settings, b, pace);
-    else if (u->settings.rule == SGD)
-        sgd(&u->settings, b, pace);
-    else
-        adagrad(&u->settings, b, pace);
+    apply(&u->settings, b, pace, F32);
 
     put_back(u->params, b.params, tensor, start, n);
     for (int state = 0; state < STATES; state++)
@@ -187,17 +200,31 @@ INLINE void update_block(const struct update *u, struct pace pace, int64_t tenso
         narrow(at(u->copies, tensor, start), b.params, u->copies.dtype, n);
 }
 
+/* All in bf16: while one element is widened or rounded, others are divided. */
+INLINE void update_bf16(const struct update *u, struct pace pace, int64_t tensor, int64_t start, int64_t n)
+{
+    struct block b = {.n = n, .params = at(u->params, tensor, start), .grads = at(u->grads, tensor, start)};
+    for (int state = 0; state < STATES; state++)
+        b.states[state] = u->states[state].tensors ? at(u->states[state], tensor, start) : 0;
+    b.factor = u->settings.maximize ? -u->factor : u->factor;
+    apply(&u->settings, b, pace, BF16);
+}
+
 FOR_EACH_CPU static void update_chunks(void *given)
 {
     struct job *job = given;
     const struct update *u = job->update;
+    const bool is_bf16 = u->params.dtype == BF16 && u->grads.dtype == BF16 && !u->copies.tensors;
     struct pace pace = pace_of(&u->settings, 1);
     for (struct chunk mine = {0}; take(&job->chunks, &mine);) {
         if (u->steps && *u->steps[mine.tensor] != pace.step)
             pace = pace_of(&u->settings, *u->steps[mine.tensor]);
         for (int64_t start = mine.start; start < mine.stop; start += BLOCK) {
             const int64_t n = block_at(&mine, start);
-            update_block(u, pace, mine.tensor, start, n);
+            if (is_bf16)
+                update_bf16(u, pace, mine.tensor, start, n);
+            else
+                update_opened(u, pace, mine.tensor, start, n);
         }
     }
 }

@@ -192,6 +192,20 @@ INLINE void narrow(void *to, const float *restrict from, int64_t dtype, int64_t 
             halves[i] = to_f16(from[i]);
 }
 
+/* Elements in memory, of a dtype that is constant where these are called and whose conversion a loop can hold. */
+INLINE float element(const void *from, int64_t i, enum dtype dtype)
+{
+    return dtype == BF16 ? from_bf16(((const uint16_t *)from)[i]) : ((const float *)from)[i];
+}
+
+INLINE void set_element(void *to, int64_t i, float value, enum dtype dtype)
+{
+    if (dtype == BF16)
+        ((uint16_t *)to)[i] = to_bf16(value);
+    else
+        ((float *)to)[i] = value;
+}
+
 INLINE char *at(struct list list, int64_t tensor, int64_t element)
 {
     return list.tensors[tensor] + element * BYTES[list.dtype];
