@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from conformance.clauses import clause
@@ -215,6 +216,9 @@ STATES: dict[str, Callable[[Tensor], Tensor]] = {
     "laid out otherwise": lambda state: state.t().contiguous().t(),
     "in double": Tensor.double,
     "cut off": lambda state: state[:2].clone(),
+    "transposed where it lies": Tensor.t,
+    "cut off where it lies": lambda state: state[:2],
+    "a view that negates": lambda state: torch._neg_view(state.neg()),
 }
 # torch's fused operators, told of such a state, go by the parameter's form.
 STATEFUL: dict[str, Callable[[Any], Optimizer]] = {
@@ -231,9 +235,7 @@ STATEFUL: dict[str, Callable[[Any], Optimizer]] = {
 def test_a_state_of_another_form_than_before(
     deviation: DeviationJudge, reference: Library, device: str, form: str, kind: str
 ) -> None:
-    """By `.data`, in the third step: it is the same tensor object, elsewhere in memory. Where torch's step refuses it,
-    ours does.
-    """
+    """By `.data`, in the third step: it is the same tensor object. Where torch's step refuses it, ours does."""
 
     def told(library: Library, take: Take) -> list[Outcome]:
         given = (Gradient((4, 4), seed=1), Gradient((3,), seed=2))
@@ -254,3 +256,73 @@ def test_a_state_of_another_form_than_before(
 
     wanted = told(reference, by_four)
     judge(deviation, lambda library: told(library, by_one), lambda seen: assert_same_states(wanted, seen))
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@ROW
+def test_a_parameter_swapped_for_one_without_memory(
+    deviation: DeviationJudge, reference: Library, device: str
+) -> None:
+    """After two steps with both; its address cannot be asked, and it has no gradient any more."""
+
+    def told(library: Library, take: Take) -> list[Any]:
+        rig = Rig(
+            library, device, (Gradient((8,), seed=1), Gradient((4,), seed=2)), KINDS["sgd"], init_scale=8.0
+        )
+        kept, swapped = rig.parameters
+        for iteration in range(4):
+            rig.zero_grad()
+            rig.backward()
+            if iteration == 3:
+                swapped.grad = None
+                torch.utils.swap_tensors(swapped, Parameter(torch.ones(4, device=device).to_sparse()))
+            take(rig, 1.0)
+        return [kept.detach().clone()]
+
+    wanted = told(reference, by_four)
+    judge(
+        deviation,
+        lambda library: observe(told, library, by_one),
+        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
+    )
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@ROW
+def test_a_step_counter_that_two_groups_share(
+    deviation: DeviationJudge, reference: Library, device: str
+) -> None:
+    """It counts the steps of both."""
+
+    def told(library: Library, take: Take) -> list[Any]:
+        given = tuple(Gradient((size,), seed=size) for size in (3, 4, 5, 6))
+        rig = Rig(
+            library,
+            device,
+            given,
+            lambda params: AdamW(in_two(params), lr=0.125, foreach=True),
+            init_scale=8.0,
+        )
+        seen: list[Any] = []
+        for iteration in range(5):
+            rig.zero_grad()
+            rig.backward()
+            take(rig, 1.0)
+            states = [rig.optimizer.state[param] for param in rig.parameters]
+            if iteration == 0:
+                states[2]["step"] = states[0]["step"]
+            seen += [state["step"].clone() for state in states]
+            seen += [param.detach().clone() for param in rig.parameters]
+        return seen
+
+    wanted = told(reference, by_four)
+    judge(
+        deviation,
+        lambda library: observe(told, library, by_one),
+        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
+    )
+
+
+def in_two(given: Any) -> list[dict[str, Any]]:
+    params = [param for group in given for param in (group["params"] if isinstance(group, dict) else [group])]
+    return [{"params": params[:2]}, {"params": params[2:]}]

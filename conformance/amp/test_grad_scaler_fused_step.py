@@ -7,13 +7,14 @@ import math
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,7 +109,9 @@ def test_inside_torch_compile(deviation: DeviationJudge, reference: Library, dev
 def by_a_compiled_step(rig: Rig, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     if "step" not in vars(rig.optimizer):
         rig.optimizer.step = torch.compile(rig.optimizer.step, backend="eager")
-    return by_one(rig, max_norm, norm_type)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Dynamo itself warns of while it compiles
+        return by_one(rig, max_norm, norm_type)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -253,24 +256,44 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
     judge(deviation, probe, compare)
 
 
-@clause("amp.grad_scaler.fused_step.in_order")
+@clause("amp.grad_scaler.fused_step.seen_as_a_step")
 @ROW
-def test_a_step_that_was_replaced(deviation: DeviationJudge, device: str) -> None:
-    """By what never comes to it: no step is said to be taken that is not."""
+@pytest.mark.parametrize("comes_to_it", [True, False])
+@pytest.mark.parametrize("on", ["the optimizer", "its class"])
+def test_a_step_that_was_replaced(
+    deviation: DeviationJudge, reference: Library, device: str, on: str, comes_to_it: bool
+) -> None:
+    """What stands in its place is called once a step, with gradients unscaled and clipped, as `step` calls it."""
 
-    def probe(library: Library) -> Any:
-        rig = Rig(library, device, SOME, KINDS["adamw"]).used()
-        weights = [parameter.detach().clone() for parameter in rig.parameters]
-        rig.optimizer.step = lambda: None
-        raised = observe(rig.scaler.fused_step, rig.optimizer).raised
-        return raised and raised.text, all(map(torch.equal, weights, rig.parameters))
+    def told(library: Library, take: Take) -> list[Any]:
+        rig = Rig(library, device, SOME, lambda groups: AdamW(groups, lr=0.125, foreach=True))
+        plain, seen = AdamW.step, []
 
-    def compare(seen: Any) -> None:
-        text, kept = seen
-        assert "AdamW.step was replaced by" in text
-        assert kept
+        def replaced(self: Optimizer) -> None:
+            params = [param for param in rig.parameters if param.grad is not None]
+            seen.append([param.grad.clone() for param in params if param.grad is not None])
+            if comes_to_it:
+                for param in params:
+                    param.data = param.data.clone()
+                plain(self)
 
-    judge(deviation, probe, compare)
+        place = AdamW if on == "its class" else rig.optimizer
+        with mock.patch.object(
+            place, "step", replaced if place is AdamW else lambda: replaced(rig.optimizer)
+        ):
+            for last in (None, None, math.inf, None):
+                rig.zero_grad()
+                rig.backward(last)
+                take(rig, 0.5)
+                seen.append([param.detach().clone() for param in rig.parameters])
+        return seen
+
+    wanted = observe(told, reference, by_four)
+    judge(
+        deviation,
+        lambda library: observe(told, library, by_one),
+        lambda seen: assert_same_states([wanted], [seen]),
+    )
 
 
 @clause("amp.grad_scaler.fused_step.in_order")

@@ -226,8 +226,9 @@ class GradScaler:
         Adam, AdamW, SGD and Adagrad of `torch.optim` step as with `fused=True`, whatever they were built with. Their
         gradients are read, and stay scaled and unclipped in `.grad`; the update is from scaled copies of them on other
         devices, and on CUDA without Triton, of parameters in float64, or while a CUDA graph is captured. Every other
-        optimizer, one with hooks before its step, and gradients that no fused update takes (sparse ones, say, which are
-        coalesced), have `.grad` unscaled and clipped in place, and then `optimizer.step()`.
+        optimizer, one with hooks before its step or something in the place of that method, and gradients that no fused
+        update takes (sparse ones, say, which are coalesced), have `.grad` unscaled and clipped in place, and then
+        `optimizer.step()`.
         After `unscale_` the gradients are taken as they are, and what it found decides. Of what a subclass may override
         a fused update asks neither `_unscale_grads_` nor `_maybe_opt_step`: it does the work of both itself.
 
@@ -247,7 +248,7 @@ class GradScaler:
 
         Raises:
             RuntimeError: the optimizer has stepped since the last `update`; parameters are sharded and no fused update
-                takes this rank's gradients; `optimizer.step` was replaced by what does not call it; or see `update`.
+                takes this rank's gradients; or see `update`.
             AssertionError: there is no scale yet; or no parameter of the optimizer has a gradient.
             ValueError: `max_norm` is nan or -inf; `norm_type` is nan; `copies` do not fit the parameters; or a float16
                 gradient is to be unscaled in place.

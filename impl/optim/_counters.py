@@ -32,7 +32,7 @@ class Counters:
         return self.flat is not None
 
     def part_if_moved(self) -> None:
-        """Advance them one by one from here on if one is no longer in the buffer, until they are joined again."""
+        """Advance them one by one, until they are joined again, if one is no longer in the buffer."""
         if self.have_moved():
             self.flat = self._addresses = None
 

@@ -7,15 +7,17 @@ in its own way. How an optimizer was told to step (`foreach`, `fused`, `capturab
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -33,10 +35,11 @@ from impl.kernels import (
     fused_step_,
     laid_out_as,
 )
-from impl.optim._plan import Bucket, GroupPlan, Plan, cannot_plan, same
+from impl.optim._plan import Bucket, GroupPlan, Plan, cannot_plan, same, tensor_guards
 from impl.optim._shards import local_part
 
 _Group = Mapping[str, Any]
+_TORCHS = str(Path(torch.optim.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,9 @@ class Update:
             found_inf = None
         # Momentum of zeros becomes the gradient where nothing dampens it, and stays zeros where the step is skipped.
         rule = self.kind.rule(self.group, self.unfilled and found_inf is None)
-        grads, counters = self.grads, self.bucket.counters
-        if not _steps_as_torch(optimizer):
-            # What stands in the place of `step` may have changed what is known of them.
-            grads = [*grads]
-            counters.part_if_moved()
+        counters = self.bucket.counters
         counters.advance()
-        fused_step_(rule, self.parameters, grads, factor, found_inf)
+        fused_step_(rule, self.parameters, self.grads, factor, found_inf)
         if found_inf is not None:
             counters.take_back(found_inf)
         if self.unfilled:
@@ -140,6 +139,8 @@ def _objection_to(optimizer: Optimizer) -> str | None:
         return "its betas are tensors"
     if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
         return "hooks before its step may read and replace unscaled gradients"
+    if not _steps_as_torch(optimizer):
+        return "what stands in the place of its step may do the same"
     return cannot_plan(optimizer)
 
 
@@ -166,17 +167,10 @@ def updates_of(optimizer: Optimizer, copies: Mapping[int, Tensor]) -> Generator[
 
 
 def step_by(optimizer: Optimizer, updates: Sequence[Update], apply: Callable[[Update], None]) -> None:
-    """Call `optimizer.step()`, which does `apply` to each update and nothing else: hooks and schedulers see a step.
-
-    Raises:
-        RuntimeError: what stands in the place of that method does not come to it; nothing was changed.
-    """
-    has_come = False
+    """Call `optimizer.step()`, which does `apply` to each update and nothing else: hooks and schedulers see a step."""
 
     def of_group(group: dict[str, Any], *lists: list[Any]) -> Any:
         """In the place of `_init_group`: does the group's updates, and returns lists that leave nothing to do."""
-        nonlocal has_come
-        has_come = True
         for update in updates:
             if update.group is group:
                 apply(update)
@@ -186,49 +180,49 @@ def step_by(optimizer: Optimizer, updates: Sequence[Update], apply: Callable[[Up
     before = vars(optimizer).get("_init_group")
     attributes._init_group = of_group
     try:
-        # A step that was compiled would keep what `of_group` returns, and be empty from then on.
-        with torch.compiler.set_stance("force_eager") if _is_compiled(optimizer) else nullcontext():
-            optimizer.step()
+        optimizer.step()
     finally:
         if before is None:
             del attributes._init_group
         else:
             attributes._init_group = before
-    if not has_come:
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step was replaced by {optimizer.step}, which does not call it; call unscale_, "
-            "clip_grad_norm_, step and update instead"
-        )
 
 
 def _steps_as_torch(optimizer: Optimizer) -> bool:
-    """Whether `step` is the method of its class, or what a scheduler puts in its place, which only counts calls."""
+    """Whether `step` runs code of `torch.optim` alone: the class's own, and what counts calls for a scheduler."""
     step: Any = optimizer.step
-    is_counted = getattr(step, "_wrapped_by_lr_sched", False)
-    return getattr(step, "__wrapped__" if is_counted else "__func__", None) is type(optimizer).step
-
-
-def _is_compiled(optimizer: Optimizer) -> bool:
-    return hasattr(optimizer.step, "_torchdynamo_orig_callable")
+    while step is not None:
+        code = getattr(step, "__code__", None)
+        if code is None or not code.co_filename.startswith(_TORCHS):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What an update of a bucket works on: it stands while the plan's guards hold and nothing has moved."""
+    """What an update of a bucket works on: it stands while guards hold, those of the plan too, and nothing moves."""
 
     parameters: Parameters
     form: Form | None  # of the gradients, where the CPU library reads them as they are
+    copies: TensorGuards
 
     @classmethod
     def of(cls, parameters: Parameters, grads: list[Tensor]) -> _Prepared:
-        # A state or a copy that `.data` gives another form has another address too: these are watched from here on.
-        parameters.have_moved()
+        parameters.have_moved()  # from here on it is known when they do
         in_order = grads[0].is_cpu and all(map(is_, map(laid_out_as, parameters.params, grads), grads))
         known = formed(grads) if in_order else None
-        return cls(parameters, None if known is None else known.form)
+        copies = tensor_guards([*parameters.copies], with_shapes=True, with_strides=True)
+        return cls(parameters, None if known is None else known.form, copies)
 
-    def writes(self, copies: list[Tensor]) -> bool:
-        return len(copies) == len(self.parameters.copies) and same(copies, self.parameters.copies)
+    def stands(self, copies: list[Tensor]) -> bool:
+        """Asked where the plan's guards have held: of tensors without memory their address cannot be asked."""
+        return (
+            len(copies) == len(self.parameters.copies)
+            and same(copies, self.parameters.copies)
+            and self.copies.check(*copies)
+            and not self.parameters.have_moved()
+        )
 
 
 class _Lists:
@@ -236,46 +230,43 @@ class _Lists:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._kind = _KINDS[type(optimizer)]
-        self.plan = Plan(optimizer, with_forms=True)  # to each group are attached its buckets' `_Prepared`
+        self.plan = Plan(optimizer, with_forms=True)  # attached to a group: its buckets' `_Prepared`
 
     def collect(self, optimizer: Optimizer, copies: Mapping[int, Tensor]) -> list[Update]:
-        # First, since in C it fetches many tensors' records at a time, which the guards come to one after the other.
-        self._forget_what_moved()
         groups = self.plan.groups()
         built = [bucket for planned in groups if not planned.replays for bucket in planned.buckets]
         if sum(_place_counters(optimizer, bucket) for bucket in built):
             groups = self.plan.groups()
+        self._join_counters(groups)
         updates: list[Update] = []
         for planned in groups:
-            if planned.attached is None:
-                planned.attached = {}
             for bucket in planned.buckets:
-                if planned.replays and bucket.counters.join():
-                    planned.attached.pop(bucket, None)
                 updates += self._of_bucket(planned, bucket, copies)
         return updates
 
-    def _forget_what_moved(self) -> None:
-        for planned in self.plan.kept():
-            prepared: dict[Bucket, _Prepared] = planned.attached or {}
-            for bucket in [*prepared]:
-                if prepared[bucket].parameters.have_moved():
-                    del prepared[bucket]
+    def _join_counters(self, groups: Sequence[GroupPlan]) -> None:
+        buckets = [bucket for planned in groups if planned.replays for bucket in planned.buckets]
+        # All of them are asked to join: one that two share leaves the buffer of the first for that of the second.
+        if sum(bucket.counters.join() for bucket in buckets):
+            for bucket in buckets:
+                bucket.counters.part_if_moved()
 
     def _of_bucket(self, planned: GroupPlan, bucket: Bucket, copies: Mapping[int, Tensor]) -> list[Update]:
         group, mine = planned.group, _copies_of(bucket.params, copies)
-        prepared: _Prepared | None = planned.attached.get(bucket)
-        if prepared is not None and prepared.writes(mine):
-            grads = bucket.grads
+        if planned.attached is None:
+            planned.attached = {}
+        prepared: _Prepared | None = planned.attached.pop(bucket, None)
+        if prepared is not None and prepared.stands(mine):
+            grads, is_plain = bucket.grads, True
         else:
             grads = _local_gradients(bucket)
             states = [bucket[name] for name in self._kind.lists if bucket[name]]
             if self._kind.lists == _MOMENTUM and states and any(map(is_, states[0], repeat(None))):
                 return self._of_unfilled(group, bucket, grads, copies)
             prepared = _Prepared.of(_prepared(bucket.params, states, bucket, grads, mine), grads)
-            # What is no plain tensor is looked through anew, since its part may lie elsewhere then.
-            if PLAIN_TYPES.issuperset(map(type, chain(bucket.params, bucket.grads))):
-                planned.attached[bucket] = prepared
+            is_plain = PLAIN_TYPES.issuperset(map(type, chain(bucket.params, bucket.grads)))
+        if is_plain:  # what is not is looked through anew, since its part may lie elsewhere then
+            planned.attached[bucket] = prepared
         some = [*grads] if prepared.form is None else Formed(grads, prepared.form)
         return [Update(self._kind, group, bucket.params, prepared.parameters, some, bucket, False)]
 
@@ -358,6 +349,8 @@ def _check_memory(alike: list[Tensor], grad: Tensor, copy: Tensor | None) -> Non
             raise Unfused(f"a tensor on {tensor.device} belongs to a parameter on {param.device}")
         if tensor.dtype not in KERNEL_DTYPES:
             raise Unfused(f"it holds a tensor of {tensor.dtype}")
+        if tensor is not grad and tensor.is_neg():
+            raise Unfused("it holds a view whose memory holds the opposites")
         if tensor.shape != param.shape:
             raise Unfused(
                 f"a tensor of shape {tuple(tensor.shape)} belongs to a parameter of {tuple(param.shape)}"

@@ -17,11 +17,11 @@ A `Bucket` is the part of them with one device and dtype. Its `counters` are the
 guards have held once), call `counters.join()` first: they are one buffer from then on, while `state["step"]` stays the
 tensor object that it was.
 
-Guarded: the group's parameters and gradients (which have one; type, device, dtype, layout; `with_forms` shapes and
-strides too), the values of the group as far as they shape the lists, and the identity of the state: of its keys, of
-each parameter's dictionary and of what that holds; for joined counters their addresses. The other addresses are not:
-torch's operators ask each tensor for its own, in every call. Where parameters and states are handed on by address,
-compare `data_ptr()` too.
+Guarded: the group's parameters and gradients (which have one; type, device, dtype, layout), the values of the group as
+far as they shape the lists, and the identity of the state: of its keys, of each parameter's dictionary and of what that
+holds; for joined counters their addresses. A plan `with_forms` guards the states' tensors as it does gradients, and the
+shapes and strides of all. The other addresses are not guarded: torch's operators ask each tensor for its own, in every
+call. Where parameters and states are handed on by address, ask for forms and compare `data_ptr()` too.
 """
 
 from __future__ import annotations
@@ -124,8 +124,13 @@ class GroupPlan:
         self.states: list[dict[str, Any] | None] = list(map(optimizer.state.get, self.params))
         self._filled = [state for state in self.states if state is not None]
         self._values = list(self._values_now())
-        # The CPU's operators take tensors one by one: there a parameter may change its dtype.
-        self._guarded = [param for param in self.params if with_forms or not param.is_cpu]
+        self._list_names = names
+        if with_forms:
+            lists = self.params, *self.lists[2:]
+            self._guarded = [tensor for tensor in chain.from_iterable(lists) if isinstance(tensor, Tensor)]
+        else:
+            # The CPU's operators take tensors one by one: there a parameter may change its dtype.
+            self._guarded = [param for param in self.params if not param.is_cpu]
         self._guards = tensor_guards([*self._guarded, *self.grads], with_forms, with_forms)
         self.buckets = [Bucket(names, self.lists, places) for places in places_by_kind(self.params)]
 
@@ -138,14 +143,13 @@ class GroupPlan:
             return "the group has other parameters"
         if not same(self._values_now(), self._values):
             return "a parameter has other state"
-        for bucket in self.buckets:
-            if bucket.counters.have_moved():
-                return "a step counter has other memory"
         grads = list(map(_gradient, self.params))
         if not self._guards.check(*self._guarded, *grads):
             return self._objection_to(grads)
         if self._without and not same(map(_gradient, self._without), _NONE):
             return "a parameter that had no gradient has one"
+        if any(bucket.counters.have_moved() for bucket in self.buckets):
+            return "a step counter has other memory"
         self.grads[:] = grads
         for bucket in self.buckets:
             if bucket.places is not None:
@@ -171,12 +175,17 @@ class GroupPlan:
             bucket.grads.clear()
 
     def _objection_to(self, grads: list[Tensor | None]) -> str:
-        places = dict(zip(map(id, self.params), self._places, strict=True))
         names = [f"gradient of parameter {place}" for place in self._places]
         for name, grad in zip(names, grads, strict=True):
             if grad is None:
                 return f"the {name} is None"
-        names = [*(f"parameter {places[id(param)]}" for param in self._guarded), *names]
+        known = {
+            id(tensor): f"{name}[{place}]"
+            for name, tensors in zip(self._list_names, self.lists, strict=True)
+            for place, tensor in enumerate(tensors)
+        }
+        known |= {id(param): f"parameter {place}" for place, param in enumerate(self._all_params)}
+        names = [*(known[id(tensor)] for tensor in self._guarded), *names]
         told = self._guards.check_verbose(*self._guarded, *grads, tensor_check_names=names)
         return str(told).splitlines()[0]
 
@@ -292,7 +301,10 @@ def changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> list
 def tensor_guards(
     tensors: list[Tensor], with_shapes: bool = False, with_strides: bool = False
 ) -> TensorGuards:
-    """Guards on type, device, dtype and layout of these tensors, and on how they take part in autograd."""
+    """Guards on type, device, dtype and layout of these tensors, and on how they take part in autograd.
+
+    Strides are those of strided tensors; the others have none.
+    """
     free: list[Any] = [[None] * tensor.dim() for tensor in tensors]
     shapes: list[Any] = [list(tensor.shape) for tensor in tensors] if with_shapes else free
     strides: list[Any] = [

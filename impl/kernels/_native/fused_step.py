@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from impl.kernels._native import CODES, STATES, Column, Library, List, Settings, Update
-from impl.kernels._native.memory import Addresses, Formed, memory_of, tensors_to_read
+from impl.kernels._native.memory import Addresses, Formed, Tensors, memory_of, tensors_to_read
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import lie_apart, on_host
 from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
@@ -29,6 +28,17 @@ class _Places:
     steps: Column | None
     starts: frozenset[int]  # of what is written
     are_contiguous: bool
+    _beside: list[Column]  # the addresses that were last found to begin nothing that is written
+
+    def are_read_beside(self, read: Tensors) -> bool:
+        """Whether these gradients are as many and as long as what is written, and none begins where one of it does."""
+        if read.form.numels.numbers != self.numels.numbers:
+            return False
+        if self._beside[0].numbers != read.addresses.numbers:
+            if not self.starts.isdisjoint(read.addresses.numbers):
+                return False
+            self._beside[0] = read.addresses
+        return True
 
 
 class Memory:
@@ -46,33 +56,26 @@ class Memory:
         self._states = [state for state in states if state]
         self._steps = steps
         self._lists = [params, *self._states, *([copies] if copies else []), *([steps] if steps else [])]
-        self._apart_from: Column | None = None
-
-    @cached_property
-    def _addresses(self) -> Addresses:
-        return Addresses(chain.from_iterable(self._lists))
+        self._addresses: Addresses | None = None
+        self._places: _Places | None = None
+        self._is_known = False  # whether `_places` was looked for since they moved
 
     def have_moved(self) -> bool:
-        """Whether one has other memory than when this was last asked."""
-        moved = self._addresses.have_moved()
-        if moved:
-            self.__dict__.pop("places", None)
-        return moved
+        """Whether one has other memory than when this was last asked; True the first time."""
+        if self._addresses is None:
+            self._addresses = Addresses(chain.from_iterable(self._lists))
+        elif not self._addresses.have_moved():
+            return False
+        self._is_known = False
+        return True
 
-    @cached_property
     def places(self) -> _Places | None:
         """Where they lay when `have_moved` was last asked; None if the library cannot take them."""
-        self._apart_from = None
-        self.have_moved()
-        return self._look() if self._has_known_dtypes() else None
-
-    def lies_apart_from(self, read: Column) -> bool:
-        """Whether nothing that is written begins at one of these addresses."""
-        if self._apart_from is not None and self._apart_from.numbers == read.numbers:
-            return True
-        is_apart = self.places is not None and self.places.starts.isdisjoint(read.numbers)
-        self._apart_from = read if is_apart else None
-        return is_apart
+        if not self._is_known:
+            self.have_moved()
+            self._places = self._look() if self._has_known_dtypes() else None
+            self._is_known = True
+        return self._places
 
     def _has_known_dtypes(self) -> bool:
         own = self.params[0].dtype
@@ -90,6 +93,9 @@ class Memory:
         columns = [column for tensors in lists if (column := memory_of(tensors)) is not None]
         if len(columns) < len(lists):
             return None
+        numels = [param.numel() for param in self.params]
+        if any([tensor.numel() for tensor in tensors] != numels for tensors in lists):
+            return None
         written = [tensor for tensors in lists for tensor in tensors]
         addresses = [address for column in columns for address in column.numbers]
         starts = on_host(addresses)
@@ -97,13 +103,14 @@ class Memory:
             return None
         counted = 1 + len(self._states)
         return _Places(
-            Column([param.numel() for param in self.params]),
+            Column(numels),
             columns[0],
             columns[1:counted],
             columns[counted] if self.copies else None,
             Column([step.data_ptr() for step in self._steps]) if self._steps else None,
             frozenset(address for address, tensor in zip(addresses, written, strict=True) if tensor.numel()),
             all(map(Tensor.is_contiguous, self.params)),
+            [Column(())],
         )
 
 
@@ -120,7 +127,7 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     """
     if not isinstance(grads, Formed):
         memory.have_moved()
-    settings, places = _settings_of(rule), memory.places
+    settings, places = _settings_of(rule), memory.places()
     if settings is None or places is None:
         return False
     if not isinstance(grads, Formed) and not (
@@ -128,7 +135,7 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     ):
         grads = list(map(laid_out_as, memory.params, grads))
     read = tensors_to_read(grads)
-    if read is None or not memory.lies_apart_from(read.addresses):
+    if read is None or not places.are_read_beside(read):
         return False
     own = CODES[memory.params[0].dtype]
     states = (List * STATES)(*[List(column.address, own) for column in places.states])
