@@ -10,25 +10,16 @@ import torch
 from conformance.library import Library, load_library
 from conformance.training.compare import Bound, compare
 from conformance.training.corpus import load_corpus
-from conformance.training.judge import parts_of
+from conformance.training.judge import judge, parts_of
 from conformance.training.plan import Plan, small_plan
-from conformance.training.trainer import Run, Trainer, train
-from impl.optim import capture, explain
+from conformance.training.trainer import ByFusedStep, Captured, Run, Trainer, train
+from impl.optim import explain
 
 IMPL = parts_of(load_library("impl"))
 FULL = pytest.mark.profile("full")
 
 
-class ByFusedStep(Trainer):
-    def update(self) -> torch.Tensor:
-        return self.scaler.fused_step(self.optimizer, max_norm=self.plan.max_norm)
-
-
-class Captured(Trainer):
-    def __init__(self, *given: object) -> None:
-        super().__init__(*given)  # type: ignore[arg-type]
-        capture(self.optimizer)
-
+class CapturedIndeed(Captured):
     def update(self) -> torch.Tensor:
         norm = super().update()
         assert explain(self.optimizer).captured
@@ -46,7 +37,7 @@ def test_captured_it_has_the_same_bits(subject: Library, optimizer: str) -> None
     if subject.package != "impl":
         return  # torch has no such thing
     plan = dataclasses.replace(small_plan("fp16"), optimizer=optimizer)
-    wanted, got = run(plan), run(plan, Captured)
+    wanted, got = run(plan), run(plan, CapturedIndeed)
     assert wanted.skipped
     for name in ("losses", "grad_norms", "scales", "skipped", "held_out", "weights"):
         assert repr(getattr(got, name)) == repr(getattr(wanted, name)), name
@@ -62,3 +53,15 @@ def test_fused_it_has_the_same_curve(subject: Library, dtype: str) -> None:
     bound = Bound.between(wanted, run(plan.with_other_update()))
     failed = [check for check in compare(plan, wanted, run(plan, ByFusedStep), bound) if not check.passed]
     assert not failed, failed
+
+
+def test_the_judge_trains_by_every_way_that_there_is(subject: Library) -> None:
+    """Beside torch's own names; a captured optimizer is held to every bit."""
+    if subject.package != "impl":
+        return
+    result = judge("impl", small_plan("fp16"))
+    assert [comparison.name for comparison in result.comparisons] == [
+        f"fp16, adamw, {way}" for way in ("route plain", "route auto", "fused step", "captured")
+    ]
+    assert result.passed
+    assert [comparison.bound is None for comparison in result.comparisons] == [True, False, False, True]

@@ -20,14 +20,15 @@ from conformance.library import Library, load_library
 from conformance.training.compare import TIMES_FURTHER, Bound, Check, compare
 from conformance.training.corpus import load_corpus
 from conformance.training.plan import Plan
-from conformance.training.trainer import OtherRun, Parts, Run, train
+from conformance.training.trainer import ByFusedStep, Captured, OtherRun, Parts, Run, Trainer, train
 
 _PARTS = ("amp.autocast", "amp.GradScaler", "nn.utils.clip_grad_norm_")
+_CAPTURE = "optim.capture"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The subject by one route, beside torch; `bound` is None where every bit must agree."""
+    """The subject in one way, beside torch; `bound` is None where every bit must agree."""
 
     name: str
     plan: Plan
@@ -75,23 +76,24 @@ def judge(
     library = load_library(subject)
     result = Result(subject, plan, corpus.describe(), lacking=[p for p in _PARTS if not library.provides(p)])
 
-    def run(role: str, parts: Parts, plan: Plan) -> Run:
+    def run(role: str, parts: Parts, plan: Plan, trained_by: type[Trainer] = Trainer) -> Run:
         name = f"{role} {parts.name} {plan.dtype} {plan.optimizer}"
         saved = folder / f"{name.replace(' ', '-')}.checkpoint" if folder else None
-        return train(parts, plan, corpus, saved, save_every, on_step and (lambda run: on_step(name, run)))
+        told = on_step and (lambda run: on_step(name, run))
+        return train(parts, plan, corpus, saved, save_every, told, trained_by)
 
     if len(result.lacking) == len(_PARTS):
         return result
     reference = run("reference", parts_of(load_library("torch")), plan)
     bound = None
-    for route, bitwise in _routes(library, plan):
-        if not bitwise and bound is None:
+    for way in _ways(library, plan):
+        if not way.is_bitwise and bound is None:
             other = run("reference", parts_of(load_library("torch")), plan.with_other_update())
             bound = Bound.between(reference, other)
-        held_to = None if bitwise else bound
+        held_to = None if way.is_bitwise else bound
         try:
-            with library.kernels.route(route) if route else contextlib.nullcontext():
-                ours = run("subject", parts_of(library, route), plan)
+            with library.kernels.route(way.route) if way.route else contextlib.nullcontext():
+                ours = run("subject", parts_of(library, way.name), plan, way.trained_by)
             checks = compare(plan, reference, ours, held_to)
         except OtherRun:
             raise
@@ -99,17 +101,18 @@ def judge(
             traceback.print_tb(error.__traceback__)  # without its text, which may hold whole tensors
             says = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" …")
             ours, checks = Run(), [Check("runs", False, says)]
-        name = f"{plan.dtype}, {plan.optimizer}" + (f", route {route}" if route else "")
+        name = f"{plan.dtype}, {plan.optimizer}" + (f", {way.name}" if way.name else "")
         result.comparisons.append(Comparison(name, plan, reference, ours, held_to, checks))
     result.seconds = time.perf_counter() - started
     return result
 
 
-def parts_of(library: Library, route: str | None = None) -> Parts:
+def parts_of(library: Library, way: str = "") -> Parts:
     """The library's parts; torch's in the place of those that it does not provide."""
     torch_library = load_library("torch")
     found = [(library if library.provides(path) else torch_library).find(path) for path in _PARTS]
-    return Parts(library.spec + (f" {route}" if route else ""), *found)
+    capture = library.find(_CAPTURE) if library.provides(_CAPTURE) else None
+    return Parts(f"{library.spec} {way}".strip(), *found, capture)
 
 
 def as_json(results: list[Result]) -> dict[str, Any]:
@@ -145,9 +148,26 @@ def _curves(run: Run) -> dict[str, Any]:
     return curves
 
 
-def _routes(library: Library, plan: Plan) -> list[tuple[str | None, bool]]:
-    """By which route the subject runs, and whether each bit must then agree with torch's."""
+@dataclass(frozen=True)
+class _Way:
+    """How the subject trains."""
+
+    name: str
+    route: str | None  # of its kernels, where it has several
+    is_bitwise: bool  # whether each bit must then agree with torch's
+    trained_by: type[Trainer] = Trainer
+
+
+def _ways(library: Library, plan: Plan) -> list[_Way]:
     on_cpu = torch.device(plan.device).type == "cpu"
-    if library.provides("kernels.route"):
-        return ([("plain", True)] if on_cpu else []) + [("auto", False)]
-    return [(None, on_cpu and library.package == "torch")]
+    has_routes = library.provides("kernels.route")
+    if has_routes:
+        ways = [_Way("route plain", "plain", True)] if on_cpu else []
+        ways.append(_Way("route auto", "auto", False))
+    else:
+        ways = [_Way("", None, on_cpu and library.package == "torch")]
+    if library.provides("amp.GradScaler") and hasattr(library.find("amp.GradScaler"), "fused_step"):
+        ways.append(_Way("fused step", "auto" if has_routes else None, False, ByFusedStep))
+    if library.provides(_CAPTURE):
+        ways.append(_Way("captured", "plain" if has_routes else None, on_cpu and has_routes, Captured))
+    return ways

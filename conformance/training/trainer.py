@@ -32,6 +32,7 @@ class Parts:
     autocast: Callable[..., Any]
     GradScaler: Callable[..., Any]
     clip_grad_norm_: Callable[..., Any]
+    capture: Callable[..., Any] | None = None  # of optimizers, which torch has not
 
 
 @dataclass
@@ -180,6 +181,22 @@ class Trainer:
             "corpus": self.corpus.fingerprint,
             "torch": str(torch.__version__),  # it is a class of its own, which a checkpoint cannot hold
         }
+
+
+class ByFusedStep(Trainer):
+    """By one call in the place of unscaling, clipping, step and update."""
+
+    def update(self) -> torch.Tensor:
+        return self.scaler.fused_step(self.optimizer, max_norm=self.plan.max_norm)
+
+
+class Captured(Trainer):
+    """By an optimizer whose step is captured."""
+
+    def __init__(self, parts: Parts, plan: Plan, corpus: Corpus) -> None:
+        super().__init__(parts, plan, corpus)
+        assert parts.capture is not None
+        parts.capture(self.optimizer)
 
 
 def train(
