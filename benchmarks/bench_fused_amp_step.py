@@ -1,8 +1,8 @@
 """The whole of a mixed-precision step in one call, against torch's four: unscale, clip, step, update.
 
-torch has no such call; the reference is its scaler with its fused AdamW, the fastest that it offers on every device; and,
-beside it, with the foreach one, which it takes on CUDA where nobody chooses. That rounds bfloat16 after each of its
-passes, so float32 alone is compared. Its compiled step is in bench_optimizer.
+torch has no such call; the reference is its scaler with its fused AdamW, the fastest that it offers on every device.
+Beside it stands the foreach one, which torch takes on CUDA where nobody chooses; that rounds bfloat16 after each of its
+passes, so float32 alone is compared. The compiled step is in bench_optimizer.
 The gradients that the four calls unscale and clip, the one call leaves: parameters alone are compared.
 """
 
