@@ -172,8 +172,10 @@ INLINE void adagrad(const struct settings *s, struct block b, struct pace pace, 
         adagrad_as(s, b, pace, dtype, false);
 }
 
-INLINE void apply(const struct settings *s, struct block b, struct pace pace, enum dtype dtype)
+INLINE void apply(const struct update *u, struct block b, struct pace pace, enum dtype dtype)
 {
+    const struct settings *s = &u->settings;
+    b.factor = s->maximize ? -u->factor : u->factor;
     if (s->rule == ADAM)
         adam(s, b, pace, dtype);
     else if (s->rule == SGD)
@@ -189,10 +191,7 @@ INLINE void update_opened(const struct update *u, struct pace pace, int64_t tens
     for (int state = 0; state < STATES; state++)
         b.states[state] = opened(states[state], u->states[state], tensor, start, n);
     b.grads = opened(grads, u->grads, tensor, start, n);
-    b.factor = u->settings.maximize ? -u->factor : u->factor;
-
-    apply(&u->settings, b, pace, F32);
-
+    apply(u, b, pace, F32);
     put_back(u->params, b.params, tensor, start, n);
     for (int state = 0; state < STATES; state++)
         put_back(u->states[state], b.states[state], tensor, start, n);
@@ -206,8 +205,7 @@ INLINE void update_bf16(const struct update *u, struct pace pace, int64_t tensor
     struct block b = {.n = n, .params = at(u->params, tensor, start), .grads = at(u->grads, tensor, start)};
     for (int state = 0; state < STATES; state++)
         b.states[state] = u->states[state].tensors ? at(u->states[state], tensor, start) : 0;
-    b.factor = u->settings.maximize ? -u->factor : u->factor;
-    apply(&u->settings, b, pace, BF16);
+    apply(u, b, pace, BF16);
 }
 
 FOR_EACH_CPU static void update_chunks(void *given)

@@ -211,8 +211,8 @@ INLINE char *at(struct list list, int64_t tensor, int64_t element)
     return list.tensors[tensor] + element * BYTES[list.dtype];
 }
 
-/* Asks for the block at this place of the tensor that this thread comes to next if all threads are as fast. Short
-   tensors begin where the processor expects none, and are over before it has learned better. */
+/* Asks for the block at this place of a later tensor: of short ones, of a chunk each, this thread comes to it next if
+   all threads are as fast. They begin where the processor expects none, and are over before it has learned better. */
 INLINE void fetch_ahead(struct list list, const struct chunks *all, const struct chunk *mine, int64_t start, int64_t n)
 {
     const int64_t later = mine->tensor + all->threads;
