@@ -180,17 +180,68 @@ def test_lists_that_never_stay_are_not_kept() -> None:
     twins = Twins("AdamW fused")
     play(twins, steps(2))
     told = []
-    for number in range(24):
+    for number in range(25):
         twins.do(on.iteration, number, (number % 2,))
         told.append(explain(twins.captured.optimizer))
-    assert [each.captured for each in told] == [True] * 3 + [False] * 16 + [True] * 4 + [False]
-    assert [told[3].builds, told[-1].builds] == [5, 9]
+    assert [each.captured for each in told] == [True] * 3 + [False] * 16 + [True] * 5 + [False]
+    assert [told[3].builds, told[-1].builds] == [5, 10]
     assert (
         "its lists changed 4 times in succession, the last time because the gradient of parameter 1 is None"
         in str(told[3])
     )
     play(twins, steps(18))
     assert explain(twins.captured.optimizer).captured
+
+
+def test_the_first_build_is_no_change() -> None:
+    """Four changes pause it; the lists of the first step, and of the first after a pause, have not changed."""
+    side = Side("AdamW fused", captured=True)
+    told = []
+    for number in range(5):
+        on.iteration(side, number, (number % 2,))
+        told.append((explain(side.optimizer).captured, explain(side.optimizer).builds))
+    assert told == [(True, 1), (True, 2), (True, 3), (True, 4), (False, 5)]
+    for number in range(17):
+        on.iteration(side, number)
+    assert explain(side.optimizer).reason == "none were kept in the 16 steps before"
+    assert explain(side.optimizer).builds == 6
+
+
+def test_why_lists_were_built_again_for_graphs() -> None:
+    side = Side("AdamW fused", captured=True)
+    capture(side.optimizer, graph=True)
+    told = []
+    for graph in (None, False, True):
+        capture(side.optimizer, graph=graph)
+        on.iteration(side)
+        told.append(explain(side.optimizer).reason)
+    assert told == ["it is the first step", "graphs are not wanted any more", "graphs were asked for"]
+
+
+def forget_number(side: Side, name: str) -> None:
+    side.optimizer.param_groups[0].pop(name, None)
+
+
+@pytest.mark.parametrize("name", ["eps", "lr", "weight_decay", "maximize", "betas", "lr_decay"])
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD fused momentum", "Adagrad fused"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_number_that_is_missing_changes_nothing(kind: str, name: str, graph: bool) -> None:
+    """Step counters are not advanced for an update that is not made."""
+    play(Twins(kind, graph=graph), [*steps(3), (forget_number, {"name": name}), *steps(2)])
+
+
+def widen_one(side: Side) -> None:
+    """A parameter gets another dtype, not its gradient: torch updates those of the other dtype, then raises."""
+    on.give_gradients(side)
+    side.params[0].data = side.params[0].data.double()
+    on.step(side)
+
+
+@pytest.mark.parametrize(
+    "kind", ["AdamW fused", "SGD fused momentum", "Adagrad fused", "AdamW", "SGD foreach"]
+)
+def test_a_parameter_that_alone_changes_its_dtype(kind: str) -> None:
+    play(Twins(kind), [*steps(3), (widen_one, {}), (on.step, {})])
 
 
 class OwnStep(torch.optim.SGD):

@@ -1,4 +1,8 @@
-"""One call of torch's fused operator for a bucket, of each optimizer that has one."""
+"""One call of torch's fused operator for a bucket, of each optimizer that has one.
+
+As in torch's own functions, all numbers are read before the step counters are advanced: where one is missing, nothing
+has changed.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ Update = Callable[[Bucket, dict[str, Any], Tensor | None, Tensor | None], None]
 def _adam(bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     operator = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     beta1, beta2 = group["betas"]
+    numbers = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+    bucket.counters.advance()
     operator(
         bucket.params,
         bucket.grads,
@@ -26,13 +32,9 @@ def _adam(bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, foun
         bucket["exp_avg_sqs"],
         bucket["max_exp_avg_sqs"],
         bucket["state_steps"],
-        lr=group["lr"],
         beta1=beta1,
         beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=group["amsgrad"],
-        maximize=group["maximize"],
+        **numbers,
         grad_scale=grad_scale,
         found_inf=found_inf,
     )
@@ -58,16 +60,14 @@ def _sgd(bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, found
 def _adagrad(
     bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
+    numbers = {name: group[name] for name in ("lr", "weight_decay", "lr_decay", "eps", "maximize")}
+    bucket.counters.advance()
     torch._fused_adagrad_(
         bucket.params,
         bucket.grads,
         bucket["state_sums"],
         bucket["state_steps"],
-        lr=group["lr"],
-        lr_decay=group["lr_decay"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
+        **numbers,
         grad_scale=grad_scale,
         found_inf=found_inf,
     )
@@ -99,7 +99,6 @@ def step_bucket(
     found_inf: Tensor | None,
 ) -> None:
     """Advance the counters and update, unless `found_inf` is 1."""
-    bucket.counters.advance()
     found_there = _at(found_inf, bucket.device)
     update(bucket, group, _at(grad_scale, bucket.device), found_there)
     if found_there is not None:

@@ -115,7 +115,7 @@ class GroupPlan:
         self.returned: Any = plain_init_group(optimizer)(group, *self.lists)
         self.params, self.grads = self.lists[:2]
         self.replays = False  # whether the guards have held once since
-        self.built_in_a_row = 1  # how many steps in succession the lists of this group had to be built for
+        self.changes_in_a_row = 0  # in how many steps in succession the lists of this group have changed
         self.attached: Any = None  # for the plan's user: what follows from these lists and goes with them
         self._shape, self._seen = shape_of(group), list(group.values())
         self._all_params: list[Tensor] = list(group["params"])
@@ -129,8 +129,9 @@ class GroupPlan:
             lists = self.params, *self.lists[2:]
             self._guarded = [tensor for tensor in chain.from_iterable(lists) if isinstance(tensor, Tensor)]
         else:
-            # The CPU's operators take tensors one by one: there a parameter may change its dtype.
-            self._guarded = [param for param in self.params if not param.is_cpu]
+            # Elsewhere, and in fused updates, buckets go by dtype; the CPU's other operators take tensors one by one.
+            by_dtype = bool(group.get("fused"))
+            self._guarded = [param for param in self.params if by_dtype or not param.is_cpu]
         self._guards = tensor_guards([*self._guarded, *self.grads], with_forms, with_forms)
         self.buckets = [Bucket(names, self.lists, places) for places in places_by_kind(self.params)]
 
@@ -200,7 +201,7 @@ class Plan:
         self._planned: dict[int, GroupPlan] = {}  # by the id of the group, which it keeps alive
         # The keys and values of `optimizer.state` when each group's part of it was last found to be the kept one.
         self._seen_state: tuple[list[Any], list[Any]] | None = None
-        self._why_none = ""
+        self._why_none = self._why_empty = "it is the first step"
         self.builds = 0
         self.because = "there was no step yet"
 
@@ -228,16 +229,19 @@ class Plan:
         for planned in self._planned.values():
             planned.let_go_of_gradients()
 
-    def forget(self) -> None:
-        """Let go of all lists; the next step builds new ones."""
+    def forget(self, why: str) -> None:
+        """Let go of all lists; the next step builds new ones, for this reason."""
         self._planned.clear()
+        if self.builds:
+            self._why_empty = why
 
     def _build(self, optimizer: Optimizer, group: dict[str, Any], why: str) -> GroupPlan:
         before = self._planned.pop(id(group), None)
         self._seen_state = None
+        self._why_empty = why  # where this fails, the next step has the same reason
         planned = GroupPlan(optimizer, group, self._names, self._with_forms)
-        if before is not None and not before.replays:
-            planned.built_in_a_row += before.built_in_a_row
+        if before is not None:
+            planned.changes_in_a_row = 1 if before.replays else before.changes_in_a_row + 1
         self._planned[id(group)] = planned
         self.builds += 1
         self.because = why
@@ -246,7 +250,7 @@ class Plan:
     def _check_state(self, optimizer: Optimizer) -> None:
         """Drop the lists of groups that are gone, and those of parameters whose state is another dictionary now."""
         state = optimizer.state
-        self._why_none = "a group was added" if self._planned else "it is the first step"
+        self._why_none = "a group was added" if self._planned else self._why_empty
         if len(self._planned) > len(optimizer.param_groups):
             self._keep(set(map(id, optimizer.param_groups)), "there are fewer groups")
         if self._seen_state is not None:

@@ -25,7 +25,7 @@ from impl.optim._graphed_update import Backoff, GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
 from impl.optim._plan import GroupPlan, Plan, cannot_plan, plain_init_group
 
-# Lists that had to be built in so many steps in succession are not worth it: so many steps are eager then.
+# Lists that have changed in so many steps in succession are not worth it: so many steps are eager then.
 _RESTLESS, _PAUSE = 4, 16
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -96,7 +96,7 @@ class _Capture:
         if TracingContext.try_get() is not None or self._pauses(optimizer, group):
             return plain_init_group(optimizer)(group, *lists)
         planned = self.plan.group(group)
-        if planned.built_in_a_row >= _RESTLESS:
+        if planned.changes_in_a_row >= _RESTLESS:
             self.pause = _PAUSE
         try:
             self._run(optimizer, planned, lists)
@@ -109,7 +109,7 @@ class _Capture:
             self._pausing = self.pause > 0
             if self._pausing:
                 self.pause -= 1
-                self.plan.forget()
+                self.plan.forget(f"none were kept in the {_PAUSE} steps before")
         return self._pausing
 
     def _run(self, optimizer: Optimizer, planned: GroupPlan, lists: tuple[list[Any], ...]) -> None:
@@ -144,7 +144,7 @@ class _Capture:
         if wants != self.wants_graphs:
             self.wants_graphs = wants
             self._backoffs.clear()
-            self.plan.forget()
+            self.plan.forget("graphs were asked for" if wants else "graphs are not wanted any more")
 
     def graphed(self) -> list[GraphedUpdate] | None:
         """The updates that graphs were asked for, a bucket each; None if torch's own function does one."""
