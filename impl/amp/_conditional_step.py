@@ -2,49 +2,127 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, MutableMapping
+from typing import Any, TypeGuard
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from impl.kernels import untracked
 
+_Keeper = MutableMapping[
+    Any, Any
+]  # what an optimizer keeps things in: its attributes, its groups, its states
+
+# Of these a step has left a parameter without a state: there is none to be made.
+_stateless: WeakSet[Optimizer] = WeakSet()
+
 
 @untracked
-def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> bool | None:
-    """Call `optimizer.step()`; where `found_inf` is 1.0, parameters and states are put back as they were.
+def step_unless(optimizer: Optimizer, found_inf: Tensor) -> bool | None:
+    """Call `optimizer.step()`; where `found_inf` is 1.0, all that it keeps is put back as it was.
 
-    What is put back is copied first, which takes as much memory again and two more passes over it. The host has to know
-    the flag, and the step is not called where it is set, while a parameter has no states yet, and for states that lie
-    on the host (step counters of optimizers that are not `capturable`).
+    That is its parameters, its states, and the values of its groups and attributes. What lies on the device is copied
+    first, which takes as much memory again and two more passes over it. The host has to know the flag, and the step is
+    not called where it is set, while a parameter may yet get its state, and for states that lie on the host (numbers,
+    and step counters of optimizers that are not `capturable`). It asks for the flag after a step that has changed what
+    only the host can put back: numbers, and what there is. A list or an object that is changed in place is not seen.
 
     Returns:
         Whether the step was taken, None where the host does not know.
-    Sync: none, but for those states.
+    Sync: none, but in these two cases.
     """
-    held = _held(optimizer)
-    if held is None:
+    if _must_be_known(optimizer):
         taken = not found_inf.item()
         if taken:
             optimizer.step()
+            if any(not optimizer.state.get(param) for param in _stepped(optimizer)):
+                _stateless.add(optimizer)
         return taken
-    before = [tensor.clone() for tensor in held]
+    keepers = [_Kept(keeper) for keeper in _keepers(optimizer)]
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    before = [param.clone() for param in params]
     optimizer.step()
-    for tensor, old in zip(held, before, strict=True):
-        tensor.copy_(torch.where(found_inf.to(tensor.device, non_blocking=True) != 0, old, tensor))
-    return None
-
-
-def _held(optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
-    """All that a step changes; None where that cannot be told, or is not on a device."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    values: list[Any] = [*params]
-    for param in params:
-        state = optimizer.state.get(param)
-        if not state:
-            return None
-        values += state.values()
-    kept = [value for value in values if isinstance(value, Tensor)]
-    if len(kept) < len(values) or any(value.device != params[0].device for value in kept):
+    for param, old in zip(params, before, strict=True):
+        _put_back_where(found_inf, param, old)
+    changed = [kept for kept in keepers if not kept.put_back_where(found_inf)]
+    if not changed:
         return None
-    return kept
+    taken = not found_inf.item()
+    if not taken:
+        for kept in changed:
+            kept.put_back()
+    return taken
+
+
+def _stepped(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)
+
+
+def _must_be_known(optimizer: Optimizer) -> bool:
+    for param in _stepped(optimizer):
+        state = optimizer.state.get(param)
+        if not state and optimizer not in _stateless:
+            return True
+        if any(
+            not isinstance(value, Tensor) or value.device != param.device for value in (state or {}).values()
+        ):
+            return True
+    return False
+
+
+def _keepers(optimizer: Optimizer) -> Iterator[_Keeper]:
+    yield vars(optimizer)
+    yield optimizer.state
+    yield from (state for state in optimizer.state.values() if isinstance(state, MutableMapping))
+    yield from optimizer.param_groups
+
+
+class _Kept:
+    """What stood in a mapping before a step."""
+
+    def __init__(self, keeper: _Keeper) -> None:
+        self._keeper = keeper
+        self._values = dict(keeper)
+        self._copies = {key: value.clone() for key, value in keeper.items() if isinstance(value, Tensor)}
+
+    def put_back_where(self, found_inf: Tensor) -> bool:
+        """Put numbers of tensors back, in the tensors that stand there now; False if something else has changed."""
+        is_all = self._keeper.keys() == self._values.keys()
+        for key, old in self._values.items():
+            now = self._keeper.get(key)
+            copy = self._copies.get(key)
+            if copy is not None and copy.device == found_inf.device and _is_alike(now, copy):
+                _put_back_where(found_inf, now, copy)
+            elif copy is not None:
+                is_all &= now is old and torch.equal(copy, old)
+            else:
+                is_all &= now is old or (type(now) in _NUMBERS and type(now) is type(old) and now == old)
+        return is_all
+
+    def put_back(self) -> None:
+        for key in [*self._keeper]:
+            if key not in self._values:
+                del self._keeper[key]
+        for key, old in self._values.items():
+            if key in self._copies:
+                old.copy_(self._copies[key])
+            self._keeper[key] = old
+
+
+_NUMBERS = (bool, int, float, complex, str)
+
+
+def _is_alike(one: Any, other: Tensor) -> TypeGuard[Tensor]:
+    return (
+        isinstance(one, Tensor)
+        and one.shape == other.shape
+        and one.dtype is other.dtype
+        and one.device == other.device
+    )
+
+
+def _put_back_where(found_inf: Tensor, tensor: Tensor, old: Tensor) -> None:
+    tensor.copy_(torch.where(found_inf.to(tensor.device, non_blocking=True) != 0, old, tensor))

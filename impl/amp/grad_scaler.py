@@ -255,7 +255,8 @@ class GradScaler:
             What an optimizer without a fused update refuses itself, it refuses after gradients were unscaled in place.
         Sync: none for the four optimizers (but when momentum with `dampening` begins) and for those that take
             `found_inf` themselves. For others, one where a state lies on the host or is still to be made; else the step
-            is made and put back, from copies of all parameters and states. Coalescing waits, as in torch.
+            is made and put back, from copies of all parameters and states, with one after a step that changed numbers
+            of the host's too, or what there is. Coalescing waits, as in torch.
         Collectives: none; one all-gather where a process group holds the parameters in parts (FSDP, DTensor).
 
         >>> weight = torch.nn.Parameter(torch.ones(2))

@@ -1,0 +1,151 @@
+"""Steps that the flag on a device decides on, of optimizers that nobody knows: what they keep is put back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.clauses import clause
+from conformance.deviations import DeviationJudge
+from conformance.library import Library
+from conformance.outcome import observe
+from conformance.strategies.fused_steps import ROW, SOME, Take, assert_same_states, by_four, by_one, judge
+from conformance.strategies.scaling import Rig
+
+
+class HostKnowsNothing(TorchDispatchMode):
+    """In here values are not looked at on the CPU either, as if it were another device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class UserOptimizer(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"moved": 0.0, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.move(group, param, param.grad)
+
+    def move(self, group: dict[str, Any], param: Tensor, grad: Tensor | None) -> None:
+        raise NotImplementedError
+
+
+class ReplacesState(UserOptimizer):
+    def move(self, group: dict[str, Any], param: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            state = self.state[param]
+            state["mean"] = state.get("mean", torch.zeros_like(param)) * 0.5 + grad
+            param.sub_(state["mean"], alpha=0.125)
+
+
+class AddsState(UserOptimizer):
+    """In its second step."""
+
+    def move(self, group: dict[str, Any], param: Tensor, grad: Tensor | None) -> None:
+        state = self.state[param]
+        if grad is None:
+            return
+        if "last" in state:
+            param.sub_(state["last"], alpha=0.125)
+            state["last"].copy_(grad)
+        elif "sum" in state:
+            state["last"] = grad.clone()
+        else:
+            state["sum"] = torch.zeros_like(param)
+
+
+class KeepsNumbersInGroups(UserOptimizer):
+    def move(self, group: dict[str, Any], param: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            group["steps"] += 1
+            group["moved"] += float(grad.sum())
+            self.state[param].setdefault("sum", torch.zeros_like(param)).add_(grad)
+            param.sub_(self.state[param]["sum"], alpha=0.125 / group["steps"])
+
+
+class KeepsTensorsInGroups(UserOptimizer):
+    def move(self, group: dict[str, Any], param: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.state[param].setdefault("sum", torch.zeros_like(param)).add_(grad)
+            if not isinstance(group["moved"], Tensor):
+                group["moved"] = torch.ones((), device=param.device)
+            group["moved"] += grad.abs().sum()
+            param.sub_(grad * group["moved"], alpha=0.125)
+
+
+class KeepsAttributes(UserOptimizer):
+    momentum: Tensor | None = None
+    count = 0
+
+    def move(self, group: dict[str, Any], param: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.count += 1
+            self.momentum = grad.sum() if self.momentum is None else self.momentum * 0.5 + grad.sum()
+            param.sub_(grad + self.momentum, alpha=0.125 / self.count)
+
+
+class MovesAll(UserOptimizer):
+    """Parameters without a gradient too, by the others' largest."""
+
+    def move(self, group: dict[str, Any], param: Tensor, grad: Tensor | None) -> None:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        param.sub_(torch.stack([grad.abs().sum() for grad in grads]).amax(), alpha=0.125)
+
+
+OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
+    ReplacesState, AddsState, KeepsNumbersInGroups, KeepsTensorsInGroups, KeepsAttributes, MovesAll,
+]  # fmt: skip
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@ROW
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_what_an_optimizer_keeps_is_put_back(
+    deviation: DeviationJudge, reference: Library, device: str, make: Callable[[Any], Optimizer]
+) -> None:
+    def told(library: Library, take: Take) -> list[Any]:
+        rig = Rig(library, device, SOME, make, init_scale=8.0)
+        seen: list[Any] = []
+        for last in (None, math.inf, None, math.nan, math.inf, None):
+            rig.zero_grad()
+            rig.backward(last)
+            with HostKnowsNothing() if take is by_one else contextlib.nullcontext():
+                take(rig, math.inf)
+            states = [rig.optimizer.state.get(param, {}) for param in rig.parameters]
+            groups = [{**group, "params": len(group["params"])} for group in rig.optimizer.param_groups]
+            own = {key: vars(rig.optimizer).get(key) for key in ("momentum", "count")}
+            seen += [
+                [param.detach().clone() for param in rig.parameters],
+                copied(states),
+                copied(groups),
+                copied(own),
+            ]
+        return seen
+
+    wanted = told(reference, by_four)
+    judge(
+        deviation,
+        lambda library: observe(told, library, by_one),
+        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
+    )
+
+
+def copied(kept: Any) -> Any:
+    """With names in the place of tensors' identities."""
+    if isinstance(kept, Tensor):
+        return kept.clone()
+    if isinstance(kept, dict):
+        return {str(key): copied(value) for key, value in kept.items()}
+    return [copied(each) for each in kept] if isinstance(kept, list) else kept
