@@ -94,7 +94,7 @@ class _Kept:
         for key, old in self._values.items():
             now = self._keeper.get(key)
             copy = self._copies.get(key)
-            if copy is not None and copy.device == found_inf.device and _is_alike(now, copy):
+            if copy is not None and copy.device.type == found_inf.device.type and _is_alike(now, copy):
                 _put_back_where(found_inf, now, copy)
             elif copy is not None:
                 is_all &= now is old and torch.equal(copy, old)
