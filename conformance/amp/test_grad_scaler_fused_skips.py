@@ -111,18 +111,29 @@ OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
+@pytest.mark.parametrize("require_grad", [True, False])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_what_an_optimizer_keeps_is_put_back(
-    deviation: DeviationJudge, reference: Library, device: str, make: Callable[[Any], Optimizer]
+    deviation: DeviationJudge,
+    reference: Library,
+    device: str,
+    make: Callable[[Any], Optimizer],
+    require_grad: bool,
 ) -> None:
+    """Of parameters that are given their gradients, as masters of copies are, too."""
+
     def told(library: Library, take: Take) -> list[Any]:
         rig = Rig(library, device, SOME, make, init_scale=8.0)
         seen: list[Any] = []
         for last in (None, math.inf, None, math.nan, math.inf, None):
             rig.zero_grad()
             rig.backward(last)
+            for param in rig.parameters:
+                param.requires_grad_(require_grad or param.grad is None)
             with HostKnowsNothing() if take is by_one else contextlib.nullcontext():
                 take(rig, math.inf)
+            for param in rig.parameters:
+                param.requires_grad_(True)
             states = [rig.optimizer.state.get(param, {}) for param in rig.parameters]
             groups = [{**group, "params": len(group["params"])} for group in rig.optimizer.param_groups]
             own = {key: vars(rig.optimizer).get(key) for key in ("momentum", "count")}

@@ -24,11 +24,12 @@ _stateless: WeakSet[Optimizer] = WeakSet()
 def step_unless(optimizer: Optimizer, found_inf: Tensor) -> bool | None:
     """Call `optimizer.step()`; where `found_inf` is 1.0, all that it keeps is put back as it was.
 
-    That is its parameters, its states, and the values of its groups and attributes. What lies on the device is copied
-    first, which takes as much memory again and two more passes over it. The host has to know the flag, and the step is
-    not called where it is set, while a parameter may yet get its state, and for states that lie on the host (numbers,
-    and step counters of optimizers that are not `capturable`). It asks for the flag after a step that has changed what
-    only the host can put back: numbers, and what there is. A list or an object that is changed in place is not seen.
+    That is its parameters, but for frozen ones without a gradient, its states, and the values of its groups and
+    attributes. What lies on the device is copied first, which takes as much memory again and two more passes over it.
+    The host has to know the flag, and the step is not called where it is set, while a parameter may yet get its state,
+    and for states that lie on the host (numbers, and step counters of optimizers that are not `capturable`). It asks
+    for the flag after a step that has changed what only the host can put back: numbers, and what there is. A list or an
+    object that is changed in place is not seen.
 
     Returns:
         Whether the step was taken, None where the host does not know.
@@ -42,7 +43,8 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> bool | None:
                 _stateless.add(optimizer)
         return taken
     keepers = [_Kept(keeper) for keeper in _keepers(optimizer)]
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    everything = (param for group in optimizer.param_groups for param in group["params"])
+    params = [param for param in everything if param.requires_grad or param.grad is not None]
     before = [param.clone() for param in params]
     optimizer.step()
     for param, old in zip(params, before, strict=True):
