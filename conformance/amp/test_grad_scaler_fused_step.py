@@ -225,6 +225,11 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
         rig = Rig(library, device, SOME, KINDS["adamw"])
         early = observe(rig.scaler.fused_step, rig.optimizer).raised
         rig.used().zero_grad()
+        others = [
+            observe(ask, other).raised
+            for ask in (rig.scaler.fused_step, rig.scaler.nonfinite_parameters)
+            for other in (torch.nn.Linear(1, 1), SGD)
+        ]
         without = observe(rig.scaler.fused_step, rig.optimizer).raised
         rig.backward()
         rig.scaler.fused_step(rig.optimizer, update=False)
@@ -237,12 +242,13 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
         rig.scaler.update()
         ruinous.append(observe(rig.scaler.fused_step, rig.optimizer, copies=[torch.ones(1)]).raised)
         kept = all(map(torch.equal, weights, rig.parameters))
-        return [raised and raised.text for raised in (early, without, twice, *ruinous)], kept
+        return [raised and raised.text for raised in (early, *others, without, twice, *ruinous)], kept
 
     def compare(seen: Any) -> None:
         texts, kept = seen
         wanted = [
             "Attempted fused_step but _scale is None",
+            *["wanted an optimizer, which has param_groups, got Linear", "got the class SGD"] * 2,
             "No inf checks were recorded for this optimizer",
             "step() has already been called since the last update()",
             "max_norm is nan",
@@ -250,7 +256,9 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
             "step() has already been called since the last update()",
             "copies are 1 tensors",
         ]
-        assert [text and expected in text for text, expected in zip(texts, wanted, strict=True)] == [True] * 7
+        assert [text and expected in text for text, expected in zip(texts, wanted, strict=True)] == [
+            True
+        ] * 11
         assert kept
 
     judge(deviation, probe, compare)

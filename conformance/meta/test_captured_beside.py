@@ -74,4 +74,8 @@ def test_a_compiled_step_is_torchs_own(kind: str) -> None:
         for side in (twins.plain, twins.captured):
             event(side)
         assert twins.plain.seen() == twins.captured.seen()
+        told = explain(twins.captured.optimizer)
+        traced = event is compiled and "fused" not in kind  # Dynamo runs fused updates eagerly
+        assert (told.compiled, told.captured) == (traced, not traced)
+        assert str(told).startswith("compiled, " if traced else "captured, ")
     torch.compiler.reset()

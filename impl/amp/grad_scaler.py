@@ -19,7 +19,7 @@ from torch import Tensor
 from impl import kernels
 from impl.amp._availability import amp_definitely_not_available
 from impl.amp._fused_step import Wanted, agree_in_one_group, lent
-from impl.amp._gradients import nonfinite_parameters, sorted_gradients
+from impl.amp._gradients import nonfinite_parameters, refuse_what_has_no_groups, sorted_gradients
 from impl.amp._loss_scale import (
     SMALLEST_SCALE,
     FloorWatch,
@@ -247,6 +247,7 @@ class GradScaler:
             is skipped whatever the gradients make of it. In float32 or float64 where parameters are sharded.
 
         Raises:
+            TypeError: `optimizer` has no `param_groups`.
             RuntimeError: the optimizer has stepped since the last `update`; parameters are sharded and no fused update
                 takes this rank's gradients; or see `update`.
             AssertionError: there is no scale yet; or no parameter of the optimizer has a gradient.
@@ -268,6 +269,7 @@ class GradScaler:
         >>> weight.detach()
         tensor([0.7000, 0.6000])
         """
+        refuse_what_has_no_groups(optimizer)
         wanted = Wanted(float(max_norm), float(norm_type), tuple(copies))
         return self._policy.fused_step(self, optimizer, wanted, update)
 
@@ -336,6 +338,7 @@ class GradScaler:
             `named_parameters()`, else group, index and shape. Of a DTensor this rank's part is looked at.
 
         Raises:
+            TypeError: it has no `param_groups`.
             RuntimeError: the last check found inf or nan, and the gradients in which it did are gone.
         Sync: one for each device. The gradients are read again; a scaler that is not asked pays nothing.
 
@@ -347,6 +350,7 @@ class GradScaler:
         >>> scaler.nonfinite_parameters(optimizer)
         ['weight']
         """
+        refuse_what_has_no_groups(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         with lent(params, self._verdicts_on(optimizer).copies):
             names = nonfinite_parameters(optimizer)

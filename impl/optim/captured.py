@@ -57,8 +57,11 @@ class Explanation:
     reason: str  # why it is not captured, or why its lists were last built
     builds: int = 0  # how often the lists of a group were built
     graph: GraphExplanation | None = None  # None where none was asked for
+    compiled: bool = False  # Dynamo traced the last step that asked for lists, and keeps its own
 
     def __str__(self) -> str:
+        if self.compiled:
+            return f"compiled, {self.implementation}: {self.reason}"
         if not self.captured:
             return f"eager, {self.implementation}: {self.reason}"
         times = f"{self.builds} build{'' if self.builds == 1 else 's'} of lists"
@@ -82,6 +85,7 @@ class _Capture:
         self.wants_graphs = False
         self.pause = 0  # for how many more steps no lists are kept
         self._pausing = False
+        self.compiled = False  # Dynamo was the last to ask for lists
         # By the places of a group and of a bucket in it; a load puts other groups in these places.
         self._backoffs: defaultdict[tuple[int | None, int], Backoff] = defaultdict(Backoff)
 
@@ -93,7 +97,8 @@ class _Capture:
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None
-        if TracingContext.try_get() is not None or self._pauses(optimizer, group):
+        self.compiled = TracingContext.try_get() is not None
+        if self.compiled or self._pauses(optimizer, group):
             return plain_init_group(optimizer)(group, *lists)
         planned = self.plan.group(group)
         if planned.changes_in_a_row >= _RESTLESS:
@@ -163,6 +168,7 @@ class _Eager(NamedTuple):
 
 _EAGER: weakref.WeakKeyDictionary[Optimizer, _Eager] = weakref.WeakKeyDictionary()
 _NOT_CAPTURED = GraphExplanation(False, "the whole step is eager")
+_COMPILED = "Dynamo traced the step, and keeps lists of its own; an eager step is captured again"
 
 
 def capture(
@@ -263,6 +269,8 @@ def explain(optimizer: Optimizer) -> Explanation:
     captured = _capture_of(optimizer)
     plan = captured.plan
     graph = _explained_graph(captured, implementation) if captured.wants_graphs else None
+    if captured.compiled:
+        return Explanation(False, implementation, _COMPILED, plan.builds, graph, compiled=True)
     if captured.pause:
         why = f"its lists changed {_RESTLESS} times in succession, the last time because {plan.because}"
         why += f"; it is tried again after {captured.pause} steps"
@@ -274,6 +282,8 @@ def explain(optimizer: Optimizer) -> Explanation:
 
 def _explained_graph(captured: _Capture, implementation: str) -> GraphExplanation:
     graphed = captured.graphed()
+    if captured.compiled:
+        return GraphExplanation(False, "the whole step is compiled")
     if captured.pause:
         return _NOT_CAPTURED
     if implementation != "fused":
