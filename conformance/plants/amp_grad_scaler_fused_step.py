@@ -147,6 +147,20 @@ def writes_where_it_lay(original: Any, self: Any, optimizer: Any, *args: Any, **
     return norm
 
 
+@broken(
+    "skipped_states_stay", "a skipped step of an optimizer of one's own puts parameters back and nothing else"
+)
+def skipped_states_stay(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    norm = original(self, optimizer, *args, **more)
+    if not type(optimizer).__module__.startswith("torch.") and not norm.isfinite():
+        before = [(param, param.detach().clone()) for param in parameters(optimizer)]
+        optimizer.step()
+        with torch.no_grad():
+            for param, numbers in before:
+                param.copy_(numbers)
+    return norm
+
+
 @broken("hooks_come_late", "hooks before the step are called when its gradients were read")
 def hooks_come_late(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
     hooks = dict(optimizer._optimizer_step_pre_hooks)
