@@ -27,6 +27,7 @@ from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, l
 from impl.kernels._native.memory import Addresses, Form, Formed, formed, joined
 from impl.kernels._route import known_on_host, route
 from impl.kernels._storage_order import OVERLAP, laid_out_as, overlaps_itself
+from impl.kernels._untraced import untraced
 from impl.kernels._untracked import untracked
 from impl.kernels.checked_norm import checked_norm, nonfinite_flag
 from impl.kernels.clamp import clamp_
@@ -66,6 +67,7 @@ __all__ = [
     "scale_",
     "total_norm",
     "unscale_",
+    "untraced",
     "untracked",
     "update_scale_",
 ]

@@ -22,6 +22,7 @@ class Counters:
         self.steps = steps
         self.flat: Tensor | None = None  # all of them, where they lie one behind the other
         self._addresses: Addresses | None = None  # of those in one buffer
+        self._one: Tensor  # to add, as a tensor there: a number would be made one in each step
         self._keep(in_a_row(steps))
 
     def join(self) -> bool:
@@ -42,7 +43,7 @@ class Counters:
 
     def advance(self) -> None:
         if self.flat is not None:
-            self.flat.add_(1)
+            self.flat.add_(self._one)
         elif self.steps:
             torch._foreach_add_(self.steps, 1)
 
@@ -56,6 +57,7 @@ class Counters:
     def _keep(self, flat: Tensor | None) -> None:
         if flat is not None:
             self.flat, self._addresses = flat, Addresses(self.steps)
+            self._one = flat.new_ones(())
 
 
 def in_a_row(steps: list[Tensor]) -> Tensor | None:

@@ -23,7 +23,8 @@ Update = Callable[[Bucket, dict[str, Any], Tensor | None, Tensor | None], None]
 def _adam(bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     operator = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     beta1, beta2 = group["betas"]
-    numbers = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+    lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
+    amsgrad, maximize = group["amsgrad"], group["maximize"]
     bucket.counters.advance()
     operator(
         bucket.params,
@@ -32,9 +33,13 @@ def _adam(bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, foun
         bucket["exp_avg_sqs"],
         bucket["max_exp_avg_sqs"],
         bucket["state_steps"],
+        amsgrad=amsgrad,
+        lr=lr,
         beta1=beta1,
         beta2=beta2,
-        **numbers,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=maximize,
         grad_scale=grad_scale,
         found_inf=found_inf,
     )
@@ -60,14 +65,19 @@ def _sgd(bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, found
 def _adagrad(
     bucket: Bucket, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
-    numbers = {name: group[name] for name in ("lr", "weight_decay", "lr_decay", "eps", "maximize")}
+    lr, lr_decay, eps = group["lr"], group["lr_decay"], group["eps"]
+    weight_decay, maximize = group["weight_decay"], group["maximize"]
     bucket.counters.advance()
     torch._fused_adagrad_(
         bucket.params,
         bucket.grads,
         bucket["state_sums"],
         bucket["state_steps"],
-        **numbers,
+        lr=lr,
+        lr_decay=lr_decay,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=maximize,
         grad_scale=grad_scale,
         found_inf=found_inf,
     )

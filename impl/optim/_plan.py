@@ -149,8 +149,9 @@ class GroupPlan:
             return self._objection_to(grads)
         if self._without and not same(map(_gradient, self._without), _NONE):
             return "a parameter that had no gradient has one"
-        if any(bucket.counters.have_moved() for bucket in self.buckets):
-            return "a step counter has other memory"
+        for bucket in self.buckets:
+            if bucket.counters.have_moved():
+                return "a step counter has other memory"
         self.grads[:] = grads
         for bucket in self.buckets:
             if bucket.places is not None:

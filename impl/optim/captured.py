@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch._guards import TracingContext
 from torch.optim import Optimizer
 
+from impl.kernels import untraced
 from impl.optim._fused_operators import step_bucket, update_for
 from impl.optim._graphed_update import Backoff, GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
@@ -93,12 +93,12 @@ class _Capture:
         """For optimizers that copy or pickle their whole `__dict__`: what they make is captured, and begins anew."""
         return type(self), (self._optimizer(),), {"wants_graphs": self.wants_graphs}
 
-    @torch._disable_dynamo
+    @untraced
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None
         self.compiled = TracingContext.try_get() is not None
-        if self.compiled or self._pauses(optimizer, group):
+        if self.compiled or ((self.pause or self._pausing) and self._pauses(optimizer, group)):
             return plain_init_group(optimizer)(group, *lists)
         planned = self.plan.group(group)
         if planned.changes_in_a_row >= _RESTLESS:
