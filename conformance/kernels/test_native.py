@@ -66,13 +66,33 @@ def test_one_number_that_is_none_is_found(
     assert math.isfinite(sum_of_squares(library, [largest]))
 
 
-def updated(threads: int) -> list[Tensor]:
+LONG = 1 << 22  # elements, of which threads take more than CHUNK at a time
+
+
+@pytest.mark.parametrize("dtype", list(CODES), ids=str)
+def test_lists_so_long_that_chunks_are_longer(library: _native.Library, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(numel, generator=draw).to(dtype) for numel in (3, LONG + 5, 0, 3 * CHUNK + 1)]
+    want = [(tensor.float() * 0.7).to(dtype).clamp(-1.0, 0.5) for tensor in tensors]
+    squares = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert sum_of_squares(library, tensors) == pytest.approx(squares, rel=1e-13, abs=0.0)
+    with kernels.route("native"):
+        kernels.scale_(tensors, torch.tensor(0.7))
+        kernels.clamp_(tensors, -1.0, 0.5)
+    assert all(map(torch.equal, want, tensors))
+    for place in (0, LONG // 2, LONG + 4):
+        tensors[1][place] = math.inf
+        assert sum_of_squares(library, tensors) == math.inf
+        tensors[1][place] = 0.0
+
+
+def updated(threads: int, longest: int) -> list[Tensor]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         draw = torch.Generator().manual_seed(0)
         params, grads, means, squares = (
-            [torch.rand(numel, generator=draw) for numel in (5, 3 * CHUNK + 1, 0, CHUNK, 1)] for _ in range(4)
+            [torch.rand(numel, generator=draw) for numel in (5, longest, 0, CHUNK, 1)] for _ in range(4)
         )
         steps = [torch.tensor(2.0) for _ in params]
         with kernels.route("native"):
@@ -83,8 +103,9 @@ def updated(threads: int) -> list[Tensor]:
         torch.set_num_threads(before)
 
 
-def test_threads_do_not_show(library: _native.Library) -> None:
-    for one, other in zip(updated(1), updated(5), strict=True):
+@pytest.mark.parametrize("longest", [3 * CHUNK + 1, LONG + 1])
+def test_threads_do_not_show(library: _native.Library, longest: int) -> None:
+    for one, other in zip(updated(1, longest), updated(5, longest), strict=True):
         assert torch.equal(one, other)
 
 

@@ -202,6 +202,7 @@ def capture(
         RuntimeError, ValueError: what its class raises when it is built with that implementation.
     Sync: none that the optimizer itself has not. Collectives: none.
 
+    >>> import torch
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = capture(torch.optim.AdamW(model.parameters()), implementation="fused")
     >>> for _ in range(3):

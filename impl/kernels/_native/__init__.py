@@ -23,7 +23,7 @@ import torch
 _INTERFACE = 5
 # As in lists.h.
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CHUNK = 1 << 14
+CHUNK = 1 << 14  # at least
 STATES = 3
 # Elements up to which other threads cost more than they help.
 _FEW = 1 << 15

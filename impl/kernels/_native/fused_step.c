@@ -231,6 +231,6 @@ FOR_EACH_CPU static void update_chunks(void *given)
 void tandem_fused_step(
     region *parallel, int64_t threads, int64_t count, const int64_t *numels, const struct update *update)
 {
-    struct job job = {{threads, count, numels, 0}, update};
+    struct job job = {chunks_of(threads, count, numels), update};
     in_parallel(parallel, threads, update_chunks, &job);
 }

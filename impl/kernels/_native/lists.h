@@ -24,7 +24,9 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    CHUNK = 1 << 14, /* elements that a thread takes at a time */
+    CHUNK = 14,      /* a thread takes two to this power of elements at a time, of long lists up to */
+    LONG_CHUNK = 18, /* this, as memory is faster where it is read in long runs */
+    CHUNKS = 64,     /* so many are left, for threads that are slower than others */
     BLOCK = 1 << 9,  /* elements that stay in the first-level cache while they are worked on */
     LINE = 64,       /* bytes that memory gives at once */
 };
@@ -44,8 +46,25 @@ struct chunks {
     int64_t threads;
     int64_t count; /* of tensors */
     const int64_t *numels;
+    int64_t power; /* of two, that a chunk's elements are */
     _Atomic int64_t next;
 };
+
+/* How long chunks are depends on the list alone, so that sums in their order do not depend on the threads. */
+static inline struct chunks chunks_of(int64_t threads, int64_t count, const int64_t *numels)
+{
+    int64_t total = 0, power = CHUNK;
+    for (int64_t tensor = 0; tensor < count; tensor++)
+        total += numels[tensor];
+    while (power < LONG_CHUNK && total >> (power + 1) >= CHUNKS)
+        power++;
+    return (struct chunks){threads, count, numels, power, 0};
+}
+
+INLINE int64_t chunks_in(const struct chunks *all, int64_t tensor)
+{
+    return (all->numels[tensor] + ((int64_t)1 << all->power) - 1) >> all->power;
+}
 
 struct chunk {
     int64_t number; /* among all */
@@ -58,10 +77,11 @@ INLINE bool take(struct chunks *all, struct chunk *mine)
 {
     mine->number = atomic_fetch_add_explicit(&all->next, 1, memory_order_relaxed);
     for (; mine->tensor < all->count; mine->tensor++) {
-        const int64_t numel = all->numels[mine->tensor], chunks = (numel + CHUNK - 1) / CHUNK;
+        const int64_t chunks = chunks_in(all, mine->tensor);
         if (mine->number < mine->first + chunks) {
-            mine->start = (mine->number - mine->first) * CHUNK;
-            mine->stop = mine->start + CHUNK < numel ? mine->start + CHUNK : numel;
+            const int64_t numel = all->numels[mine->tensor], length = (int64_t)1 << all->power;
+            mine->start = (mine->number - mine->first) * length;
+            mine->stop = mine->start + length < numel ? mine->start + length : numel;
             return true;
         }
         mine->first += chunks;
