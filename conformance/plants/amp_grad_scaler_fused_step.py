@@ -152,7 +152,7 @@ def writes_where_it_lay(original: Any, self: Any, optimizer: Any, *args: Any, **
 )
 def skipped_states_stay(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
     norm = original(self, optimizer, *args, **more)
-    if not type(optimizer).__module__.startswith("torch.") and not norm.isfinite():
+    if not type(optimizer).__module__.startswith("torch.") and not self.step_was_taken(optimizer):
         before = [(param, param.detach().clone()) for param in parameters(optimizer)]
         optimizer.step()
         with torch.no_grad():

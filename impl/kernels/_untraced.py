@@ -13,7 +13,8 @@ _SKIP_IT_AND_ITS_CALLS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP
 def untraced(function: _Function) -> _Function:
     """As `torch.compiler.disable` does it, at no cost in a call: Dynamo breaks graphs at it, and skips all below.
 
-    The code itself says so, and no wrapper that sets the thread's state in each call.
+    The code itself says so, and no wrapper that sets the thread's state in each call. For functions that compiled code
+    calls, and that nobody compiles by themselves.
     """
     marked: Any = function
     marked.__code__ = marked.__code__.replace()  # its own: the closures that one function makes share theirs

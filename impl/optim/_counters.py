@@ -22,7 +22,7 @@ class Counters:
         self.steps = steps
         self.flat: Tensor | None = None  # all of them, where they lie one behind the other
         self._addresses: Addresses | None = None  # of those in one buffer
-        self._one: Tensor  # to add, as a tensor there: a number would be made one in each step
+        self._one: Tensor | int = 1  # on the CPU a tensor: of a number its operator makes one in each step
         self._keep(in_a_row(steps))
 
     def join(self) -> bool:
@@ -57,7 +57,7 @@ class Counters:
     def _keep(self, flat: Tensor | None) -> None:
         if flat is not None:
             self.flat, self._addresses = flat, Addresses(self.steps)
-            self._one = flat.new_ones(())
+            self._one = flat.new_ones(()) if flat.is_cpu else 1
 
 
 def in_a_row(steps: list[Tensor]) -> Tensor | None:

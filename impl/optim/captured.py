@@ -57,7 +57,7 @@ class Explanation:
     reason: str  # why it is not captured, or why its lists were last built
     builds: int = 0  # how often the lists of a group were built
     graph: GraphExplanation | None = None  # None where none was asked for
-    compiled: bool = False  # Dynamo traced the last step that asked for lists, and keeps its own
+    compiled: bool = False  # Dynamo was the last to ask for lists, and keeps its own
 
     def __str__(self) -> str:
         if self.compiled:
@@ -168,7 +168,7 @@ class _Eager(NamedTuple):
 
 _EAGER: weakref.WeakKeyDictionary[Optimizer, _Eager] = weakref.WeakKeyDictionary()
 _NOT_CAPTURED = GraphExplanation(False, "the whole step is eager")
-_COMPILED = "Dynamo traced the step, and keeps lists of its own; an eager step is captured again"
+_COMPILED = "Dynamo was the last to trace it, and keeps lists of its own; an eager step is captured again"
 
 
 def capture(
@@ -260,7 +260,10 @@ def _capture_of(optimizer: Optimizer) -> _Capture:
 
 
 def explain(optimizer: Optimizer) -> Explanation:
-    """How the step of an optimizer is done, and why so; printed, it is one line."""
+    """How the step of an optimizer is done, and why so; printed, it is one line.
+
+    Of the last step that asked for lists: what Dynamo has compiled asks for none, and runs unseen beside eager steps.
+    """
     _refuse_others(optimizer)
     implementation = implementation_of(optimizer)
     if not is_captured(optimizer):

@@ -121,3 +121,11 @@ def one_fails(rank: Rank, *, library: str, scaler: str, failure: str) -> tuple[O
     parameter.grad = None
     its_scaler.scale(parameter.sum()).backward()
     return failed, observe(its_scaler.fused_step, optimizer), after_failure
+
+
+def no_optimizer(rank: Rank, *, library: str, scaler: str) -> tuple[Outcome, Outcome]:
+    """All ranks give a model, then the optimizer."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer, its_scaler = SGD([parameter], lr=0.125), load_library(library).find(scaler)("cpu", **OPTIONS)
+    its_scaler.scale(parameter.sum()).backward()
+    return observe(its_scaler.fused_step, nn.Linear(1, 1)), observe(its_scaler.fused_step, optimizer)

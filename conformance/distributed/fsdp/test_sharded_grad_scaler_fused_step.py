@@ -114,3 +114,24 @@ def test_one_rank_fails(
         torch_does=lambda seen: seen is LACKING,
         we_do=we_do,
     )
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_told")
+@ROW
+def test_what_is_no_optimizer(
+    deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int
+) -> None:
+    """Refused before a collective: the next call is in step with the peers'."""
+
+    def we_do(seen: Any) -> bool:
+        return seen is not LACKING and all(
+            "wanted an optimizer, which has param_groups, got Linear" in str(refused.raised)
+            and taken.raised is None
+            for refused, taken in seen
+        )
+
+    deviation.judge(
+        lambda library: on_ranks(ranks(world_size), library, "no_optimizer", SCALER),
+        torch_does=lambda seen: seen is LACKING,
+        we_do=we_do,
+    )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.amp._fused_step import joint_flag
+from impl.amp._gradients import refuse_what_has_no_groups
 from impl.amp._loss_scale import SMALLEST_SCALE, placed
 from impl.amp._scaling import stage_of
 from impl.amp.grad_scaler import GradScaler, OptState
@@ -174,6 +175,7 @@ class ShardedGradScaler(GradScaler):
             The norm of all ranks' gradients, each element counted once; as `GradScaler.fused_step`.
 
         Raises:
+            TypeError: `optimizer` has no `param_groups`; the peers that were given an optimizer wait.
             RuntimeError: as `GradScaler.fused_step`; or another rank's check failed; or the group was not pickled; or a
                 parameter is dealt to ranks outside the group; or this rank's gradients, which others need not know,
                 allow no fused update of an optimizer that has one.
@@ -183,6 +185,7 @@ class ShardedGradScaler(GradScaler):
         Collectives: one all-gather of a number a rank and one more for each group that holds parameters in parts.
             Where the optimizer has no fused update, the all-reduce of `unscale_` comes before it.
         """
+        refuse_what_has_no_groups(optimizer)
         params = (param for group in optimizer.param_groups for param in group["params"])
         numbers = 1 + len(shard_groups(params)) if has_fused_update(optimizer) else None
         with self._answering_peers(optimizer, numbers):

@@ -13,7 +13,7 @@
 #endif
 
 /* Compiled once for each level of the instruction set; the loader picks one. Products and sums are never contracted
-   (setup: -ffp-contract=off), so every level gives the same bits, but for what an f16 nan carries. */
+   (setup: -ffp-contract=off), so every level gives the same bits, but for what a nan carries. */
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #elif defined(__x86_64__) && defined(__GLIBC__)
@@ -26,7 +26,7 @@
 enum {
     CHUNK = 14,      /* a thread takes two to this power of elements at a time, of long lists up to */
     LONG_CHUNK = 18, /* this, as memory is faster where it is read in long runs */
-    CHUNKS = 64,     /* so many are left, for threads that are slower than others */
+    CHUNKS = 128,    /* so many are left, for many threads, and for some that are slower */
     BLOCK = 1 << 9,  /* elements that stay in the first-level cache while they are worked on */
     LINE = 64,       /* bytes that memory gives at once */
 };
