@@ -26,6 +26,7 @@ from conformance.strategies.fused_steps import (
     by_four,
     by_one,
     judge,
+    judge_as_told,
 )
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Rig
@@ -51,12 +52,7 @@ def test_a_parameter_that_is_cut_off(deviation: DeviationJudge, reference: Libra
         take(rig, math.inf)
         return [whole.clone()]
 
-    wanted = told(reference, by_four)
-    judge(
-        deviation,
-        lambda library: observe(told, library, by_one),
-        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
-    )
+    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
 
 
 def negated(grad: Tensor) -> Tensor:
@@ -134,11 +130,8 @@ def test_gradients_laid_out_otherwise_than_before(
             seen += [param.detach().clone() for param in rig.parameters]
         return seen
 
-    wanted = told(reference, by_four, "elsewhere")
-    judge(
-        deviation,
-        lambda library: observe(told, library, by_one, layout),
-        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
+    judge_as_told(
+        deviation, told(reference, by_four, "elsewhere"), lambda library: told(library, by_one, layout)
     )
 
 
@@ -171,12 +164,7 @@ def test_what_is_written_lies_elsewhere_than_before(
             seen += [param.detach().clone() for param in rig.parameters]
         return [*seen, *(torch.equal(old, copy) for old, copy in moved)]
 
-    wanted = told(reference, by_four)
-    judge(
-        deviation,
-        lambda library: observe(told, library, by_one),
-        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
-    )
+    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -204,12 +192,7 @@ def test_a_parameter_laid_out_otherwise_than_before(
             seen.append(param.detach().clone())
         return seen
 
-    wanted = told(reference, by_four)
-    judge(
-        deviation,
-        lambda library: observe(told, library, by_one),
-        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
-    )
+    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
 
 
 STATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -279,12 +262,7 @@ def test_a_parameter_swapped_for_one_without_memory(
             take(rig, 1.0)
         return [kept.detach().clone()]
 
-    wanted = told(reference, by_four)
-    judge(
-        deviation,
-        lambda library: observe(told, library, by_one),
-        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
-    )
+    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -315,12 +293,7 @@ def test_a_step_counter_that_two_groups_share(
             seen += [param.detach().clone() for param in rig.parameters]
         return seen
 
-    wanted = told(reference, by_four)
-    judge(
-        deviation,
-        lambda library: observe(told, library, by_one),
-        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
-    )
+    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
 
 
 def in_two(given: Any) -> list[dict[str, Any]]:

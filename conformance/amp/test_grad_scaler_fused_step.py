@@ -256,9 +256,8 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
             "step() has already been called since the last update()",
             "copies are 1 tensors",
         ]
-        assert [text and expected in text for text, expected in zip(texts, wanted, strict=True)] == [
-            True
-        ] * 11
+        found = [text and expected in text for text, expected in zip(texts, wanted, strict=True)]
+        assert found == [True] * 11
         assert kept
 
     judge(deviation, probe, compare)

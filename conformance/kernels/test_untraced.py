@@ -58,9 +58,8 @@ def test_the_graph_breaks_and_nothing_below_is_compiled(operators: list[list[str
     for _ in range(2):
         assert torch.equal(run(x), (x * 2.0).sin() + 1.0 - 3.0)
     assert operators == [["mul"], ["sub"]]
-    assert torch.equal(
-        compiled(below, operators)(x), x.sin()
-    )  # it can be compiled where it is called elsewhere
+    # Where it is called elsewhere it can be compiled.
+    assert torch.equal(compiled(below, operators)(x), x.sin())
     assert operators[2:] == [["sin"]]
 
 

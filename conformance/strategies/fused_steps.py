@@ -125,6 +125,15 @@ def judge(deviation: DeviationJudge, probe: Callable[[Library], Any], compare: C
     deviation.judge(asked, torch_does=lambda seen: seen is LACKING, we_do=agrees)
 
 
+def judge_as_told(deviation: DeviationJudge, wanted: Any, told: Callable[[Library], Any]) -> None:
+    """What `told` tells of the fused step is what is wanted, within the roundings of an update."""
+    judge(
+        deviation,
+        lambda library: observe(told, library),
+        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
+    )
+
+
 def assert_same_stories(wanted: Story, seen: Story, norm_type: float = 2.0) -> None:
     """Norms within the roundings of their sums, all that lasts within those of the updates."""
     tolerance = norm_of_some(norm_type)

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from impl.kernels import untracked
 
-_Keeper = MutableMapping[
-    Any, Any
-]  # what an optimizer keeps things in: its attributes, its groups, its states
+# What an optimizer keeps things in: its attributes, its groups, its states.
+_Keeper = MutableMapping[Any, Any]
 
 # Of these a step has left a parameter without a state: there is none to be made.
 _stateless: WeakSet[Optimizer] = WeakSet()
@@ -43,8 +42,7 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> bool | None:
                 _stateless.add(optimizer)
         return taken
     keepers = [_Kept(keeper) for keeper in _keepers(optimizer)]
-    everything = (param for group in optimizer.param_groups for param in group["params"])
-    params = [param for param in everything if param.requires_grad or param.grad is not None]
+    params = [param for param in _params(optimizer) if param.requires_grad or param.grad is not None]
     before = [param.clone() for param in params]
     optimizer.step()
     for param, old in zip(params, before, strict=True):
@@ -59,8 +57,12 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> bool | None:
     return taken
 
 
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
 def _stepped(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)
+    return (param for param in _params(optimizer) if param.grad is not None)
 
 
 def _must_be_known(optimizer: Optimizer) -> bool:

@@ -95,7 +95,7 @@ class _Step:
         return self.scaler._place_of_norms(self.params)
 
 
-@kernels.untraced  # which would keep, of what `step_by` has the optimizer do, that of the step it was traced in
+@kernels.untraced  # Dynamo would keep, of what `step_by` has the optimizer do, that of the step it was traced in
 @kernels.untracked
 def fused_step(
     scaler: GradScaler, optimizer: _Optimizer, wanted: Wanted, scale: Tensor | None, known: Found | None

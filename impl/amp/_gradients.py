@@ -51,13 +51,6 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
     return _ordinary_last([param for param in params if param.grad is not None])
 
 
-def refuse_what_has_no_groups(optimizer: object) -> None:
-    """Raise a TypeError that says what was wanted, in the place of an AttributeError for `param_groups`."""
-    if not hasattr(optimizer, "param_groups"):
-        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
-        raise TypeError(f"wanted an optimizer, which has param_groups, got {got}; pass the one to be stepped")
-
-
 def nonfinite_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of the parameters whose gradients hold inf or nan; of a sharded one, this rank's part is looked at.
 

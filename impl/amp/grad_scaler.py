@@ -19,7 +19,7 @@ from torch import Tensor
 from impl import kernels
 from impl.amp._availability import amp_definitely_not_available
 from impl.amp._fused_step import Wanted, agree_in_one_group, lent
-from impl.amp._gradients import nonfinite_parameters, refuse_what_has_no_groups, sorted_gradients
+from impl.amp._gradients import nonfinite_parameters, sorted_gradients
 from impl.amp._loss_scale import (
     SMALLEST_SCALE,
     FloorWatch,
@@ -34,6 +34,7 @@ from impl.amp._opt_state import OptimizerState, OptState
 # torch's name: pickles of torch's scalers ask for it.
 from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_optimizer_state
 from impl.amp._scaling import PASSING_THROUGH, SCALING, PassingThrough, Scaling, Verdicts
+from impl.optim._refusals import refuse_what_has_no_groups
 from impl.optim._shards import Norms
 
 __all__ = ["GradScaler", "OptState"]

@@ -24,6 +24,7 @@ from impl.optim._fused_operators import step_bucket, update_for
 from impl.optim._graphed_update import Backoff, GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
 from impl.optim._plan import GroupPlan, Plan, cannot_plan, plain_init_group
+from impl.optim._refusals import refuse_other_types
 
 # Lists that have changed in so many steps in succession are not worth it: so many steps are eager then.
 _RESTLESS, _PAUSE = 4, 16
@@ -212,7 +213,7 @@ def capture(
     >>> print(explain(optimizer))
     captured, fused: 1 build of lists, the last one because it is the first step
     """
-    _refuse_others(optimizer)
+    refuse_other_types(optimizer)
     if implementation is not None:
         choose(optimizer, implementation)
     if not is_captured(optimizer):
@@ -228,14 +229,6 @@ def capture(
     return optimizer
 
 
-def _refuse_others(optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
-        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
-        raise TypeError(
-            f"wanted an instance of torch.optim.Optimizer, got {got}; pass the optimizer that it makes or holds"
-        )
-
-
 def _why_not(optimizer: Optimizer) -> str | None:
     if "_init_group" in vars(optimizer):
         return "somebody else has replaced its _init_group"
@@ -244,7 +237,7 @@ def _why_not(optimizer: Optimizer) -> str | None:
 
 def release(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Undo `capture`: the optimizer builds its lists anew in every step again. One not captured is left as it is."""
-    _refuse_others(optimizer)
+    refuse_other_types(optimizer)
     if is_captured(optimizer):
         del optimizer.__dict__["_init_group"]
     _EAGER.pop(optimizer, None)
@@ -264,7 +257,7 @@ def explain(optimizer: Optimizer) -> Explanation:
 
     Of the last step that asked for lists: what Dynamo has compiled asks for none, and runs unseen beside eager steps.
     """
-    _refuse_others(optimizer)
+    refuse_other_types(optimizer)
     implementation = implementation_of(optimizer)
     if not is_captured(optimizer):
         eager = _EAGER.get(optimizer, _Eager("capture was not called", wants_graphs=False))

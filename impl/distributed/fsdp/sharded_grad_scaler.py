@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.amp._fused_step import joint_flag
-from impl.amp._gradients import refuse_what_has_no_groups
 from impl.amp._loss_scale import SMALLEST_SCALE, placed
 from impl.amp._scaling import stage_of
 from impl.amp.grad_scaler import GradScaler, OptState
 from impl.optim._fused_updates import has_fused_update
+from impl.optim._refusals import refuse_what_has_no_groups
 from impl.optim._shards import Norms, exchanged, shard_groups
 
 if TYPE_CHECKING:
