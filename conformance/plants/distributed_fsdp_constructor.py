@@ -357,6 +357,17 @@ def inputs_cast_in_full_precision(original: Any, self: Any, *args: Any, **kwargs
     return original(self, *cast, **kwargs)
 
 
+@broken(
+    "buffers_left_low", "forward", "evaluation leaves buffers as training had them", about="(mixed_precision)"
+)
+def buffers_left_low(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    before = [] if self.training else [(buffer, buffer.dtype) for buffer in self.buffers()]
+    output = original(self, *args, **kwargs)
+    for buffer, dtype in before:
+        buffer.data = buffer.to(dtype)
+    return output
+
+
 @broken("outputs_in_full_precision", "forward", "outputs are cast back to float32", about="(mixed_precision)")
 def outputs_in_full_precision(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(self, *args, **kwargs)

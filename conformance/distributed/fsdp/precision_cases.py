@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Generator
 from typing import Any
@@ -84,6 +85,19 @@ def full_precision_in_eval(lab: Lab) -> dict[str, str]:
             model.head.register_forward_pre_hook(_noting_dtype(found, setting))
             call(model.eval(), lab.tree, lab.tree.batch(0, lab.rank.rank))
     return found
+
+
+def buffers_in_eval(lab: Lab) -> list[dict[str, torch.dtype]]:
+    """By forwards in training, evaluation, and where a part alone evaluates; some dtypes no batch statistics take."""
+    seen = []
+    with _environment("FSDP_USE_FULL_PREC_IN_EVAL", "1"):
+        model = wrapped(lab.rank, lab.library, lab.tree.build(), lab.setup)
+    for training in (True, False, None, False, True):
+        model.train(training is not False)
+        model.body.train(bool(training))
+        tried(functools.partial(call, model, lab.tree, lab.tree.batch(0, lab.rank.rank)))
+        seen.append({clean(name): buffer.dtype for name, buffer in model.named_buffers()})
+    return seen
 
 
 def _noting_dtype(found: dict[str, str], key: str) -> Any:

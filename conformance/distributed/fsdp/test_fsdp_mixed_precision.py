@@ -243,6 +243,21 @@ def test_full_precision_in_eval_by_the_environment(
     assert seen[0].value == {"": "bfloat16", "1": "float32", "0": "bfloat16"}
 
 
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")
+@pytest.mark.parametrize("dtype", ["param_dtype", "reduce_dtype", "buffer_dtype"])
+@pytest.mark.parametrize("wrap", ["root", "manual"])
+def test_buffers_are_in_full_precision_in_eval(
+    subject: Library, reference: Library, rank_pool: RankPool, wrap: str, dtype: str
+) -> None:
+    """Where parameters or gradients are not, otherwise; `dtype` is which are not, beside buffers."""
+    precision = {"buffer_dtype": torch.bfloat16, dtype: torch.bfloat16}
+    setup = Setup(wrap=wrap, mixed_precision=precision)
+    seen = assert_probes_agree(rank_pool, (reference, subject), precision_cases.buffers_in_eval, setup)
+    assert_none_raised(seen)
+    trained, evaluated = seen[0].value[:2]
+    assert (trained == evaluated) is (dtype == "buffer_dtype"), seen[0].value
+
+
 def assert_none_raised(seen: list[Outcome]) -> None:
     for outcome in seen:
         assert outcome.raised is None, outcome.raised

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,19 +12,61 @@ from torch import Tensor
 from impl.distributed.fsdp._managed import clean_name
 
 
-def cast_buffers(wrappers: Sequence[Any], device: torch.device) -> None:
-    """Each buffer as the innermost of the wrappers around it wants it; outer wrappers come first in `wrappers`.
+class Buffers:
+    """All buffers of a root, once it is found.
 
-    What holds no floating-point numbers keeps its dtype.
+    Args:
+        wrappers: the FullyShardedDataParallel in it, the outermost first; held weakly, since they hold the root.
+        device: where it computes.
     """
-    seen: set[Tensor] = set()
-    for wrapper in reversed(wrappers):
-        dtype = wrapper.mixed_precision.buffer_dtype
-        for name, buffer in wrapper.named_buffers():
-            if buffer in seen:
-                continue
-            seen.add(buffer)
-            if clean_name(name) not in wrapper._ignored.buffer_names:
-                buffer.data = buffer.to(
-                    device, dtype if dtype is not None and buffer.is_floating_point() else None
-                )
+
+    def __init__(self, wrappers: Sequence[Any], device: torch.device) -> None:
+        self._wrappers = [weakref.ref(one) for one in wrappers]
+        self._device = device
+        self._may_evaluate_in_full_precision = any(one._use_full_prec_in_eval for one in wrappers)
+        self._are_in_full_precision = False
+        self._cast()
+
+    def begin_forward(self) -> None:
+        """Before one of the root: in the dtypes that they were wrapped with, if it evaluates in full precision."""
+        if not self._may_evaluate_in_full_precision:
+            return
+        found = [wrapper for wrapper in (each() for each in self._wrappers) if wrapper is not None]
+        in_full_precision = any(_evaluates_in_full_precision(one) for one in _deciding(found))
+        if in_full_precision:
+            self._restore()
+        elif self._are_in_full_precision:
+            self._cast()
+        self._are_in_full_precision = in_full_precision
+
+    def _cast(self) -> None:
+        """Each as the innermost of the wrappers around it wants it; what holds no floating-point numbers stays so."""
+        seen: set[Tensor] = set()
+        for wrapper in (each() for each in reversed(self._wrappers)):
+            dtype = None if wrapper is None else wrapper.mixed_precision.buffer_dtype
+            for name, buffer in () if wrapper is None else wrapper.named_buffers():
+                if buffer in seen:
+                    continue
+                seen.add(buffer)
+                if clean_name(name) not in wrapper._ignored.buffer_names:
+                    self._bring(buffer, dtype)
+
+    def _restore(self) -> None:
+        outermost = self._wrappers[0]()
+        for name, buffer in () if outermost is None else outermost.named_buffers():
+            self._bring(buffer, outermost._buffer_dtypes.get(clean_name(name)))
+
+    def _bring(self, buffer: Tensor, dtype: torch.dtype | None) -> None:
+        buffer.data = buffer.to(self._device, dtype if buffer.is_floating_point() else None)
+
+
+def _deciding(wrappers: Sequence[Any]) -> Sequence[Any]:
+    """The outermost decides for all; one without parameters leaves it to the others."""
+    return wrappers[:1] if wrappers and wrappers[0]._unit.flats else wrappers
+
+
+def _evaluates_in_full_precision(wrapper: Any) -> bool:
+    """Instead of in a lower one."""
+    return not wrapper._fsdp_wrapped_module.training and any(
+        {flat.compute_dtype, flat.reduce_dtype} != {flat.dtype} for flat in wrapper._unit.flats
+    )

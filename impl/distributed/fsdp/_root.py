@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from impl.distributed.fsdp._buffers import Buffers
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._managed import clean_name
 from impl.distributed.fsdp._order import Order
@@ -42,11 +43,18 @@ class Root:
         units: all of them, it included.
         device: where they compute.
         limits_gathers: the host waits before it gathers a third unit.
+        buffers: of the whole module.
     """
 
     def __init__(
-        self, outermost: Unit, units: Sequence[Unit], device: torch.device, limits_gathers: bool
+        self,
+        outermost: Unit,
+        units: Sequence[Unit],
+        device: torch.device,
+        limits_gathers: bool,
+        buffers: Buffers,
     ) -> None:
+        self.buffers = buffers
         self.streams: Streams = streams_for(device)
         self.syncs = True
         self.units = list(units)
@@ -232,7 +240,7 @@ def root_over(wrappers: Sequence[Any], device: torch.device) -> Root:
     for one in wrappers:
         one._unit.name = names[one] or type(one.module).__name__
     units = [one._unit for one in wrappers]
-    return Root(outermost._unit, units, device, outermost.limit_all_gathers)
+    return Root(outermost._unit, units, device, outermost.limit_all_gathers, Buffers(wrappers, device))
 
 
 def check_alike(wrappers: Sequence[Any]) -> None:

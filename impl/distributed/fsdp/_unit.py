@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from impl.distributed.fsdp._buffers import Buffers
 from impl.distributed.fsdp._collectives import Reduction, gather, join
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._gradients import GradientShard
@@ -41,6 +42,7 @@ class Shared(Protocol):
 
     streams: Streams
     syncs: bool
+    buffers: Buffers
 
     @property
     def is_in_backward(self) -> bool: ...
@@ -135,6 +137,7 @@ class Unit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs of the outermost unit: on the device, and cast where its mixed precision says so."""
+        self.root.buffers.begin_forward()
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor if tensor.device == device else tensor.to(device)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._buffers import cast_buffers
 from impl.distributed.fsdp._clip import joint_norm, scale
 from impl.distributed.fsdp._contained import watch_contained
 from impl.distributed.fsdp._flat_param import FlatParameter, flats_of
@@ -483,7 +482,6 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
             root = root_over(found, outermost.compute_device)
             for one in found:
                 one._root = root
-            cast_buffers(found, outermost.compute_device)
         assert self._root is not None
         return self._root
 
