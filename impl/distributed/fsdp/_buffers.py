@@ -31,8 +31,7 @@ class Buffers:
         """Before one of the root: in the dtypes that they were wrapped with, if it evaluates in full precision."""
         if not self._may_evaluate_in_full_precision:
             return
-        found = [wrapper for wrapper in (each() for each in self._wrappers) if wrapper is not None]
-        in_full_precision = any(_evaluates_in_full_precision(one) for one in _deciding(found))
+        in_full_precision = any(_evaluates_in_full_precision(one) for one in _deciding(self._found()))
         if in_full_precision:
             self._restore()
         elif self._are_in_full_precision:
@@ -42,19 +41,21 @@ class Buffers:
     def _cast(self) -> None:
         """Each as the innermost of the wrappers around it wants it; what holds no floating-point numbers stays so."""
         seen: set[Tensor] = set()
-        for wrapper in (each() for each in reversed(self._wrappers)):
-            dtype = None if wrapper is None else wrapper.mixed_precision.buffer_dtype
-            for name, buffer in () if wrapper is None else wrapper.named_buffers():
+        for wrapper in reversed(self._found()):
+            for name, buffer in wrapper.named_buffers():
                 if buffer in seen:
                     continue
                 seen.add(buffer)
                 if clean_name(name) not in wrapper._ignored.buffer_names:
-                    self._bring(buffer, dtype)
+                    self._bring(buffer, wrapper.mixed_precision.buffer_dtype)
 
     def _restore(self) -> None:
-        outermost = self._wrappers[0]()
-        for name, buffer in () if outermost is None else outermost.named_buffers():
-            self._bring(buffer, outermost._buffer_dtypes.get(clean_name(name)))
+        for outermost in self._found()[:1]:
+            for name, buffer in outermost.named_buffers():
+                self._bring(buffer, outermost._buffer_dtypes.get(clean_name(name)))
+
+    def _found(self) -> list[Any]:
+        return [wrapper for wrapper in (each() for each in self._wrappers) if wrapper is not None]
 
     def _bring(self, buffer: Tensor, dtype: torch.dtype | None) -> None:
         buffer.data = buffer.to(self._device, dtype if buffer.is_floating_point() else None)
