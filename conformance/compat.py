@@ -14,12 +14,13 @@ class CompatName:
     name: str
     used_by: str
     construct: tuple[Any, ...] = ()  # positional arguments that make an instance to look at
+    on_ranks: bool = False  # what carries it exists on ranks alone; `distributed/fsdp` looks there
 
 
 def _read() -> tuple[CompatName, ...]:
     table = tomllib.loads(Path(__file__).with_name("compat_names.toml").read_text())
     return tuple(
-        CompatName(owner, name, used_by, tuple(rows.get("construct", ())))
+        CompatName(owner, name, used_by, tuple(rows.get("construct", ())), rows.get("on_ranks", False))
         for owner, rows in table.items()
         for name, used_by in rows["names"].items()
     )

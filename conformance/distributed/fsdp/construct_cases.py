@@ -21,7 +21,7 @@ from conformance.distributed.fsdp.fsdp_cases import (
     wrapped,
 )
 from conformance.distributed.fsdp.method_cases import TREE, Lab, named
-from conformance.distributed.fsdp.module_trees import LEAVES, Model, call, loss_of
+from conformance.distributed.fsdp.module_trees import LEAVES, call, loss_of
 from conformance.library import Library, load_library
 from conformance.outcome import Outcome, observe
 from conformance.ranks import Rank
@@ -33,7 +33,7 @@ class Site:
 
     rank: Rank
     library: Library
-    model: Model
+    model: Any
 
     def wrap(self, model: Any = None, **arguments: Any) -> Any:
         arguments.setdefault("device_id", self.rank.device)

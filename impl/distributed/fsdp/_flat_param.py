@@ -33,6 +33,7 @@ from impl.distributed.fsdp.api import MixedPrecision
 class FlatParameter(nn.Parameter):
     """A rank's shard of a unit's parameters: 1-D, as long on every rank; zeros fill its tail."""
 
+    _fsdp_flattened = True  # torch's name, by which Lightning tells that an optimizer has parameters of units
     # How its parameters are named below the unit; torch's name, which torch.distributed.checkpoint.state_dict asks for.
     _fqns: tuple[str, ...]
 
@@ -89,6 +90,7 @@ class Flat:
         self._home: tuple[dict[str, Any], str] | None = None
         self._wholes: dict[torch.dtype, Whole] = {}
         self._address = 0
+        self._refreshed_in = self.dtype
         self.refresh()
 
     @property
@@ -118,6 +120,16 @@ class Flat:
         """Of the shard as one, and of the user's own parameters: they move when it is written to by these names."""
         return [self.flat_param._version, *[p._version for p in self.parameters]]
 
+    def rest_in(self, dtype: torch.dtype) -> None:
+        """Have the optimizer step another dtype; those to compute and to reduce in stay as they are.
+
+        The shard may have been cast already; what is made of it follows with the next gather.
+        """
+        self._wanted_compute_dtype = self._wanted_compute_dtype or self._refreshed_in
+        self._wanted_reduce_dtype = self._wanted_reduce_dtype or self._refreshed_in
+        if self.dtype is not dtype:
+            self.flat_param.data = self.flat_param.data.to(dtype)
+
     def wants_grad(self, index: int) -> bool:
         """Of a parameter, by its number."""
         return self.stepped[index if self.use_orig_params else 0].requires_grad
@@ -128,7 +140,7 @@ class Flat:
             for whole in self._wholes.values():
                 whole.is_given_up = True
             self._wholes.clear()
-        self._address = self.flat_param.data_ptr()
+        self._address, self._refreshed_in = self.flat_param.data_ptr(), self.dtype
         if self.use_orig_params:
             self.rest_as_views()
         else:
@@ -198,8 +210,10 @@ class Flat:
                     raise self._replaced(self.known[index].name)
                 self.parameters[index] = shown
                 found = True
-        if not found and self._addresses == [_address_of(p) for p in self.parameters]:
+        is_at_home = self.flat_param.data_ptr() == self._address
+        if not found and is_at_home and self._addresses == [_address_of(p) for p in self.parameters]:
             return False
+        self._check_shape()
         with torch.no_grad():
             self._copy_parameters_in()
         self.rest_as_views()
@@ -214,17 +228,24 @@ class Flat:
         data = self.flat_param.data
         if data.data_ptr() == self._address:
             return False
-        if data.shape != (self.layout.shard_numel,):
-            raise RuntimeError(
-                f"the flat parameter with {self.known[0].name} was given {tuple(data.shape)} elements, but this rank "
-                f"keeps {self.layout.shard_numel}; change whole parameters inside summon_full_params()"
-            )
+        self._check_shape()
         self._adopt(data.contiguous())
         return True
+
+    def _check_shape(self) -> None:
+        shape = tuple(self.flat_param.shape)
+        if shape != (self.layout.shard_numel,):
+            raise RuntimeError(
+                f"the flat parameter with {self.known[0].name} was given {shape} elements, but this rank "
+                f"keeps {self.layout.shard_numel}; change whole parameters inside summon_full_params()"
+            )
 
     def _adopt(self, shard: Tensor) -> None:
         """Go on with another shard; the memory of the one before stays as it is, since a user may put it back."""
         self.flat_param.data = shard
+        if shard.dtype is not self._refreshed_in:
+            self.refresh()
+            return
         self._address = shard.data_ptr()
         for whole in self._wholes.values():
             if whole.is_lasting:
@@ -401,7 +422,8 @@ def flats_of(  # noqa: PLR0913  what a unit was told
     for one in owned:
         kinds.setdefault((one.parameter.dtype, one.parameter.requires_grad), []).append(one)
     flats: list[Flat] = []
-    for (dtype, _), same in kinds.items():
+    # What is trained comes first: the first flat parameter speaks for the unit to those who know of one.
+    for (dtype, _), same in sorted(kinds.items(), key=lambda kind: not kind[0][1]):
         itemsize = (mixed_precision.param_dtype or dtype).itemsize
         alignment = aligned_elements(itemsize) if use_orig_params else 1
         shapes = [(one.known.name, one.parameter.shape, _dense_stride(one.parameter)) for one in same]

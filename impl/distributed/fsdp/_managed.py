@@ -17,6 +17,8 @@ from impl.distributed.fsdp._showing import Known, Owned, Place
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 # Set on a parameter once a unit has it. torch's name: others ask for it.
 MANAGED = "_fsdp_flattened"
+# The same of modules.
+_MANAGED_MODULE, _USES_ORIG_PARAMS = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
 
 
 def clean_name(name: str) -> str:
@@ -136,9 +138,15 @@ def owned_by(root: nn.Module, ignored: Ignored, left_to_ancestor: frozenset[nn.P
     return owned
 
 
-def mark_managed(owned: Iterable[Owned]) -> None:
+def mark_managed(root: nn.Module, ignored: Ignored, owned: Iterable[Owned]) -> None:
+    """Say so of the parameters, and of the modules, by names that transformers and Dynamo ask for."""
     for one in owned:
         setattr(one.parameter, MANAGED, one.known)
+    for module in root.modules():
+        if module not in ignored.modules:
+            setattr(module, _MANAGED_MODULE, True)
+            # By this Dynamo asks whether it may trace the module, which here does not depend on that argument.
+            setattr(module, _USES_ORIG_PARAMS, True)
 
 
 def _check_is_its_place(parameter: nn.Parameter, name: str, place: Place) -> None:

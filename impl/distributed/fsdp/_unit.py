@@ -103,6 +103,16 @@ class Unit:
     def training_state(self) -> TrainingState:
         return torchs_name(self.phase)
 
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """In which the optimizer steps; accelerate sets it after casting the flat parameter, the frozen follow."""
+        return self.flats[0].dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        for flat in self.flats:
+            flat.rest_in(dtype)
+
     def announce_parameters(self) -> None:
         """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
         self._lost_graph = any(whole.is_given_up for whole in self._in_graph)
@@ -234,11 +244,7 @@ class Unit:
             raise RuntimeError(
                 f"backward reached {self.name} while it is in the middle of {self.phase.value}"
             )
-        if self._lost_graph:
-            raise RuntimeError(
-                f"{self.name} was moved or cast between its forward and its backward, whose graph has the parameters "
-                "as they were; do it before the forward"
-            )
+        self._refuse_lost_graph()
         self.root.begin_backward()
         self.phase = Phase.BACKWARD
         self.awaits_backward = False
@@ -249,6 +255,13 @@ class Unit:
             gradients.begin_backward()
         if self.plan.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_for_backward()
+
+    def _refuse_lost_graph(self) -> None:
+        if self._lost_graph:
+            raise RuntimeError(
+                f"{self.name} was moved or cast between its forward and its backward, whose graph has the parameters "
+                "as they were; do it before the forward"
+            )
 
     def follow(self, gradient: Tensor) -> None:
         """Of an input or an output, or of such a gradient: to differentiate it will read the leaves once more."""
@@ -330,6 +343,8 @@ class Unit:
         if not self.flats:
             return
         self.gather()
+        if self.phase is Phase.BACKWARD:
+            self._refuse_lost_graph()
         root = self.root
         root.streams.wait(Lane.COMPUTE, self._gathered)
         self._gathered = None

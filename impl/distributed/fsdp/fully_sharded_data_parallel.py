@@ -194,7 +194,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         )
         self._unit = Unit(module, flats, self._groups, self._plan())
         self._begin_state_dicts(module)
-        mark_managed(owned)
+        mark_managed(module, self._ignored, owned)
         self._fsdp_wrapped_module = module
         for name, flat in self._named_flats():
             flat.register_as(self.module, name)
@@ -424,8 +424,16 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         return self._unit.training_state
 
     @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.flats)
+
+    @property
     def _flat_param(self) -> FlatParameter | None:
         return self._unit.flats[0].flat_param if self._unit.flats else None
+
+    @property
+    def _handle(self) -> Unit | None:
+        return self._unit if self._unit.flats else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Move or cast: on the shards, which the parameters follow."""
