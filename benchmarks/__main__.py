@@ -3,8 +3,9 @@
 python -m benchmarks --quick
 python -m benchmarks --only RatioAmpStep --only gpt2 --json ratios.json
 
-A case of impl that has become slower than at the last points of this kind of machine (benchmarks/results), three
-measurements out of three, is a regression. Exit code: 0, 1 for regressions and failures, 2 for no case at all.
+A case of impl that has become slower than at the last points of this machine, or of the pool of equal machines that
+--machine names (benchmarks/results), three measurements out of three, is a regression. Without such points speed is
+not judged. Exit code: 0, 1 for regressions and failures, 2 for no case at all.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import asv_format, catalogue, comparison, decision, history, slowed
-from benchmarks.machine import describe_machine
+from benchmarks import asv_format, catalogue, comparison, decision, history, point, slowed, source
+from benchmarks.machine import checked_name, describe_machine, own_name
 from benchmarks.timing import FULL, QUICK, Effort
 
 _AGAIN_DEADLINE_S = 300
@@ -42,22 +43,22 @@ def main() -> int:
         print(f"no case matches {' and '.join(options.only + options.case)}", file=sys.stderr)
         return 2
     effort = QUICK if options.quick else FULL
-    print(_header(options.subject, effort))
+    elsewhere = _elsewhere(options)
+    print(_header(options.subject, effort, elsewhere))
     rows: list[dict[str, Any]] = []
     kept: asv_format.Measured = {}
-    began_ms = round(time.time() * 1000)
+    began_ms, ran = round(time.time() * 1000), source.here() if options.point else {}
     for position, (kind, case) in enumerate(cases, 1):
         _show_progress(f"  {position}/{len(cases)} {catalogue.name_of(kind, case)}")
         row, values = catalogue.measured(kind, case, effort, options.subject)
-        rows.append(row)
+        rows.append(row | _shown_beside(row["name"], elsewhere))
         _show_progress("")
-        print(_line(row), flush=True)
-        if options.asv:
+        print(_line(rows[-1]), flush=True)
+        if options.point:
             catalogue.keep(kept, kind, case, row["outcome"], values)
-            _write(options.asv, _for_asv(kept, began_ms))
+            _write(options.point, _as_point(kept, options.machine, began_ms, ran))
     _print_summary(rows)
-    report = {"machine": _machine(), "subject": options.subject, "rows": rows}
-    report["against"] = _judge(rows, options)
+    report = {"machine": _machine(), "subject": options.subject, "rows": rows} | _judge(rows, options)
     if options.json:
         _write(options.json, report)
     return 1 if any(row["outcome"] == "failed" or row.get("verdict") in decision.RED for row in rows) else 0
@@ -98,14 +99,29 @@ def _options() -> argparse.Namespace:
         "--before", type=int, metavar="MS", default=sys.maxsize, help="judge by points of commits before this"
     )
     add("--unjudged", action="store_true", help="measure only")
-    add("--asv", type=Path, metavar="FILE", help="all benchmarks (--quick: the ratios), as asv keeps them")
+    add(
+        "--machine",
+        type=checked_name,
+        metavar="NAME",
+        help="judge by the points of this pool of equal machines (default: of this machine)",
+    )
+    add(
+        "--point",
+        type=Path,
+        metavar="FILE",
+        help="all benchmarks (--quick: the ratios), for ci/bench --add to keep",
+    )
     add(
         "--slow",
         type=float,
         metavar="TIMES",
         help="impl's kernels take so many times as long: does it turn red?",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.machine = options.machine or own_name()
+    if options.point and (options.slow or options.subject != "impl"):
+        parser.error("--point keeps what impl takes as it is: neither --slow nor another --subject with it")
+    return options
 
 
 def _cases(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -113,7 +129,7 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[Any, ...]]]
         [options.device] if options.device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     )
     kinds = catalogue.load_all()
-    if options.quick or not options.asv:
+    if options.quick or not options.point:
         kinds = [kind for kind in kinds if issubclass(kind, comparison.Ratio)]
     for kind in kinds:
         for case in catalogue.cases(kind, options.quick):
@@ -124,43 +140,71 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[Any, ...]]]
                 yield kind, case
 
 
-def _judge(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    """Judge the ratios by what there is of earlier ones; says what that is."""
+def _judge(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, str]:
+    """Judge the ratios by what there is of earlier ones; says what they were judged `against`, or why `not_judged`."""
     if options.unjudged:
-        return "nothing: not asked for"
-    against, earlier = _baseline(options) if options.baseline else _points(options)
+        return {"not_judged": "not asked for"}
+    found, earlier = _baseline(options) if options.baseline else _points(options)
     if earlier:
         ratios = [row for row in rows if row["outcome"] != "measured" or "ratio" in row]
         decision.judge(ratios, earlier, functools.partial(_measured_again, options))
-    _print_verdicts(rows, against)
-    return against
+    _print_verdicts(rows, found)
+    return found
 
 
-def _points(options: argparse.Namespace) -> tuple[str, dict[str, list[float]]]:
+def _points(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, list[float]]]:
     if options.subject != "impl":
-        return (
-            f"nothing: points are impl's, and this is {options.subject}; --baseline takes an earlier run",
-            {},
-        )
-    machine, release = _kind_of_machine()["machine"], _release()
-    found = [point for point in history.of_machine(machine, release) if point.date_ms < options.before]
+        why = f"points are impl's, and this is {options.subject}; --baseline takes an earlier run"
+        return {"not_judged": why}, {}
+    machine, release = options.machine, _release()
+    found = [one for one in history.of_machine(machine, release) if one.date_ms < options.before]
     earlier = history.ratios_by_case(found, decision.EARLIER_POINTS)
     if not earlier:
-        return f"nothing: no earlier point of {machine} with torch {release}", {}
-    return f"the points of {machine} with torch {release}, the newest {found[-1].commit[:8]}", earlier
+        return {"not_judged": _without_points(machine, release)}, {}
+    newest = found[-1].commit[:8]
+    return {"against": f"the points of {machine} with torch {release}, the newest {newest}"}, earlier
 
 
-def _baseline(options: argparse.Namespace) -> tuple[str, dict[str, list[float]]]:
+def _without_points(machine: str, release: str) -> str:
+    whose = (
+        f"{machine} has no earlier points with torch {release}" if machine else "this machine has no points"
+    )
+    cures = (
+        "ci/bench makes one, ci/bench --add report of a gate's timings",
+        "--machine NAME takes those of a pool of equal machines, --baseline an earlier run",
+    )
+    return f"{whose} ({'; '.join(cures)})"
+
+
+def _elsewhere(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """By other machines with the same torch the ratios of their newest points: to be seen, not to judge by."""
+    names = {one.machine for one in history.points()} - {options.machine}
+    points = {name: history.of_machine(name, _release()) for name in names if options.subject == "impl"}
+    found = {name: history.ratios_by_case(own, decision.EARLIER_POINTS) for name, own in points.items()}
+    return {
+        name: {case: statistics.median(ratios) for case, ratios in found[name].items()}
+        for name in sorted(found)
+        if found[name]
+    }
+
+
+def _shown_beside(case: str, elsewhere: dict[str, dict[str, float]]) -> dict[str, Any]:
+    found = {machine: ratios[case] for machine, ratios in elsewhere.items() if case in ratios}
+    return {"elsewhere": found} if found else {}
+
+
+def _baseline(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, list[float]]]:
     report = json.loads(options.baseline.read_text())
     speed = report.get("speed") or report
     rows, there, here = speed.get("rows", []), speed.get("machine", {}), _machine()
     if not rows:
-        return "nothing: the baseline has no timings", {}
+        return {"not_judged": "the baseline has no timings"}, {}
     differ = [key for key in _SAME_MACHINE if there.get(key) != here[key]]
     differ += ["subject"] if report.get("subject") != options.subject else []
     if differ:
-        return f"nothing: the baseline differs in {', '.join(differ)}", {}
-    return "the baseline", {row["name"]: [row["ratio"]] for row in rows if row["outcome"] == "measured"}
+        return {"not_judged": f"the baseline differs in {', '.join(differ)}"}, {}
+    measured = (row for row in rows if row["outcome"] == "measured")
+    return {"against": "the baseline"}, {row["name"]: [row["ratio"]] for row in measured}
 
 
 def _measured_again(options: argparse.Namespace, names: list[str]) -> dict[str, float]:
@@ -178,10 +222,12 @@ def _measured_again(options: argparse.Namespace, names: list[str]) -> dict[str, 
     return {row["name"]: row["ratio"] for row in rows if row["outcome"] == "measured"}
 
 
-def _for_asv(kept: asv_format.Measured, began_ms: int) -> dict[str, Any]:
+def _as_point(kept: asv_format.Measured, machine: str, began_ms: int, ran: dict[str, Any]) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    described = describe_machine(machine, gpu)
     versions = {"python": ".".join(platform.python_version_tuple()[:2]), "torch": _release()}
-    described = asv_format.described(catalogue.load_all())
-    return asv_format.results(described, kept, _kind_of_machine(), versions, began_ms)
+    benchmarks = asv_format.described(catalogue.load_all())
+    return point.whole(asv_format.results(benchmarks, kept, described, versions, began_ms), described, ran)
 
 
 def _write(file: Path, content: Any) -> None:
@@ -195,11 +241,12 @@ def _show_progress(text: str) -> None:
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _header(subject: str, effort: Effort) -> str:
+def _header(subject: str, effort: Effort, elsewhere: dict[str, dict[str, float]]) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in _machine().items())
     title = (
         f"{subject + ' ÷ torch, lower is better':64} ratio  95% interval    {subject:>9}      torch  pairs"
     )
+    title += f"  elsewhere ({', '.join(elsewhere)})" if elsewhere else ""
     return f"{machine}\nup to {effort.pairs} pairs a case\n{title}"
 
 
@@ -210,7 +257,10 @@ def _line(row: dict[str, Any]) -> str:
         return f"{row['name']:64} measured"
     interval = f"{row['low']:.3f} to {row['high']:.3f}"
     times = f"{_time(row['subject_s']):>9}  {_time(row['reference_s']):>9}"
-    return f"{row['name']:64} {row['ratio']:6.3f}  {interval:14}  {times}  {row['pairs']:>5}"
+    beside = ", ".join(f"{ratio:.3f}" for ratio in row.get("elsewhere", {}).values())
+    return (
+        f"{row['name']:64} {row['ratio']:6.3f}  {interval:14}  {times}  {row['pairs']:>5}  {beside}".rstrip()
+    )
 
 
 def _print_summary(rows: list[dict[str, Any]]) -> None:
@@ -224,8 +274,10 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
         print("\n  ".join([title, *slower]))
 
 
-def _print_verdicts(rows: list[dict[str, Any]], against: str) -> None:
-    print(f"judged by {against}")
+def _print_verdicts(rows: list[dict[str, Any]], found: dict[str, str]) -> None:
+    print(
+        f"judged by {found['against']}" if "against" in found else f"speed: not judged: {found['not_judged']}"
+    )
     for row in rows:
         if row.get("verdict", decision.NEW) not in (decision.OK, decision.NEW):
             print(f"  {row['verdict']}: {decision.sentence(row)}")
@@ -243,10 +295,6 @@ def _time(seconds: float) -> str:
 
 def _release() -> str:
     return torch.__version__.split("+")[0]
-
-
-def _kind_of_machine() -> dict[str, str]:
-    return describe_machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
 
 
 def _machine() -> dict[str, Any]:

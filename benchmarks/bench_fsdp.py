@@ -130,6 +130,7 @@ class RatioFsdpWrap(comparison.Ratio):
     title = "FSDP: wrapping"
     params = [[2, 24], _KEPT, _DEVICES]
     param_names = ["parameters", "kept", "device"]
+    is_one_off = True
     workload = staticmethod(wrapping)
 
     def setup_cache(self):

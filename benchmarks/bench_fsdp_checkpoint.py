@@ -39,6 +39,7 @@ class RatioFsdpSave(comparison.Ratio):
     title = "FSDP: saving the state of a transformer of 21 million parameters on two ranks"
     params = [_WHAT, _KINDS, _DEVICES]
     param_names = ["what", "kind", "device"]
+    is_one_off = True
     workload = staticmethod(saving)
 
     def setup_cache(self):
@@ -51,6 +52,7 @@ class RatioFsdpLoad(comparison.Ratio):
     title = "FSDP: loading the state of a transformer of 21 million parameters on two ranks"
     params = [_WHAT, _KINDS, _DEVICES]
     param_names = ["what", "kind", "device"]
+    is_one_off = True
     workload = staticmethod(loading)
 
     def setup_cache(self):

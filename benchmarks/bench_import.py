@@ -44,6 +44,7 @@ class RatioImport(comparison.Ratio):
     title = "import after torch's"
     params = [["cpu"]]
     param_names = ["device"]
+    is_one_off = True
 
     @staticmethod
     def workload(subject: str, *case: Any) -> Workload:

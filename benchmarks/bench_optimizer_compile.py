@@ -58,6 +58,7 @@ class RatioOptimizerCompile(comparison.Ratio):
     title = "optimizer step, compiling"
     params = [list(OPTIMIZERS), SIZES[:1], ["cpu"]]
     param_names = ["optimizer", "shapes", "device"]
+    is_one_off = True
     workload = staticmethod(cold)
 
     def setup_cache(self):

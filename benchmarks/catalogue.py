@@ -64,6 +64,8 @@ def measured(
         "case": dict(zip(kind.param_names, case, strict=True)),
         "name": name_of(kind, case),
     }
+    if getattr(kind, "is_one_off", False):
+        row["is_one_off"] = True
     try:
         values, paired = single.measured(kind, case, effort, subject)
     except NotImplementedError as missing:

@@ -23,6 +23,7 @@ class Ratio(abc.ABC):
     params: list[list[Any]]
     param_names: list[str]
     version = "1"  # to be raised whenever the meaning of the numbers changes; asv then begins a new series
+    is_one_off = False  # what a program does once: see decision
 
     @staticmethod
     @abc.abstractmethod

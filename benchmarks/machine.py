@@ -1,36 +1,77 @@
-"""What the numbers depend on, in words that stay the same on every machine of a kind; asv filters by them.
+"""Whose the numbers are, and what they depend on.
+
+A machine is judged only by points of its own, or of a pool of equal machines whose name was given: what can be read of
+a machine, a processor and a number of cores or the id of its system's image, is shared by machines of other speed. So
+one that makes points gets a name that no other has, once, which is kept where programs keep their state.
 
 Needs nothing but Python: `ci/bench` asks before there is an environment, `ci/gpu` where none may be made.
 """
 
+import argparse
 import os
 import platform
 import re
+import secrets
 import subprocess
 from pathlib import Path
 
-MACHINE_VARIABLE = "TANDEM_BENCH_MACHINE"  # another name for the machine
+NAME = r"\w[\w.-]*"  # it is a folder's
+WANTED_NAME = "letters, digits, '-', '_' and '.', such as lab-h100"
 
 
-def describe_machine(gpu_in_use: str = "none") -> dict[str, str]:
+def checked_name(text: str) -> str:
+    """What an option `--machine` takes."""
+    if not re.fullmatch(NAME, text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a machine; wanted {WANTED_NAME}")
+    return text
+
+
+def own_name() -> str:
+    """The name under which this machine has made points; empty if it has made none."""
+    try:
+        name = _own_file().read_text().strip()
+    except (OSError, RuntimeError, ValueError):  # no file, no home, no text
+        return ""
+    # A home that has moved to other hardware took the file along.
+    return name if re.fullmatch(rf"{re.escape(_kind())}-[0-9a-f]+", name) else ""
+
+
+def make_own_name() -> str:
+    """The same, made if there is none: for whoever adds points."""
+    if not (name := own_name()):
+        name = f"{_kind()}-{secrets.token_hex(3)}"
+        _own_file().parent.mkdir(parents=True, exist_ok=True)
+        _own_file().write_text(f"{name}\n")
+    return name
+
+
+def _own_file() -> Path:
+    """By the host, since hosts may share a home."""
+    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    return Path(state, "tandem", f"machine-{platform.node()}")
+
+
+def _kind() -> str:
+    gpu, _ = nvidia()
+    words = f"{cpu_model()} {os.cpu_count()} cores {gpu if gpu != 'none' else ''}"
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+
+
+def describe_machine(name: str, gpu_in_use: str = "none") -> dict[str, str]:
     """The keys by which asv tells machines apart; all machines must have the same ones.
 
     `gpu_in_use` is what a caller knows of, where nvidia-smi may be missing.
     """
     gpu, driver = nvidia()
-    gpu = gpu_in_use if gpu == "none" else gpu
-    cpu, cores = cpu_model(), os.cpu_count() or 1
     memory_gib = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
-    words = f"{cpu} {cores} cores {gpu if gpu != 'none' else ''}"
-    name = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
     return {
-        "machine": os.environ.get(MACHINE_VARIABLE, name),
+        "machine": name,
         "os": platform.system(),
         "arch": platform.machine(),
-        "cpu": cpu,
-        "num_cpu": str(cores),
+        "cpu": cpu_model(),
+        "num_cpu": str(os.cpu_count()),
         "ram": f"{memory_gib} GiB",
-        "gpu": gpu,
+        "gpu": gpu_in_use if gpu == "none" else gpu,
         "driver": driver,
     }
 

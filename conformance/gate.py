@@ -25,6 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from benchmarks import point
+from benchmarks.machine import checked_name
 from conformance import clauses, environment
 from conformance.plugin import PROFILES
 from conformance.report import write_page
@@ -109,6 +111,9 @@ def _options(
     )
     parser.add_argument("--out", default="report", help="folder for index.html, report.json and junit.xml")
     parser.add_argument("--baseline", type=Path, help="report.json of an earlier run to compare with")
+    parser.add_argument(
+        "--machine", type=checked_name, help="the pool of equal machines whose points judge speed"
+    )
     parser.add_argument(
         "--kills",
         type=Path,
@@ -199,11 +204,13 @@ def _timed(options: argparse.Namespace, out: Path, progress: Progress, stop: Sto
         "--quick",
         f"--subject={options.subject}",
         *([f"--baseline={options.baseline}"] if options.baseline else []),
-        f"--json={file}",
+        *([f"--machine={options.machine}"] if options.machine else []),
     ]
-    return _part("timing", command + _one_device(options), file, out, progress, stop) | {
-        "command": _readable(command[1:-1] + _one_device(options))
-    }
+    command += _one_device(options)
+    kept = out / point.FILE
+    kept.unlink(missing_ok=True)
+    files = [f"--json={file}", *([f"--point={kept}"] if options.subject == "impl" else [])]
+    return _part("timing", command + files, file, out, progress, stop) | {"command": _readable(command[1:])}
 
 
 def _trained(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 ci/gpu --out bundle                  the whole, within 9 minutes
 ci/gpu --device cpu                  all but the device
 ci/gpu --only launches --only bandwidth
-ci/gpu --merge bundle                where the repository is: its timings into benchmarks/results
+ci/gpu --machine lab-h100            the name of the host, or of a pool of equal ones, for its timings
+ci/bench --add bundle                where the repository is: its timings into benchmarks/results
 
 Exit code 0: judged green (or not judged, if that was not asked for). 1: red, or not shown because time ran out. 2: the
-command or the bundle is wrong.
+command is wrong.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import checked_name
 from conformance.gpu import judging
 from conformance.gpu.bundle import Bundle
 from conformance.gpu.files import REPORT, SUMMARY
-from conformance.gpu.merge import Unmergeable, merge, verdict_of
 from conformance.gpu.phases import LEFT_OUT, NO_CUDA, NO_HOST, STOPPED, Clock, Phase, Ran, module, run_all
 from conformance.gpu.rows import Task, say
 
@@ -63,8 +64,6 @@ NAMES = [phase.name for phase in phases(0)]
 def main(words: Sequence[str] | None = None, began: float | None = None) -> int:
     """Run the command that `words` say. `began`, on the monotonic clock, is when the budget began to run."""
     options = _options(words)
-    if options.merge:
-        return _merge(Path(options.merge))
     if lacking := [name for name in _NEEDED if find_spec(name) is None]:
         return _refuse(
             f"nothing is installed by it, and this Python ({sys.executable}) has no {', '.join(lacking)}; "
@@ -90,7 +89,6 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", default="report/gpu", metavar="FOLDER", help="where the bundle goes (default: report/gpu)")
-    add("--merge", metavar="BUNDLE", help="run nothing; put this bundle's timings into benchmarks/results")
     add("--device", default="auto", choices=["auto", "cuda", "cpu"], help="auto: cuda where there is one")
     add(
         "--budget",
@@ -100,6 +98,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
         help=f"seconds in all (default: {_BUDGET_S:g})",
     )
     add("--only", action="append", choices=NAMES, help="this phase (may be repeated)")
+    add("--machine", type=checked_name, metavar="NAME", help="under which its timings are kept")
     add("--subject", default="impl", help="impl, torch, or any package that mirrors torch's paths")
     add("--profile", default="quick", choices=_PROFILES, help="how much to try")
     add("--tests", default="conformance", help="what the judge is asked for, as pytest takes it")
@@ -117,7 +116,10 @@ def _budget(text: str) -> float:
 
 
 def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
-    task = Task("", 0.0, options.device, options.subject, options.profile, options.seed, options.tests)
+    task = Task(
+        "", 0.0, options.device, options.subject, options.profile, options.seed, options.tests,
+        machine=options.machine or "",
+    )  # fmt: skip
     words = shlex.join(["ci/gpu", *sys.argv[1:]])
     bundle = Bundle(task, folder, Path(options.out).resolve(), options.budget, words)
     wanted = options.only or NAMES
@@ -166,18 +168,6 @@ def _tell(report: dict[str, Any], out: Path) -> int:
         f"after {report['seconds']:.0f} s; {out / SUMMARY}"
     )
     return 0 if report["verdict"] in ("green", "not judged") else 1
-
-
-def _merge(bundle: Path) -> int:
-    try:
-        written = merge(bundle)
-    except Unmergeable as error:
-        return _refuse(str(error))
-    for file in written:
-        say(str(file))
-    if (verdict := verdict_of(bundle)) != "green":
-        say(f"its verdict is {verdict}: make no claim of speed by these numbers before it is green")
-    return 0
 
 
 if __name__ == "__main__":

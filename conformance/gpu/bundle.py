@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks import asv_format
-from conformance.gpu import source
-from conformance.gpu.files import BENCHMARKS, JUNIT, LOG, MACHINE, REPORT, RESULTS, SUMMARY
+from benchmarks import asv_format, point, source
+from conformance.gpu.files import BENCHMARKS, JUNIT, LOG, REPORT, SUMMARY
 from conformance.gpu.phases import STOPPED, Ran
 from conformance.gpu.rows import Task
 from conformance.gpu.summary import summary
@@ -65,8 +64,8 @@ class Bundle:
         junit = self.folder / "judge" / JUNIT
         if junit.is_file():
             self._put(JUNIT, _fitting_junit(junit))
-        if self.host:
-            self._write_asv()
+        if self.host and self.task.subject == "impl":
+            self._write_point()
         return report
 
     def _put(self, name: str, text: str) -> None:
@@ -122,23 +121,20 @@ class Bundle:
                     parts.append(f"== {ran.phase.name}\n{file.read().decode(errors='replace')}")
         return "\n".join(parts)
 
-    def _write_asv(self) -> None:
-        machine, environment = self.host["machine"], self.host["environment"]
-        self._put(MACHINE, json.dumps(machine | {"version": asv_format.VERSION_OF_MACHINE}, indent=1))
+    def _write_point(self) -> None:
         speed, described = self.phase("speed"), self.folder / BENCHMARKS
-        if speed is None or not described.is_file():
+        measured = measured_by_name(speed.found.rows) if speed and described.is_file() else {}
+        if not measured:
             return
-        self._put(BENCHMARKS, described.read_text())
-        if self.task.subject == "impl" and (measured := measured_by_name(speed.found.rows)):
-            versions = {
-                "python": environment["python"].rpartition(".")[0],
-                "torch": environment["packages"]["torch"],
-            }
-            began_ms = int(self.began * 1000)
-            results = asv_format.results(
-                json.loads(described.read_text()), measured, machine, versions, began_ms
-            )
-            self._put(RESULTS, json.dumps(results))
+        machine, environment = self.host["machine"], self.host["environment"]
+        versions = {
+            "python": environment["python"].rpartition(".")[0],
+            "torch": environment["packages"]["torch"],
+        }
+        began_ms = int(self.began * 1000)
+        results = asv_format.results(json.loads(described.read_text()), measured, machine, versions, began_ms)
+        ran = {"commit": self._commit, "files": self._files}
+        self._put(point.FILE, json.dumps(point.whole(results, machine, ran)))
 
 
 def measured_by_name(rows: Sequence[dict[str, Any]]) -> asv_format.Measured:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import describe_machine, own_name
 from conformance import environment
 from conformance.gpu.rows import Rows, Task, in_words, serve
 
@@ -18,7 +18,7 @@ def work(task: Task, rows: Rows) -> None:
     cuda = torch.cuda.is_available()
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())] if cuda else []
     about: dict[str, Any] = {
-        "machine": describe_machine(gpus[0]["name"] if gpus else "none"),
+        "machine": describe_machine(task.machine or own_name(), gpus[0]["name"] if gpus else "none"),
         "environment": environment.describe(),
         "cuda": cuda,
         "cores_here": len(os.sched_getaffinity(0)),

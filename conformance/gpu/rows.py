@@ -28,6 +28,9 @@ class Task:
     seed: int | None = None
     tests: str = "conformance"  # what the judge is asked for
     probes: str = ""  # the rows of the phase `probe`
+    machine: str = (
+        ""  # the name under which its timings are to be kept; empty: this machine's own, if it has one
+    )
 
     def as_word(self) -> str:
         return json.dumps(asdict(self))

@@ -1,5 +1,6 @@
 """The clock's own arithmetic, and that asv will find every benchmark. Nothing is timed here."""
 
+import argparse
 import math
 import random
 
@@ -27,6 +28,16 @@ def test_parameters_have_names(kind):
     assert len(kind.params) == len(kind.param_names)
     assert "device" in kind.param_names or kind.params == [["cpu"]]
     assert int(kind.version) >= 1
+
+
+def test_what_is_done_once_is_known():
+    assert {kind.__name__ for kind in RATIOS if kind.is_one_off} == {
+        "RatioImport",
+        "RatioFsdpWrap",
+        "RatioFsdpSave",
+        "RatioFsdpLoad",
+        "RatioOptimizerCompile",
+    }
 
 
 def test_quick_leaves_something_of_each_ratio():
@@ -84,9 +95,46 @@ def test_renewed_gradients_have_the_same_values_elsewhere():
 
 
 @pytest.mark.parametrize("told", [("NVIDIA H200", "580"), ("none", "none")])
-def test_a_machine_is_known_by_its_gpu_also_without_nvidia_smi(monkeypatch, told):
-    monkeypatch.delenv(machine.MACHINE_VARIABLE, raising=False)
+def test_a_machine_tells_its_gpu_also_without_nvidia_smi(monkeypatch, told):
     monkeypatch.setattr(machine, "nvidia", lambda: told)
-    found = machine.describe_machine("NVIDIA H200")
-    assert (found["gpu"], found["driver"]) == ("NVIDIA H200", told[1])
-    assert found["machine"].endswith("-cores-nvidia-h200")
+    found = machine.describe_machine("lab", "NVIDIA H200")
+    assert (found["machine"], found["gpu"], found["driver"]) == ("lab", "NVIDIA H200", told[1])
+
+
+@pytest.fixture
+def state(monkeypatch, tmp_path):
+    """An empty place for the state of programs."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_only_who_adds_points_has_a_name(state):
+    assert machine.own_name() == ""
+    assert not state.exists()
+    name = machine.make_own_name()
+    assert machine.own_name() == machine.make_own_name() == name
+    assert machine.checked_name(name) == name
+
+
+def test_no_two_machines_are_given_one_name(state, monkeypatch, tmp_path):
+    name = machine.make_own_name()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another, equal one"))
+    assert machine.make_own_name() != name
+
+
+@pytest.mark.parametrize(
+    ("what", "other"),
+    [("platform.node", "another-host"), ("cpu_model", "Another CPU"), ("os.cpu_count", 999)],
+)
+def test_a_home_on_another_machine_brings_no_name(state, monkeypatch, what, other):
+    name = machine.make_own_name()
+    with monkeypatch.context() as there:
+        there.setattr(f"benchmarks.machine.{what}", lambda: other)
+        assert machine.own_name() == ""
+        assert machine.make_own_name() != name
+
+
+@pytest.mark.parametrize("name", ["", "../up", ".hidden", "two words", "a/b"])
+def test_what_cannot_name_a_folder_names_no_machine(name):
+    with pytest.raises(argparse.ArgumentTypeError, match="is no name of a machine"):
+        machine.checked_name(name)

@@ -1,4 +1,4 @@
-"""The clock's verdict and its points: when a case has become slower, what is kept of a run, which commits are timed."""
+"""The clock's verdict: what has become slower, by what it is judged, what is kept of a run, which commits are timed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import contextlib
 import importlib
 import json
 import shutil
-import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,15 +14,14 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as clock
-from benchmarks import asv_format, catalogue, decision, history, slowed
+from benchmarks import catalogue, decision, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
+from conformance.meta.clock_cases import CI, MACHINE, git, loaded, measured, results
 from conformance.meta.report_cases import a_report
-from conformance.report.verdict import reasons
+from conformance.report.verdict import parts, reasons
 from conformance.results import unavailable
 
 pytestmark = pytest.mark.deadline(60)
-CI = Path(__file__).resolve().parents[2] / "ci"
-MACHINE = {"machine": "m", "os": "Linux"}
 
 
 @pytest.mark.parametrize(
@@ -49,8 +45,27 @@ def test_the_verdict_of_a_case(was: list[float], now: list[float], wanted: str) 
     assert decision.verdict(was, now) == wanted
 
 
-def measured(name: str, ratio: float) -> dict[str, Any]:
-    return {"name": name, "outcome": "measured", "ratio": ratio}
+@pytest.mark.parametrize(
+    ("was", "ratio", "torch_s", "wanted"),
+    [
+        (0.02, 0.05, 1.0, OK),  # 30 ms longer, if two and a half times as long
+        (0.02, 0.08, 1.0, REGRESSION),
+        (0.02, 0.05, 2.0, REGRESSION),
+        (0.50, 0.55, 9.0, OK),  # longer by half a second, and by no fifth
+        (0.50, 0.65, 0.01, OK),
+    ],
+)
+def test_what_is_done_once_must_take_longer_by_50_ms_too(
+    was: float, ratio: float, torch_s: float, wanted: str
+) -> None:
+    row = measured("x", ratio) | {"reference_s": torch_s}
+    rows = [row | {"name": "once", "is_one_off": True}, row | {"name": "each step"}]
+    decision.judge(
+        rows, {name: [was] for name in ("once", "each step")}, lambda names: dict.fromkeys(names, ratio)
+    )
+    once, each_step = (row["verdict"] for row in rows)
+    assert once == wanted
+    assert each_step == (REGRESSION if ratio > 1.2 * was else OK)
 
 
 def test_only_suspects_are_measured_again_and_only_until_it_is_clear() -> None:
@@ -90,63 +105,7 @@ def test_a_regression_is_a_reason_of_the_gate_and_noise_is_none() -> None:
     assert found == ["regression of speed: slow was 1.00 × torch's time, now 1.50, 1.60, 1.70"]
 
 
-def results(ratios: dict[str, float], noise: float = 0.1) -> dict[str, Any]:
-    """One benchmark over two sizes, as a run leaves it."""
-    name = "bench_clip.RatioClip"
-    cases = {(repr(size),): ratio for size, ratio in ratios.items()}
-    described = {
-        f"{name}.{method}": {"params": [["'few'", "'many'"]], "version": "1"}
-        for method in ("track_ratio_vs_torch", "track_noise")
-    }
-    kept: asv_format.Measured = {
-        f"{name}.track_ratio_vs_torch": {case: {"result": ratio} for case, ratio in cases.items()},
-        f"{name}.track_noise": {case: {"result": noise} for case in cases},
-    }
-    return asv_format.results(described, kept, MACHINE, {"python": "3.11", "torch": "2.13.0"}, 7)
-
-
-def test_a_point_is_read_as_it_was_added(tmp_path: Path) -> None:
-    files = history.add(results({"few": 0.5}), MACHINE, "a" * 40, 1_000, tmp_path)
-    assert [file.relative_to(tmp_path).as_posix() for file in files] == [
-        "m/aaaaaaaa-existing-py3.11-torch2.13.0.json",
-        "m/machine.json",
-    ]
-    (point,) = history.points(tmp_path)
-    assert (point.machine, point.commit, point.date_ms) == ("m", "a" * 40, 1_000)
-    assert point.ratios == {"RatioClip[few]": history.Ratio(0.5, 0.1)}
-
-
-def test_what_a_later_run_did_not_measure_is_kept(tmp_path: Path) -> None:
-    for ratios in ({"few": 0.5, "many": 0.6}, {"many": 0.7}):
-        history.add(results(ratios), MACHINE, "a" * 40, 1_000, tmp_path)
-    (point,) = history.points(tmp_path)
-    assert {name: ratio.value for name, ratio in point.ratios.items()} == {
-        "RatioClip[few]": 0.5,
-        "RatioClip[many]": 0.7,
-    }
-
-
-def test_a_timing_keeps_the_statistics_of_its_other_cases(tmp_path: Path) -> None:
-    described = {"b.Step.time_call": {"params": [["'few'", "'many'"]], "version": "1"}}
-    for size, stats in (("few", {"result": 1.0, "q_25": 0.9}), ("many", {"result": 2.0, "q_25": 1.9})):
-        kept: asv_format.Measured = {"b.Step.time_call": {(repr(size),): stats}}
-        made = asv_format.results(described, kept, MACHINE, {"python": "3", "torch": "2"}, 7)
-        file, _ = history.add(made, MACHINE, "a" * 40, 1_000, tmp_path)
-    content = json.loads(file.read_text())
-    row = dict(zip(content["result_columns"], content["results"]["b.Step.time_call"], strict=False))
-    assert (row["result"], row["stats_q_25"]) == ([1.0, 2.0], [0.9, 1.9])
-
-
-def test_points_are_compared_within_a_machine_and_a_torch_the_newest_first(tmp_path: Path) -> None:
-    for position, ratio in enumerate((0.1, 0.2, 0.3, 0.4)):
-        history.add(results({"few": ratio}), MACHINE, str(position) * 40, position, tmp_path)
-    history.add(results({"few": 9.0}), {"machine": "other"}, "b" * 40, 9, tmp_path)
-    found = history.of_machine("m", "2.13.0", tmp_path)
-    assert history.ratios_by_case(found, 3) == {"RatioClip[few]": [0.4, 0.3, 0.2]}
-    assert history.of_machine("m", "2.12.0", tmp_path) == []
-
-
-def judged_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, dict[str, list[float]]]:
+def judged_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[dict[str, str], dict[str, list[float]]]:
     monkeypatch.setattr(sys, "argv", ["python -m benchmarks", *words])
     options = clock._options()
     return clock._baseline(options) if options.baseline else clock._points(options)
@@ -161,19 +120,80 @@ def test_cases_are_chosen_by_parts_of_their_names(monkeypatch: pytest.MonkeyPatc
     assert not any("Value" in name for name in names)
 
 
-def test_points_judge_impl_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(history.of_machine, "__defaults__", (tmp_path,))
-    monkeypatch.setattr(clock, "_kind_of_machine", lambda: MACHINE)
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the points lie, none yet, on a machine that has made none."""
+    for reader in (history.of_machine, history.points):
+        monkeypatch.setattr(reader, "__defaults__", (tmp_path / "results",))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(clock, "_release", lambda: "2.13.0")
-    told, earlier = judged_by(monkeypatch)
-    assert (told, earlier) == ("nothing: no earlier point of m with torch 2.13.0", {})
-    for position, ratio in enumerate((0.4, 0.5)):
-        history.add(results({"few": ratio}), MACHINE, str(position) * 40, position, tmp_path)
-    assert judged_by(monkeypatch)[1] == {"RatioClip[few]": [0.5, 0.4]}
-    assert judged_by(monkeypatch, "--before=1")[1] == {"RatioClip[few]": [0.4]}
-    told, earlier = judged_by(monkeypatch, "--subject=torch")
-    assert told.startswith("nothing: points are impl's")
+    return tmp_path / "results"
+
+
+def test_points_judge_impl_alone(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
+    told, earlier = judged_by(monkeypatch, "--machine=m")
+    assert told["not_judged"].startswith("m has no earlier points with torch 2.13.0 (ci/bench makes one")
     assert earlier == {}
+    for position, ratio in enumerate((0.4, 0.5)):
+        history.add(results({"few": ratio}), MACHINE, str(position) * 40, position, kept)
+    told, earlier = judged_by(monkeypatch, "--machine=m")
+    assert told == {"against": "the points of m with torch 2.13.0, the newest 11111111"}
+    assert earlier == {"RatioClip[few]": [0.5, 0.4]}
+    assert judged_by(monkeypatch, "--machine=m", "--before=1")[1] == {"RatioClip[few]": [0.4]}
+    told, earlier = judged_by(monkeypatch, "--machine=m", "--subject=torch")
+    assert told["not_judged"].startswith("points are impl's")
+    assert earlier == {}
+
+
+def run_clock(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, ratio: float, *words: str
+) -> tuple[int, dict[str, Any]]:
+    """`python -m benchmarks` on one case that takes as long whenever it is measured."""
+    kind = SimpleNamespace(param_names=["shapes"])
+    row = measured("RatioClip[few]", ratio) | {"low": ratio, "high": ratio, "pairs": 9}
+    row |= {"subject_s": ratio, "reference_s": 1.0}
+    monkeypatch.setattr(sys, "argv", ["python -m benchmarks", f"--json={folder / 'speed.json'}", *words])
+    monkeypatch.setattr(clock, "_cases", lambda options: [(kind, ("few",))])
+    monkeypatch.setattr(catalogue, "name_of", lambda kind, case: "RatioClip[few]")
+    monkeypatch.setattr(catalogue, "measured", lambda *_: (dict(row), None))
+    monkeypatch.setattr(clock, "_measured_again", lambda options, names: dict.fromkeys(names, ratio))
+    return clock.main(), json.loads((folder / "speed.json").read_text())
+
+
+def test_a_machine_without_points_is_green_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history.add(results({"few": 0.1}), MACHINE, "a" * 40, 1_000, kept)
+    code, report = run_clock(monkeypatch, kept, 0.9)
+    assert (code, "against" in report) == (0, False)
+    assert report["rows"][0]["elsewhere"] == {"m": 0.1}
+    assert "verdict" not in report["rows"][0]
+    said = capsys.readouterr().out
+    assert "speed: not judged: this machine has no points (" in said
+    assert "elsewhere (m)" in said
+    assert "0.100\n" in said
+    (speed,) = (part for part in parts(a_report(speed=report)) if part.name == "speed")
+    assert (speed.outcome, speed.reasons) == ("passed", [])
+    assert speed.says.startswith("not judged: this machine has no points (ci/bench makes one")
+    assert reasons(a_report(speed=report)) == []
+
+
+def test_a_slowdown_on_a_machine_with_points_is_red(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
+    history.add(results({"few": 0.6}), MACHINE, "a" * 40, 1_000, kept)
+    history.add(results({"few": 9.0}), {"machine": "other"}, "b" * 40, 2_000, kept)
+    code, report = run_clock(monkeypatch, kept, 0.9, "--machine=m")
+    assert (code, report["rows"][0]["verdict"]) == (1, REGRESSION)
+    assert report["rows"][0]["elsewhere"] == {"other": 9.0}
+    assert reasons(a_report(speed=report)) == [
+        "regression of speed: RatioClip[few] was 0.60 × torch's time, now 0.90, 0.90, 0.90"
+    ]
+    assert run_clock(monkeypatch, kept, 0.7, "--machine=m")[0] == 0
+
+
+@pytest.mark.parametrize("words", [["--slow=1.5"], ["--subject=torch"]])
+def test_a_point_is_of_impl_as_it_is(monkeypatch: pytest.MonkeyPatch, kept: Path, words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_clock(monkeypatch, kept, 0.9, f"--point={kept / 'point.json'}", *words)
 
 
 def test_a_baseline_judges_the_same_subject_on_the_same_machine(
@@ -186,12 +206,18 @@ def test_a_baseline_judges_the_same_subject_on_the_same_machine(
         file.write_text(json.dumps(report))
         return judged_by(monkeypatch, f"--baseline={file}", "--subject=mine")
 
-    assert judged({"subject": "mine", "speed": speed}) == ("the baseline", {"clip": [0.5]})
-    assert judged({"subject": "mine", **speed}) == ("the baseline", {"clip": [0.5]})  # of --json
-    assert judged({"subject": "impl", "speed": speed}) == ("nothing: the baseline differs in subject", {})
+    assert judged({"subject": "mine", "speed": speed}) == ({"against": "the baseline"}, {"clip": [0.5]})
+    assert judged({"subject": "mine", **speed}) == ({"against": "the baseline"}, {"clip": [0.5]})  # of --json
+    assert judged({"subject": "impl", "speed": speed}) == (
+        {"not_judged": "the baseline differs in subject"},
+        {},
+    )
     speed["machine"]["cores"] = -1
-    assert judged({"subject": "mine", "speed": speed}) == ("nothing: the baseline differs in cores", {})
-    assert judged({"subject": "mine", "speed": {}}) == ("nothing: the baseline has no timings", {})
+    assert judged({"subject": "mine", "speed": speed}) == (
+        {"not_judged": "the baseline differs in cores"},
+        {},
+    )
+    assert judged({"subject": "mine", "speed": {}}) == ({"not_judged": "the baseline has no timings"}, {})
 
 
 def test_a_slowed_kernel_takes_so_many_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,11 +261,6 @@ def repository(tmp_path: Path) -> Path:
         git(root, "add", own)
         git(root, "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", f"commit {number}")
     return root
-
-
-def git(root: Path, *words: Any) -> str:
-    command = ["git", "-C", root, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_history_takes_the_last_commits_that_touch_impl(ci_history: ModuleType, repository: Path) -> None:
@@ -347,9 +368,10 @@ def test_what_is_kept_of_a_run(
     added: list[Any] = []
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
-        file = next(word.removeprefix("--asv=") for word in command if word.startswith("--asv="))
+        file = next(word.removeprefix("--point=") for word in command if word.startswith("--point="))
         Path(file).write_text("{}")
         assert {word for word in words if "history" not in word} <= set(command)
+        assert ("--machine=own" in command) == ("--quick" not in words)
         if stopped:
             raise KeyboardInterrupt
         return SimpleNamespace(returncode=0)
@@ -358,6 +380,7 @@ def test_what_is_kept_of_a_run(
     monkeypatch.setattr(bench._environment, "enter", lambda extras: {})
     monkeypatch.setattr(bench, "draw", lambda environ: 0)
     monkeypatch.setattr(bench, "warn_of_changes", lambda: None)
+    monkeypatch.setattr(bench, "make_own_name", lambda: "own")
     monkeypatch.setattr(bench, "add", lambda numbers, commit: added.append(numbers))
     monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
     for name, answer in {
@@ -374,10 +397,3 @@ def test_what_is_kept_of_a_run(
     monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=run))
     assert bench.main() == (130 if stopped else 0)
     assert bool(added) == {"always": True, "never": False, "if whole": not stopped}[kept]
-
-
-def loaded(command: str) -> ModuleType:
-    loader = SourceFileLoader(command, str(CI / command))
-    module = module_from_spec(spec_from_loader(command, loader))
-    loader.exec_module(module)
-    return module

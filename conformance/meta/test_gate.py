@@ -23,11 +23,13 @@ pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml bring
 from rich.console import Console
 from rich.progress import Progress
 
+from conformance import gate
 from conformance.gate import _JudgingBar, _Lines, _salvaged
 from conformance.meta.report_cases import a_report, judged, trained
 from conformance.ranks.soak import marked_processes
 from conformance.report.verdict import parts, reasons
 from conformance.results import verdict
+from conformance.running import Stop
 
 ROOT = Path(__file__).parents[2]
 # Of tests that a gate is stopped in, as few as do: to import them takes longer than to run twenty of them.
@@ -124,6 +126,22 @@ def test_the_bar_moves_with_the_log(tmp_path: Path) -> None:
     assert after() == (3, 1, "")
     assert after(judged("passed", nodeid="two"), judged("failed", nodeid="three")) == (3, 3, "1 red")
     assert after(judged("failed", nodeid="two")) == (3, 3, "2 red")
+
+
+@pytest.mark.parametrize("subject", ["impl", "mine"])
+def test_timing_is_told_the_machine_and_leaves_a_point_of_impl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, subject: str
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(gate, "_part", lambda name, command, *_: asked.append(command) or {})
+    options, _, _ = gate._options(
+        [f"--subject={subject}", "--machine=lab", "--device=cpu", f"--out={tmp_path}"]
+    )
+    (tmp_path / "point.json").write_text("of an earlier run")
+    told = gate._timed(options, tmp_path, Progress(), Stop())
+    assert told == {"command": f"python -m benchmarks --quick --subject={subject} --machine=lab --device=cpu"}
+    assert (f"--point={tmp_path / 'point.json'}" in asked[0]) == (subject == "impl")
+    assert not (tmp_path / "point.json").exists()
 
 
 @pytest.mark.profile("full")

@@ -15,13 +15,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import asv_format, catalogue, single
+from benchmarks import asv_format, catalogue, single, source
 from conformance.gpu import __main__ as command
 from conformance.gpu import bundle as bundles
-from conformance.gpu import phases, source
+from conformance.gpu import phases
 from conformance.gpu.bundle import Bundle
 from conformance.gpu.files import BENCHMARKS
-from conformance.gpu.merge import Unmergeable, merge
 from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, STOPPED, Clock, Phase, Ran
 from conformance.gpu.rows import Found, Task, read_rows
 from conformance.ranks.soak import marked_processes
@@ -124,17 +123,16 @@ def test_the_bundle_is_complete_flat_and_small(tmp_path: Path) -> None:
     out = a_whole_run(tmp_path, PASSED).out
     files = list(out.iterdir())
     wanted = {"report.json", "summary.md", "junit.xml", "log.txt"}
-    assert {file.name for file in files} == wanted | {
-        "asv-results.json",
-        "asv-machine.json",
-        "asv-benchmarks.json",
-    }
+    assert {file.name for file in files} == wanted | {"point.json"}
     assert all(file.is_file() and re.fullmatch(r"[A-Za-z0-9._-]+", file.name) for file in files)
     assert len(files) <= 8
     assert sum(file.stat().st_size for file in files) < 1_000_000
     report = strictly_read(out / "report.json")
     assert (report["verdict"], report["reasons"], report["not_shown"]) == ("green", [], [])
     assert report["phases"]["judge"]["rows"] == [PASSED]
+    kept = json.loads((out / "point.json").read_text())  # asv writes NaN for what was not measured
+    assert (kept["machine"]["machine"], kept["source"]["files"]) == ("a-gpu", report["files"])
+    assert kept["results"]["results"].keys() == RATIO["values"].keys() | TIMED["values"].keys()
     assert report["files"]["ci/gpu"] == source.files()["ci/gpu"]
     ElementTree.parse(out / "junit.xml")
     text = (out / "summary.md").read_text()
@@ -249,146 +247,6 @@ def test_a_long_junit_file_stays_one(tmp_path: Path) -> None:
     tree = ElementTree.fromstring(bundles._fitting_junit(file))
     texts = [failure.text or "" for failure in tree.iter("failure")]
     assert (len(texts), {len(text) for text in texts}, list(tree.iter("system-out"))) == (500, {300}, [])
-
-
-# Which commit it was
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A repository with the files that count, at its first commit, on branch main."""
-    root = tmp_path / "repository"
-    for name in ("impl/a.py", "benchmarks/b.py", "conformance/c.toml", "ci/gpu", "pyproject.toml"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(name)
-    git(root, "init", "-q", "-b", "main")
-    commit(root, "first")
-    return root
-
-
-def git(root: Path, *arguments: str) -> str:
-    who = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", "-C", root, *who, *arguments], capture_output=True, text=True, check=True, timeout=60
-    )
-    return done.stdout.strip()
-
-
-def commit(root: Path, message: str) -> str:
-    git(root, "add", "-A")
-    git(root, "commit", "-q", "--allow-empty", "-m", message)
-    return git(root, "rev-parse", "HEAD")
-
-
-def test_files_have_gits_own_ids(repository: Path) -> None:
-    (repository / "impl/__pycache__").mkdir()
-    (repository / "impl/__pycache__/a.pyc").write_text("made")
-    assert source.files(repository) == source.files_of("HEAD", repository)
-    assert len(source.files(repository)) == 5
-
-
-def test_a_commit_is_found_by_what_it_holds(repository: Path) -> None:
-    first = source.commit_here(repository)
-    ran = source.files(repository)
-    (repository / "README.md").write_text("which nothing depends on")
-    commit(repository, "second")
-    (repository / "impl/a.py").write_text("other")
-    third = commit(repository, "third")
-    assert source.commit_of(ran, None, repository) == first
-    assert source.commit_of(source.files(repository), None, repository) == third
-    assert source.commit_of(source.files(repository), third, repository) == third
-
-
-@pytest.fixture
-def mergeable(tmp_path: Path, repository: Path) -> Path:
-    """A bundle of the repository's commit."""
-    out = a_whole_run(tmp_path, PASSED).out
-    change(out, files=source.files(repository), commit=source.commit_here(repository))
-    return out
-
-
-def change(out: Path, **about: Any) -> None:
-    report = json.loads((out / "report.json").read_text())
-    (out / "report.json").write_text(json.dumps(report | about))
-
-
-def test_merging_twice_gives_the_same_files(mergeable: Path, repository: Path) -> None:
-    written = merge(mergeable, repository)
-    head = source.commit_here(repository)
-    assert head is not None
-    folder = repository / "benchmarks/results"
-    assert [file.relative_to(folder).as_posix() for file in written] == [
-        f"a-gpu/{head[:8]}-existing-py3.12-torch2.11.0+cu130.json",
-        "a-gpu/machine.json",
-        "benchmarks.json",
-    ]
-    before = {file: file.read_bytes() for file in written}
-    assert merge(mergeable, repository) == written[:2]
-    assert {file: file.read_bytes() for file in written} == before
-    results = json.loads(written[0].read_text())
-    assert results["commit_hash"] == head
-    assert results["date"] == int(git(repository, "show", "-s", "--format=%at", "HEAD")) * 1000
-
-
-def test_merging_keeps_what_only_an_earlier_run_measured(mergeable: Path, repository: Path) -> None:
-    file = merge(mergeable, repository)[0]
-    whole = json.loads(file.read_text())
-    again = json.loads((mergeable / "asv-results.json").read_text())
-    again["results"] = {"bench_x.X.track_x": [[1.0], []]}
-    (mergeable / "asv-results.json").write_text(json.dumps(again))
-    merge(mergeable, repository)
-    assert json.loads(file.read_text())["results"].keys() == whole["results"].keys() | again["results"].keys()
-
-
-@pytest.mark.parametrize("claims", [True, False], ids=["with git there", "without"])
-def test_a_dirty_tree_is_refused(mergeable: Path, repository: Path, claims: bool) -> None:
-    ran = source.files(repository) | {"impl/a.py": "0" * 40}
-    change(mergeable, files=ran, **({} if claims else {"commit": None}))
-    with pytest.raises(
-        Unmergeable, match=r"(dirty tree|no commit of this repository).*impl/a\.py.*run ci/gpu again"
-    ):
-        merge(mergeable, repository)
-    assert not (repository / "benchmarks/results").exists()
-
-
-def test_an_unknown_commit_is_refused(mergeable: Path, repository: Path) -> None:
-    change(mergeable, commit="1" * 40)
-    with pytest.raises(Unmergeable, match=r"does not have; fetch it first"):
-        merge(mergeable, repository)
-
-
-def test_what_is_no_bundle_is_refused(tmp_path: Path, mergeable: Path, repository: Path) -> None:
-    with pytest.raises(Unmergeable, match=r"is no bundle of ci/gpu: it has no report\.json"):
-        merge(tmp_path, repository)
-    machine = json.loads((mergeable / "asv-machine.json").read_text())
-    (mergeable / "asv-machine.json").write_text(json.dumps(machine | {"machine": "../../up"}))
-    with pytest.raises(Unmergeable, match="no name for a folder"):
-        merge(mergeable, repository)
-    (mergeable / "asv-results.json").unlink()
-    with pytest.raises(Unmergeable, match="has no timings of impl"):
-        merge(mergeable, repository)
-    assert command.main(["--merge", str(mergeable)]) == 2
-
-
-@pytest.mark.deadline(300)
-def test_asv_publishes_what_was_merged(mergeable: Path, repository: Path, tmp_path: Path) -> None:
-    pytest.importorskip("asv", reason="the extra `benchmarks` of pyproject.toml brings asv")
-    merge(mergeable, repository)
-    settings = json.loads((ROOT / "asv.conf.json").read_text()) | {"html_dir": str(tmp_path / "html")}
-    (repository / "asv.conf.json").write_text(json.dumps(settings))
-    done = subprocess.run(
-        [sys.executable, "-m", "asv", "publish", "--no-pull"],
-        cwd=repository, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    drawn = json.loads((tmp_path / "html/index.json").read_text())
-    assert drawn["params"]["gpu"] == ["H200"]
-    assert drawn["params"]["torch"] == ["2.11.0+cu130"]
-    assert drawn["machines"].keys() == {"a-gpu"}
-    points = list((tmp_path / "html/graphs").rglob("bench_grad_scaler.RatioUpdate.track_ratio_vs_torch.json"))
-    assert [json.loads(file.read_text())[0][1] for file in points if "summary" not in str(file)] == [
-        [0.5, None]
-    ]
 
 
 @pytest.mark.profile("full")

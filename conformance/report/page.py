@@ -51,6 +51,7 @@ def write_page(report: dict[str, Any], file: Path) -> None:
             sides=_sides(report),
             kills=kill_matrix(report),
             speed=speed.groups(report.get("speed") or {}),
+            elsewhere=speed.elsewhere(report.get("speed") or {}),
             training_plots=[
                 _plot(run, report["subject"]) for run in (report.get("training") or {}).get("runs", [])
             ],

@@ -80,6 +80,11 @@ def groups(speed: dict[str, Any]) -> list[Group]:
     ]
 
 
+def elsewhere(speed: dict[str, Any]) -> list[str]:
+    """The other machines whose ratios stand beside."""
+    return sorted({machine for row in speed.get("rows", []) for machine in row.get("elsewhere", {})})
+
+
 def in_digits(ratio: float) -> str:
     return f"{ratio:.3f}" if ratio >= 0.01 else f"{ratio:.1g}"
 

@@ -72,7 +72,8 @@ def _speed(speed: dict[str, Any]) -> Part:
     why += _error_of(speed)
     if not rows:
         return Part("speed", "failed" if why else "not run", "not measured", why)
-    says = [f"{len(failed)} of {len(rows)} cases failed"] if failed else []
+    says = [f"not judged: {speed['not_judged']}"] if "not_judged" in speed else []
+    says += [f"{len(failed)} of {len(rows)} cases failed"] if failed else []
     if measured:
         faster, slower = sum(map(is_faster, measured)), sum(map(is_slower, measured))
         says.append(f"{faster} of {len(measured)} cases surely faster than torch, {slower} surely slower")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import subprocess
 from pathlib import Path
+from typing import Any
 
-from conformance.gpu.phases import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 # What a result depends on.
 _FOLDERS = ("impl", "benchmarks", "conformance")
 _FILES = ("ci/gpu", "pyproject.toml")
@@ -19,6 +19,11 @@ class UnknownSource(ValueError):
     """No commit of this repository is what ran."""
 
 
+def here(root: Path = ROOT) -> dict[str, Any]:
+    """What would run now."""
+    return {"commit": commit_here(root), "files": files(root)}
+
+
 def files(root: Path = ROOT) -> dict[str, str]:
     """git's id of each file, by its path."""
     paths = [path for folder in _FOLDERS for path in (root / folder).rglob("*")]
@@ -28,7 +33,7 @@ def files(root: Path = ROOT) -> dict[str, str]:
 
 
 def _counts(name: str) -> bool:
-    return not name.endswith(".pyc") and not any(part in name for part in _MADE)
+    return not name.endswith((".pyc", ".so")) and not any(part in name for part in _MADE)
 
 
 def _blob_id(content: bytes) -> str:
@@ -60,20 +65,20 @@ def commit_of(ran: dict[str, str], claimed: str | None, root: Path = ROOT) -> st
             known = files_of(claimed, root)
         except subprocess.CalledProcessError:
             raise UnknownSource(
-                f"the bundle was made at commit {claimed}, which this repository does not have; fetch it first"
+                f"they were measured at commit {claimed}, which this repository does not have; fetch it first"
             ) from None
         if known != ran:
             raise UnknownSource(
-                f"the bundle was made in a dirty tree: at commit {claimed[:12]}, but with other contents of "
-                f"{_some(differing(known, ran))}; commit them and run ci/gpu again"
+                f"they were measured in a dirty tree: at commit {claimed[:12]}, but with other contents of "
+                f"{_some(differing(known, ran))}; commit them and measure again"
             )
         return claimed
     found = [commit for commit in _history(root) if files_of(commit, root) == ran]
     if not found:
         head = files_of("HEAD", root)
         raise UnknownSource(
-            "the bundle was made from files that no commit of this repository has (compared with the current one, "
-            f"others are {_some(differing(head, ran))}); commit them and run ci/gpu again"
+            "they were measured with files that no commit of this repository has (compared with the current one, "
+            f"others are {_some(differing(head, ran))}); commit them and measure again"
         )
     return found[-1]
 
