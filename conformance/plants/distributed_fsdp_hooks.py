@@ -151,6 +151,14 @@ def _with_gradients(args: Any, change: Callable[[torch.Tensor], torch.Tensor]) -
     return [changed(value) for value in args]
 
 
+@broken("optimizers_of_flat_parameters_dropped", "forward", "optimizers in backward are dropped, not refused")
+def optimizers_of_flat_parameters_dropped(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    for name, parameter in self.named_parameters():
+        if "_flat_param" in name and hasattr(parameter, "_in_backward_optimizers"):
+            del parameter._in_backward_optimizers
+    return original(self, *args, **kwargs)
+
+
 # Hooks in the place of the reduction
 
 
@@ -209,6 +217,15 @@ def comm_hooks_on_inner_units(original: Any, self: Any, state: Any, hook: Any) -
 def comm_hook_replaced(original: Any, self: Any, state: Any, hook: Any) -> None:
     with contextlib.suppress(AssertionError):
         original(self, state, hook)
+
+
+@broken("comm_hook_with_replicas", _COMM_HOOK, "a communication hook under a hybrid strategy is not refused")
+def comm_hook_with_replicas(original: Any, self: Any, state: Any, hook: Any) -> None:
+    try:
+        original(self, state, hook)
+    except AssertionError as error:
+        if "hybrid" not in str(error):
+            raise
 
 
 @broken("comm_hook_lost_without_words", _COMM_HOOK, "what cannot be called is taken for no hook")

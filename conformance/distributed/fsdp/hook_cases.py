@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from conformance.distributed.fsdp.fsdp_cases import clean, gathered_gradients, state_of
+from conformance.distributed.fsdp.fsdp_cases import clean, constructor_arguments, gathered_gradients, state_of
 from conformance.distributed.fsdp.method_cases import Lab, tried
 from conformance.distributed.fsdp.module_trees import loss_of, out_of_form
 
@@ -200,5 +201,15 @@ def comm_hook_refused(lab: Lab, *, why: str) -> Any:
             return tried(lambda: lab.model.register_comm_hook(Told(), local_sum))
         case "no callable":
             return tried(lambda: lab.model.register_comm_hook(None, "no hook"))
+        case "replicas of a part":
+            model = _around_replicas(lab)
+            return tried(lambda: model.register_comm_hook(Told(), local_sum))
         case _:
             return tried(lambda: lab.model.register_comm_hook(Told(), local_sum))
+
+
+def _around_replicas(lab: Lab) -> Any:
+    """A root that is not hybrid, with a unit in it that is."""
+    arguments = constructor_arguments(lab.rank, lab.library, lab.model, lab.setup)
+    inner = lab.fsdp(nn.Linear(3, 4), **arguments)
+    return lab.fsdp(nn.Sequential(inner, nn.Linear(4, 2)), device_id=lab.rank.device)

@@ -50,6 +50,22 @@ def trained(
     return observe(run)
 
 
+def without_original_parameters(rank: Rank, *, library: str, strategy: str, is_late: bool) -> Outcome:
+    """torch's helper with the flat parameter, before the first backward or behind it."""
+    found, plain = load_library(library), nn.Sequential(built("plain"), nn.Tanh())
+
+    def run() -> None:
+        kind = found.distributed.fsdp.ShardingStrategy[strategy]
+        model = found.find(FSDP)(plain, sharding_strategy=kind, device_id=torch.device("cpu"))
+        if is_late:
+            _backward(model, rank.rank, 0)
+            model.zero_grad()
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": _LEARNING_RATE})
+        _backward(model, rank.rank, 1)
+
+    return observe(run)
+
+
 def only_an_input(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
     """How often hooks were called by a backward, and by then asking for the gradient of an input alone."""
     found, plain = load_library(library), nn.Sequential(built("plain"), nn.Tanh())

@@ -145,11 +145,11 @@ def test_hooks_are_refused(subject: Library, reference: Library, rank_pool: Rank
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.refused")
+@pytest.mark.parametrize("why", ["replicas", "replicas of a part"])
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 def test_hooks_are_refused_with_replicas(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool]
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], strategy: str, why: str
 ) -> None:
-    setup = Setup("HYBRID_SHARD", ranks="meshes", shards=2)
-    seen = assert_probes_agree(
-        ranks(2), (reference, subject), hook_cases.comm_hook_refused, setup, why="replicas"
-    )
+    setup = Setup(strategy, ranks="meshes", shards=2)
+    seen = assert_probes_agree(ranks(2), (reference, subject), hook_cases.comm_hook_refused, setup, why=why)
     assert "hybrid strategies" in str(seen[0].value)

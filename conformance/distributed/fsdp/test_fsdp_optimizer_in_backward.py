@@ -9,9 +9,9 @@ import pytest
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
-from conformance.distributed.fsdp.judging import assert_all_close, outcomes
+from conformance.distributed.fsdp.judging import assert_all_close, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.optimizer_in_backward_cases import trained_unsharded
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen
+from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
 from conformance.library import Library
 from conformance.ranks import RankPool
 from conformance.tolerances import TRAINED
@@ -49,17 +49,42 @@ def test_optimizers_step_in_backward(
     assert_trained(seen_by(subject, ranks(world_size), accumulates=accumulates, **asked), accumulates)
 
 
+def refusal(library: Library, pool: RankPool, strategy: str, is_late: bool) -> Seen:
+    case = "optimizer_in_backward_cases:without_original_parameters"
+    return outcomes(pool, library, case, strategy=strategy, is_late=is_late)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_optimizers_are_refused_without_original_parameters(
+    subject: Library, reference: Library, ranks: Ranks, world_size: int, strategy: str
+) -> None:
+    wanted, got = (
+        refusal(library, ranks(world_size), strategy, is_late=False) for library in (reference, subject)
+    )
+    assert_ranks_agree(wanted, got)
+    assert raised(got, RuntimeError, "only supported with use_orig_params=True")
+
+
+@clause("distributed.fsdp.fsdp_lifted.stepping_hooks")
+@pytest.mark.deviation("fsdp.stepping_hooks")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_optimizers_are_refused_without_original_parameters_at_any_time(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, strategy: str
+) -> None:
+    deviation.judge(
+        lambda library: refusal(library, ranks(world_size), strategy, is_late=True),
+        torch_does=lambda seen: not raised(seen, RuntimeError, ""),
+        we_do=lambda seen: raised(seen, RuntimeError, "only supported with use_orig_params=True"),
+    )
+
+
 @clause("distributed.fsdp.fsdp_lifted.stepping_hooks")
 @pytest.mark.deviation("fsdp.stepping_hooks")
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize(
     ("by", "strategy", "use_orig_params"),
-    [
-        ("hooks", "FULL_SHARD", False),
-        ("hooks", "NO_SHARD", False),
-        ("hooks", "FULL_SHARD", True),
-        ("torch", "FULL_SHARD", False),
-    ],
+    [("hooks", "FULL_SHARD", False), ("hooks", "NO_SHARD", False), ("hooks", "FULL_SHARD", True)],
 )
 def test_whatever_steps_in_backward_sees_the_average(
     deviation: DeviationJudge,

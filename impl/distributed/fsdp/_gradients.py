@@ -46,6 +46,14 @@ class GradientShard:
         self._shown_unreduced: list[_ShownUnreduced] = []
         self._is_added_to = False  # in this backward
 
+    def refuse_optimizers(self) -> None:
+        """
+        Raises:
+            RuntimeError: torch's helper is to step a flat parameter, of which it cannot know when it has its gradient.
+        """
+        if not self._flat.use_orig_params and hasattr(self._flat.flat_param, _OPTIMIZERS):
+            raise RuntimeError("FSDP optimizer in backward only supported with use_orig_params=True!")
+
     def are_there(self) -> bool:
         """Whether any rank has some to step by. If this rank has no element of the flat, it sees none cleared."""
         return self._shown is not None and not (any(self._shown_places) and self._is_cleared())

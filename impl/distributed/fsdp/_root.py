@@ -94,6 +94,9 @@ class Root:
         self.streams.wait(Lane.GATHER, self.streams.record(Lane.COMPUTE))
 
     def _begin_iteration(self) -> None:
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.refuse_optimizers()
         self._end_step()
         if not any(unit.awaits_backward for unit in self.units):
             self._order.next_iteration()
@@ -130,9 +133,9 @@ class Root:
         """A forward begins; an iteration too, if it is inside of no other."""
         if self.is_in_backward:
             return
-        if self._forwards == 0:
-            self._begin_iteration()
         self._forwards += 1
+        if self._forwards == 1:
+            self._begin_iteration()
         self._order.begin_forward(unit)
 
     def note_ended(self, unit: Unit) -> None:
