@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from impl.kernels import untracked
+from impl.kernels import placed, untracked
 
 # What an optimizer keeps things in: its attributes, its groups, its states.
 _Keeper = MutableMapping[Any, Any]
@@ -26,7 +26,8 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> bool | None:
     That is its parameters, but for frozen ones without a gradient, its states, and the values of its groups and
     attributes. What lies on the device is copied first, which takes as much memory again and two more passes over it.
     The host has to know the flag, and the step is not called where it is set, while a parameter may yet get its state,
-    and for states that lie on the host (numbers, and step counters of optimizers that are not `capturable`). It asks
+    for parameters that lie on the host and the flag does not, and for states that do (numbers, and step counters of
+    optimizers that are not `capturable`). It asks
     for the flag after a step that has changed what only the host can put back: numbers, and what there is. A list or an
     object that is changed in place is not seen.
 
@@ -34,7 +35,7 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> bool | None:
         Whether the step was taken, None where the host does not know.
     Sync: none, but in these two cases.
     """
-    if _must_be_known(optimizer):
+    if _must_be_known(optimizer, found_inf):
         taken = not found_inf.item()
         if taken:
             optimizer.step()
@@ -65,9 +66,11 @@ def _stepped(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for param in _params(optimizer) if param.grad is not None)
 
 
-def _must_be_known(optimizer: Optimizer) -> bool:
+def _must_be_known(optimizer: Optimizer, found_inf: Tensor) -> bool:
     for param in _stepped(optimizer):
         state = optimizer.state.get(param)
+        if param.is_cpu and not found_inf.is_cpu:
+            return True
         if not state and optimizer not in _stateless:
             return True
         if any(
@@ -129,4 +132,4 @@ def _is_alike(one: Any, other: Tensor) -> TypeGuard[Tensor]:
 
 
 def _put_back_where(found_inf: Tensor, tensor: Tensor, old: Tensor) -> None:
-    tensor.copy_(torch.where(found_inf.to(tensor.device, non_blocking=True) != 0, old, tensor))
+    tensor.copy_(torch.where(placed(found_inf, tensor.device) != 0, old, tensor))

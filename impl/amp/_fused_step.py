@@ -30,8 +30,8 @@ from torch import Tensor
 from impl import kernels
 from impl.amp._conditional_step import step_unless
 from impl.amp._gradients import coalesced
-from impl.amp._loss_scale import inverse, placed
-from impl.kernels import Formed, joined
+from impl.amp._loss_scale import inverse
+from impl.kernels import Formed, joined, placed
 from impl.nn.utils.clip_grad import clip_coefficient, clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import Unfused, Update, step_by, updates_of
 from impl.optim._shards import Norms, local_part, shard_group, shard_groups
@@ -330,7 +330,7 @@ def _factor(wanted: Wanted, norm: Tensor, inv_scale: Tensor | None) -> Tensor:
     factor = (
         torch.ones((), device=norm.device, dtype=wide)
         if inv_scale is None
-        else inv_scale.to(norm.device, wide)
+        else placed(inv_scale, norm.device, wide)
     )
     return factor * clip_coefficient(wanted.max_norm, norm) if wanted.max_norm < math.inf else factor
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from impl.kernels import HostCopy, has_host_copies, placed
+
 # The reciprocal of a smaller scale may overflow float32, and a GPU may take the scale itself for zero.
 SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
 _HALVES = frozenset((torch.float16, torch.bfloat16))
@@ -22,14 +24,9 @@ class PerDevice(dict[torch.device, Tensor]):
         self._source = source
 
     def __missing__(self, device: torch.device) -> Tensor:
-        copy = self._source(device).to(device, non_blocking=True, copy=True)
+        copy = placed(self._source(device), device, copy=True)
         self[device] = copy
         return copy
-
-
-def placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`, without waiting; to ask where it is costs half of what `to` does."""
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -143,8 +140,8 @@ class FloorWatch:
     """Notices steps that are skipped one after the other while the scale lies on its floor, and never waits.
 
     The scale and the verdict of an update are copied to the host and read at a later update, when they have arrived.
-    Far above the floor nothing is copied: n updates can lower the scale n times and not more. Devices other than
-    CPU and CUDA are not watched, nor are updates that a CUDA graph records.
+    Far above the floor nothing is copied: n updates can lower the scale n times and not more. Devices without events
+    are not watched, nor are updates that a CUDA graph records.
     """
 
     PATIENCE = 3  # skipped steps on the floor before it says so: one or two may be a single bad batch
@@ -153,34 +150,26 @@ class FloorWatch:
         self.skipped = 0  # in a row, on the floor, as far as read
         self._updates = 0
         self._next_look = 0  # counted in updates
-        self._under_way: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self._under_way: deque[tuple[int, HostCopy]] = deque()
 
     def look(self, scale: Tensor, found_inf: Tensor) -> None:
         """Send home what an update did, when the scale could be on its floor by now. Sync: none."""
         self._updates += 1
         if self._updates <= self._next_look or len(self._under_way) > self.PATIENCE:
             return
-        on_cuda = scale.device.type == "cuda"
-        if (on_cuda and torch.cuda.is_current_stream_capturing()) or not (
-            on_cuda or scale.device.type == "cpu"
-        ):
-            return
-        here = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=on_cuda)
-        here.copy_(torch.stack((scale, found_inf.view_as(scale))), non_blocking=True)
-        arrived = None
-        if on_cuda:
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(scale.device))
-        self._under_way.append((self._updates, here, arrived))
+        if has_host_copies(scale.device):
+            sent = HostCopy(torch.stack((scale, found_inf.view_as(scale))))
+            self._under_way.append((self._updates, sent))
 
     def read(self, backoff_factor: float, min_scale: float) -> int:
         """Skipped steps in a row on the floor, counting what has arrived. Sync: none."""
         while self._under_way:
-            update, here, arrived = self._under_way[0]
-            if arrived is not None and not arrived.query():
+            update, sent = self._under_way[0]
+            numbers = sent.numbers()
+            if numbers is None:
                 break
             self._under_way.popleft()
-            scale, found_inf = here.tolist()
+            scale, found_inf = numbers
             self.skipped = self.skipped + 1 if found_inf and not scale > min_scale else 0
             self._next_look = update + _falls_left(scale, backoff_factor, min_scale) - 1
         return self.skipped

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from impl import kernels
 from impl.amp._fused_step import Wanted, fused_step
-from impl.amp._loss_scale import FloorWatch, PerDevice, check_new_scale, inverse, placed, read_state, times
+from impl.amp._loss_scale import FloorWatch, PerDevice, check_new_scale, inverse, read_state, times
 from impl.amp._opt_state import OptState, advance, refresh_per_optimizer_state
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Scaling:
         try:
             if isinstance(outputs, Tensor):
                 home = _scale_of(scaler, outputs.device)
-                return times(outputs, placed(home, outputs.device))
+                return times(outputs, kernels.placed(home, outputs.device))
             return _scaled(outputs, PerDevice(lambda device: _scale_of(scaler, device)))
         except BaseException:
             if was_unknown:
@@ -273,7 +273,7 @@ def stage_of(scaler: GradScaler, optimizer: _Optimizer) -> OptState:
 
 
 def _at(device: torch.device, found_inf: dict[torch.device, Tensor]) -> list[Tensor]:
-    return [placed(flag, device) for flag in found_inf.values()]
+    return [kernels.placed(flag, device) for flag in found_inf.values()]
 
 
 def _step_if_finite(
@@ -301,13 +301,14 @@ def _step_with_attributes(
     if scale is None:
         raise AssertionError("_get_scale_async returned None")
     before = {name: value for name, value in vars(optimizer).items() if name in ("grad_scale", "found_inf")}
+    home = _place_of_attributes(scaler, optimizer, scale)
     # An optimizer may come with a scale of its own: whoever set it has multiplied the gradients by it.
     attributes: Any = optimizer
     if stage is OptState.READY:
-        attributes.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
+        attributes.grad_scale = kernels.placed(scale * getattr(optimizer, "grad_scale", 1), home)
     else:
         attributes.grad_scale = getattr(optimizer, "grad_scale", None)
-    found = _at(scale.device, scaler._found_inf_per_device(optimizer))
+    found = _at(home, scaler._found_inf_per_device(optimizer))
     # 1.0 however many devices found one: fused kernels skip at that value alone.
     attributes.found_inf = functools.reduce(torch.maximum, found) if found else 0
     try:
@@ -321,6 +322,12 @@ def _step_with_attributes(
         raise
     del attributes.grad_scale, attributes.found_inf
     return result
+
+
+def _place_of_attributes(scaler: GradScaler, optimizer: _Optimizer, scale: Tensor) -> torch.device:
+    """The scale's device; the host where there are gradients, since torch's fused updates copy without blocking."""
+    devices = scaler._verdicts_on(optimizer).here or {}
+    return next((device for device in devices if device.type == "cpu"), scale.device)
 
 
 _known_to_take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
@@ -341,7 +348,7 @@ def _takes_scaler(step: Callable[..., Any]) -> bool:
 def _move_scale(scaler: GradScaler, scale: Tensor, growth_tracker: Tensor) -> None:
     device = scale.device
     found = [
-        placed(flag, device)
+        kernels.placed(flag, device)
         for state in scaler._per_optimizer_states.values()
         for flag in state["found_inf_per_device"].values()
     ]

@@ -27,7 +27,6 @@ from impl.amp._loss_scale import (
     check_growth_factor,
     check_initial,
     checked_floor,
-    placed,
 )
 from impl.amp._opt_state import OptimizerState, OptState
 
@@ -67,7 +66,8 @@ class GradScaler:
     Raises:
         AssertionError: a factor is on the wrong side of 1.
         ValueError: `init_scale` or `min_scale` can be no scale.
-    Sync: none, in all methods that do not say so.
+    Sync: none, in all methods that do not say so; but where gradients lie on the host and the scale on a device, what
+        checks them or steps by them waits for the scale and the verdicts.
     Source: torch.amp.GradScaler 2.13; differences: `min_scale` and what watches it, float16 and bfloat16 losses are
         scaled in float32, a positional closure is refused like one by keyword, `load_state_dict` checks first and
         changes then, a loaded scale is known before the first `scale`, calls that fail change nothing, and values
@@ -467,8 +467,8 @@ class GradScaler:
         found: dict[torch.device, Tensor] = {}
         for device, grads in sorted_gradients(optimizer, allow_fp16):
             if device not in found:
-                found[device] = found_inf.to(device, non_blocking=True, copy=True)
-            kernels.unscale_(grads, placed(inv_scale, device), found[device])
+                found[device] = kernels.placed(found_inf, device, copy=True)
+            kernels.unscale_(grads, kernels.placed(inv_scale, device), found[device])
         return found
 
     def _reduce_found_inf(

@@ -23,6 +23,7 @@ Cost for N f32 elements, launches counted on CUDA:
 | `nonfinite_mask` | about 6, on demand | 3 a tensor |
 """
 
+from impl.kernels._copies import HostCopy, copy_into_, has_host_copies, placed
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
 from impl.kernels._native.memory import Addresses, Form, Formed, formed, joined
 from impl.kernels._route import known_on_host, route
@@ -47,15 +48,18 @@ __all__ = [
     "Addresses",
     "Form",
     "Formed",
+    "HostCopy",
     "Parameters",
     "Rule",
     "SGDRule",
     "are_on",
     "checked_norm",
     "clamp_",
+    "copy_into_",
     "dtypes_of",
     "formed",
     "fused_step_",
+    "has_host_copies",
     "joined",
     "known_on_host",
     "laid_out_as",
@@ -63,6 +67,7 @@ __all__ = [
     "nonfinite_flag",
     "nonfinite_mask",
     "overlaps_itself",
+    "placed",
     "route",
     "scale_",
     "total_norm",

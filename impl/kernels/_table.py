@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from impl.kernels._copies import placed
 from impl.kernels._storage_order import are_dense
 
 # Elements one program works on. The tail of a tensor is a shorter chunk.
@@ -112,4 +113,4 @@ def on_host(numbers: Sequence[int]) -> Tensor:
 
 def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
     """From the host, without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return placed(tensor.pin_memory(), device) if device.type == "cuda" else tensor

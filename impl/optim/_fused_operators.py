@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from impl.kernels import PLAIN_TYPES
+from impl.kernels import PLAIN_TYPES, placed
 from impl.optim._plan import Bucket, GroupPlan
 
 Update = Callable[[Bucket, dict[str, Any], Tensor | None, Tensor | None], None]
@@ -116,7 +116,7 @@ def step_bucket(
 
 
 def _at(value: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if value is None else value.to(device, non_blocking=True)
+    return None if value is None else placed(value, device)
 
 
 def _is_plain(tensor: Any) -> bool:

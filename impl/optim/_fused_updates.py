@@ -34,6 +34,7 @@ from impl.kernels import (
     formed,
     fused_step_,
     laid_out_as,
+    placed,
 )
 from impl.optim._plan import Bucket, GroupPlan, Plan, cannot_plan, same, tensor_guards
 from impl.optim._shards import local_part
@@ -303,7 +304,7 @@ def _place_counters(optimizer: Optimizer, bucket: Bucket) -> bool:
     ]
     for param in misplaced:
         state = optimizer.state[param]
-        state["step"] = state["step"].to(bucket.device, torch.float32, non_blocking=True)
+        state["step"] = placed(state["step"], bucket.device, torch.float32)
     return bool(misplaced)
 
 

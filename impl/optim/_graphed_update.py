@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
+from impl.kernels import copy_into_
 from impl.optim._fused_operators import Update, step_bucket
 from impl.optim._graphs import Graph, captured, graphs_for
 from impl.optim._plan import Bucket, tensor_guards
@@ -78,7 +79,7 @@ class Settings:
             self._lr = lr
         for mine, given in ((self.grad_scale, grad_scale), (self.found_inf, found_inf)):
             if mine is not None and given is not None:
-                mine.copy_(given, non_blocking=True)
+                copy_into_(mine, given)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._neighbours import is_enough, is_over_gloo, neighbours_in
 from impl.distributed.fsdp._whole import Whole
+from impl.kernels import copy_into_, placed
 
 # From 2.13 on torch deprecates the older names, which are all that 2.11 has. The group's own methods, because the
 # functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step takes.
@@ -54,9 +55,9 @@ def gather(flat: Flat, whole: Whole, groups: Groups, name: str) -> None:
     whole.fill_from(flat.versions)
     shard = flat.flat_param.data
     if groups.shard is None:
-        whole.flat.copy_(shard, non_blocking=True)
+        copy_into_(whole.flat, shard)
         return
-    mine = shard.to(whole.flat.device, whole.flat.dtype, non_blocking=True)
+    mine = placed(shard, whole.flat.device, whole.flat.dtype)
     _gather_into(whole.flat, mine, groups, groups.shard, name)
 
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.amp._fused_step import joint_flag
-from impl.amp._loss_scale import SMALLEST_SCALE, placed
+from impl.amp._loss_scale import SMALLEST_SCALE
 from impl.amp._scaling import stage_of
 from impl.amp.grad_scaler import GradScaler, OptState
+from impl.kernels import placed
 from impl.optim._fused_updates import has_fused_update
 from impl.optim._refusals import refuse_what_has_no_groups
 from impl.optim._shards import Norms, exchanged, shard_groups
