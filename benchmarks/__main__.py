@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from benchmarks import asv_format, catalogue, comparison, decision, history, point, slowed, source
+from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK
 from benchmarks.machine import checked_name, describe_machine, own_name
-from benchmarks.timing import FULL, QUICK, Effort
+from benchmarks.timing import FULL, HISTORY, QUICK, Effort
 
 _AGAIN_DEADLINE_S = 300
 # Of two reports whose ratios can be compared.
@@ -42,7 +43,7 @@ def main() -> int:
     if not cases:
         print(f"no case matches {' and '.join(options.only + options.case)}", file=sys.stderr)
         return 2
-    effort = QUICK if options.quick else FULL
+    effort = HISTORY if options.history else QUICK if options.quick else FULL
     elsewhere = _elsewhere(options)
     print(_header(options.subject, effort, elsewhere))
     rows: list[dict[str, Any]] = []
@@ -86,10 +87,16 @@ def _options() -> argparse.Namespace:
     )
     add("--subject", default="impl", help="a package with torch's paths (default: impl)")
     add("--device", choices=["cpu", "cuda"], help="default: every device there is")
-    add(
+    how_many = parser.add_mutually_exclusive_group()
+    how_many.add_argument(
         "--quick",
         action="store_true",
         help="the cases that tell most, and fewer pairs: about two seconds a case",
+    )
+    how_many.add_argument(
+        "--history",
+        action="store_true",
+        help="those, and sharded training on one rank, all its checkpoints and its memory: what the dashboard draws",
     )
     add("--json", type=Path, metavar="FILE", help="write the numbers there too")
     add(
@@ -109,7 +116,7 @@ def _options() -> argparse.Namespace:
         "--point",
         type=Path,
         metavar="FILE",
-        help="all benchmarks (--quick: the ratios), for ci/bench --add to keep",
+        help="measure what is no ratio too, but with --quick, and write it all for ci/bench --add",
     )
     add(
         "--slow",
@@ -128,11 +135,14 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[Any, ...]]]
     devices = (
         [options.device] if options.device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     )
-    kinds = catalogue.load_all()
-    if options.quick or not options.point:
+    kinds, left_out = catalogue.load_all(), {}
+    if options.history:
+        kinds, left_out = list(filter(catalogue.is_tracked, kinds)), LEFT_OUT_OF_HISTORY
+    elif options.quick or not options.point:
         kinds = [kind for kind in kinds if issubclass(kind, comparison.Ratio)]
+        left_out = LEFT_OUT_OF_QUICK if options.quick else {}
     for kind in kinds:
-        for case in catalogue.cases(kind, options.quick):
+        for case in catalogue.cases(kind, left_out):
             name = catalogue.name_of(kind, case)
             wanted = all(part in name for part in options.only) and name in (options.case or [name])
             wanted = wanted and not any(part in name for part in options.without)

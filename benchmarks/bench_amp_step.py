@@ -38,6 +38,7 @@ def amp_step(subject: str, shapes: str, dtype: str, gradients: str, device: str)
 
 class RatioAmpStep(comparison.Ratio):
     title = "AMP step"
+    area = "AMP step"
     params = [list(SHAPES), DTYPES, GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "gradients", "device"]
     workload = staticmethod(amp_step)

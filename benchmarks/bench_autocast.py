@@ -50,6 +50,7 @@ def region(subject: str, kind: str, device: str) -> Workload:
 
 class RatioRegion(comparison.Ratio):
     title = "autocast region"
+    area = "autocast"
     params = [list(REGIONS), DEVICES]
     param_names = ["region", "device"]
     workload = staticmethod(region)

@@ -48,6 +48,7 @@ def total_norm(subject: str, shapes: str, dtype: str, norm_type: float, device: 
 class RatioClipGradNorm(comparison.Ratio):
     title = "clip_grad_norm_"
     version = "2"  # 1 clipped to 1.0, which was no clipping after the first calls
+    area = "Clipping"
     params = [list(SHAPES), DTYPES, ["clipped"], GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "outcome", "gradients", "device"]
     workload = staticmethod(clip_grad_norm)
@@ -60,6 +61,7 @@ class RatioClipGradNorm(comparison.Ratio):
 
 class RatioClipGradNormUnclipped(comparison.Ratio):
     title = "clip_grad_norm_ with nothing to clip"
+    area = "Clipping"
     params = [HEADLINES, DTYPES, ["unclipped"], ["kept"], DEVICES]
     param_names = ["shapes", "dtype", "outcome", "gradients", "device"]
     workload = staticmethod(clip_grad_norm)
@@ -72,6 +74,7 @@ class RatioClipGradNormUnclipped(comparison.Ratio):
 
 class RatioClipGradValue(comparison.Ratio):
     title = "clip_grad_value_"
+    area = "Clipping"
     params = [HEADLINES, DTYPES, DEVICES]
     param_names = ["shapes", "dtype", "device"]
     workload = staticmethod(clip_grad_value)
@@ -84,6 +87,7 @@ class RatioClipGradValue(comparison.Ratio):
 
 class RatioTotalNorm(comparison.Ratio):
     title = "get_total_norm"
+    area = "Clipping"
     params = [HEADLINES, DTYPES, [1.0, 2.0, float("inf")], DEVICES]
     param_names = ["shapes", "dtype", "norm_type", "device"]
     workload = staticmethod(total_norm)

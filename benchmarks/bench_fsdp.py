@@ -91,6 +91,7 @@ def _ranks(world_size: int) -> Any:
 
 class RatioFsdpSmallUnits(comparison.Ratio):
     title = "FSDP: units that compute next to nothing"
+    area = "FSDP: the cost of a unit"
     params = [[2, 8, 24], _KEPT, _DEVICES]
     param_names = ["parameters", "kept", "device"]
     workload = staticmethod(small_units)
@@ -104,6 +105,7 @@ class RatioFsdpSmallUnits(comparison.Ratio):
 
 class RatioFsdpStep(comparison.Ratio):
     title = "FSDP: a step of a transformer of 21 million parameters"
+    area, curve = "FSDP step", "{world_size} ranks"
     params = [[1, 2, 4], _KEPT, _DEVICES]
     param_names = ["world_size", "kept", "device"]
     workload = staticmethod(step)
@@ -116,6 +118,7 @@ class RatioFsdpStep(comparison.Ratio):
 
 class RatioFsdpStepToPeers(comparison.Ratio):
     title = "FSDP: a step of the same transformer, against torch's other ways"
+    area, curve = "FSDP step against torch's other ways", "{peer}"
     params = [[2, 4], ["FSDP2", "DDP"], _DEVICES]
     param_names = ["world_size", "peer", "device"]
     workload = staticmethod(step_of_peers)
@@ -128,6 +131,7 @@ class RatioFsdpStepToPeers(comparison.Ratio):
 
 class RatioFsdpWrap(comparison.Ratio):
     title = "FSDP: wrapping"
+    area, curve = "Once a run", "wrapping"
     params = [[2, 24], _KEPT, _DEVICES]
     param_names = ["parameters", "kept", "device"]
     is_one_off = True
@@ -143,6 +147,7 @@ class RatioFsdpWrap(comparison.Ratio):
 class FsdpPeak:
     """Most memory that the first rank takes in a step, above what it takes without a model."""
 
+    area, curve = "Peak memory", "in a step"
     params = [_WAYS, [2, 4]]
     param_names = ["subject", "world_size"]
     version = "1"
@@ -161,6 +166,7 @@ class FsdpTraffic:
     What ranks of one host read of one another's memory, as impl's do where Linux lets them, is not among them.
     """
 
+    area, curve = "Bytes through collectives", "{world_size} ranks"
     params = [_WAYS, [2, 4]]
     param_names = ["subject", "world_size"]
     version = "2"

@@ -37,6 +37,7 @@ def loading(subject: str, what: str, kind: str, device: str) -> Workload:
 
 class RatioFsdpSave(comparison.Ratio):
     title = "FSDP: saving the state of a transformer of 21 million parameters on two ranks"
+    area, curve = "Checkpoints", "saving"
     params = [_WHAT, _KINDS, _DEVICES]
     param_names = ["what", "kind", "device"]
     is_one_off = True
@@ -50,6 +51,7 @@ class RatioFsdpSave(comparison.Ratio):
 
 class RatioFsdpLoad(comparison.Ratio):
     title = "FSDP: loading the state of a transformer of 21 million parameters on two ranks"
+    area, curve = "Checkpoints", "loading"
     params = [_WHAT, _KINDS, _DEVICES]
     param_names = ["what", "kind", "device"]
     is_one_off = True
@@ -64,6 +66,7 @@ class RatioFsdpLoad(comparison.Ratio):
 class FsdpSavePeak:
     """Most memory that the first rank takes to save a state, above what it holds before."""
 
+    area, curve = "Peak memory", "while saving"
     params = [["impl", "torch", "FSDP2"], _WHAT, _KINDS]
     param_names = ["subject", "what", "kind"]
     version = "1"

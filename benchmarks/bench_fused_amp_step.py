@@ -47,6 +47,7 @@ def fused_amp_step(
 
 class RatioFusedAmpStep(comparison.Ratio):
     title = "Fused AMP step"
+    area = "Fused AMP step"
     params = [list(SHAPES), DTYPES, GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "gradients", "device"]
     workload = staticmethod(fused_amp_step)
@@ -59,6 +60,7 @@ class RatioFusedAmpStep(comparison.Ratio):
 
 class RatioFusedAmpStepToForeach(comparison.Ratio):
     title = "Fused AMP step, torch's by foreach"
+    area = "Fused AMP step"
     params = [HEADLINES, ["float32"], ["kept"], DEVICES]
     param_names = ["shapes", "dtype", "gradients", "device"]
     workload = staticmethod(functools.partial(fused_amp_step, torchs="foreach"))

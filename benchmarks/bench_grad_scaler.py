@@ -44,6 +44,7 @@ def update(subject: str, device: str) -> Workload:
 
 class RatioUnscale(comparison.Ratio):
     title = "GradScaler.unscale_"
+    area = "GradScaler"
     params = [list(SHAPES), DTYPES, GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "gradients", "device"]
     workload = staticmethod(unscale)
@@ -56,6 +57,7 @@ class RatioUnscale(comparison.Ratio):
 
 class RatioScale(comparison.Ratio):
     title = "GradScaler.scale"
+    area = "GradScaler"
     params = [["one loss", "eight in a list"], DEVICES]
     param_names = ["outputs", "device"]
     workload = staticmethod(scale)
@@ -66,6 +68,7 @@ class RatioScale(comparison.Ratio):
 
 class RatioUpdate(comparison.Ratio):
     title = "GradScaler.update"
+    area = "GradScaler"
     params = [DEVICES]
     param_names = ["device"]
     workload = staticmethod(update)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import comparison
 from benchmarks.common import SUBJECTS
-from benchmarks.timing import QUICK, Effort, Paired, Workload, summary
+from benchmarks.timing import FULL, Effort, Paired, Workload, summary
 
 # Prints the seconds of both imports in a fresh interpreter.
 PROGRAM = """
@@ -42,6 +42,7 @@ def import_seconds(subject: str, times: int) -> tuple[list[float], list[float]]:
 
 class RatioImport(comparison.Ratio):
     title = "import after torch's"
+    area, curve = "Once a run", "import"
     params = [["cpu"]]
     param_names = ["device"]
     is_one_off = True
@@ -52,7 +53,7 @@ class RatioImport(comparison.Ratio):
 
     @classmethod
     def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
-        return summary(*import_seconds(subject, 6 if effort == QUICK else 15))
+        return summary(*import_seconds(subject, 15 if effort == FULL else 6))
 
     def setup_cache(self):
         return self.measure_all()

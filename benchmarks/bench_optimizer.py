@@ -82,6 +82,7 @@ def compiled_step(subject: str, shapes: str, device: str) -> Workload:
 
 class RatioCapturedStep(comparison.Ratio):
     title = "optimizer.step, captured"
+    area = "Captured optimizer"
     params = [list(SHAPES), ["fused", "foreach"], GRADIENTS, DEVICES]
     param_names = ["shapes", "against", "gradients", "device"]
     workload = staticmethod(step)
@@ -94,6 +95,7 @@ class RatioCapturedStep(comparison.Ratio):
 
 class RatioCapturedOther(comparison.Ratio):
     title = "optimizer.step of other optimizers, captured"
+    area = "Captured optimizer"
     params = [["SGD", "Adagrad", "RMSprop"], ["1000x1k"], DEVICES]
     param_names = ["optimizer", "shapes", "device"]
     workload = staticmethod(other_step)
@@ -104,6 +106,7 @@ class RatioCapturedOther(comparison.Ratio):
 
 class RatioCapturedChanging(comparison.Ratio):
     title = "optimizer.step, captured, its lists built again each time"
+    area = "Captured optimizer"
     params = [["1000x1k"], DEVICES]
     param_names = ["shapes", "device"]
     workload = staticmethod(changing_step)
@@ -114,6 +117,7 @@ class RatioCapturedChanging(comparison.Ratio):
 
 class RatioCapturedAgainstCompiled(comparison.Ratio):
     title = "optimizer.step, captured, against torch's compiled"
+    area = "Captured optimizer"
     params = [["1x1k", "100x1k"], DEVICES]
     param_names = ["shapes", "device"]
     workload = staticmethod(compiled_step)

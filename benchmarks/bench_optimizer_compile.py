@@ -56,6 +56,7 @@ def steady(subject: str, optimizer: str, shapes: str, device: str) -> Workload:
 
 class RatioOptimizerCompile(comparison.Ratio):
     title = "optimizer step, compiling"
+    area, curve = "Once a run", "compiling"
     params = [list(OPTIMIZERS), SIZES[:1], ["cpu"]]
     param_names = ["optimizer", "shapes", "device"]
     is_one_off = True
@@ -69,6 +70,7 @@ class RatioOptimizerCompile(comparison.Ratio):
 
 class RatioOptimizerCompiled(comparison.Ratio):
     title = "optimizer step, compiled"
+    area = "Compiled optimizer"
     params = [list(OPTIMIZERS), SIZES, ["cpu"]]
     param_names = ["optimizer", "shapes", "device"]
     workload = staticmethod(steady)

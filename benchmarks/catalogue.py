@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks
-from benchmarks import asv_format, comparison, single
+from benchmarks import asv_format, single
+from benchmarks.common import LeftOut, tells_most
 from benchmarks.timing import Effort
 
 
@@ -45,9 +46,15 @@ def by_inputs(kind_and_case: tuple[Any, tuple[Any, ...]]) -> tuple[str, str]:
     return given.get("shapes", ""), given.get("dtype", "")
 
 
-def cases(kind: Any, quick: bool) -> list[tuple[Any, ...]]:
-    """All of a kind's, or those that tell most."""
-    return list(kind.cases(quick) if issubclass(kind, comparison.Ratio) else itertools.product(*kind.params))
+def cases(kind: Any, left_out: LeftOut) -> list[tuple[Any, ...]]:
+    """Those that have none of the values that are left out."""
+    found = itertools.product(*kind.params)
+    return [case for case in found if tells_most(dict(zip(kind.param_names, case, strict=True)), left_out)]
+
+
+def is_tracked(kind: Any) -> bool:
+    """Whether its course over commits is drawn, as all ratios' and that of memory are."""
+    return hasattr(kind, "area")
 
 
 def device_of(kind: Any, case: tuple[Any, ...]) -> str:

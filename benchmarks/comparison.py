@@ -5,10 +5,9 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.common import LEFT_OUT_OF_QUICK
 from benchmarks.timing import FULL, Effort, Paired, Workload, paired
 
 
@@ -20,6 +19,8 @@ class Ratio(abc.ABC):
     """
 
     title: str  # what is timed, as the dashboard has it
+    area: str  # with whose others it makes a picture on the dashboard's first page
+    curve = ""  # of its area, if that has several; with names of parameters
     params: list[list[Any]]
     param_names: list[str]
     version = "1"  # to be raised whenever the meaning of the numbers changes; asv then begins a new series
@@ -49,22 +50,16 @@ class Ratio(abc.ABC):
     track_noise.label = "spread of the ratio"
 
     @classmethod
-    def cases(cls, quick: bool = False) -> Iterator[tuple[Any, ...]]:
-        """All of them, or those that tell most."""
-        return (
-            case
-            for case in itertools.product(*cls.params)
-            if not (quick and LEFT_OUT_OF_QUICK.intersection(case))
-        )
-
-    @classmethod
     def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
         device = dict(zip(cls.param_names, case, strict=True))["device"]
         return paired(cls.workload(subject, *case), cls.workload("torch", *case), device, effort)
 
     @classmethod
     def measure_all(cls) -> dict[tuple[Any, ...], Paired | Exception]:
-        return {case: _or_error(functools.partial(cls.measure, case, FULL)) for case in cls.cases()}
+        return {
+            case: _or_error(functools.partial(cls.measure, case, FULL))
+            for case in itertools.product(*cls.params)
+        }
 
 
 class Absolute(abc.ABC):

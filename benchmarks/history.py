@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ RESULTS = Path(__file__).resolve().parent / "results"
 _HASH_LENGTH = 8  # of asv's file names
 _RESULT, _PARAMS, _VERSION = 0, 1, 2  # positions in asv's rows
 _WHOLE = (_PARAMS, _VERSION, 3, 4)  # these and the two times are of the row, the others have a value a case
-_RATIO, _NOISE = "track_ratio_vs_torch", "track_noise"
+_RATIO, _NOISE, _BYTES = "track_ratio_vs_torch", "track_noise", "track_bytes"
 
 
 @dataclass(frozen=True)
 class Ratio:
     value: float  # impl ÷ torch, lower is better
-    noise: float  # median deviation of the pairs' ratios, as a share; nan if unknown
+    noise: (
+        float  # median deviation of the pairs' ratios, as a share; nan if unknown, 0 of what was counted once
+    )
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,9 @@ class Point:
     commit: str
     date_ms: int  # of the commit
     traits: dict[str, str]  # the keys by which asv tells machines and versions apart
-    ratios: dict[str, Ratio]  # by the case's name, as `python -m benchmarks` has it
+    ratios: dict[
+        str, Ratio
+    ]  # by the case's name, as `python -m benchmarks` has it; of bytes without the subject
 
 
 def points(results: Path = RESULTS) -> list[Point]:
@@ -122,6 +127,10 @@ def _read(file: Path) -> Point:
         found = {_RATIO: values, _NOISE: noises}.get(method)
         if found is not None:
             found |= {f"{kind}[{case}]": value for case, value in _cells(row)}
+        elif method == _BYTES:
+            ratios = {f"{kind}[{case}]": value for case, value in _of_subjects(dict(_cells(row)))}
+            values |= ratios
+            noises |= dict.fromkeys(ratios, 0.0)
     return Point(
         file=file,
         machine=file.parent.name,
@@ -130,6 +139,14 @@ def _read(file: Path) -> Point:
         traits=content["params"],
         ratios={name: Ratio(value, noises.get(name, math.nan)) for name, value in values.items()},
     )
+
+
+def _of_subjects(cells: dict[str, float]) -> Iterator[tuple[str, float]]:
+    """impl's bytes ÷ torch's, by the case without its subject, which comes first."""
+    for case, value in cells.items():
+        subject, _, others = case.partition(", ")
+        if subject == "impl" and cells.get(f"torch, {others}"):
+            yield others, value / cells[f"torch, {others}"]
 
 
 def _cells(row: list[Any]) -> list[tuple[str, float]]:

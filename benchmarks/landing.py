@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from benchmarks import asv_format, catalogue, comparison, decision, history
+from benchmarks.common import LEFT_OUT_OF_QUICK
 
 _TEMPLATE = Path(__file__).with_name("landing.html")
 _SHOWN_HASH = 8
@@ -128,7 +129,7 @@ def headlines() -> dict[str, Told]:
             dict(zip(kind.param_names, case, strict=True)),
         )
         for kind in kinds
-        for case in catalogue.cases(kind, quick=True)
+        for case in catalogue.cases(kind, LEFT_OUT_OF_QUICK)
     }
 
 

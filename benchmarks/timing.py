@@ -46,6 +46,7 @@ class Effort:
 
 FULL = Effort()
 QUICK = Effort(pairs=60, least_pairs=9, budget_s=1.5)
+HISTORY = Effort(pairs=60, least_pairs=15, budget_s=3.0)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from benchmarks import catalogue, comparison, machine
-from benchmarks.common import SHAPES, training
+from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK, SHAPES, training
 from benchmarks.timing import QUICK, Workload, median_interval, paired, summary
 
 catalogue.load_all()
 RATIOS = comparison.Ratio.__subclasses__()
+(FSDP_STEP,) = (kind for kind in RATIOS if kind.__name__ == "RatioFsdpStep")
 
 
 @pytest.mark.parametrize("kind", RATIOS, ids=lambda kind: kind.__name__)
@@ -41,7 +42,18 @@ def test_what_is_done_once_is_known():
 
 
 def test_quick_leaves_something_of_each_ratio():
-    assert all(list(kind.cases(quick=True)) for kind in RATIOS)
+    assert all(catalogue.cases(kind, LEFT_OUT_OF_QUICK) for kind in RATIOS)
+
+
+def test_history_has_what_the_dashboard_draws():
+    tracked = [kind for kind in catalogue.load_all() if catalogue.is_tracked(kind)]
+    assert set(RATIOS) <= set(tracked)
+    assert all(hasattr(kind, "curve") for kind in tracked)
+    cases = {kind.__name__: catalogue.cases(kind, LEFT_OUT_OF_HISTORY) for kind in tracked}
+    assert {case[0] for case in cases["RatioFsdpStep"]} == {1, 2, 4}
+    assert {case[0] for case in catalogue.cases(FSDP_STEP, LEFT_OUT_OF_QUICK)} == {2, 4}
+    assert {case[0] for case in cases["FsdpPeak"]} == {"impl", "torch"}
+    assert all(set(catalogue.cases(kind, LEFT_OUT_OF_QUICK)) <= set(cases[kind.__name__]) for kind in RATIOS)
 
 
 def test_gpt2_has_the_published_size():

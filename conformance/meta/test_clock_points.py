@@ -31,6 +31,20 @@ def test_a_point_is_read_as_it_was_added(tmp_path: Path) -> None:
     assert point.ratios == {"RatioClip[few]": history.Ratio(0.5, 0.1)}
 
 
+def test_memory_is_read_as_a_ratio_too(tmp_path: Path) -> None:
+    described = {
+        "b.Peak.track_bytes": {"params": [["'impl'", "'torch'", "'DDP'"], ["2", "4"]], "version": "1"}
+    }
+    cells = {("'impl'", "2"): 60, ("'torch'", "2"): 80, ("'DDP'", "2"): 160, ("'impl'", "4"): 1}
+    kept: asv_format.Measured = {
+        "b.Peak.track_bytes": {case: {"result": value} for case, value in cells.items()}
+    }
+    made = asv_format.results(described, kept, MACHINE, {"python": "3", "torch": "2"}, 7)
+    history.add(made, MACHINE, "a" * 40, 1_000, tmp_path)
+    (found,) = history.points(tmp_path)
+    assert found.ratios == {"Peak[2]": history.Ratio(0.75, 0.0)}
+
+
 def test_what_a_later_run_did_not_measure_is_kept(tmp_path: Path) -> None:
     for ratios in ({"few": 0.5, "many": 0.6}, {"many": 0.7}):
         history.add(results(ratios), MACHINE, "a" * 40, 1_000, tmp_path)
