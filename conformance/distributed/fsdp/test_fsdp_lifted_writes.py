@@ -10,7 +10,7 @@ import pytest
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp import written_cases
-from conformance.distributed.fsdp.judging import outcomes
+from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
 from conformance.distributed.fsdp.written_cases import written_without_sharding
 from conformance.library import Library
@@ -80,6 +80,22 @@ def test_what_was_written_is_computed_with(
     deviation: DeviationJudge, rank_pool: RankPool, does: Any, strategy: str, use_orig_params: bool
 ) -> None:
     judge_as_without_sharding(deviation, probe_of(rank_pool, does, strategy, use_orig_params), does)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.writes.shapes")
+@each_strategy
+@pytest.mark.parametrize(
+    "does",
+    [written_cases.given_more_elements, written_cases.given_one_dimension],
+    ids=lambda does: does.__name__,
+)
+def test_memory_of_another_shape(
+    subject: Library, reference: Library, rank_pool: RankPool, does: Any, strategy: str
+) -> None:
+    probe = probe_of(rank_pool, does, strategy, use_orig_params=True)
+    got = probe(subject)
+    assert_ranks_agree(probe(reference), got)
+    assert raised(got, RuntimeError, "Cannot writeback") is (does is written_cases.given_more_elements)
 
 
 @clause("distributed.fsdp.fsdp_lifted.waiting_gradients")

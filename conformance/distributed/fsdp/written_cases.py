@@ -89,6 +89,21 @@ def exchanged_by_memory(trainer: Trainer) -> list[torch.Tensor]:
     return [*outputs, trainer.output()]
 
 
+def given_more_elements(trainer: Trainer) -> list[torch.Tensor]:
+    """Other memory as `.data` of parameters that this rank has elements of, with one more."""
+    for parameter in trainer.model.parameters():
+        if parameter.numel() > 0:
+            parameter.data = torch.ones(parameter.numel() + 1)
+    return [trainer.output()]
+
+
+def given_one_dimension(trainer: Trainer) -> list[torch.Tensor]:
+    """Other memory as `.data`, of as many elements, whatever the parameters' shape."""
+    for parameter in trainer.model.parameters():
+        parameter.data = parameter.data.reshape(-1) * 0.5
+    return [trainer.output()]
+
+
 def from_a_vector(trainer: Trainer) -> list[torch.Tensor]:
     """torch.nn.utils' way to set all parameters, between two evaluations."""
     outputs = [trainer.output()]

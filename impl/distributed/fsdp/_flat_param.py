@@ -261,17 +261,19 @@ class Flat:
     def _copy_parameters_in(self) -> None:
         shard = self.flat_param.data.clone()
         for parameter, slot, piece in zip(self.parameters, self.layout.slots, self.pieces, strict=True):
-            wanted = (piece.numel if piece else 0,) if self.is_dealt else slot.shape
-            if tuple(parameter.shape) != tuple(wanted):
-                raise RuntimeError(
-                    f"{slot.name} was given {tuple(parameter.shape)} elements, but this rank keeps {tuple(wanted)} of "
-                    "it; change whole parameters inside summon_full_params()"
+            numel = piece.numel if piece else 0
+            got = parameter.shape if self.is_dealt else torch.Size([parameter.numel()])
+            if got != (numel,):
+                error = RuntimeError(
+                    "Cannot writeback when the parameter shape changes\n"
+                    f"Expects {torch.Size([numel])} but got {got}"
                 )
-            if piece is not None:
-                target = shard.narrow(0, piece.offset, piece.numel)
-                target.copy_(
-                    parameter.data.reshape(-1) if self.is_dealt else _in_memory_order(parameter.data)
-                )
+                error.add_note(f"{slot.name}; change whole parameters inside summon_full_params()")
+                raise error
+            if piece is not None and self.is_dealt:
+                shard.narrow(0, piece.offset, numel).copy_(parameter.data)
+            elif piece is not None:
+                laid_over(shard, slot).copy_(parameter.data.reshape(slot.shape))
         self._adopt(shard)
 
     def shown(self) -> Iterator[tuple[int, Tensor | None]]:
