@@ -49,7 +49,8 @@ def seen_of(library: Library, program: Program) -> Seen:
 def tells_both_names(seen: Seen) -> bool:
     parted, told = (re.escape(f"rank {rank} gathered") for rank in (ASTRAY, 1 - ASTRAY))
     names = rf"{parted} 'blocks\.2' where {told} 'blocks\.1'|{told} 'blocks\.1' where {parted} 'blocks\.2'"
-    return len(seen.raised) == 2 and all(re.search(names, text) for text in seen.raised.values())
+    told_as_torch = rf"Forward order differs across ranks: ({names})"
+    return len(seen.raised) == 2 and all(re.search(told_as_torch, text) for text in seen.raised.values())
 
 
 def steps_late(seen: Seen, program: Program) -> list[int]:

@@ -15,6 +15,7 @@ from impl.distributed.fsdp._flat_layout import FlatLayout
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._neighbours import is_enough, is_over_gloo, neighbours_in
+from impl.distributed.fsdp._watch import GATHERED
 from impl.distributed.fsdp._whole import Whole
 from impl.kernels import copy_into_, placed
 
@@ -96,7 +97,7 @@ def _whole_of(mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str)
 
 def _gather_into(whole: Tensor, mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> None:
     agreement = groups.agreements[group]
-    entry = f"gathered '{name}'"
+    entry = f"{GATHERED} '{name}'"
     if not is_enough(whole, group):
         agreement.run(entry, _all_gather, group, whole, mine)
         return

@@ -23,6 +23,8 @@ from impl.distributed.fsdp._board import STORE_IS_GONE, Board
 
 _log = logging.getLogger(__name__)
 
+GATHERED = "gathered"  # how an all-gather's entry begins: where ranks differ in these, torch has words for it
+
 _LOOK_S = 1.0  # between looks at the board
 _LOOKS_A_SECOND = 256  # of all ranks of a group, at most: one process serves the store
 _LONG_S = 5.0  # for a collective, and for a comparison
@@ -117,8 +119,10 @@ class Watch:
         self._post("meeting", start=number, entries=[entry])
 
     def tell_difference(self, ours: str, rank: int, theirs: str) -> None:
+        gathers = any(entry.startswith(GATHERED) for entry in (ours, theirs))
+        what = "Forward order differs across ranks" if gathers else "the ranks issue different collectives"
         self._tell(
-            f"the ranks issue different collectives: rank {self._ranks[self.board.rank]} {ours} where rank "
+            f"{what}: rank {self._ranks[self.board.rank]} {ours} where rank "
             f"{self._ranks[rank]} {theirs}; every rank must run the wrapped modules in the same order"
         )
 
