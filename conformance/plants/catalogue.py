@@ -21,6 +21,7 @@ from conformance.plants import (  # noqa: F401 to import an area is to enter its
     distributed_fsdp_gradients,
     distributed_fsdp_hooks,
     distributed_fsdp_optim_state,
+    distributed_fsdp_private_names,
     distributed_fsdp_sharded_grad_scaler,
     distributed_fsdp_state_dict,
     distributed_fsdp_summon,

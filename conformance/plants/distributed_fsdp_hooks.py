@@ -50,6 +50,17 @@ def outputs_unpacked(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     return next(iter(output.values())) if isinstance(output, dict) else output
 
 
+@broken(
+    "outputs_all_need_gradients", "forward", "backward fails where one of several outputs has no gradient"
+)
+def outputs_all_need_gradients(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = original(self, *args, **kwargs)
+    for tensor in output if type(output) is tuple else ():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda gradient: gradient.view_as(gradient))
+    return output
+
+
 @broken("never_compiled", "forward", "Dynamo is kept from what a unit wraps")
 def never_compiled(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.compiler.disable(original)(self, *args, **kwargs)

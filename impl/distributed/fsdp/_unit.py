@@ -234,8 +234,11 @@ class Unit:
 
     # Backward
 
-    def before_backward(self, gradient: Tensor) -> None:
-        """Make the parameters whole for the gradients that are about to be computed."""
+    def before_backward(self, gradient: Tensor | None) -> None:
+        """Make the parameters whole for the gradients that are about to be computed.
+
+        Of an output that shares its node with others there may be none.
+        """
         self.follow(gradient)
         self.root.settle()
         if self.phase is Phase.BACKWARD:
@@ -263,21 +266,21 @@ class Unit:
                 "as they were; do it before the forward"
             )
 
-    def follow(self, gradient: Tensor) -> None:
+    def follow(self, gradient: Tensor | None) -> None:
         """Of an input or an output, or of such a gradient: to differentiate it will read the leaves once more."""
-        if not gradient.requires_grad:
+        if gradient is None or not gradient.requires_grad:
             return
         if gradient.is_leaf:  # the very tensor that a backward was begun with
             self._follow_leaf(gradient)
         else:
             gradient.register_hook(self.before_backward_of_backward)
 
-    def before_backward_of_backward(self, gradient: Tensor) -> None:
+    def before_backward_of_backward(self, gradient: Tensor | None) -> None:
         """A gradient is differentiated: what made it reads the leaves, and nothing tells when it has."""
         self._finishes_at_end = True
         self.before_backward(gradient)
 
-    def finish_if_complete(self, gradient: Tensor) -> None:
+    def finish_if_complete(self, gradient: Tensor | None) -> None:
         """An input has its gradient: finish as soon as nothing in the graph will read the leaves again."""
         del gradient
         self._open_inputs -= 1
@@ -503,7 +506,7 @@ class Unit:
                 )
 
 
-def _follow_in(unit: weakref.ref[Unit], gradient: Tensor) -> None:
+def _follow_in(unit: weakref.ref[Unit], gradient: Tensor | None) -> None:
     """If the backward in which the leaf gets its gradient has reached the unit's model at all."""
     found = unit()
     if found is not None and found.root.is_in_backward:
