@@ -66,6 +66,16 @@ def commits_since(commit: str, root: Path = RESULTS.parents[1]) -> int | None:
     return int(run.stdout)
 
 
+def subjects(root: Path = RESULTS.parents[1]) -> dict[str, str]:
+    """What each commit's message begins with, by its id; empty where git cannot tell."""
+    command = ["git", "log", "--all", "--format=%H %s"]
+    try:
+        run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(line.split(" ", 1) for line in run.stdout.splitlines())
+
+
 def ratios_by_case(earlier: list[Point], most: int) -> dict[str, list[float]]:
     """The ratios of the newest points that have the case, `most` of them at most, the newest first."""
     found: dict[str, list[float]] = {}

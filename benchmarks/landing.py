@@ -1,4 +1,4 @@
-"""The dashboard's first page: how fresh the points are, what has become slower, what is slower than torch, the rest.
+"""The dashboard's first page: each area over commits, what is slower than torch or than before, and since when.
 
 `python -m benchmarks.landing FILE` draws it from `benchmarks/results`, with links into asv's pages beside it.
 """
@@ -6,20 +6,28 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from benchmarks import asv_format, catalogue, comparison, decision, history
-from benchmarks.common import LEFT_OUT_OF_QUICK
+from benchmarks import asv_format, catalogue, comparison, curves, decision, drawing, history
+from benchmarks.common import LEFT_OUT_OF_HISTORY
 
 _TEMPLATE = Path(__file__).with_name("landing.html")
 _SHOWN_HASH = 8
+_STEADY = 1.05  # a mean that has changed by less since its first point
+# What training does in every step comes first, what it does once last.
+AREAS = (
+    "FSDP step", "AMP step", "Fused AMP step", "Clipping", "GradScaler", "Captured optimizer", "Compiled optimizer",
+    "FSDP step against torch's other ways", "FSDP: the cost of a unit", "Peak memory", "Bytes through collectives",
+    "autocast", "Checkpoints", "Once a run",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,10 +37,14 @@ class Told:
     title: str
     benchmark: str  # its name in asv
     parameters: dict[str, Any]
+    area: str = "Clipping"
+    curve: str = ""  # of its area
+    unit: str = "time"  # or bytes: of which it is a ratio
+    is_one_off: bool = False
 
     @property
     def case(self) -> str:
-        return ", ".join(map(str, self.parameters.values()))
+        return ", ".join(str(value) for name, value in self.parameters.items() if name != "subject")
 
     def link(self, machine: str) -> str:
         """Into asv's pages: the curve of this case on that machine."""
@@ -42,24 +54,94 @@ class Told:
 
 @dataclass(frozen=True)
 class Case:
-    """A ratio at the newest point that has it, and what it was at the points before."""
+    """A ratio at the newest point that has it, and how it came to be."""
 
     told: Told
     machine: str
     now: history.Ratio
     was: float | None  # median of the points before; None if there are none
+    course: Sequence[float]  # all its ratios, the oldest first
+    since: history.Point | None = None  # which began what its mark says, of one that is slower or worse
 
     @property
     def mark(self) -> str:
-        if self.was is not None and self.now.value > decision.LIMIT * self.was:
-            return "worse"
-        if self.now.value * (1 - self.now.noise) > decision.SURELY:
-            return "slower"
-        return "faster" if self.now.value * (1 + self.now.noise) < 1 / decision.SURELY else "even"
+        return _mark(self.told, self.now, self.was)
 
     @property
     def change(self) -> str:
         return "" if self.was is None else f"{100 * (self.now.value / self.was - 1):+.0f}%".replace("-", "−")
+
+    @property
+    def spark(self) -> str:
+        first, *_, last = (*self.course, self.course[-1])
+        return drawing.sparkline(
+            self.course, f"{len(self.course)} points, from {first:.3f} to {last:.3f}, "
+            f"lowest {min(self.course):.3f}, highest {max(self.course):.3f}",
+        )  # fmt: skip
+
+
+def _mark(told: Told, now: history.Ratio, was: float | None) -> str:
+    # A point does not keep the seconds without which what is done once is not called worse: see decision.
+    if was is not None and now.value > decision.LIMIT * was and not told.is_one_off:
+        return "worse"
+    noise = 0.0 if math.isnan(now.noise) else now.noise
+    if now.value * (1 - noise) > decision.SURELY:
+        return "slower"
+    return "faster" if now.value * (1 + noise) < 1 / decision.SURELY else "even"
+
+
+@dataclass(frozen=True)
+class Area:
+    """The curves of what belongs together, and what they show."""
+
+    name: str
+    unit: str
+    curves: Sequence[curves.Curve]
+    cases: Sequence[Case]
+
+    @property
+    def finding(self) -> str:
+        now = [(drawing.in_digits(curve.now.value), curve.name) for curve in self.curves]
+        if len(now) == 1:
+            return f"{now[0][0]} × torch's {self.unit}"
+        return f"{', '.join(f'{value} {_before(name)}' for value, name in now)} × torch's {self.unit}"
+
+    @property
+    def detail(self) -> str:
+        return f"{self._trend}; {self._slower}"
+
+    @property
+    def _trend(self) -> str:
+        first, now = (
+            math.prod(s.value for s in ends) for ends in ([c.spots[0] for c in self.curves], self._ends)
+        )
+        change = (now / first) ** (1 / len(self.curves))
+        oldest = min((curve.spots[0].point for curve in self.curves), key=lambda point: point.date_ms)
+        began = f"since {drawing.day(oldest)}"
+        if max(len(curve.spots) for curve in self.curves) == 1:
+            return "one point so far"
+        if 1 / _STEADY < change < _STEADY:
+            return f"steady {began}"
+        together = "together " if len(self.curves) > 1 else ""
+        return f"{together}{'down' if change < 1 else 'up'} by {abs(100 * (change - 1)):.0f}% {began}"
+
+    @property
+    def _ends(self) -> list[curves.Spot]:
+        return [curve.now for curve in self.curves]
+
+    @property
+    def _slower(self) -> str:
+        slower = sum(case.now.value * (1 - (case.now.noise or 0.0)) > decision.SURELY for case in self.cases)
+        word = "slower than" if self.unit == "time" else "above"
+        cases = "case" if len(self.cases) == 1 else "cases"
+        return f"{slower or 'none'} of {len(self.cases)} {cases} {word} torch"
+
+    def picture(self, subjects: Mapping[str, str], width: int) -> str:
+        return drawing.picture(self.curves, f"{self.name}: {self.finding}", subjects, width)
+
+
+def _before(name: str) -> str:
+    return f"({name})" if name else ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +151,7 @@ class Machine:
     points: int
     behind: int | None  # commits of impl since the newest point; None where git cannot tell
     cases: list[Case]  # the worst first
+    areas: list[Area]
 
     @property
     def date(self) -> str:
@@ -95,7 +178,15 @@ class Machine:
 
     @property
     def mean(self) -> float:
-        return math.exp(statistics.fmean(math.log(case.now.value) for case in self.cases))
+        return math.exp(statistics.fmean(math.log(case.now.value) for case in self.timed))
+
+    @property
+    def faster(self) -> int:
+        return sum(case.mark == "faster" for case in self.timed)
+
+    @property
+    def timed(self) -> list[Case]:
+        return [case for case in self.cases if case.told.unit == "time"]
 
 
 def machines(points: Sequence[history.Point], told: dict[str, Told]) -> list[Machine]:
@@ -105,41 +196,75 @@ def machines(points: Sequence[history.Point], told: dict[str, Told]) -> list[Mac
         own = [point for point in points if point.machine == name and point.ratios.keys() & told.keys()]
         if not own:
             continue
-        ratios = history.ratios_by_case(own, 1 + decision.EARLIER_POINTS)
-        cases = [
-            _case(told[name], own, name, earlier) for name, (_, *earlier) in ratios.items() if name in told
-        ]
+        cases = [_case(told[case], own, case) for case in told if any(case in point.ratios for point in own)]
         order = sorted(cases, key=lambda case: (case.mark != "worse", -case.now.value))
-        found.append(Machine(name, own[-1], len(own), history.commits_since(own[-1].commit), order))
+        behind = history.commits_since(own[-1].commit)
+        found.append(Machine(name, own[-1], len(own), behind, order, _areas(own, told, cases)))
     return sorted(found, key=lambda machine: -machine.newest.date_ms)
 
 
-def _case(told: Told, own: list[history.Point], name: str, earlier: list[float]) -> Case:
-    now = next(point.ratios[name] for point in reversed(own) if name in point.ratios)
-    return Case(told, own[-1].machine, now, statistics.median(earlier) if earlier else None)
+def _case(told: Told, own: Sequence[history.Point], name: str) -> Case:
+    having = [point for point in own if name in point.ratios]
+    now, course = having[-1].ratios[name], [point.ratios[name].value for point in having]
+    earlier = course[-1 - decision.EARLIER_POINTS : -1]
+    was = statistics.median(earlier) if earlier else None
+    limit = {"worse": decision.LIMIT * (was or 0.0), "slower": 1.0}.get(_mark(told, now, was), math.inf)
+    return Case(told, own[-1].machine, now, was, course, curves.since(own, name, limit))
+
+
+def _areas(own: Sequence[history.Point], told: Mapping[str, Told], cases: Sequence[Case]) -> list[Area]:
+    found: list[Area] = []
+    for area in AREAS:
+        names = [name for name in told if told[name].area == area]
+        lines = dict.fromkeys(told[name].curve for name in names)
+        drawn = [
+            curves.Curve(line, spots)
+            for line in lines
+            if (spots := curves.spots(own, [name for name in names if told[name].curve == line]))
+        ]
+        if drawn:
+            inside = [case for case in cases if case.told.area == area]
+            found.append(Area(area, inside[0].told.unit, drawn, inside))
+    return found
 
 
 def headlines() -> dict[str, Told]:
-    """The cases that tell most, by name."""
-    kinds = [kind for kind in catalogue.load_all() if issubclass(kind, comparison.Ratio)]
-    return {
-        catalogue.name_of(kind, case): Told(
-            kind.title,
-            asv_format.name_of(kind, "track_ratio_vs_torch"),
-            dict(zip(kind.param_names, case, strict=True)),
-        )
-        for kind in kinds
-        for case in catalogue.cases(kind, LEFT_OUT_OF_QUICK)
-    }
+    """What history measures, by the name that a point has for it."""
+    found: dict[str, Told] = {}
+    for kind in filter(catalogue.is_tracked, catalogue.load_all()):
+        for case in catalogue.cases(kind, LEFT_OUT_OF_HISTORY):
+            given = dict(zip(kind.param_names, case, strict=True))
+            if given.get("subject", "impl") == "impl":
+                values = [value for name, value in given.items() if name != "subject"]
+                found[catalogue.name_of(kind, tuple(values))] = _told(kind, given)
+    return found
 
 
-def page(found: list[Machine]) -> str:
+def _told(kind: Any, given: dict[str, Any]) -> Told:
+    is_ratio = issubclass(kind, comparison.Ratio)
+    method = "track_ratio_vs_torch" if is_ratio else "track_bytes"
+    return Told(
+        kind.title if is_ratio else kind.track_bytes.pretty_name,
+        asv_format.name_of(kind, method),
+        given,
+        kind.area,
+        re.sub(r"^1 (\w+)s$", r"1 \1", kind.curve.format(**given)),
+        "time" if is_ratio else "bytes",
+        getattr(kind, "is_one_off", False),
+    )
+
+
+def page(found: list[Machine], subjects: Mapping[str, str] | None = None) -> str:
+    """The page; `subjects` are the commits' by their ids."""
     import jinja2  # noqa: PLC0415 (asv imports each module of this folder, also where there is no jinja2)
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"day": drawing.day, "ratio": drawing.in_digits}
     template = environment.from_string(_TEMPLATE.read_text())
-    return template.render(machines=found, limit=decision.LIMIT, earlier=decision.EARLIER_POINTS)
+    return template.render(
+        machines=found, limit=decision.LIMIT, earlier=decision.EARLIER_POINTS, subjects=subjects or {}
+    )
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(machines(history.points(), headlines())))
+    Path(sys.argv[1]).write_text(page(machines(history.points(), headlines()), history.subjects()))

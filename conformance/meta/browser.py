@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from conformance.results import unavailable
+
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = [
     "--headless=new",
@@ -42,9 +44,53 @@ _LAUNCH = (
     " os.execvp(sys.argv[3], sys.argv[3:])"
 )
 
+# The least contrast of the texts that are seen, and where: WCAG 2.2, 1.4.3. Backgrounds are those of the elements
+# around; a text in a drawing has its fill.
+CONTRAST = """
+(() => {
+  const rgba = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length === 3 ? [...n, 1] : n; };
+  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3]));
+  const light = (c) => c.slice(0, 3).map((v) => v / 255)
+    .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => {
+    if (!element) return [255, 255, 255];
+    const own = rgba(getComputedStyle(element).backgroundColor);
+    return own[3] === 1 ? own : over(own, ground(element.parentElement));
+  };
+  const found = [];
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement;
+    if (!texts.currentNode.data.trim() || !element.checkVisibility() || element.closest("script")) continue;
+    const style = getComputedStyle(element);
+    const size = parseFloat(style.fontSize);
+    const least = size >= 24 || (size >= 18.66 && style.fontWeight >= 700) ? 3 : 4.5;
+    const drawn = element.closest("svg");
+    const below = ground(drawn ? drawn.parentElement : element);
+    const both = [light(over(rgba(drawn ? style.fill : style.color), below)), light(below)];
+    const contrast = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+    found.push({ contrast, least, text: texts.currentNode.data.trim(), tag: element.outerHTML.slice(0, 90) });
+  }
+  return found;
+})()
+"""
+
 
 def find_chromium() -> str | None:
     return next((found for name in _NAMES if (found := shutil.which(name))), None)
+
+
+def start(profile: Path) -> Browser:
+    """One for a module's tests; where there is none, they are *unavailable*."""
+    program = find_chromium() or ""
+    if not program:
+        unavailable("no Chromium on PATH")
+    try:
+        return Browser(program, profile, deadline_s=55.0)
+    except (RuntimeError, OSError) as error:  # a package that only says where to get the real one
+        unavailable(f"{program} does not start: {error}")
+        raise
 
 
 class Browser:
@@ -134,6 +180,11 @@ class Browser:
     def emulate_print(self, on: bool = True) -> None:
         """Lay the page out as for paper, or for the screen again."""
         self._call("Emulation.setEmulatedMedia", media="print" if on else "")
+
+    def emulate_dark(self, on: bool = True) -> None:
+        """Show the page to somebody who prefers dark ones."""
+        preferred = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[preferred])
 
     def screenshot(self, file: Path, whole: bool = False) -> None:
         found = self._call("Page.captureScreenshot", captureBeyondViewport=whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +11,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what draws the page")
 
-from benchmarks import history, landing
+from benchmarks import asv_format, catalogue, history, landing
 
 pytestmark = pytest.mark.deadline(60)
 CI = Path(__file__).resolve().parents[2] / "ci"
@@ -90,8 +89,10 @@ def test_without_points_the_page_says_how_to_make_one() -> None:
 def test_each_headline_has_a_curve_that_asv_knows() -> None:
     told = landing.headlines()
     assert {"RatioUpdate[cpu]", "RatioImport[cpu]"} <= told.keys()
-    assert all(
-        re.fullmatch(r"bench_\w+\.Ratio\w+\.track_ratio_vs_torch", one.benchmark) for one in told.values()
+    known = asv_format.described(catalogue.load_all())
+    assert all(one.benchmark in known for one in told.values())
+    assert told["FsdpPeak[4]"].link("m") == (
+        "asv.html#bench_fsdp.FsdpPeak.track_bytes?machine=m&p-subject=%27impl%27&p-world_size=4"
     )
 
 

@@ -12,12 +12,11 @@ import pytest
 pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what the report needs")
 pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
 
-from conformance.meta.browser import Browser, find_chromium
+from conformance.meta.browser import CONTRAST, Browser, start
 from conformance.meta.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
 from conformance.report import write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import matrix
-from conformance.results import unavailable
 from conformance.strength import Idle, Kill, Kills
 
 pytestmark = pytest.mark.deadline(60)
@@ -25,37 +24,6 @@ WIDTHS = {"desk": 1280, "phone": 390}
 OTHER = CLAUSE | {"id": "nn.utils.clip_grad.y", "area": "nn.utils.clip_grad", "says": "It clips."}
 LONG = "conformance/amp/test_" + "a_very_long_name_" * 8
 
-# The least contrast of the texts that are seen, and where: WCAG 2.2, 1.4.3. Backgrounds are those of the elements
-# around; a text in a drawing has its fill, on the page's white.
-CONTRAST = """
-(() => {
-  const rgba = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length === 3 ? [...n, 1] : n; };
-  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3]));
-  const light = (c) => c.slice(0, 3).map((v) => v / 255)
-    .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const ground = (element) => {
-    if (!element) return [255, 255, 255];
-    const own = rgba(getComputedStyle(element).backgroundColor);
-    return own[3] === 1 ? own : over(own, ground(element.parentElement));
-  };
-  const found = [];
-  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (texts.nextNode()) {
-    const element = texts.currentNode.parentElement;
-    if (!texts.currentNode.data.trim() || !element.checkVisibility() || element.closest("script")) continue;
-    const style = getComputedStyle(element);
-    const size = parseFloat(style.fontSize);
-    const least = size >= 24 || (size >= 18.66 && style.fontWeight >= 700) ? 3 : 4.5;
-    const drawn = element.closest("svg");
-    const below = drawn ? [255, 255, 255] : ground(element);
-    const both = [light(over(rgba(drawn ? style.fill : style.color), below)), light(below)];
-    const contrast = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
-    found.push({ contrast, least, text: texts.currentNode.data.trim(), tag: element.outerHTML.slice(0, 90) });
-  }
-  return found;
-})()
-"""
 SHOWN = "all('tr[data-clause]').filter((row) => row.checkVisibility()).map((row) => row.dataset.clause)"
 COMBINATIONS = """
 (() => {
@@ -117,15 +85,7 @@ def a_red_report() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_chromium() or ""
-    if not program:
-        unavailable("no Chromium on PATH")
-    try:
-        found = Browser(program, tmp_path_factory.mktemp("profile"), deadline_s=55.0)
-    except (RuntimeError, OSError) as error:  # a package that only says where to get the real one
-        unavailable(f"{program} does not start: {error}")
-        raise
-    with found:
+    with start(tmp_path_factory.mktemp("profile")) as found:
         yield found
 
 
