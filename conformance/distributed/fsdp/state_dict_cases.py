@@ -254,6 +254,32 @@ def loads_by_swapping(lab: Lab, *, form: Form) -> dict[str, Any]:
     return said | {"loss": lab.backward(), "shards": named(lab.model)}
 
 
+class OnDemand:
+    """Has a tensor's shape and dtype and is none; a function of torch that is called with it gets the tensor itself."""
+
+    is_meta = True
+
+    def __init__(self, read: Callable[[], torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> None:
+        self.read, self.shape, self.dtype = read, shape, dtype
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(one.read() if isinstance(one, OnDemand) else one for one in args), **(kwargs or {}))
+
+
+def on_demand(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {key: OnDemand(value.clone, value.shape, value.dtype) for key, value in state_dict.items()}
+
+
+def loads_on_demand(lab: Lab, *, fault: str) -> dict[str, Any]:
+    """What is said of loading a whole dict of no tensors, and whether the model then has its values."""
+    state_dict = state_dict_of(lab, Form("FULL"))
+    if fault:
+        FAULTS[fault](state_dict)
+    said = tried(lambda: repr(lab.model.load_state_dict(on_demand(state_dict))))
+    return {"said": said, "loaded": _has_values_of_other(lab), "loss": None if fault else lab.backward()}
+
+
 def assigned(lab: Lab, *, form: Form) -> dict[str, Any]:
     """Whether `assign` loads what units manage; it trains on."""
     lab.model.load_state_dict(state_dict_of(lab, form), assign=True)
@@ -442,6 +468,20 @@ def held_while_saving(rank: Rank, *, library: str) -> tuple[int, float]:
     with Held(model.parameters()) as held:
         state_dict = model.state_dict()
     return sum(value.nbytes for value in state_dict.values()), held.most_bytes / model_bytes
+
+
+def held_while_loading(rank: Rank, *, library: str) -> float:
+    """How many times the model the rank held while a dict of many units that is read on demand was loaded."""
+    fsdp = load_library(library).distributed.fsdp
+    torch.manual_seed(1)
+    body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
+    model_bytes = sum(parameter.nbytes for parameter in body.parameters())
+    state_dict = on_demand({key: value.clone() for key, value in body.state_dict().items()})
+    policy = fsdp.wrap.ModuleWrapPolicy({nn.Linear})
+    model = fsdp.FullyShardedDataParallel(body, device_id=torch.device("cpu"), auto_wrap_policy=policy)
+    with Held(model.parameters()) as held:
+        model.load_state_dict(state_dict)
+    return held.most_bytes / model_bytes
 
 
 class Received(TorchDispatchMode):

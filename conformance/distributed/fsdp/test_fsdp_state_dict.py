@@ -159,6 +159,35 @@ def test_modules_may_swap_tensors(
         assert seen.value["loaded"]
 
 
+@clause("distributed.fsdp.fsdp_state_dict.on_demand")
+@pytest.mark.parametrize("fault", ["", "misshaped"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_what_is_no_tensor_until_it_is_needed(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    strategy: str,
+    use_orig_params: bool,
+    fault: str,
+) -> None:
+    setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    asks, libraries = state_dict_cases.loads_on_demand, (reference, subject)
+    for seen in assert_probes_agree(rank_pool, libraries, asks, setup, fault=fault):
+        assert seen.raised is None, seen.raised
+        assert seen.value["loaded"] is (not fault)
+
+
+@clause("distributed.fsdp.fsdp_state_dict.on_demand")
+@pytest.mark.world_sizes(fewest=2)
+def test_what_is_read_on_demand_is_not_held(
+    subject: Library, ranks: Callable[..., RankPool], world_size: int
+) -> None:
+    asks = "conformance.distributed.fsdp.state_dict_cases:held_while_loading"
+    for times_the_model in ranks(world_size).run(asks, library=subject.spec):
+        assert times_the_model < 0.9
+
+
 @clause("distributed.fsdp.fsdp_state_dict.other_worlds")
 @pytest.mark.parametrize(("by", "sizes"), [("default", (1, 2)), ("default", (3, 2)), ("mesh", (2, 4))])
 def test_what_other_numbers_of_ranks_saved(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -119,6 +120,15 @@ class Loading:
         self._plain.put_back()
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a rank keeps of a whole parameter that nobody holds."""
+
+    shape: torch.Size  # of the whole
+    values: Tensor | None  # [numel of the piece]; None: the rank has none of it
+    is_meta = False
+
+
 class UnitLoading:
     """One unit's part in it."""
 
@@ -188,6 +198,15 @@ class UnitLoading:
                         _write_whole(flat, index, sources[index])
             if self._unit.phase is Phase.SUMMONED:
                 self._show_written(flat, given)
+
+    def part_of(self, whole: Tensor, name: str) -> Part:
+        """To be kept for a parameter, by its name."""
+        for flat in self._unit.flats:
+            for index, slot in enumerate(flat.layout.slots):
+                if slot.name == name:
+                    values = _piece_of(flat, index, whole)
+                    return Part(whole.shape, None if values is None else values.clone())
+        raise AssertionError(name)
 
     # ShardedTensor and DTensor
 
@@ -358,13 +377,19 @@ def _form_of(source: Any) -> str:
     return f"{kind} of shape {tuple(source.shape)}"
 
 
-def _write_whole(flat: Flat, index: int, source: Tensor) -> None:
+def _write_whole(flat: Flat, index: int, source: Tensor | Part) -> None:
     """Copy this rank's piece of a whole parameter into the shard."""
+    piece = flat.pieces[index]
+    values = source.values if isinstance(source, Part) else _piece_of(flat, index, source)
+    if piece is not None and values is not None:
+        flat.flat_param.detach().narrow(0, piece.offset, piece.numel).copy_(values)
+
+
+def _piece_of(flat: Flat, index: int, whole: Tensor) -> Tensor | None:
+    """What of a whole parameter lies in this rank's shard, [numel of the piece]."""
     slot, piece = flat.layout.slots[index], flat.pieces[index]
-    shard = flat.flat_param.detach()
     if piece is None:
-        return
-    dense = laid_out_as(source.detach(), slot)
+        return None
+    dense = laid_out_as(whole.detach(), slot)
     first = flat.rank * flat.layout.shard_numel + piece.offset - slot.start if flat.is_dealt else 0
-    values = dense.as_strided((slot.numel,), (1,)).narrow(0, first, piece.numel)
-    shard.narrow(0, piece.offset, piece.numel).copy_(values)
+    return dense.as_strided((slot.numel,), (1,)).narrow(0, first, piece.numel)

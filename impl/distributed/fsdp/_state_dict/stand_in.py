@@ -18,11 +18,11 @@ class StandIn(ReleasedParameter):
     """Has a parameter's shape and no elements; what is copied into it, it keeps as its `source`."""
 
     source: Any
-    owner: object  # who made it
+    owner: Any  # who made it
 
     @classmethod
     def made(
-        cls, like: Tensor, name: str, *, device: torch.device, owner: object, source: Any = None
+        cls, like: Tensor, name: str, *, device: torch.device, owner: Any, source: Any = None
     ) -> StandIn:
         """
         Args:
@@ -54,17 +54,22 @@ class StandIn(ReleasedParameter):
         return made
 
     def keep(self, given: Any) -> None:
-        """
+        """Of what is no tensor and becomes one where one is needed, as lazy loaders hand out, the owner keeps a part.
+
         Raises:
             TypeError: it is dealt to ranks, where a whole tensor is wanted.
             NotImplementedError: it has no values.
         """
+        if not isinstance(given, Tensor):
+            whole = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="cpu")
+            self.source = self.owner.part_of(whole.copy_(given), self._name)
+            return
         if isinstance(given, (ShardedTensor, DTensor)):
             raise TypeError(
                 f"expected a whole tensor for {self._name} but got a {type(given).__name__}; load it with "
                 "SHARDED_STATE_DICT"
             )
-        if isinstance(given, Tensor) and given.is_meta and not isinstance(given, StandIn):
+        if given.is_meta and not isinstance(given, StandIn):
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         self.source = given.source if isinstance(given, StandIn) else given
 
@@ -74,7 +79,7 @@ _ALIASES = (Tensor.detach, _data.__get__)
 _WRITES = (Tensor.copy_, _data.__set__)
 
 
-def stand_ins_for(flat: Flat, owner: object, sources: Sequence[Any] = ()) -> list[StandIn]:
+def stand_ins_for(flat: Flat, owner: Any, sources: Sequence[Any] = ()) -> list[StandIn]:
     """One for each parameter of a flat."""
     return [
         StandIn.made(
