@@ -25,14 +25,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import asv_format, catalogue, comparison, decision, history, point, slowed, source
+from benchmarks import asv_format, catalogue, comparison, decision, earlier, point, slowed, source
 from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK
 from benchmarks.machine import checked_name, describe_machine, own_name
 from benchmarks.timing import FULL, HISTORY, QUICK, Effort
 
 _AGAIN_DEADLINE_S = 300
-# Of two reports whose ratios can be compared.
-_SAME_MACHINE = ("torch", "cores", "threads", "instructions", "device")
 
 
 def main() -> int:
@@ -44,7 +42,7 @@ def main() -> int:
         print(f"no case matches {' and '.join(options.only + options.case)}", file=sys.stderr)
         return 2
     effort = HISTORY if options.history else QUICK if options.quick else FULL
-    elsewhere = _elsewhere(options)
+    elsewhere = earlier.elsewhere(options.machine, _release()) if options.subject == "impl" else {}
     print(_header(options.subject, effort, elsewhere))
     rows: list[dict[str, Any]] = []
     kept: asv_format.Measured = {}
@@ -52,7 +50,10 @@ def main() -> int:
     for position, (kind, case) in enumerate(cases, 1):
         _show_progress(f"  {position}/{len(cases)} {catalogue.name_of(kind, case)}")
         row, values = catalogue.measured(kind, case, effort, options.subject)
-        rows.append(row | _shown_beside(row["name"], elsewhere))
+        beside = {
+            machine: ratios[row["name"]] for machine, ratios in elsewhere.items() if row["name"] in ratios
+        }
+        rows.append(row | ({"elsewhere": beside} if beside else {}))
         _show_progress("")
         print(_line(rows[-1]), flush=True)
         if options.point:
@@ -154,67 +155,16 @@ def _judge(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str,
     """Judge the ratios by what there is of earlier ones; says what they were judged `against`, or why `not_judged`."""
     if options.unjudged:
         return {"not_judged": "not asked for"}
-    found, earlier = _baseline(options) if options.baseline else _points(options)
-    if earlier:
-        ratios = [row for row in rows if row["outcome"] != "measured" or "ratio" in row]
-        decision.judge(ratios, earlier, functools.partial(_measured_again, options))
+    if options.baseline:
+        report = json.loads(options.baseline.read_text())
+        found, ratios = earlier.of_baseline(report, options.subject, _machine())
+    else:
+        found, ratios = earlier.of_points(options.machine, _release(), options.subject, options.before)
+    if ratios:
+        judged = [row for row in rows if row["outcome"] != "measured" or "ratio" in row]
+        decision.judge(judged, ratios, functools.partial(_measured_again, options))
     _print_verdicts(rows, found)
     return found
-
-
-def _points(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, list[float]]]:
-    if options.subject != "impl":
-        why = f"points are impl's, and this is {options.subject}; --baseline takes an earlier run"
-        return {"not_judged": why}, {}
-    machine, release = options.machine, _release()
-    found = [one for one in history.of_machine(machine, release) if one.date_ms < options.before]
-    earlier = history.ratios_by_case(found, decision.EARLIER_POINTS)
-    if not earlier:
-        return {"not_judged": _without_points(machine, release)}, {}
-    newest = found[-1].commit[:8]
-    return {"against": f"the points of {machine} with torch {release}, the newest {newest}"}, earlier
-
-
-def _without_points(machine: str, release: str) -> str:
-    whose = (
-        f"{machine} has no earlier points with torch {release}" if machine else "this machine has no points"
-    )
-    cures = (
-        "ci/bench makes one, ci/bench --add report of a gate's timings",
-        "--machine NAME takes those of a pool of equal machines, --baseline an earlier run",
-    )
-    return f"{whose} ({'; '.join(cures)})"
-
-
-def _elsewhere(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """By other machines with the same torch the ratios of their newest points: to be seen, not to judge by."""
-    names = {one.machine for one in history.points()} - {options.machine}
-    points = {name: history.of_machine(name, _release()) for name in names if options.subject == "impl"}
-    found = {name: history.ratios_by_case(own, decision.EARLIER_POINTS) for name, own in points.items()}
-    return {
-        name: {case: statistics.median(ratios) for case, ratios in found[name].items()}
-        for name in sorted(found)
-        if found[name]
-    }
-
-
-def _shown_beside(case: str, elsewhere: dict[str, dict[str, float]]) -> dict[str, Any]:
-    found = {machine: ratios[case] for machine, ratios in elsewhere.items() if case in ratios}
-    return {"elsewhere": found} if found else {}
-
-
-def _baseline(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, list[float]]]:
-    report = json.loads(options.baseline.read_text())
-    speed = report.get("speed") or report
-    rows, there, here = speed.get("rows", []), speed.get("machine", {}), _machine()
-    if not rows:
-        return {"not_judged": "the baseline has no timings"}, {}
-    differ = [key for key in _SAME_MACHINE if there.get(key) != here[key]]
-    differ += ["subject"] if report.get("subject") != options.subject else []
-    if differ:
-        return {"not_judged": f"the baseline differs in {', '.join(differ)}"}, {}
-    measured = (row for row in rows if row["outcome"] == "measured")
-    return {"against": "the baseline"}, {row["name"]: [row["ratio"]] for row in measured}
 
 
 def _measured_again(options: argparse.Namespace, names: list[str]) -> dict[str, float]:

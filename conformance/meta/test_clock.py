@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as clock
-from benchmarks import catalogue, decision, history, slowed
+from benchmarks import catalogue, decision, earlier, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
 from conformance.meta.clock_cases import CI, MACHINE, git, loaded, measured, results
 from conformance.meta.report_cases import a_report
@@ -105,12 +105,6 @@ def test_a_regression_is_a_reason_of_the_gate_and_noise_is_none() -> None:
     assert found == ["regression of speed: slow was 1.00 × torch's time, now 1.50, 1.60, 1.70"]
 
 
-def judged_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[dict[str, str], dict[str, list[float]]]:
-    monkeypatch.setattr(sys, "argv", ["python -m benchmarks", *words])
-    options = clock._options()
-    return clock._baseline(options) if options.baseline else clock._points(options)
-
-
 def test_cases_are_chosen_by_parts_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--quick", "--device=cpu", "--only=Clip", "--only=gpt2", "--without=Value", "--without=bfloat16"]
     monkeypatch.setattr(sys, "argv", ["python -m benchmarks", *words])
@@ -130,19 +124,20 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
-def test_points_judge_impl_alone(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
-    told, earlier = judged_by(monkeypatch, "--machine=m")
+def test_points_judge_impl_alone(kept: Path) -> None:
+    told, ratios = earlier.of_points("m", "2.13.0", "impl", 9)
     assert told["not_judged"].startswith("m has no earlier points with torch 2.13.0 (ci/bench makes one")
-    assert earlier == {}
+    assert ratios == {}
     for position, ratio in enumerate((0.4, 0.5)):
         history.add(results({"few": ratio}), MACHINE, str(position) * 40, position, kept)
-    told, earlier = judged_by(monkeypatch, "--machine=m")
+    told, ratios = earlier.of_points("m", "2.13.0", "impl", 9)
     assert told == {"against": "the points of m with torch 2.13.0, the newest 11111111"}
-    assert earlier == {"RatioClip[few]": [0.5, 0.4]}
-    assert judged_by(monkeypatch, "--machine=m", "--before=1")[1] == {"RatioClip[few]": [0.4]}
-    told, earlier = judged_by(monkeypatch, "--machine=m", "--subject=torch")
+    assert ratios == {"RatioClip[few]": [0.5, 0.4]}
+    assert earlier.of_points("m", "2.13.0", "impl", 1)[1] == {"RatioClip[few]": [0.4]}
+    told, ratios = earlier.of_points("m", "2.13.0", "torch", 9)
     assert told["not_judged"].startswith("points are impl's")
-    assert earlier == {}
+    assert ratios == {}
+    assert earlier.of_points("", "2.13.0", "impl", 9)[1] == {}
 
 
 def run_clock(
@@ -190,34 +185,39 @@ def test_a_slowdown_on_a_machine_with_points_is_red(monkeypatch: pytest.MonkeyPa
     assert run_clock(monkeypatch, kept, 0.7, "--machine=m")[0] == 0
 
 
+def test_a_slowdown_against_a_baseline_is_red_without_points(
+    monkeypatch: pytest.MonkeyPatch, kept: Path, tmp_path: Path
+) -> None:
+    kept.mkdir()
+    rows = [measured("RatioClip[few]", 0.6)]
+    (tmp_path / "report.json").write_text(
+        json.dumps({"subject": "impl", "speed": {"machine": clock._machine(), "rows": rows}})
+    )
+    code, report = run_clock(monkeypatch, kept, 0.9, f"--baseline={tmp_path / 'report.json'}")
+    assert (code, report["against"]) == (1, "the baseline")
+
+
 @pytest.mark.parametrize("words", [["--slow=1.5"], ["--subject=torch"]])
 def test_a_point_is_of_impl_as_it_is(monkeypatch: pytest.MonkeyPatch, kept: Path, words: list[str]) -> None:
     with pytest.raises(SystemExit):
         run_clock(monkeypatch, kept, 0.9, f"--point={kept / 'point.json'}", *words)
 
 
-def test_a_baseline_judges_the_same_subject_on_the_same_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "report.json"
-    speed = {"machine": clock._machine(), "rows": [measured("clip", 0.5), {"name": "x", "outcome": "failed"}]}
-
-    def judged(report: dict[str, Any]) -> tuple[str, dict[str, list[float]]]:
-        file.write_text(json.dumps(report))
-        return judged_by(monkeypatch, f"--baseline={file}", "--subject=mine")
-
-    assert judged({"subject": "mine", "speed": speed}) == ({"against": "the baseline"}, {"clip": [0.5]})
-    assert judged({"subject": "mine", **speed}) == ({"against": "the baseline"}, {"clip": [0.5]})  # of --json
-    assert judged({"subject": "impl", "speed": speed}) == (
-        {"not_judged": "the baseline differs in subject"},
-        {},
-    )
-    speed["machine"]["cores"] = -1
-    assert judged({"subject": "mine", "speed": speed}) == (
-        {"not_judged": "the baseline differs in cores"},
-        {},
-    )
-    assert judged({"subject": "mine", "speed": {}}) == ({"not_judged": "the baseline has no timings"}, {})
+def test_a_baseline_judges_the_same_subject_on_the_same_machine() -> None:
+    here = clock._machine()
+    speed = {"machine": here, "rows": [measured("clip", 0.5), {"name": "x", "outcome": "failed"}]}
+    whole = ({"against": "the baseline"}, {"clip": [0.5]})
+    assert earlier.of_baseline({"subject": "mine", "speed": speed}, "mine", here) == whole
+    assert earlier.of_baseline({"subject": "mine", **speed}, "mine", here) == whole  # of --json
+    for report, why in (
+        ({"subject": "impl", "speed": speed}, "the baseline differs in subject"),
+        (
+            {"subject": "mine", "speed": speed | {"machine": here | {"cores": -1}}},
+            "the baseline differs in cores",
+        ),
+        ({"subject": "mine", "speed": {}}, "the baseline has no timings"),
+    ):
+        assert earlier.of_baseline(report, "mine", here) == ({"not_judged": why}, {})
 
 
 def test_a_slowed_kernel_takes_so_many_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:

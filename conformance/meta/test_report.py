@@ -79,8 +79,12 @@ def a_full_report(text: str) -> dict[str, Any]:
         deviations=[{"id": "a.row", "clause": CLAUSE["id"], "torch_does": text, "we_do": text, "why": text}],
         ended_early=[f"{text}\n{text}"],
         speed={
-            "rows": [timed(text, 0.4, 0.6), not_timed(f"{text}b", f"{text}\n{text}")],
+            "rows": [
+                timed(text, 0.4, 0.6) | {"elsewhere": {text: 0.5}},
+                not_timed(f"{text}b", f"{text}\n{text}"),
+            ],
             "command": text,
+            "not_judged": text,
             "error": text,
         },
         training={"runs": [run], "lacking": [text], "error": text},
@@ -94,6 +98,17 @@ def a_full_report(text: str) -> dict[str, Any]:
     earlier = a_report(judged("failed", nodeid=text, clause=text), subject=text, began=text)
     earlier["speed"] = {"rows": [timed(text, 0.1, 0.2)]}
     return report | {"baseline": asdict(compare(earlier, report))}
+
+
+def test_other_machines_stand_beside_and_a_speed_that_is_not_judged_says_so(tmp_path: Path) -> None:
+    rows = [timed("A", 0.4, 0.6) | {"elsewhere": {"lab": 0.123}}, not_timed("B", "it broke")]
+    page = draw(a_report(speed={"rows": rows, "not_judged": "this machine has no points"}), tmp_path)
+    assert "Not judged: this machine has no points. Beside them what other machines measured" in page.text
+    assert "Elsewhere" in page.text
+    assert "0.123" in page.text
+    alone = draw(a_report(speed={"rows": [timed("A", 0.4, 0.6)], "against": "the points of lab"}), tmp_path)
+    assert "Judged by the points of lab." in alone.text
+    assert "Elsewhere" not in alone.text
 
 
 def test_whatever_a_subject_says_is_text(tmp_path: Path) -> None:

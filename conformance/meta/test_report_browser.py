@@ -63,7 +63,7 @@ def a_red_report() -> dict[str, Any]:
         ],
         speed={
             "rows": [
-                timed("A", 0.5, 0.6),
+                timed("A", 0.5, 0.6) | {"elsewhere": {"lab": 0.4, "another-machine": 0.7}},
                 timed("A", 0.9, 1.1),
                 timed("B", 2, 3),
                 not_timed("B", "it\nbroke"),
