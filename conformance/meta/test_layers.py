@@ -42,7 +42,7 @@ WITHIN_SHARDING = (
     ("_buffers", "_gradients", "_placement"),
     ("_unit",),
     ("_clip", "_contained", "_root", "_summon"),
-    ("_state_dict",),
+    ("_private_names", "_state_dict"),
     ("fully_sharded_data_parallel", "sharded_grad_scaler"),
     ("_common_utils", "checkpoint"),
 )

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from conformance.plants.distributed_fsdp import broken, in_constructor, ranks
 
@@ -102,6 +103,12 @@ def _(given: Arguments) -> None:
 def _(given: Arguments) -> None:
     if len({parameter.dtype for parameter in _parameters(given)}) > 1:
         raise ValueError("Must flatten tensors with uniform dtype")
+
+
+@in_constructor("dealt_twice", "module", "DTensors are taken for plain tensors, and fail later on")
+def _(given: Arguments) -> None:
+    if any(isinstance(parameter, DTensor) for parameter in _parameters(given)):
+        raise RuntimeError("as_strided not supported with DTensor")
 
 
 @in_constructor(

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from conformance.distributed.fsdp.fsdp_cases import (
     FSDP,
@@ -157,6 +159,40 @@ def _fill(module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters(recurse=False):
             parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) * 0.1)
+
+
+# -- modules whose parameters are dealt already
+
+
+def tensor_parallel(rank: Rank, *, library: str, use_orig_params: bool, ignored: bool) -> Outcome:
+    """A step of a module of which one layer is parallel over a dimension of its own of the mesh."""
+    found, plain = load_library(library), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    _fill_all(plain)
+
+    def run() -> Any:
+        mesh = init_device_mesh("cpu", (rank.world_size, 1), mesh_dim_names=("sharded", "parallel"))
+        parallelize_module(plain, mesh["parallel"], {"2": ColwiseParallel()})
+        model = Site(rank, found, plain).wrap(
+            device_mesh=mesh["sharded"],
+            use_orig_params=use_orig_params,
+            ignored_states=list(plain[2].parameters()) if ignored else None,
+        )
+        loss = model(torch.ones(2, 3) * (1 + rank.rank)).square().sum()
+        loss.backward()
+        return {"loss": loss.detach(), "gradients": [_local(p.grad) for p in model.parameters()]}
+
+    with groups_put_back():
+        return observe(run)
+
+
+def _fill_all(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+
+
+def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 # -- states that are made equal

@@ -147,3 +147,31 @@ def test_offloaded_parameters_stay_on_the_cpu(subject: Library, rank_pool: RankP
         assert outcome.raised is not None
         assert outcome.raised.kind is RuntimeError
         assert "parameter CPU offloading enabled has parameters on meta" in outcome.raised.text
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.tensor_parallel")
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_parameters_of_tensor_parallelism_train_or_are_refused(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], use_orig_params: bool, ignored: bool
+) -> None:
+    pool = ranks(2)  # torch fails in a world of one
+    wanted, got = (
+        outcomes(
+            pool,
+            library,
+            "construct_cases:tensor_parallel",
+            use_orig_params=use_orig_params,
+            ignored=ignored,
+        )
+        for library in (reference, subject)
+    )
+    assert all(outcome.raised is None for outcome in wanted), wanted[0].raised
+    refused = [outcome.raised for outcome in got if outcome.raised is not None]
+    if ignored or not refused:
+        assert_ranks_agree(wanted, got)
+        return
+    assert len(refused) == len(got), got
+    for raised in refused:
+        assert raised.kind is NotImplementedError, raised
+        assert "2.weight is a DTensor" in raised.text

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._flat_param import FlatParameter
 from impl.distributed.fsdp._showing import Known, Owned, Place
@@ -102,6 +103,20 @@ def _checked_modules(ignored_modules: Iterable[nn.Module] | None) -> list[nn.Mod
 
 def _types_of(values: Iterable[Any]) -> list[type]:
     return sorted({type(value) for value in values}, key=repr)
+
+
+def refuse_dealt(root: nn.Module, ignored: Ignored) -> None:
+    """
+    Raises:
+        NotImplementedError: a parameter is a DTensor, as tensor parallelism makes it.
+    """
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, DTensor) and parameter not in ignored.parameters:
+            raise NotImplementedError(
+                f"{clean_name(name)} is a DTensor, dealt to ranks already as {parameter.placements} over "
+                f"{parameter.device_mesh}, and cannot be dealt by FullyShardedDataParallel once more; leave it to "
+                "ignored_states, or shard this module with torch.distributed.fsdp"
+            )
 
 
 def owned_by(root: nn.Module, ignored: Ignored, left_to_ancestor: frozenset[nn.Parameter]) -> list[Owned]:

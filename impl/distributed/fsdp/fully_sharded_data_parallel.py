@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._clip import joint_norm, scale
 from impl.distributed.fsdp._contained import watch_contained
-from impl.distributed.fsdp._flat_param import FlatParameter, flats_of
+from impl.distributed.fsdp._flat_param import flats_of
 from impl.distributed.fsdp._groups import (
     HYBRID,
     effective_strategy,
@@ -24,10 +24,11 @@ from impl.distributed.fsdp._groups import (
     groups_for,
     groups_of,
 )
-from impl.distributed.fsdp._managed import ignored_by, mark_managed, owned_by
+from impl.distributed.fsdp._managed import ignored_by, mark_managed, owned_by, refuse_dealt
 from impl.distributed.fsdp._phase import Phase, TrainingState
 from impl.distributed.fsdp._placement import broadcast_states, device_type_for, made_of, place
 from impl.distributed.fsdp._plan import Plan
+from impl.distributed.fsdp._private_names import PrivateNames
 from impl.distributed.fsdp._root import Root, root_over
 from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
@@ -45,7 +46,7 @@ _FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 _ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
-class FullyShardedDataParallel(StateDicts, OptimStateDicts):
+class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     """Deals the parameters of a module, their gradients and what optimizers keep for them, to the ranks of a group.
 
     Each wrapped module is a unit: its parameters are gathered before it computes, in forward and in backward, and
@@ -83,6 +84,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
     Raises:
         ValueError: arguments exclude each other; a parameter is 0-dim or integer, or dealt already by a unit elsewhere.
         RuntimeError: parameters lie on several devices.
+        NotImplementedError: a parameter is a DTensor, of tensor parallelism.
     Collectives: in the constructor, broadcasts if `sync_module_states`, and new groups for a hybrid strategy without
         any. In forward and backward of each unit an all-gather, and a reduce-scatter of the gradients; SHARD_GRAD_OP
         and the outermost unit gather once for both. Hybrid strategies add an all-reduce of each rank's part; NO_SHARD
@@ -130,6 +132,7 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
                 stacklevel=2,
             )
         self._ignored = ignored_by(module, ignored_modules, ignored_states, FullyShardedDataParallel)
+        refuse_dealt(module, self._ignored)
         device_type = device_type_for(module, self._ignored, device_id)
         groups = groups_for(
             process_group, sharding_strategy, auto_wrap_policy is not None, device_mesh, device_type
@@ -408,32 +411,6 @@ class FullyShardedDataParallel(StateDicts, OptimStateDicts):
         for one in inner:
             one._unit.reduction.hook = hook
             one._unit.reduction.hook_state = state
-
-    # Names that are private in torch and used elsewhere.
-
-    @property
-    def _is_root(self) -> bool | None:
-        return None if self._root is None else self._root.is_root(self._unit)
-
-    @property
-    def training_state(self) -> TrainingState:
-        """What the unit is in the middle of; of the outermost one, also what any other is in the backward of."""
-        root = self._root
-        if root is not None and root.is_in_backward and root.is_root(self._unit):
-            return TrainingState.FORWARD_BACKWARD
-        return self._unit.training_state
-
-    @property
-    def _has_params(self) -> bool:
-        return bool(self._unit.flats)
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        return self._unit.flats[0].flat_param if self._unit.flats else None
-
-    @property
-    def _handle(self) -> Unit | None:
-        return self._unit if self._unit.flats else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Move or cast: on the shards, which the parameters follow."""

@@ -1,0 +1,39 @@
+"""What clients read of a unit by names that are private in torch; who does, says `conformance/compat_names.toml`."""
+
+from __future__ import annotations
+
+from impl.distributed.fsdp._flat_param import FlatParameter
+from impl.distributed.fsdp._phase import TrainingState
+from impl.distributed.fsdp._root import Root
+from impl.distributed.fsdp._unit import Unit
+
+
+class PrivateNames:
+    """Part of FullyShardedDataParallel; keeps nothing of its own."""
+
+    _unit: Unit
+    _root: Root | None
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self._root is None else self._root.is_root(self._unit)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the unit is in the middle of; of the outermost one, also what any other is in the backward of."""
+        root = self._root
+        if root is not None and root.is_in_backward and root.is_root(self._unit):
+            return TrainingState.FORWARD_BACKWARD
+        return self._unit.training_state
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.flats)
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        return self._unit.flats[0].flat_param if self._unit.flats else None
+
+    @property
+    def _handle(self) -> Unit | None:
+        return self._unit if self._unit.flats else None
