@@ -119,6 +119,12 @@ def _(given: Arguments) -> None:
         raise RuntimeError("no accelerator device is detected")
 
 
+@in_constructor("known_groups_alone", "process_group", "a group that torch was not told of is refused")
+def _(given: Arguments) -> None:
+    if isinstance(given["process_group"], dist.ProcessGroup):
+        dist.get_process_group_ranks(given["process_group"])
+
+
 # What is ignored
 
 

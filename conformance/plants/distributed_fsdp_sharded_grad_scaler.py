@@ -93,6 +93,13 @@ def stage(scaler: Any, optimizer: Any) -> str:
 
 # --- who is heard
 
+
+@in_checks("needs_a_default_group", "a group of its own does not do where there is no default one")
+def needs_a_default_group(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    dist.get_rank(self.process_group)
+    return original(self, *args, **kwargs)
+
+
 in_checks("never_reduced", "each rank goes by its own gradients")(in_reduction(left_out))
 in_checks(
     "amp_aware_not_reduced",

@@ -90,11 +90,18 @@ def _described(name: str, arguments: dict[str, Any]) -> Collective:
     return Collective(
         name=name,
         group=group.group_name,
-        members=tuple(dist.get_process_group_ranks(group)),
+        members=_members(group),
         tensors=tuple(_kinds(arguments[alike])) if alike else (),
         reduce_op="" if reduce_op is None else dist.ReduceOp.RedOpType(reduce_op.op()).name,
         root=arguments.get("root_rank"),
     )
+
+
+def _members(group: ProcessGroup) -> tuple[int, ...]:
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:  # torch was not told of it
+        return tuple(range(group.size()))
 
 
 def _deals_unevenly(arguments: dict[str, Any]) -> bool:

@@ -83,8 +83,10 @@ class Norms:
         everyones = exchanged(mine, among)
         norms = [self.whole.to(torch.float64)]
         for column, group in enumerate(self.dealt, start=1):
-            rows = [_rank_in(among, rank) for rank in dist.get_process_group_ranks(group)]
-            norms.append(self._joined(everyones[rows, column]))
+            # Not by a list of rows, for which a device would wait for the host.
+            norms.append(
+                self._joined(torch.stack([everyones[row, column] for row in _ranks_in(among, group)]))
+            )
         wide = torch.float64 if self.whole.dtype is torch.float64 else torch.float32
         return self._joined(torch.stack(norms)).to(wide), everyones[:, 0].amax()
 
@@ -100,12 +102,21 @@ def exchanged(numbers: Tensor, among: dist.ProcessGroup | None) -> Tensor:
     return everyones
 
 
-def _rank_in(among: dist.ProcessGroup | None, rank: int) -> int:
-    group = dist.group.WORLD if among is None else among
-    assert group is not None
-    if rank not in dist.get_process_group_ranks(group):
-        raise RuntimeError(
-            f"rank {rank} holds a part of a parameter, and is not in the process group that decides on the step; give "
-            "the ShardedGradScaler a process_group of all ranks that hold parts"
+def _ranks_in(among: dist.ProcessGroup | None, group: dist.ProcessGroup) -> list[int]:
+    """The numbers that the ranks of `group` have in `among`, which is the default group if it is None."""
+    among = dist.group.WORLD if among is None else among
+    assert among is not None
+    if group is among:
+        return [*range(group.size())]
+    try:
+        numbers = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(among))}
+        return [numbers[rank] for rank in dist.get_process_group_ranks(group)]
+    except KeyError as error:
+        [missing] = error.args
+        who = (
+            f"rank {missing}" if isinstance(missing, int) else "a rank of a group that torch was not told of"
         )
-    return dist.get_group_rank(group, rank)
+        raise RuntimeError(
+            f"{who} holds a part of a parameter, and is not in the process group that decides on the step; give the "
+            "ShardedGradScaler a process_group of all ranks that hold parts"
+        ) from None

@@ -32,6 +32,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any
 
 import torch.distributed as dist
@@ -83,7 +84,7 @@ class Agreement:
         self.note(entry, group, on_host)
         watch = self._watch
         if watch is None or not on_host:
-            steps(dist.Work.wait)
+            steps(methodcaller("wait"))
             return
         try:
             steps(functools.partial(_complete, watch))
@@ -129,13 +130,13 @@ class Agreement:
         try:
             board = board_of(group)
         except dist.DistError as error:
+            rank = _named_ranks(group)[group.rank()]
             raise RuntimeError(
-                f"rank {dist.get_rank()} {entry} in vain; the store does not answer, so {STORE_IS_GONE}"
+                f"rank {rank} {entry} in vain; the store does not answer, so {STORE_IS_GONE}"
             ) from error
         self._is_open = True
         if board is not None:
-            ranks = dist.get_process_group_ranks(group)
-            self._watch = Watch(board, self._past, ranks, host_may_wait_unseen=not on_host)
+            self._watch = Watch(board, self._past, _named_ranks(group), host_may_wait_unseen=not on_host)
             # Also at exit: a thread that is inside the store when the interpreter ends would take the process down.
             weakref.finalize(group, self._watch.stop)
 
@@ -166,6 +167,28 @@ class Agreement:
                 return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _named_ranks(group: dist.ProcessGroup) -> list[int]:
+    """By their numbers in the default group; by those in their own, if torch was not told of it."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        return [*range(group.size())]
+
+
+def method_of_group(*names: str) -> Callable[..., dist.Work]:
+    """What issues a collective by a group's own method: the first of these names that the group has.
+
+    The functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step
+    takes. Asked of the group itself, since one that is written in Python may be no more than its methods.
+    """
+
+    def issue(group: dist.ProcessGroup, *tensors: Any) -> dist.Work:
+        name = next((name for name in names if hasattr(group, name)), names[0])
+        return getattr(group, name)(*tensors)
+
+    return issue
 
 
 def agreement_about(group: dist.ProcessGroup) -> Agreement:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from impl.distributed.fsdp._agreement import Complete
+from impl.distributed.fsdp._agreement import Complete, method_of_group
 from impl.distributed.fsdp._flat_layout import FlatLayout
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._groups import Groups, predivide_factor
@@ -19,17 +19,11 @@ from impl.distributed.fsdp._watch import GATHERED
 from impl.distributed.fsdp._whole import Whole
 from impl.kernels import copy_into_, placed
 
-# From 2.13 on torch deprecates the older names, which are all that 2.11 has. The group's own methods, because the
-# functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step takes.
-_all_gather: Callable[..., dist.Work] = getattr(
-    dist.ProcessGroup, "all_gather_single", dist.ProcessGroup._allgather_base
-)
-_reduce_scatter: Callable[..., dist.Work] = getattr(
-    dist.ProcessGroup, "reduce_scatter_single", dist.ProcessGroup._reduce_scatter_base
-)
-all_to_all: Callable[..., dist.Work] = getattr(
-    dist.ProcessGroup, "all_to_all_single", dist.ProcessGroup.alltoall_base
-)
+# From 2.13 on torch deprecates the older names, which are all that 2.11 and a group that is a mere backend have.
+_all_gather = method_of_group("all_gather_single", "_allgather_base")
+_reduce_scatter = method_of_group("reduce_scatter_single", "_reduce_scatter_base")
+_all_reduce = method_of_group("allreduce")
+all_to_all = method_of_group("all_to_all_single", "alltoall_base")
 
 # Hooks that cast by themselves, and what they cast to. torch's own cannot run where tensors have no streams.
 _LOW_PRECISION: dict[Any, torch.dtype] = {
@@ -177,8 +171,7 @@ class Reduction:
         if groups.shard is not None:
             output = self._scattered_sum(buffer, shard_numel, groups.shard, entry)
         if groups.replicate is not None:
-            all_reduce = dist.ProcessGroup.allreduce
-            groups.agreements[groups.replicate].run(entry, all_reduce, groups.replicate, [output])
+            groups.agreements[groups.replicate].run(entry, _all_reduce, groups.replicate, [output])
         if divisor > 1:
             output.div_(divisor)
         return output

@@ -101,8 +101,8 @@ def is_enough(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 def is_over_gloo(group: dist.ProcessGroup) -> bool:
     try:
         return group._get_backend(torch.device("cpu")).name() == "gloo"
-    except RuntimeError:
-        return False  # it has no backend for the CPU
+    except (RuntimeError, AttributeError):
+        return False  # it has no backend for the CPU, or is one itself, or names none
 
 
 def neighbours_in(group: dist.ProcessGroup, complete: Complete) -> Neighbours | None:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from impl.distributed.fsdp._agreement import agreement_about
+from impl.distributed.fsdp._agreement import agreement_about, method_of_group
 from impl.distributed.fsdp._managed import Ignored, clean_name, is_managed
 from impl.distributed.fsdp._showing import Owned
 
 _FIRST_RANK = 0  # of a group
+_broadcast = method_of_group("broadcast")
 # What was made of a parameter on the meta device: its other places, which may lie in other units, get the same.
 _made: Any = WeakIdKeyDictionary()  # by identity, as weak dictionaries compare tensors by their values
 
@@ -233,6 +234,6 @@ def broadcast_states(module: nn.Module, owned: Sequence[Owned], groups: Iterable
         for name, state in states if group.size() > 1 else ():
             sent = state.contiguous()
             entry = f"broadcast '{kind}.{name}' of shape {tuple(state.shape)}"
-            agreement_about(group).run(entry, dist.ProcessGroup.broadcast, group, sent, _FIRST_RANK)
+            agreement_about(group).run(entry, _broadcast, group, sent, _FIRST_RANK)
             if sent is not state:
                 state.copy_(sent)

@@ -1,0 +1,190 @@
+"""Ranks that train in process groups of other kinds than torch's own functions make of torch's own backends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from conformance import seeding
+from conformance.distributed.fsdp.fsdp_cases import FSDP
+from conformance.distributed.fsdp.scaler_cases import SCALER
+from conformance.library import load_library
+from conformance.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+_TIMEOUT = timedelta(seconds=30)
+_STEPS = 3
+_THREADS = 2
+
+
+class InPython(dist.ProcessGroup):
+    """Has these methods, and no backends behind them for torch to ask for."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def size(self) -> int:
+        return self._gloo.size()
+
+    def rank(self) -> int:
+        return self._gloo.rank()
+
+    def getBackendName(self) -> str:
+        return "in_python"
+
+    def _set_group_name(self, name: Any) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    def allreduce(self, *args: Any) -> Any:
+        return self._gloo.allreduce(*args)
+
+    def allgather(self, *args: Any) -> Any:
+        return self._gloo.allgather(*args)
+
+    def all_gather_single(self, *args: Any) -> Any:
+        return self._gloo._allgather_base(*args)
+
+    def reduce_scatter_single(self, *args: Any) -> Any:
+        return self._gloo._reduce_scatter_base(*args)
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # until 2.12
+
+
+def backend(rank: Rank, store: dist.Store) -> Any:
+    """gloo itself."""
+    return dist.ProcessGroupGloo(store, rank.rank, rank.world_size, _TIMEOUT)
+
+
+def by_hand(rank: Rank, store: dist.Store) -> Any:
+    """A group that torch.distributed was not told of."""
+    group = dist.ProcessGroup(store, rank.rank, rank.world_size)
+    of_gloo = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device("cpu"), of_gloo, backend(rank, dist.PrefixStore("gloo", store)))
+    group._set_default_backend(of_gloo)
+    group._set_group_name("by hand")  # pyright: ignore[reportArgumentType]
+    return group
+
+
+def in_python(rank: Rank, store: dist.Store) -> Any:
+    if not hasattr(dist.Backend, "IN_PYTHON"):
+        dist.Backend.register_backend("in_python", InPython, devices=["cpu"])
+    return dist.new_group(backend="in_python")
+
+
+KINDS: dict[str, Callable[[Rank, dist.Store], Any]] = {
+    "a backend": backend,
+    "by hand": by_hand,
+    "in Python": in_python,
+}
+
+
+@contextlib.contextmanager
+def no_default_group() -> Generator[None]:
+    before = distributed_c10d._get_default_group()
+    distributed_c10d._update_default_pg(None)
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(before)
+
+
+def train(rank: Rank, *, library: str, kind: str, path: str, has_default: bool = True) -> Outcome:
+    """Steps of a sharded model, of which the second finds inf on rank 0."""
+    if kind == "of threads":
+        return observe(_trained_in_threads, library)
+    with _group(rank, kind, path, has_default) as group:
+        return observe(_sharded_steps, library, group, rank.rank, _model())
+
+
+def scale(rank: Rank, *, library: str, kind: str, path: str, has_default: bool = True) -> Outcome:
+    """The same of a model that is not sharded, under a scaler alone."""
+    model = _model()
+    with _group(rank, kind, path, has_default) as group:
+        return observe(lambda: [*_steps(library, group, rank.rank, model), *model.parameters()])
+
+
+@contextlib.contextmanager
+def _group(rank: Rank, kind: str, path: str, has_default: bool) -> Generator[Any]:
+    group = KINDS[kind](rank, dist.FileStore(path, rank.world_size))
+    with contextlib.nullcontext() if has_default else no_default_group():
+        yield group
+    if kind == "in Python":
+        dist.destroy_process_group(group)
+
+
+def _trained_in_threads(library: str) -> list[Any]:
+    """Each process by itself: the ranks are its threads."""
+    told: list[Any] = [None] * _THREADS
+    models = [_model() for _ in told]  # here, since threads draw from one generator
+    store = dist.HashStore()
+
+    def work(number: int) -> None:
+        dist.init_process_group("threaded", rank=number, world_size=_THREADS, store=store)
+        told[number] = _sharded_steps(library, None, number, models[number])
+        dist.destroy_process_group()
+
+    with _ranks_are_threads(), ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(work, number) for number in range(_THREADS)]:
+            done.result()
+    return told
+
+
+@contextlib.contextmanager
+def _ranks_are_threads() -> Generator[None]:
+    isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode
+    isolate(True)
+    multi_threaded_pg._install_threaded_pg()
+    try:
+        yield
+    finally:
+        multi_threaded_pg._uninstall_threaded_pg()
+        multi_threaded_pg.ProcessLocalGroup.reset()
+        isolate(False)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def _sharded_steps(library: str, group: Any, number: int, model: Any) -> list[Any]:
+    fsdp = load_library(library).find(FSDP)
+    options = {"process_group": group, "device_id": torch.device("cpu")}
+    model = fsdp(nn.Sequential(fsdp(model[0], **options), model[1]), **options)
+    told = _steps(library, group, number, model)
+    with fsdp.summon_full_params(model):
+        told += [parameter.detach().clone() for parameter in model.parameters()]
+    return [*told, model.state_dict()]
+
+
+def _steps(library: str, group: Any, number: int, model: Any) -> list[Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = load_library(library).find(SCALER)("cpu", init_scale=4.0, process_group=group)
+    told: list[Any] = []
+    for step in range(_STEPS):
+        x = torch.randn(2, 8, generator=seeding.generator(10 * step + number))
+        if (step, number) == (1, 0):
+            x[0, 0] = torch.inf
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        if hasattr(model, "clip_grad_norm_"):
+            told.append(model.clip_grad_norm_(0.5))
+        scaler.step(optimizer)
+        scaler.update()
+        told.append(scaler.get_scale())
+    return told
