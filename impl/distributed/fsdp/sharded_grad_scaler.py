@@ -284,9 +284,10 @@ class ShardedGradScaler(GradScaler):
                 f"this ShardedGradScaler has no process group: {_Group.NOT_PICKLED.value}; assign the one that decides "
                 "with it: scaler.process_group = group"
             )
-        if self.process_group is None:
+        group: object = self.process_group
+        if group is None:
             dist.get_rank()  # raises where there is no default group either
-        if self.process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the process_group of this ShardedGradScaler; pass each rank the "
                 "group that it belongs to"
