@@ -59,6 +59,7 @@ _NAMES = (
     "distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
     "distributed.fsdp.fully_sharded_data_parallel.OptimStateKeyType",
     "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+    "distributed.fsdp.wrap._Policy",
     "distributed.fsdp.wrap.CustomPolicy",
     "distributed.fsdp.wrap.ModuleWrapPolicy",
     "distributed.fsdp.wrap.always_wrap_policy",

@@ -8,12 +8,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import impl.amp
+import impl.distributed.fsdp.wrap
 import impl.nn.utils
 from impl import drop_in
 
@@ -230,6 +233,19 @@ def test_torch_s_sharded_scaler_is_loaded_before_its_base_is_replaced(tmp_path: 
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("made_of", ["theirs", "ours"])
+def test_checkpointing_takes_policies_of_either_library(made_of: str) -> None:
+    """torch's helper takes what is no function by its class, which is ours by then."""
+    theirs, ours = torch.distributed.fsdp.wrap.CustomPolicy, impl.distributed.fsdp.wrap.CustomPolicy
+    policy: Any = (theirs if made_of == "theirs" else ours)(
+        lambda module: isinstance(module, torch.nn.Linear)
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    with drop_in.installed():
+        apply_activation_checkpointing(model, auto_wrap_policy=policy)
+    assert [type(one).__name__ for one in model] == ["CheckpointWrapper", "Tanh"]
 
 
 def test_a_training_step_written_for_torch_runs_over_ours() -> None:
