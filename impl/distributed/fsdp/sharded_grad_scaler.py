@@ -284,10 +284,10 @@ class ShardedGradScaler(GradScaler):
                 f"this ShardedGradScaler has no process group: {_Group.NOT_PICKLED.value}; assign the one that decides "
                 "with it: scaler.process_group = group"
             )
-        group: object = self.process_group
-        if group is None:
-            dist.get_rank()  # raises where there is no default group either
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
+        if self.process_group is None:
+            dist.get_rank(None)  # raises where there is no default group either
+        of_others: Any = dist.GroupMember.NON_GROUP_MEMBER
+        if self.process_group is of_others:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the process_group of this ShardedGradScaler; pass each rank the "
                 "group that it belongs to"
