@@ -119,21 +119,38 @@ class OwnOptimizer(Optimizer):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (OwnStep, "OwnStep has its own step: what its lists depend on is not known"),
-        (OwnLists, "OwnLists has its own _init_group: what its lists depend on is not known"),
+        (OwnStep, f"{__name__}.OwnStep has its own step: what its lists depend on is not known"),
+        (OwnLists, f"{__name__}.OwnLists has its own _init_group: what its lists depend on is not known"),
         (
             lambda params: OwnOptimizer(params, {}),
-            "OwnOptimizer is not of torch.optim: what its lists depend on is not known",
+            f"{__name__}.OwnOptimizer is not of torch.optim: what its lists depend on is not known",
         ),
         (torch.optim.LBFGS, "LBFGS builds no lists: it has no _init_group"),
+        (torch.optim.SparseAdam, "SparseAdam builds no lists: it has no _init_group"),
     ],
 )
 def test_why_an_optimizer_stays_eager(kind: Callable[..., Optimizer], reason: str) -> None:
+    """Told at once, and once."""
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))])
     assert explain(optimizer).reason == "capture was not called"
-    assert capture(optimizer) is optimizer
+    with pytest.warns(UserWarning, match="^nothing is captured") as warned:
+        got = [capture(optimizer) for _ in range(2)]
+    assert got == [optimizer] * 2
+    assert [str(each.message) for each in warned] == [
+        f"nothing is captured, and the step stays as it is: {reason}"
+    ]
     assert str(explain(optimizer)) == f"eager, single: {reason}"
     assert explain(release(optimizer)).reason == "capture was not called"
+
+
+def test_a_strangers_class_is_told_with_its_module() -> None:
+    """One that is called as torch's is."""
+    kind = type("AdamW", (Optimizer,), {"__module__": "strangers.optim", "__init__": OwnOptimizer.__init__})
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], {})
+    with pytest.raises(ValueError, match=r"^strangers\.optim\.AdamW has no fused implementation"):
+        capture(optimizer, implementation="fused")
+    with pytest.raises(ValueError, match=r"^LBFGS has no fused implementation"):
+        capture(torch.optim.LBFGS(optimizer.param_groups[0]["params"]), implementation="fused")
 
 
 def test_a_subclass_that_changes_nothing_of_the_step_is_captured() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from conformance.ranks import RankPool
 from conformance.strategies.scaling import TakesScaler
 from impl.amp import GradScaler
 from impl.distributed.fsdp import ShardedGradScaler
+from impl.optim import capture
 
 KINDS = pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
 
@@ -33,3 +38,15 @@ def test_the_step_of_an_optimizer_that_takes_the_scaler(
     with pytest.warns(FutureWarning, match="grad_scale") as caught:
         scaler.step(TakesScaler([parameter]))
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_the_capture_of_an_optimizer_that_stays_eager() -> None:
+    optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.warns(UserWarning, match="LBFGS builds no lists") as caught:
+        capture(optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_state_dicts_in_parts(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    """torch warns whoever treats a ShardedTensor as a tensor: not us, so that a user's warnings are a user's."""
+    ranks(2).run("conformance.meta.warned_cases:save_and_load", path=str(tmp_path))

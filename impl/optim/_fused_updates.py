@@ -37,6 +37,7 @@ from impl.kernels import (
     placed,
 )
 from impl.optim._plan import Bucket, GroupPlan, Plan, cannot_plan, same, tensor_guards
+from impl.optim._refusals import name_of
 from impl.optim._shards import local_part
 
 _Group = Mapping[str, Any]
@@ -133,7 +134,7 @@ def has_fused_update(optimizer: Optimizer) -> bool:
 
 def _objection_to(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in _KINDS:
-        return f"{type(optimizer).__name__} has no fused update"
+        return f"{name_of(type(optimizer))} has no fused update"
     if any(group["differentiable"] for group in optimizer.param_groups):
         return "its steps are differentiable"
     if any(isinstance(beta, Tensor) for group in optimizer.param_groups for beta in group.get("betas", ())):

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_scalar_dtype
 
+from impl.optim._refusals import name_of
+
 Implementation = Literal["fused", "foreach", "single"]
 
 # What the constructor is given for each.
@@ -60,7 +62,7 @@ def _flags_for(optimizer: Optimizer, implementation: str) -> dict[str, bool | No
     flags = {name: value for name, value in _FLAGS[implementation].items() if name in known}
     if implementation not in ("single", *flags):
         raise ValueError(
-            f"{type(optimizer).__name__} has no {implementation} implementation; leave the argument out to capture "
+            f"{name_of(type(optimizer))} has no {implementation} implementation; leave the argument out to capture "
             f"the {implementation_of(optimizer)} one"
         )
     return flags

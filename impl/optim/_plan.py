@@ -40,6 +40,7 @@ from torch._C._dynamo.guards import TensorGuards  # one call for all tensors; do
 from torch.optim import Optimizer
 
 from impl.optim._counters import Counters
+from impl.optim._refusals import name_of
 
 _gradient = attrgetter("grad")
 _NONE = repeat(None)
@@ -55,12 +56,12 @@ def cannot_plan(optimizer: Optimizer) -> str | None:
         (base for base in kind.__mro__ if f"{base.__module__}.".startswith("torch.optim.")), Optimizer
     )
     if not hasattr(kind, "_init_group"):
-        return f"{kind.__name__} builds no lists: it has no _init_group"
+        return f"{name_of(kind)} builds no lists: it has no _init_group"
     if home is Optimizer:
-        return f"{kind.__name__} is not of torch.optim: what its lists depend on is not known"
+        return f"{name_of(kind)} is not of torch.optim: what its lists depend on is not known"
     for name in ("step", "_init_group"):
         if inspect.unwrap(getattr(kind, name)) is not inspect.unwrap(getattr(home, name)):
-            return f"{kind.__name__} has its own {name}: what its lists depend on is not known"
+            return f"{name_of(kind)} has its own {name}: what its lists depend on is not known"
     return None
 
 

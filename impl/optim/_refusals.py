@@ -1,4 +1,7 @@
-"""What is no optimizer is refused: by its type, or, where others than torch's will do, by what it has."""
+"""What is no optimizer is refused: by its type, or, where others than torch's will do, by what it has.
+
+And what an optimizer is called where something is said of it.
+"""
 
 from torch.optim import Optimizer
 
@@ -17,6 +20,12 @@ def refuse_what_has_no_groups(optimizer: object) -> None:
         raise TypeError(
             f"wanted an optimizer, which has param_groups, got {_kind(optimizer)}; pass the one to be stepped"
         )
+
+
+def name_of(kind: type[Optimizer]) -> str:
+    """Of torch's as torch calls it; others, which may be called the same, with their module."""
+    is_torchs = f"{kind.__module__}.".startswith("torch.optim.")
+    return kind.__name__ if is_torchs else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _kind(given: object) -> str:

@@ -10,6 +10,7 @@ to do.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -185,7 +186,7 @@ def capture(
 
     Args:
         optimizer: any optimizer. Those of `torch.optim` that build lists are captured; the others stay as they are, and
-            `explain` says why.
+            a warning says why, as does `explain`.
         implementation: "fused", "foreach" or "single", in the place of the one that it was built with: everything is
             then as in an optimizer built so.
         graph: on CUDA, replay a fused update from a CUDA graph, once parameters, gradients and states have stayed where
@@ -222,6 +223,9 @@ def capture(
             graph = before.wants_graphs
         if (why := _why_not(optimizer)) is not None:
             _EAGER[optimizer] = _Eager(why, bool(graph))
+            if before is None or before.reason != why:
+                # stacklevel: the caller of capture.
+                warnings.warn(f"nothing is captured, and the step stays as it is: {why}", stacklevel=2)
             return optimizer
         optimizer.__dict__["_init_group"] = _Capture(optimizer)
     if graph is not None:

@@ -25,7 +25,7 @@ from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._managed import clean_name, is_managed
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
-from impl.distributed.fsdp._state_dict.packing import chunk_in, own_numel
+from impl.distributed.fsdp._state_dict.packing import chunk_in, dtype_of, own_numel, shape_of
 from impl.distributed.fsdp._state_dict.resharding import Held, Resharding, chunk_of, laid_out_as
 from impl.distributed.fsdp._state_dict.saving import WRAPPED, bring_to_rest
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
@@ -223,13 +223,14 @@ class UnitLoading:
             slot = flat.layout.slots[index]
             problem = self._problem_of(value, chunk, slot, flat)
             problems += [f"{prefix}{name}: {problem}"] if problem else []
-            part = torch.empty(0, *slot.shape[1:], dtype=value.dtype) if chunk is None else chunk
-            state_dict[key] = self._stand_in(torch.Size(slot.shape), value.dtype, name, part)
+            dtype = dtype_of(value)
+            part = torch.empty(0, *slot.shape[1:], dtype=dtype) if chunk is None else chunk
+            state_dict[key] = self._stand_in(torch.Size(slot.shape), dtype, name, part)
         return problems
 
     def _problem_of(self, value: Any, chunk: Tensor | None, slot: Slot, flat: Flat) -> str:
         groups, mine = self._unit.groups, f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given"
-        if tuple(value.size()) != slot.shape:
+        if tuple(shape_of(value)) != slot.shape:
             return f"{mine} {_form_of(value)} but the parameter has the shape {slot.shape}"
         wanted = chunk_of(slot, groups.shard_rank, flat.layout.world).shape
         got = (0, *slot.shape[1:]) if chunk is None else tuple(chunk.shape)
@@ -269,7 +270,7 @@ class UnitLoading:
             problems += [f"{prefix}{name}: {problem}"] if problem else []
             self._sources[flat] = [shard]
             shape = flat.flat_param.shape
-            state_dict[key] = self._stand_in(shape, value.dtype, name)
+            state_dict[key] = self._stand_in(shape, dtype_of(value), name)
             self._shown.enter_context(flat.showing_flat(self._stand_in(shape, flat.dtype, name)))
         return problems
 
@@ -281,11 +282,12 @@ class UnitLoading:
         ]
         numel = own_numel(layout, rank)
         wanted = [(rank * layout.shard_numel, numel)] if numel else []
-        if got == wanted and value.size().numel() == layout.numel:
+        found = shape_of(value).numel()
+        if got == wanted and found == layout.numel:
             return "", shards[0].tensor if shards else flat.flat_param.detach()[:0]
         return (
             f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given (offset, elements) {got} of "
-            f"{value.size().numel()} but keeps {wanted} of {layout.numel}; LOCAL_STATE_DICT is loaded by as many "
+            f"{found} but keeps {wanted} of {layout.numel}; LOCAL_STATE_DICT is loaded by as many "
             "ranks, wrapped alike, as have saved it"
         ), flat.flat_param.detach()[:0]
 
@@ -374,7 +376,7 @@ def _form_of(source: Any) -> str:
     kind = f"a {type(source).__name__}" if isinstance(source, (ShardedTensor, DTensor)) else "a tensor"
     if not isinstance(source, ShardedTensor) and source.is_meta:
         kind = "a meta tensor"
-    return f"{kind} of shape {tuple(source.shape)}"
+    return f"{kind} of shape {tuple(shape_of(source))}"
 
 
 def _write_whole(flat: Flat, index: int, source: Tensor | Part) -> None:

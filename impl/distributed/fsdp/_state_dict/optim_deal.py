@@ -16,6 +16,7 @@ from impl.distributed.fsdp._flat_layout import Slot
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedFlat, StateDict
+from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
 from impl.distributed.fsdp._state_dict.resharding import Held, chunk_of, laid_out_as
 
 
@@ -33,7 +34,7 @@ def is_in_parts(value: Any) -> bool:
 
 
 def is_dealt(value: Any) -> bool:
-    return isinstance(value, TensorForm) or (isinstance(value, Tensor) and value.dim() > 0)
+    return isinstance(value, TensorForm) or (isinstance(value, Tensor) and len(shape_of(value)) > 0)
 
 
 class FlatLoad:
@@ -59,10 +60,10 @@ class FlatLoad:
                 )
         for index, name, value in self._tensors():
             slot = self._flat.layout.slots[index]
-            if tuple(value.shape) != slot.shape:
+            if tuple(shape_of(value)) != slot.shape:
                 error = ValueError(
                     "Tensor optimizer state does not have same shape as its parameter: "
-                    f"{torch.Size(value.shape)} {torch.Size(slot.shape)}"
+                    f"{torch.Size(shape_of(value))} {torch.Size(slot.shape)}"
                 )
                 error.add_note(f"rank {dist.get_rank()}: {name!r} of {self._one.names[index]}")
                 raise error
@@ -142,7 +143,7 @@ class FlatLoad:
         flat, layout = self._flat, self._flat.layout
         alike: dict[tuple[str, torch.dtype], dict[int, Any]] = {}
         for index, name, value in self._tensors():
-            alike.setdefault((name, value.dtype), {})[index] = value
+            alike.setdefault((name, dtype_of(value)), {})[index] = value
         for (name, dtype), values in alike.items():
             mine = torch.empty(layout.shard_numel, dtype=dtype, device=flat.device)
             lots = None
@@ -170,9 +171,9 @@ def whole_of(value: Tensor) -> Tensor:
     if not isinstance(value, ShardedTensor):
         return value.detach()
     group = value._process_group
-    rows, *rest = value.size()
+    rows, *rest = shape_of(value)
     width = -(-rows // group.size())
-    mine = torch.zeros(width, *rest, dtype=value.dtype, device=_device_of(value))
+    mine = torch.zeros(width, *rest, dtype=dtype_of(value), device=_device_of(value))
     for shard in value.local_shards():
         mine[: shard.tensor.shape[0]].copy_(shard.tensor)
     whole = mine.new_empty(width * group.size(), *rest)
@@ -199,7 +200,7 @@ def _chunk_in(value: Tensor, slot: Slot, flat: Flat) -> Tensor | None:
     if sizes != [shape[0] for shape in chunks if shape[0]]:
         return None
     shards = value.local_shards()
-    return shards[0].tensor if shards else torch.empty(chunks[flat.rank], dtype=value.dtype)
+    return shards[0].tensor if shards else torch.empty(chunks[flat.rank], dtype=dtype_of(value))
 
 
 # States of one flat parameter
@@ -229,7 +230,7 @@ def _refuse_unlike_values(state_name: str, values: list[Any], names: list[str]) 
             f"{names}"
         )
     if is_dealt(given[0]):
-        dtypes = {value.dtype for value in given}
+        dtypes = {dtype_of(value) for value in given}
         if len(dtypes) > 1:
             raise ValueError(
                 "All unflattened parameters comprising a single flat parameter must have positive-dimension tensor "

@@ -31,6 +31,7 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     flattened_groups,
     is_kept_whole,
 )
+from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
 
 
 class Loading:
@@ -153,7 +154,7 @@ class Loading:
     def _moves(self) -> list[Any]:
         """What other ranks must have some rows of, too."""
         return sorted(
-            (key, name, type(value).__name__, tuple(value.shape), str(value.dtype))
+            (key, name, type(value).__name__, tuple(shape_of(value)), str(dtype_of(value)))
             for key, state in self._values.items()
             if isinstance(state, dict)
             for name, value in state.items()

@@ -86,6 +86,16 @@ def meshed(chunk: Tensor, slot: Slot, mesh: DeviceMesh) -> DTensor:
     )
 
 
+def shape_of(value: Any) -> torch.Size:
+    """Of a tensor; a ShardedTensor is asked for what it tells, since torch warns whoever treats it as a tensor."""
+    return torch.Size(value.metadata().size) if isinstance(value, ShardedTensor) else value.shape
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """As `shape_of`."""
+    return value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
+
+
 def chunk_in(value: Any, wanted: type, rank: int) -> Tensor | None:
     """What this rank holds of a ShardedTensor or DTensor; None if that is nothing.
 

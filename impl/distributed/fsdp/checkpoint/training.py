@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from impl.distributed.fsdp._state_dict.agreeing import told_by_all
+from impl.distributed.fsdp._state_dict.packing import shape_of
 from impl.distributed.fsdp.api import StateDictType
 from impl.distributed.fsdp.checkpoint.folders import begin, commit, standing
 from impl.distributed.fsdp.checkpoint.reading import LoadPlanner, Reader
@@ -205,8 +206,8 @@ def _wanted(
         )
     for name, value in wanted.items():
         size = getattr(saved[name], "size", None)
-        if isinstance(value, Tensor) and size != value.size():
-            raise ValueError(f"{name} was saved with the shape {size}, and the model's is {value.size()}")
+        if isinstance(value, Tensor) and size != shape_of(value):
+            raise ValueError(f"{name} was saved with the shape {size}, and the model's is {shape_of(value)}")
         wanted[name] = _memory_for(saved[name], value)
     for name, what in saved.items():
         if with_optimizer and name.startswith("optimizer."):
@@ -218,7 +219,7 @@ def _memory_for(saved: Any, parameter: Any) -> Any:
     if not isinstance(saved, TensorStorageMetadata):
         return None  # the planner puts the value there
     dtype = saved.properties.dtype
-    if not isinstance(parameter, Tensor) or saved.size != parameter.size():
+    if not isinstance(parameter, Tensor) or saved.size != shape_of(parameter):
         return torch.empty(saved.size, dtype=dtype, device="cpu")
     if not isinstance(parameter, ShardedTensor):
         return torch.empty_like(parameter, dtype=dtype)
