@@ -53,6 +53,18 @@ def test_the_step_after_a_backward_that_raised() -> None:
     torch.testing.assert_close(got, wanted)
 
 
+def test_a_forward_of_what_the_first_rank_alone_is_shown_is_refused() -> None:
+    """Other ranks would have to send what they are not asked for; torch waits for them."""
+    with world_of(4):
+        model = seeded_model()
+        with (
+            type(model).summon_full_params(model, writeback=False, rank0_only=True),
+            pytest.raises(RuntimeError, match="rank0_only=True"),
+        ):
+            call(model, PLAIN, PLAIN.batch(0, 0))
+        call(model, PLAIN, PLAIN.batch(0, 0))
+
+
 def test_gradients_from_before_a_backward_that_raised_are_kept() -> None:
     with world_of(4):
         model = seeded_model()

@@ -40,6 +40,7 @@ WITHIN_SHARDING = (
     ("_flat_param",),
     ("_collectives", "_managed", "wrap"),
     ("_buffers", "_gradients", "_placement"),
+    ("_shared",),
     ("_unit",),
     ("_clip", "_contained", "_root", "_summon"),
     ("_private_names", "_state_dict"),

@@ -188,3 +188,10 @@ def inner_prefix_stays(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 @broken("buffers_keep_prefixes", "named_buffers", "inside, the names of buffers keep the prefixes of units")
 def buffers_keep_prefixes(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.nn.Module.named_buffers(self, *args, **kwargs)
+
+
+@broken("no_forward_while_summoned", "forward", "a forward inside summon_full_params is refused")
+def no_forward_while_summoned(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.training_state.name == "SUMMON_FULL_PARAMS":
+        raise RuntimeError("planted")
+    return original(self, *args, **kwargs)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_parameters, state_of
 from conformance.distributed.fsdp.method_cases import Lab, named, tried
+from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
 
 
 def summon(lab: Lab, *, options: Mapping[str, Any], at: int = 0, adds: float = 0.0) -> dict[str, Any]:
@@ -41,6 +42,33 @@ def whole(lab: Lab, *, options: Mapping[str, Any]) -> dict[str, Any]:
     lab.backward()
     with lab.fsdp.summon_full_params(lab.model, **options):
         return {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}
+
+
+def computes(
+    lab: Lab, *, options: Mapping[str, Any], by: str = "unit", backward: str = "", adds: float = 0.0
+) -> dict[str, Any]:
+    """A forward inside, of the outermost unit or of the `module` that it wraps; `backward` is `inside` or `after`."""
+    with lab.fsdp.summon_full_params(lab.model, **options):
+        with torch.no_grad():
+            for parameter in lab.model.parameters() if adds else ():
+                parameter.add_(adds)
+        with torch.set_grad_enabled(bool(backward)):
+            model = lab.model if by == "unit" else lab.model.module
+            output = out_of_form(call(model, lab.tree, lab.tree.batch(0, lab.rank.rank)))
+        inside = [parameter.shape for parameter in lab.model.parameters()]
+        if backward == "inside":
+            loss_of(output).backward()
+    if backward == "after":
+        loss_of(output).backward()
+    gradients = lab.gradients()
+    lab.model.zero_grad()
+    return {
+        "output": output.detach(),
+        "inside": inside,
+        "gradients": gradients,
+        "whole": gathered_parameters(lab.library, lab.model),
+        "loss": lab.backward(1),
+    }
 
 
 def between_barriers(lab: Lab) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
-from conformance.deviations import StaleRow
+from conformance.deviations import DeviationJudge, StaleRow
 from conformance.distributed.fsdp import summon_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import (
@@ -20,10 +21,14 @@ from conformance.distributed.fsdp.judging import (
     probed,
     share_of_examples,
 )
-from conformance.distributed.fsdp.method_cases import TREE
+from conformance.distributed.fsdp.method_cases import SIMPLE, TREE
+from conformance.distributed.fsdp.module_trees import call, out_of_form
+from conformance.distributed.fsdp.test_fsdp_lifted import raised
 from conformance.library import Library
+from conformance.outcome import Outcome
 from conformance.ranks import RankFault, RankPool
 from conformance.results import unavailable
+from conformance.tolerances import ONE_STEP
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 ORIGINALS = {"use_orig_params": True}
@@ -96,6 +101,123 @@ def test_is_refused_where_parameters_are_in_use(
 ) -> None:
     seen = assert_probes_agree(rank_pool, (reference, subject), asks, Setup(wrap="leaves"))
     assert "AssertionError" in str(seen[0].value)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.computes")
+@pytest.mark.parametrize("by", ["unit", "module"])
+@pytest.mark.parametrize("backward", ["", "inside", "after"])
+@pytest.mark.parametrize("recurse", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_inside(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    strategy: str,
+    recurse: bool,
+    backward: str,
+    by: str,
+) -> None:
+    """Without a backward of the module that is wrapped: its own parameters would get gradients of this rank alone."""
+    setup = Setup(strategy, wrap="leaves", arguments=ORIGINALS)
+    asked = {"options": {"recurse": recurse, "writeback": False}, "by": by}
+    asked["backward"] = backward if by == "unit" else ""
+    wanted, got = (
+        probed(rank_pool, library, summon_cases.computes, setup, tree=SIMPLE, **asked)
+        for library in (reference, subject)
+    )
+    assert_ranks_agree(*map(_without_shapes, (wanted, got)), ONE_STEP)
+    assert got[0].raised is None, got[0].raised
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.computes")
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_forward_of_inner_units_inside(
+    subject: Library, reference: Library, rank_pool: RankPool, use_orig_params: bool, writeback: bool
+) -> None:
+    """Of the outermost unit alone is shown what it has, as for a model that generates."""
+    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    options = {"recurse": False, "writeback": writeback}
+    asked = {"options": options, "by": "module", "adds": 0.5 if writeback else 0.0}
+    asks, libraries = summon_cases.computes, (reference, subject)
+    seen = assert_probes_agree(rank_pool, libraries, asks, setup, tree=SIMPLE, **asked)
+    assert seen[0].raised is None, seen[0].raised
+
+
+def _without_shapes(seen: list[Outcome]) -> list[Outcome]:
+    """What is shown behind a forward: torch's units show shards there."""
+    return [
+        outcome if outcome.raised else replace(outcome, value=outcome.value | {"inside": None})
+        for outcome in seen
+    ]
+
+
+@clause("distributed.fsdp.fsdp_lifted.computes_while_summoned")
+@pytest.mark.deviation("fsdp.computes_while_summoned")
+@pytest.mark.parametrize("backward", ["", "inside", "after"])
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_inside_leaves_whole_what_is_shown(
+    deviation: DeviationJudge,
+    rank_pool: RankPool,
+    strategy: str,
+    use_orig_params: bool,
+    writeback: bool,
+    backward: str,
+) -> None:
+    setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    adds = 0.5 if writeback else 0.0
+    asked = {"options": {"writeback": writeback}, "backward": backward, "adds": adds}
+    with torch.no_grad():
+        model = SIMPLE.build()
+        for parameter in model.parameters():
+            parameter.add_(adds)
+    plain = dict(model.named_parameters())
+
+    def is_right(seen: list[Outcome]) -> bool:
+        return all(
+            outcome.raised is None
+            and outcome.value["inside"] == [parameter.shape for parameter in plain.values()]
+            and all(torch.equal(outcome.value["whole"][name].values, each) for name, each in plain.items())
+            and _is_close(call(model, SIMPLE, SIMPLE.batch(0, rank)), outcome.value["output"].values)
+            for rank, outcome in enumerate(seen)
+        )
+
+    deviation.judge(
+        lambda library: probed(rank_pool, library, summon_cases.computes, setup, tree=SIMPLE, **asked),
+        torch_does=lambda seen: not is_right(seen),
+        we_do=is_right,
+        may_agree=not writeback or strategy == "NO_SHARD" or rank_pool.world_size == 1,
+    )
+
+
+def _is_close(wanted: Any, got: torch.Tensor) -> bool:
+    return ONE_STEP.excess(out_of_form(wanted).detach(), got) is None
+
+
+@clause("distributed.fsdp.fsdp_lifted.computes_while_summoned")
+@pytest.mark.deviation("fsdp.computes_while_summoned")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_inside_has_mixed_precision(
+    deviation: DeviationJudge, rank_pool: RankPool, strategy: str, use_orig_params: bool
+) -> None:
+    arguments = {"use_orig_params": use_orig_params}
+    precision = {"param_dtype": torch.bfloat16}
+    setup = Setup(strategy, wrap="leaves", arguments=arguments, mixed_precision=precision)
+    options = {"writeback": True}
+
+    def probe(library: Library) -> list[Outcome]:
+        return probed(rank_pool, library, summon_cases.computes, setup, tree=SIMPLE, options=options)
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: raised(seen, RuntimeError, "dtype"),
+        we_do=lambda seen: all(
+            outcome.raised is None and outcome.value["output"].dtype is torch.bfloat16 for outcome in seen
+        ),
+    )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.restores")

@@ -286,6 +286,13 @@ class Flat:
         """Register whole parameters with the modules, and not the flat one; without `use_orig_params`."""
         self._register_instead([nn.Parameter(view, self.flat_param.requires_grad) for view in views])
 
+    def show_again(self, parameters: Sequence[Tensor]) -> None:
+        """Whole parameters that have been shown before."""
+        if self.use_orig_params:
+            self._showing.show(parameters)
+        else:
+            self._register_instead(parameters)
+
     def _register_instead(self, parameters: Sequence[Tensor]) -> None:
         self.unregister()
         self._summoned = Showing(self.known, as_parameters=True)

@@ -237,13 +237,32 @@ def root_over(wrappers: Sequence[Any], device: torch.device) -> Root:
     """
     check_alike(wrappers)
     for one in wrappers:
-        one._unit.check_device(one.compute_device)
+        _check_device(one._unit, one.compute_device)
     outermost = wrappers[0]
     names = {one: clean_name(f"{name}.").rstrip(".") for name, one in outermost.named_modules()}
     for one in wrappers:
         one._unit.name = names[one] or type(one.module).__name__
     units = [one._unit for one in wrappers]
     return Root(outermost._unit, units, device, outermost.limit_all_gathers, Buffers(wrappers, device))
+
+
+def _check_device(unit: Unit, compute_device: torch.device) -> None:
+    """
+    Raises:
+        RuntimeError: the parameters were moved to where they cannot be gathered from, or not moved there.
+    """
+    for flat in unit.flats:
+        device = flat.flat_param.device
+        if not flat.offloads and device != compute_device:
+            raise RuntimeError(
+                f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move the module to "
+                f"{compute_device} before training."
+            )
+        if flat.offloads and device.type != "cpu":
+            raise RuntimeError(
+                "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+                f"{device}. Make sure to not move the module from CPU when offloading parameters."
+            )
 
 
 def check_alike(wrappers: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._streams import Lane
 from impl.distributed.fsdp._unit import Unit
+from impl.distributed.fsdp._whole import Whole
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,14 @@ def summoned(unit: Unit, wanted: Summoning, is_rank0: bool) -> Generator[None]:
         exposure.begin(shows)
     if not keeps:
         unit.root.note_released(unit)
-    unit.phase = Phase.SUMMONED
-    unit.shows_whole, unit.all_show_whole = shows, not wanted.rank0_only
+    unit.begin_summoning(exposures if shows else (), by_all=not wanted.rank0_only)
     try:
         yield
     finally:
-        unit.phase = Phase.IDLE
-        unit.shows_whole = unit.all_show_whole = False
+        unit.end_summoning()
         for exposure in exposures if shows else ():
             exposure.end()
-        if keeps:
-            unit.root.note_released(unit)
+        unit.root.note_released(unit)
 
 
 class _Exposure:
@@ -104,6 +102,12 @@ class _Exposure:
         self._whole = torch.empty(0)  # [padded_numel], what is shown
         self._views: list[Tensor] = []
         self._grad_shard: Tensor | None = None
+        self.was_lent = False
+        self._aside: dict[int, Tensor | None] | None = None  # what was shown, while leaves are
+        self._versions: list[
+            Any
+        ] = []  # of what was shown, in the beginning and when a forward was last lent it
+        self._first_versions: list[Any] = []
 
     def begin(self, shows: bool) -> None:
         flat, unit = self._flat, self._unit
@@ -120,14 +124,42 @@ class _Exposure:
             self._whole = torch.empty_like(whole.flat, device="cpu").copy_(whole.flat)
         self._views = flat.views_of(self._whole)
         self._show()
+        self._first_versions = self._versions = self._versions_shown()
         if grads is not None:
             self._show_grads(grads)
 
+    def lend(self, dtype: torch.dtype) -> Whole:
+        flat = self._flat
+        if self._aside is None:
+            self._take_in()
+            self._aside = dict(flat.shown())
+            if not flat.use_orig_params:
+                flat.put_flat_param_back()
+            whole = flat.whole(dtype)
+            if whole.flat.data_ptr() != self._whole.data_ptr():
+                whole.allocate()
+                whole.flat.copy_(self._whole)
+            whole.fill_from(flat.versions)
+        self.was_lent = True
+        return flat.expose(dtype)
+
+    def take_back(self) -> None:
+        if self._aside is None:
+            return
+        self._flat.conceal()
+        shown = [cast("Tensor", self._aside[index]) for index in range(len(self._aside))]
+        self._aside = None
+        self._flat.show_again(shown)
+
     def end(self) -> None:
         flat = self._flat
-        if self._wanted.writeback or not flat.is_dealt:
-            with torch.no_grad():
-                self._write_back()
+        keeps = self._wanted.writeback or not flat.is_dealt
+        if keeps:
+            self._take_in()
+            self._write_back()
+        elif self.was_lent and self._first_versions != self._versions_shown():
+            # A graph may have been made of values that nobody has any more.
+            torch.autograd.graph.increment_version(flat.flat_param)
         if flat.use_orig_params:
             flat.rest_as_views()
         else:
@@ -165,12 +197,27 @@ class _Exposure:
             shard = flat.flat_param.new_zeros(flat.layout.shard_numel)
         return gathered_like(flat, shard, groups, self._unit.name)
 
-    def _write_back(self) -> None:
+    def _versions_shown(self) -> list[Any]:
+        return [None if one is None else (one.data_ptr(), one._version) for _, one in self._flat.shown()]
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
+        """Have the whole hold what was put in a parameter's place; and what was written count as written to the shard.
+
+        With original parameters it counts by their own names.
+        """
         flat = self._flat
         for index, shown in flat.shown():
             view = self._views[index]
             if shown is not None and shown.data_ptr() != view.data_ptr():
                 view.copy_(cast("nn.Parameter", shown).data)
+        before, self._versions = self._versions, self._versions_shown()
+        if before != self._versions and not flat.use_orig_params:
+            torch.autograd.graph.increment_version(flat.flat_param)
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        flat = self._flat
         if not flat.is_dealt and self._whole.device == flat.flat_param.device:
             return  # the shard is what was shown
         first = flat.rank * flat.layout.shard_numel if flat.is_dealt else 0

@@ -12,14 +12,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.distributed.fsdp._buffers import Buffers
 from impl.distributed.fsdp._collectives import Reduction, gather, join
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._gradients import GradientShard
@@ -27,38 +26,15 @@ from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
 from impl.distributed.fsdp._phase import Phase, TrainingState, torchs_name
 from impl.distributed.fsdp._plan import Plan
+from impl.distributed.fsdp._shared import Shared, Shown
 from impl.distributed.fsdp._steps import watch
-from impl.distributed.fsdp._streams import Lane, Streams
+from impl.distributed.fsdp._streams import Lane
 from impl.distributed.fsdp._whole import Whole
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.optim._shards import deal
 
 # The number of the node that autograd makes next.
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  no stub
-
-
-class Shared(Protocol):
-    """What the units of one root have in common; `Root` is it."""
-
-    streams: Streams
-    syncs: bool
-    buffers: Buffers
-
-    @property
-    def is_in_backward(self) -> bool: ...
-    def is_root(self, unit: Unit) -> bool: ...
-    def settle(self) -> None: ...
-    def begin_backward(self) -> None: ...
-    def note_begun(self, unit: Unit) -> None: ...
-    def note_ended(self, unit: Unit) -> None: ...
-    def note_abandoned(self) -> None: ...
-    def next_in_forward(self, unit: Unit) -> Unit | None: ...
-    def next_in_backward(self, unit: Unit) -> Unit | None: ...
-    def shards_were_written(self) -> None: ...
-    def admit(self, unit: Unit) -> None: ...
-    def note_released(self, unit: Unit) -> None: ...
-    def buffer(self, flat: Flat, dtype: torch.dtype, is_lent: bool) -> tuple[Tensor, list[Tensor]]: ...
-    def keep_until_reduced(self, buffer: Tensor) -> None: ...
 
 
 class Unit:
@@ -75,6 +51,8 @@ class Unit:
         self.phase = Phase.IDLE
         self.shows_whole = False  # to the user, on this rank
         self.all_show_whole = False
+        self.shown: Sequence[Shown] = ()  # of the flats, then
+        self._resting = Phase.IDLE  # before and after a forward or backward
         self.shared: Shared | None = None
         self._depth = 0  # of calls of the module inside its own forward
         self._first_node = 0  # of the graph that the forward builds, by autograd's count
@@ -92,7 +70,7 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        return self._dtypes is not None
+        return self._dtypes is not None or bool(self.shown)
 
     @property
     def root(self) -> Shared:
@@ -113,6 +91,17 @@ class Unit:
         for flat in self.flats:
             flat.rest_in(dtype)
 
+    def begin_summoning(self, shown: Sequence[Shown], by_all: bool) -> None:
+        """Whole parameters are there for the user to read: of every flat on this rank, or of none; or on all ranks."""
+        self.phase = self._resting = Phase.SUMMONED
+        self.shown, self.all_show_whole = shown, by_all
+        self.shows_whole = bool(shown) or by_all
+
+    def end_summoning(self) -> None:
+        self.phase = self._resting = Phase.IDLE
+        self.shown, self.all_show_whole = (), False
+        self.shows_whole = False
+
     def announce_parameters(self) -> None:
         """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
         self._lost_graph = any(whole.is_given_up for whole in self._in_graph)
@@ -122,24 +111,6 @@ class Unit:
             if group is not None:
                 for parameter in flat.stepped:
                     deal(parameter, group)
-
-    def check_device(self, compute_device: torch.device) -> None:
-        """
-        Raises:
-            RuntimeError: the parameters were moved to where they cannot be gathered from, or not moved there.
-        """
-        for flat in self.flats:
-            device = flat.flat_param.device
-            if not flat.offloads and device != compute_device:
-                raise RuntimeError(
-                    f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move the module to "
-                    f"{compute_device} before training."
-                )
-            if flat.offloads and device.type != "cpu":
-                raise RuntimeError(
-                    "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
-                    f"{device}. Make sure to not move the module from CPU when offloading parameters."
-                )
 
     # Forward
 
@@ -163,10 +134,10 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the parameters whole and seen; the inputs, cast where the unit's mixed precision says so."""
         self.root.settle()
-        if self.phase is Phase.SUMMONED:
+        if self.phase is Phase.SUMMONED and self.flats and not self.all_show_whole:
             raise RuntimeError(
-                f"the forward of {self.name} was called inside summon_full_params(), which shows its parameters to be "
-                "read and written; leave the context first"
+                f"the forward of {self.name} was called inside summon_full_params(rank0_only=True), which leaves the "
+                "other ranks without its parameters; leave the context first, or have every rank see them"
             )
         if self.phase is Phase.BACKWARD:  # recomputed for it: the parameters are whole
             return self._cast(args, kwargs)
@@ -203,7 +174,7 @@ class Unit:
         if self._depth > 0:
             return outputs
         self.root.note_ended(self)
-        self.phase = Phase.IDLE
+        self.phase = self._resting
         watched = self._entries(outputs, held) if torch.is_grad_enabled() else []
         for output in watched:
             output.register_hook(self.before_backward)
@@ -228,7 +199,7 @@ class Unit:
         """The forward raised: as if it had not been called."""
         if self.phase is Phase.FORWARD:
             self._depth = 0
-            self.phase = Phase.IDLE
+            self.phase = self._resting
             self.root.note_abandoned()
             self.release()
 
@@ -243,7 +214,8 @@ class Unit:
         self.root.settle()
         if self.phase is Phase.BACKWARD:
             return
-        if self.phase is not Phase.IDLE:
+        is_of_inside = not self.flats or any(one.was_lent for one in self.shown)
+        if self.phase is not Phase.IDLE and not (self.phase is Phase.SUMMONED and is_of_inside):
             raise RuntimeError(
                 f"backward reached {self.name} while it is in the middle of {self.phase.value}"
             )
@@ -290,7 +262,7 @@ class Unit:
     def finish_backward(self) -> None:
         """Hand over the gradients that came, release the parameters. Called again, it does what is left to do."""
         if self.phase is Phase.BACKWARD:
-            self.phase = Phase.IDLE
+            self.phase = self._resting
         grads = [whole.take_gradients() for whole in self._in_graph]
         if self._is_freed_in_backward():
             self.release()
@@ -304,7 +276,7 @@ class Unit:
 
     def abandon_backward(self) -> None:
         """The backward raised: drop what it has not shown in `.grad`. No collective, since peers may go on."""
-        self.phase = Phase.IDLE
+        self.phase = self._resting
         self.awaits_backward = False
         for whole in self._in_graph:
             for leaf in whole.trainable:
@@ -345,6 +317,10 @@ class Unit:
         """Gather what is not whole yet, and have the modules see it; COMPUTE waits."""
         if not self.flats:
             return
+        if self.shown:
+            pairs = zip(self.shown, self.flats, strict=True)
+            self._in_graph = [one.lend(self._dtype_now(flat)) for one, flat in pairs]
+            return
         self.gather()
         if self.phase is Phase.BACKWARD:
             self._refuse_lost_graph()
@@ -378,9 +354,11 @@ class Unit:
 
     def release(self) -> None:
         """Do without the wholes; the modules see what rests in the leaves' place."""
-        if self._dtypes is None:
+        if not self.is_gathered:
             return
         self._conceal()
+        if self.shown:
+            return
         self._dtypes = None
         self._was_prefetched = False
         root = self.root
@@ -399,7 +377,9 @@ class Unit:
             flat.free()
 
     def _conceal(self) -> None:
-        for flat in self.flats:
+        for one in self.shown:
+            one.take_back()
+        for flat in () if self.shown else self.flats:
             flat.conceal()
 
     def _prefetch_for_backward(self) -> None:

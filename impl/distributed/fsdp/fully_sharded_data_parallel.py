@@ -236,7 +236,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         """Run the wrapped module's forward with its parameters whole."""
         unit = self._unit
         root = self._root or self._find_root()
-        if root.is_root(unit) and unit.phase in (Phase.IDLE, Phase.BACKWARD):
+        if root.is_root(unit) and unit.phase is not Phase.FORWARD:
             args, kwargs = unit.inputs_of_root(args, kwargs, self.compute_device)
         try:
             args, kwargs = unit.before_forward(args, kwargs)
