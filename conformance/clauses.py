@@ -19,7 +19,7 @@ from conformance import surface
 
 HERE = Path(__file__).parent
 # Folders whose tests judge a subject; the others test this repository's own parts.
-AREAS = ("amp", "cpu", "cuda", "distributed", "dynamo", "nn")
+AREAS = ("amp", "clients", "cpu", "cuda", "distributed", "dynamo", "nn")
 
 
 @dataclass(frozen=True)

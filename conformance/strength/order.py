@@ -38,9 +38,11 @@ def in_order(items: Sequence[pytest.Item], task: Task) -> list[pytest.Item]:
 
 
 def cost(item: pytest.Item) -> int:
-    """0 for a test of one example, 1 for many, 2 for sequences of calls, 3 for tests that start ranks."""
+    """0 for a test of one example, 1 for many, 2 for sequences of calls, 3 for ranks, 4 for whole libraries on them."""
     assert isinstance(item, pytest.Function)
     function = item.function
+    if "sides" in getattr(item, "fixturenames", ()):
+        return 4
     if starts_ranks(item):
         return 3
     if "run_state_machine_as_test" in inspect.unwrap(function).__code__.co_names:

@@ -1,0 +1,135 @@
+"""Trainings with accelerate and with what is built on it: transformers' Trainer, and peft's adapters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import peft
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers import Trainer, TrainingArguments
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from conformance.clients import tiny
+from conformance.clients.adapters import accelerate_on_the_cpu
+from conformance.ranks import Rank
+
+
+@accelerate_on_the_cpu()
+def train(
+    rank: Rank, *, folder: str, state_dict_type: str, use_orig_params: bool, dtype: torch.dtype, lora: bool
+) -> dict[str, Any]:
+    """In bfloat16, clipped, two batches a step; saved in the middle, and loaded after more steps."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1,
+        reshard_after_forward="FULL_SHARD",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["GPT2Block"],
+        state_dict_type=state_dict_type,
+        use_orig_params=use_orig_params,
+    )
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    made = tiny.lora() if lora else tiny.gpt2(dtype)
+    if lora:
+        plugin.auto_wrap_policy = peft.utils.other.fsdp_auto_wrap_policy(made)
+    model = accelerator.prepare(made)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), **tiny.ADAM))
+    losses, norms = [], []
+
+    def steps(batches: Iterable[torch.Tensor]) -> None:
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), tiny.MAX_NORM))
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+
+    data = tiny.tokens(rank.rank, 8)
+    steps(data[:4])
+    accelerator.save_state(folder)
+    steps(data[4:6])
+    accelerator.load_state(folder)
+    steps(data[4:])
+    return {
+        "sharded": isinstance(model, FullyShardedDataParallel),
+        "losses": losses,
+        "norms": norms,
+        "weights": tiny.whole(model),
+        "saved": accelerator.get_state_dict(model),  # whole on the first rank, empty on others
+    }
+
+
+@accelerate_on_the_cpu()
+def trainer(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
+    """transformers' Trainer in bfloat16, two batches a step; then a new one from its checkpoint."""
+    rows = tiny.tokens(0, 8).flatten(0, 1)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+
+    def made(steps: int) -> Trainer:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=True,
+            fsdp=True,
+            fsdp_config={
+                "version": 1,
+                "transformer_layer_cls_to_wrap": ["GPT2Block"],
+                "state_dict_type": state_dict_type,
+                "sync_module_states": False,
+            },
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_grad_norm=tiny.MAX_NORM,
+            learning_rate=tiny.ADAM["lr"],
+            adam_epsilon=tiny.ADAM["eps"],
+            lr_scheduler_type="constant",
+            max_steps=steps,
+            save_steps=2,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        return Trainer(model=tiny.gpt2(), args=arguments, train_dataset=data)
+
+    def seen(one: Trainer) -> dict[str, Any]:
+        log = [entry for entry in one.state.log_history if "loss" in entry]
+        return {
+            "sharded": isinstance(one.model_wrapped, FullyShardedDataParallel),
+            "losses": [torch.tensor(entry["loss"]) for entry in log],
+            "norms": [torch.tensor(entry["grad_norm"]) for entry in log],
+            "weights": tiny.whole(one.model_wrapped),
+        }
+
+    first, resumed = made(4), made(6)
+    first.train()
+    resumed.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2"))
+    return {"first": seen(first), "resumed": seen(resumed)}
+
+
+def generate(rank: Rank, *, recurse: bool) -> dict[str, Any]:
+    """A sharded model speaks after each step, as transformers has it: all of it whole, or the outermost unit."""
+    model = FullyShardedDataParallel(
+        tiny.gpt2(),
+        auto_wrap_policy=ModuleWrapPolicy({GPT2Block}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), **tiny.ADAM)
+    seen: dict[str, Any] = {"losses": [], "said": []}
+    for batch in tiny.tokens(rank.rank, 2):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen["losses"].append(loss.detach())
+        with FullyShardedDataParallel.summon_full_params(model, recurse=recurse, writeback=False):
+            said = model.module.generate(batch[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        seen["said"].append(said)
+    return seen

@@ -1,0 +1,36 @@
+"""The two sides of a training: ranks over torch, and ranks over what takes its place."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from conformance.clients.sides import Sides
+from conformance.clients.taking_place import drop_in_of
+from conformance.library import Library
+from conformance.ranks import RankPool
+from conformance.results import unavailable
+
+_LIBRARIES = ("accelerate", "transformers", "lightning", "peft", "bitsandbytes", "torchao")
+
+
+@pytest.fixture(scope="session")
+def _sides() -> Iterator[dict[str, RankPool]]:
+    pools: dict[str, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def sides(
+    request: pytest.FixtureRequest, _sides: dict[str, RankPool], subject: Library, reference: Library
+) -> Sides:
+    """Two ranks over each; made once, since they import for half a minute."""
+    if missing := [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]:
+        unavailable(f"no {', '.join(missing)}: ci/test --clients, or pip install -e '.[clients]'")
+    drop_in_of(subject)
+    request.node.pools_asked = {(2, "cpu")}  # where the report says that the test ran
+    return Sides(_sides, reference, subject)

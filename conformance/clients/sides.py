@@ -1,0 +1,46 @@
+"""Runs a training on ranks over torch and on ranks over the subject, and compares what they return."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from conformance.library import Library
+from conformance.outcome import assert_same_outcome, observe
+from conformance.ranks import RankPool
+from conformance.tolerances import TRAINED, Tolerance
+
+_IMPORTS_S, _CASE_S = 400.0, 120.0
+
+
+class Sides:
+    """`pools` are kept between tests, by library."""
+
+    def __init__(self, pools: dict[str, RankPool], reference: Library, subject: Library) -> None:
+        self._pools, self.reference, self.subject = pools, reference, subject
+
+    def run(self, library: Library, case: str, **arguments: Any) -> list[Any]:
+        """What each rank over the library returns of `module:function` of this package."""
+        if library.spec not in self._pools:
+            warm_up = ("conformance.clients.taking_place:take_place", {"library": library.spec})
+            turns = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+            self._pools[library.spec] = RankPool(2, warm_up=warm_up, start_s=_IMPORTS_S, turns=turns)
+        return self._pools[library.spec].run(f"conformance.clients.{case}", deadline_s=_CASE_S, **arguments)
+
+    def assert_alike(
+        self, case: str, folder: Path | None = None, tolerance: Tolerance = TRAINED, **arguments: Any
+    ) -> list[Any]:
+        """Fail unless every rank returns on both sides the same; each side writes to a folder of its own."""
+        returned = []
+        for side, library in {"torch": self.reference, "subject": self.subject}.items():
+            own = {} if folder is None else {"folder": tempfile.mkdtemp(prefix=side, dir=folder)}
+            returned.append(self.run(library, case, **own, **arguments))
+        assert_same(*returned, tolerance)
+        return returned[1]
+
+
+def assert_same(wanted: list[Any], got: list[Any], tolerance: Tolerance = TRAINED) -> None:
+    for one, other in zip(wanted, got, strict=True):
+        assert_same_outcome(observe(lambda one=one: one), observe(lambda other=other: other), tolerance)

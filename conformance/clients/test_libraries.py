@@ -1,0 +1,130 @@
+"""Libraries train over the subject as over torch: see the package's words on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.clauses import clause
+from conformance.clients.sides import Sides, assert_same
+from conformance.tolerances import EXACT
+
+# The first one waits for all imports, on both sides.
+pytestmark = [pytest.mark.profile("full"), pytest.mark.deadline(900)]
+IN_BOTH_KINDS = pytest.mark.parametrize("state_dict_type", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+ON_BOTH_LAYOUTS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "original"])
+BY_LIGHTNING = pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+OPTIMIZERS = pytest.mark.parametrize(
+    "optimizer",
+    [
+        "bitsandbytes.AdamW",
+        "bitsandbytes.AdamW8bit",
+        "bitsandbytes.Lion8bit",
+        "bitsandbytes.PagedAdamW8bit",
+        "torchao.AdamW8bit",
+        "torchao.AdamW4bit",
+    ],
+)
+
+
+def assert_sharded(returned: list[dict[str, Any]]) -> None:
+    """Else a library has gone another way, and both sides have trained without sharding."""
+    assert all(one["sharded"] for one in returned)
+
+
+@clause("clients.libraries.accelerate")
+@ON_BOTH_LAYOUTS
+@IN_BOTH_KINDS
+def test_accelerate(sides: Sides, tmp_path: Path, state_dict_type: str, use_orig_params: bool) -> None:
+    asked = {"state_dict_type": state_dict_type, "use_orig_params": use_orig_params}
+    assert_sharded(
+        sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.float32, lora=False)
+    )
+
+
+@clause("clients.libraries.accelerate_upcasts")
+@ON_BOTH_LAYOUTS
+def test_accelerate_upcasts(sides: Sides, tmp_path: Path, use_orig_params: bool) -> None:
+    asked = {"state_dict_type": "SHARDED_STATE_DICT", "use_orig_params": use_orig_params}
+    got = sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.bfloat16, lora=False)
+    assert_sharded(got)
+
+
+@clause("clients.libraries.peft")
+@ON_BOTH_LAYOUTS
+@IN_BOTH_KINDS
+def test_peft(sides: Sides, tmp_path: Path, state_dict_type: str, use_orig_params: bool) -> None:
+    asked = {"state_dict_type": state_dict_type, "use_orig_params": use_orig_params}
+    got = sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.float32, lora=True)
+    assert_sharded(got)
+    # Two at each of three layers in each of two blocks.
+    assert sum(".lora_" in name for name in got[0]["saved"]) == 12
+
+
+@clause("clients.libraries.transformers_trainer")
+@IN_BOTH_KINDS
+def test_transformers_trainer(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
+    got = sides.assert_alike("accelerate_cases:trainer", tmp_path, state_dict_type=state_dict_type)
+    assert_sharded([one["resumed"] for one in got])
+
+
+@clause("clients.libraries.transformers_generate")
+@pytest.mark.parametrize("recurse", [False], ids=["outermost_whole"])
+def test_transformers_generate(sides: Sides, recurse: bool) -> None:
+    sides.assert_alike("accelerate_cases:generate", tolerance=EXACT, recurse=recurse)
+
+
+@clause("clients.libraries.lightning_fabric")
+@BY_LIGHTNING
+def test_lightning_fabric(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
+    got = sides.assert_alike("lightning_cases:fabric", tmp_path, state_dict_type=state_dict_type)
+    assert_sharded(got)
+
+
+@clause("clients.libraries.lightning_trainer")
+@BY_LIGHTNING
+def test_lightning_trainer(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
+    got = sides.assert_alike("lightning_cases:trainer", tmp_path, EXACT, state_dict_type=state_dict_type)
+    assert_sharded([one["resumed"] for one in got])
+
+
+@clause("clients.libraries.distributed_checkpoint")
+@pytest.mark.parametrize("torch_writes", [True, False], ids=["torch_writes", "torch_reads"])
+@ON_BOTH_LAYOUTS
+@pytest.mark.parametrize("full", [True, False], ids=["full", "sharded"])
+def test_distributed_checkpoint(
+    sides: Sides, tmp_path: Path, full: bool, use_orig_params: bool, torch_writes: bool
+) -> None:
+    way = {"folder": str(tmp_path), "full": full, "use_orig_params": use_orig_params}
+    writer, reader = (sides.reference, sides.subject) if torch_writes else (sides.subject, sides.reference)
+    wrote = sides.run(writer, "checkpoint_cases:write", **way)
+    assert_same(wrote, sides.run(reader, "checkpoint_cases:read", **way), EXACT)
+
+
+@clause("clients.libraries.quantized_optimizers")
+@OPTIMIZERS
+def test_quantized_optimizers(sides: Sides, optimizer: str) -> None:
+    sides.assert_alike("optimizer_cases:scaled", tolerance=EXACT, optimizer=optimizer)
+
+
+@clause("clients.libraries.quantized_optimizers_in_one_call")
+@OPTIMIZERS
+def test_quantized_optimizers_in_one_call(sides: Sides, optimizer: str) -> None:
+    sides.subject.find("optim.capture")  # missing here rather than on the ranks
+    wanted = sides.run(sides.reference, "optimizer_cases:scaled", optimizer=optimizer)
+    captured = {"capture_of": sides.subject.spec}
+    for how in (captured, {"fused": True}, captured | {"fused": True}):
+        assert_same(
+            wanted, sides.run(sides.subject, "optimizer_cases:scaled", optimizer=optimizer, **how), EXACT
+        )
+
+
+@clause("clients.libraries.quantized_optimizers_sharded")
+@ON_BOTH_LAYOUTS
+@pytest.mark.parametrize("optimizer", ["bitsandbytes.AdamW8bit", "torchao.AdamW8bit"])
+def test_quantized_optimizers_sharded(sides: Sides, optimizer: str, use_orig_params: bool) -> None:
+    asked = {"optimizer": optimizer, "use_orig_params": use_orig_params}
+    sides.assert_alike("optimizer_cases:sharded", tolerance=EXACT, **asked)

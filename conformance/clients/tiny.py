@@ -1,0 +1,65 @@
+"""The models and the data that libraries train: from a configuration and fixed seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import peft
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel
+
+_VOCABULARY, _LENGTH = 64, 16
+# With so large an eps no element's step hangs on the last bits of a gradient that is next to nothing.
+ADAM: Mapping[str, float] = {"lr": 1e-2, "eps": 1e-3}
+MAX_NORM = 0.05  # below the norms that there are
+
+
+def tokens(rank: int, batches: int) -> torch.Tensor:
+    """Batches of four rows for one rank, of others for each."""
+    drawn = torch.Generator().manual_seed(1 + rank)
+    return torch.randint(0, _VOCABULARY, (batches, 4, _LENGTH), generator=drawn)
+
+
+def gpt2(dtype: torch.dtype = torch.float32) -> Any:
+    """Two blocks; the head's weight is the embedding's. Without dropout, whose draws are not what is compared."""
+    torch.manual_seed(0)
+    sizes = {"n_positions": _LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=_VOCABULARY, **sizes, **dropouts)).to(dtype)
+
+
+def lora() -> Any:
+    """The same, frozen, with adapters."""
+    model = gpt2()
+    torch.manual_seed(1)
+    adapted = ["c_attn", "c_proj"]
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=adapted, fan_in_fan_out=True, init_lora_weights="gaussian")
+    )
+
+
+def layers() -> torch.nn.Sequential:
+    """A model of two inner units, `Pair`s."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(_VOCABULARY, 16), Pair(), Pair(), torch.nn.Linear(16, _VOCABULARY)
+    )
+
+
+class Pair(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+
+
+def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """That of predicting the next token, by `layers`."""
+    logits = model(batch)[:, :-1].float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter of a sharded model, on every rank."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return {name: value.detach().clone() for name, value in model.named_parameters()}
