@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch._C import DispatchKey, DispatchKeySet
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -207,11 +208,14 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
 
 
 def _collective(func: Any) -> Any:
-    """A backend of the host's carries it out."""
+    """The default group carries it out, on the host."""
+    place = [argument.name for argument in func._schema.arguments].index("process_group")
 
-    def issue(*args: Any, **kwargs: Any) -> Any:
-        on_host = tree_map_only(Tensor, _numbers, (args, kwargs))
-        _, work = func(*on_host[0], **on_host[1])
+    def issue(*args: Any) -> Any:
+        on_host: list[Any] = tree_map_only(Tensor, _numbers, [*args])
+        assert dist.group.WORLD is not None
+        on_host[place] = dist.group.WORLD.boxed()
+        _, work = func(*on_host)
         return args[0], work
 
     return issue

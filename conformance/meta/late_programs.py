@@ -12,6 +12,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from impl.distributed.fsdp import ShardedGradScaler
 from impl.kernels import HostCopy, copy_into_, placed
 from impl.nn.utils import clip_grad_norm_
 from impl.optim import capture
+from impl.optim._shards import deal
 
 Program = Callable[[torch.device], Any]
 SCALE = 1024.0
@@ -163,6 +165,27 @@ def a_scale_on_its_floor(device: torch.device) -> Any:
                 scaler._watch.read(0.5, 2.0)
             scaler.update()
     return sum("min_scale" in str(warning.message) for warning in warned)
+
+
+@named
+def a_group_of_the_device_alone(device: torch.device) -> Any:
+    """Holds parameters whose gradients lie on the host; as nccl does where states are offloaded."""
+    store, gloo = dist.HashStore(), dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, 0, 1)
+    group._register_backend(
+        torch.device(device.type), gloo, dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=1))
+    )
+    param = torch.nn.Parameter(torch.ones(3))
+    deal(param, group)
+    told = []
+    for scaler in (
+        GradScaler(device.type, enabled=False),
+        ShardedGradScaler(device.type, process_group=group),
+    ):
+        scaler.scale(torch.ones((), device=device))
+        param.grad = torch.full_like(param, 2.0)
+        told += [scaler.fused_step(SGD([param], 0.5), max_norm=0.5), param.detach().clone()]
+    return told
 
 
 @named

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from impl.kernels import PLAIN_TYPES
+from impl.kernels import PLAIN_TYPES, placed
 
 _dealt: Any = WeakIdKeyDictionary()
 
@@ -96,10 +96,17 @@ class Norms:
 
 
 def exchanged(numbers: Tensor, among: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's `numbers`, a row a rank."""
-    everyones = numbers.new_empty((dist.get_world_size(among), len(numbers)))
-    dist.all_gather([*everyones.unbind()], numbers, group=among)
-    return everyones
+    """Every rank's `numbers`, a row a rank; sent from the device where the group takes none from the host."""
+    mine = placed(numbers, _place_in(among, numbers.device))
+    everyones = mine.new_empty((dist.get_world_size(among), len(mine)))
+    dist.all_gather([*everyones.unbind()], mine, group=among)
+    return placed(everyones, numbers.device)
+
+
+def _place_in(among: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    group = dist.group.WORLD if among is None else among
+    kinds = [place.type for place in getattr(group, "_device_types", ())]  # some groups do not tell
+    return torch.device(kinds[0]) if kinds and device.type == "cpu" and "cpu" not in kinds else device
 
 
 def _ranks_in(among: dist.ProcessGroup | None, group: dist.ProcessGroup) -> list[int]:
