@@ -194,6 +194,17 @@ def cast_between(trainer: Trainer) -> list[torch.Tensor]:
     return []
 
 
+def flat_cast_between(trainer: Trainer) -> list[torch.Tensor]:
+    """As accelerate casts: what the flat parameters hold, by name."""
+    loss = trainer.loss(0)
+    model: Any = trainer.model
+    for unit in type(model).fsdp_modules(model):
+        if unit._flat_param is not None:
+            unit._flat_param.data = unit._flat_param.data.double()
+    loss.backward()
+    return []
+
+
 def called_with_others(trainer: Trainer) -> list[torch.Tensor]:
     """torch.func.functional_call with other values for the parameters, and the model's own again."""
     others = {name: parameter.detach() * 0.5 for name, parameter in trainer.model.named_parameters()}
