@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from conformance.clauses import clause
 from conformance.clients.sides import Sides, assert_same
+from conformance.results import unavailable
 from conformance.tolerances import EXACT
 
 # The first one waits for all imports, on both sides.
@@ -27,7 +29,16 @@ OPTIMIZERS = pytest.mark.parametrize(
         "torchao.AdamW8bit",
         "torchao.AdamW4bit",
     ],
+    indirect=True,
 )
+
+
+@pytest.fixture
+def optimizer(request: pytest.FixtureRequest) -> str:
+    """One of those: torchao's compile their step."""
+    if request.param.startswith("torchao.") and not any(map(shutil.which, ("g++", "clang++"))):
+        unavailable("no C++ compiler")
+    return request.param
 
 
 def assert_sharded(returned: list[dict[str, Any]]) -> None:
@@ -72,7 +83,7 @@ def test_transformers_trainer(sides: Sides, tmp_path: Path, state_dict_type: str
 
 
 @clause("clients.libraries.transformers_generate")
-@pytest.mark.parametrize("recurse", [False], ids=["outermost_whole"])
+@pytest.mark.parametrize("recurse", [True, False], ids=["all_whole", "outermost_whole"])
 def test_transformers_generate(sides: Sides, recurse: bool) -> None:
     sides.assert_alike("accelerate_cases:generate", tolerance=EXACT, recurse=recurse)
 
@@ -124,7 +135,7 @@ def test_quantized_optimizers_in_one_call(sides: Sides, optimizer: str) -> None:
 
 @clause("clients.libraries.quantized_optimizers_sharded")
 @ON_BOTH_LAYOUTS
-@pytest.mark.parametrize("optimizer", ["bitsandbytes.AdamW8bit", "torchao.AdamW8bit"])
+@pytest.mark.parametrize("optimizer", ["bitsandbytes.AdamW8bit", "torchao.AdamW8bit"], indirect=True)
 def test_quantized_optimizers_sharded(sides: Sides, optimizer: str, use_orig_params: bool) -> None:
     asked = {"optimizer": optimizer, "use_orig_params": use_orig_params}
     sides.assert_alike("optimizer_cases:sharded", tolerance=EXACT, **asked)
