@@ -12,7 +12,7 @@ from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp import written_cases
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
-from conformance.distributed.fsdp.written_cases import written_without_sharding
+from conformance.distributed.fsdp.written_cases import Forked, written_without_sharding
 from conformance.library import Library
 from conformance.ranks import RankPool
 from conformance.tolerances import ONE_STEP
@@ -80,6 +80,58 @@ def test_what_was_written_is_computed_with(
     deviation: DeviationJudge, rank_pool: RankPool, does: Any, strategy: str, use_orig_params: bool
 ) -> None:
     judge_as_without_sharding(deviation, probe_of(rank_pool, does, strategy, use_orig_params), does)
+
+
+@clause("distributed.fsdp.fsdp_lifted.graphs_of_former_weights")
+@pytest.mark.deviation("fsdp.graphs_of_former_weights")
+@both_kinds
+@each_strategy
+@pytest.mark.parametrize("makes", [written_cases.Headed, Forked], ids=["root", "inner"])
+@pytest.mark.parametrize(
+    "does",
+    [
+        written_cases.stepped_between,
+        written_cases.stepped_between_by_a_fused_one,
+        written_cases.changed_between,
+        written_cases.memory_between,
+    ],
+    ids=lambda does: does.__name__,
+)
+def test_a_backward_of_weights_that_were_kept_and_written_to(
+    deviation: DeviationJudge,
+    rank_pool: RankPool,
+    does: Any,
+    makes: Any,
+    strategy: str,
+    use_orig_params: bool,
+) -> None:
+    """The outermost unit is kept from forward to backward, and others where nothing is resharded."""
+
+    def is_refused(seen: Seen) -> bool:
+        return raised(seen, RuntimeError, "has been modified by an inplace operation")
+
+    deviation.judge(
+        probe_of(rank_pool, does, strategy, use_orig_params, makes=makes),
+        torch_does=lambda seen: not is_refused(seen),
+        we_do=is_refused,
+        may_agree=True,
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.graphs_of_former_weights")
+@pytest.mark.deviation("fsdp.graphs_of_former_weights")
+@both_kinds
+@each_strategy
+def test_a_backward_that_does_not_read_what_was_written(
+    deviation: DeviationJudge, rank_pool: RankPool, strategy: str, use_orig_params: bool
+) -> None:
+    does, makes = written_cases.stepped_beside, written_cases.Headed
+    deviation.judge(
+        probe_of(rank_pool, does, strategy, use_orig_params, makes=makes),
+        torch_does=lambda seen: not is_as_without_sharding(seen, does, makes=makes),
+        we_do=lambda seen: is_as_without_sharding(seen, does, makes=makes),
+        may_agree=True,
+    )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.writes.shapes")

@@ -37,6 +37,21 @@ class Forked(nn.Module):
         return self.always(hidden) + self.sometimes(hidden) if forks else self.always(hidden)
 
 
+class Headed(nn.Module):
+    """Backward reads the weights of the outermost unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.Linear(3, 4)), nn.Linear(4, 2)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+
+    def forward(self, x: torch.Tensor, forks: bool = False) -> torch.Tensor:
+        del forks
+        return self.head(self.inner(x).tanh())
+
+
 @dataclass(frozen=True)
 class Trainer:
     """A model, which may be sharded, and the ranks whose data it is given here."""
@@ -130,6 +145,54 @@ def stepped_and_cleared(trainer: Trainer) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(trainer.model.parameters(), 0.25, fused=True)
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     optimizer.step()
+    return [trainer.output()]
+
+
+def stepped_between(trainer: Trainer) -> list[torch.Tensor]:
+    """By an optimizer, between a forward and its backward."""
+    return _written_between(trainer, trainer.step)
+
+
+def stepped_between_by_a_fused_one(trainer: Trainer) -> list[torch.Tensor]:
+    return _written_between(trainer, lambda: trainer.step(fused=True))
+
+
+def changed_between(trainer: Trainer) -> list[torch.Tensor]:
+    """In place, between a forward and its backward."""
+
+    def change() -> None:
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(0.5)
+
+    return _written_between(trainer, change)
+
+
+def memory_between(trainer: Trainer) -> list[torch.Tensor]:
+    """Other memory as `.data`, between a forward and its backward."""
+
+    def change() -> None:
+        for parameter in trainer.model.parameters():
+            parameter.data = parameter.data * 0.5
+
+    return _written_between(trainer, change)
+
+
+def _written_between(trainer: Trainer, write: Callable[[], None]) -> list[torch.Tensor]:
+    trainer.backward(0)
+    loss = trainer.loss(1)
+    write()
+    loss.backward()
+    return []
+
+
+def stepped_beside(trainer: Trainer) -> list[torch.Tensor]:
+    """Between a forward and its backward an optimizer steps what that does not read."""
+    trainer.backward(0)
+    loss = trainer.loss(1)
+    trainer.step(of="inner")
+    loss.backward()
+    trainer.step()
     return [trainer.output()]
 
 

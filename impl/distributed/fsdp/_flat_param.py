@@ -243,6 +243,7 @@ class Flat:
     def _adopt(self, shard: Tensor) -> None:
         """Go on with another shard; the memory of the one before stays as it is, since a user may put it back."""
         self.flat_param.data = shard
+        torch.autograd.graph.increment_version(self.flat_param)  # which other memory does not by itself
         if shard.dtype is not self._refreshed_in:
             self.refresh()
             return

@@ -333,7 +333,11 @@ class Unit:
         ]
 
     def gather(self) -> None:
-        """Fill the wholes, in the GATHER lane; nothing if they are filled with what the shards hold."""
+        """Fill the wholes, in the GATHER lane; nothing if they are filled with what the shards hold.
+
+        If the shards were written to since, to graphs that read the leaves these are changed, also where they were kept
+        for a backward.
+        """
         root = self.root
         changed = [flat.take_back_changes() for flat in self.flats]
         if any(changed):
@@ -341,8 +345,7 @@ class Unit:
             self.announce_parameters()
         wanted = [self._dtype_now(flat) for flat in self.flats]
         if self._dtypes is not None:
-            is_current = not any(changed) and self._shards_are_as_gathered()
-            if self._dtypes == wanted and (self.phase is not Phase.FORWARD or is_current):
+            if self._dtypes == wanted and not any(changed) and self._shards_are_as_gathered():
                 return
             self.release()
         root.admit(self)
