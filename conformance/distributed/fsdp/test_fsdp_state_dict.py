@@ -183,7 +183,7 @@ def test_what_is_no_tensor_until_it_is_needed(
 def test_what_is_read_on_demand_is_not_held(
     subject: Library, ranks: Callable[..., RankPool], world_size: int
 ) -> None:
-    asks = "conformance.distributed.fsdp.state_dict_cases:held_while_loading"
+    asks = "conformance.distributed.fsdp.state_dict_memory_cases:held_while_loading"
     for times_the_model in ranks(world_size).run(asks, library=subject.spec):
         assert times_the_model < 0.9
 

@@ -73,7 +73,7 @@ def test_a_whole_dict_on_the_cpu(
 def test_a_whole_dict_is_held_once(subject: Library, ranks: Ranks, world_size: int) -> None:
     if subject.package == "torch":
         unavailable("the reference cannot run here: fsdp.full_state_dict_to_cpu")
-    asks = "conformance.distributed.fsdp.state_dict_cases:held_while_saving"
+    asks = "conformance.distributed.fsdp.state_dict_memory_cases:held_while_saving"
     first, *others = ranks(world_size).run(asks, library=subject.spec)
     bytes_of_dict, times_the_model = first
     assert bytes_of_dict == 5 * 4 * (640 * 640 + 640)

@@ -1,0 +1,66 @@
+"""How much a rank holds while the model's state dict is saved or loaded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.distributed.fsdp.state_dict_cases import on_demand
+from conformance.library import load_library
+from conformance.ranks import Rank
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that what operators have returned since it began has had at a time; `old` is left out."""
+
+    def __init__(self, old: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._old = {tensor.untyped_storage()._cdata for tensor in old}
+        self._returned: list[weakref.ref[torch.Tensor]] = []
+        self.most_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._returned.append(weakref.ref(result))
+        living = [(one, tensor) for one in self._returned if (tensor := one()) is not None]
+        self._returned = [one for one, _ in living]
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for _, tensor in living
+        }
+        held = sum(size for key, size in storages.items() if key not in self._old)
+        self.most_bytes = max(self.most_bytes, held)
+        return result
+
+
+def held_while_saving(rank: Rank, *, library: str) -> tuple[int, float]:
+    """How many bytes the state dict of one large unit has on this rank, and how many times the model the rank held."""
+    fsdp = load_library(library).distributed.fsdp
+    torch.manual_seed(1)
+    body = nn.Sequential(*(nn.Linear(640, 640) for _ in range(5)))
+    model_bytes = sum(parameter.nbytes for parameter in body.parameters())
+    model = fsdp.FullyShardedDataParallel(body, device_id=torch.device("cpu"))
+    config = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    fsdp.FullyShardedDataParallel.set_state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, config)
+    with Held(model.parameters()) as held:
+        state_dict = model.state_dict()
+    return sum(value.nbytes for value in state_dict.values()), held.most_bytes / model_bytes
+
+
+def held_while_loading(rank: Rank, *, library: str) -> float:
+    """How many times the model the rank held while a dict of many units that is read on demand was loaded."""
+    fsdp = load_library(library).distributed.fsdp
+    torch.manual_seed(1)
+    body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
+    model_bytes = sum(parameter.nbytes for parameter in body.parameters())
+    state_dict = on_demand({key: value.clone() for key, value in body.state_dict().items()})
+    policy = fsdp.wrap.ModuleWrapPolicy({nn.Linear})
+    model = fsdp.FullyShardedDataParallel(body, device_id=torch.device("cpu"), auto_wrap_policy=policy)
+    with Held(model.parameters()) as held:
+        model.load_state_dict(state_dict)
+    return held.most_bytes / model_bytes
