@@ -152,6 +152,7 @@ class _Exposure:
         self._flat.show_again(shown)
 
     def end(self) -> None:
+        self.take_back()  # a backward inside that raised has left it lent, perhaps in a lower precision
         flat = self._flat
         keeps = self._wanted.writeback or not flat.is_dealt
         if keeps:
