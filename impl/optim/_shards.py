@@ -83,10 +83,12 @@ class Norms:
         everyones = exchanged(mine, among)
         norms = [self.whole.to(torch.float64)]
         for column, group in enumerate(self.dealt, start=1):
-            # Not by a list of rows, for which a device would wait for the host.
-            norms.append(
-                self._joined(torch.stack([everyones[row, column] for row in _ranks_in(among, group)]))
-            )
+            found, ranks = everyones[:, column], _ranks_in(among, group)
+            if ranks != [*range(len(found))]:
+                # Not by a list of rows, for which a device would wait for the host.
+                numbers = found.unbind()
+                found = torch.stack([numbers[rank] for rank in ranks])
+            norms.append(self._joined(found.contiguous()))
         wide = torch.float64 if self.whole.dtype is torch.float64 else torch.float32
         return self._joined(torch.stack(norms)).to(wide), everyones[:, 0].amax()
 

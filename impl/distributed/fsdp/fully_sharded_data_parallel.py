@@ -280,7 +280,9 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None]:
-        """Inside, parameters are whole and have the names they had before wrapping.
+        """Inside, parameters are whole and have the names they had before wrapping, and a forward computes with them.
+
+        In mixed precision each unit that has computed keeps a copy in the lower precision beside them, to the end.
 
         Args:
             module: any module; every FullyShardedDataParallel at and below it is summoned.
