@@ -125,10 +125,9 @@ def parameter_put_in_place() -> None:
     model = model_of(arguments={"use_orig_params": True})
 
     def forward(number: int) -> Tensor:
-        loss = loss_of(call(model, PLAIN, PLAIN.batch(number, 0)))
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-        return loss
+        return loss_of(call(model, PLAIN, PLAIN.batch(number, 0)))
 
     steps(model, forward)
 

@@ -128,6 +128,8 @@ def _group(rank: Rank, kind: str, path: str, has_default: bool) -> Generator[Any
 
 def _trained_in_threads(library: str) -> list[Any]:
     """Each process by itself: the ranks are its threads."""
+    # Imported here: torch's scaler keeps for good the default group that there is when its module is first imported.
+    load_library(library).find(SCALER)
     told: list[Any] = [None] * _THREADS
     models = [_model() for _ in told]  # here, since threads draw from one generator
     store = dist.HashStore()
