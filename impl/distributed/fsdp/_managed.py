@@ -159,9 +159,9 @@ def mark_managed(root: nn.Module, ignored: Ignored, owned: Iterable[Owned]) -> N
         setattr(one.parameter, MANAGED, one.known)
     for module in root.modules():
         if module not in ignored.modules:
-            setattr(module, _MANAGED_MODULE, True)
-            # By this Dynamo asks whether it may trace the module, which here does not depend on that argument.
-            setattr(module, _USES_ORIG_PARAMS, True)
+            # By the second Dynamo asks whether it may trace the module, which here does not depend on that argument.
+            # Not by setattr, in which a module looks among its parameters: each is marked by every unit around it.
+            vars(module).update({_MANAGED_MODULE: True, _USES_ORIG_PARAMS: True})
 
 
 def _check_is_its_place(parameter: nn.Parameter, name: str, place: Place) -> None:
