@@ -1,24 +1,32 @@
 """What a subject claims to provide, which decides whether a missing name is red or merely reported.
 
-`impl` claims the whole surface but for the dated rows of `impl_todo.toml`. Another package claims all that it
-exposes, unless it carries a file `conformance_claims.toml` beside its `__init__` with `claims = ["amp.GradScaler", …]`.
+A package claims all that it exposes and no extension, unless it carries a file `conformance_claims.toml` beside its
+`__init__`, of which each key may be left out:
+
+    claims = ["amp.GradScaler", "nn.utils.*"]                 # public names, whether it exposes them or not
+    extensions = ["amp.grad_scaler.fused_step.*"]             # clauses of the level `extension`
+
+`*` stands for any part of a name or clause.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import importlib.resources
 import tomllib
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
 
 from conformance import surface
+from conformance.clauses import all_clauses
 from conformance.library import Library, LookupFailed, load_library
 
 
-@functools.cache
-def todo() -> dict[str, str]:
-    """Names that `impl` does not have yet, each with the date since which it is owed."""
-    return tomllib.loads(Path(__file__).with_name("impl_todo.toml").read_text())
+class NotClaimed(pytest.skip.Exception):
+    """The test asks for an extension that the subject does not claim."""
 
 
 def claims(spec: str) -> frozenset[str]:
@@ -38,6 +46,21 @@ def is_claimed(library: Library, path: str) -> bool:
     return any(_is_claimed_name(library.package, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
 
 
+def claimed_extensions(spec: str) -> frozenset[str]:
+    """The clauses of the level `extension` that a subject claims; exposing a name claims none.
+
+    Raises:
+        ValueError: one of its patterns is no extension's.
+    """
+    return _extensions(spec.partition("+")[0])
+
+
+@functools.cache
+def _extensions(package: str) -> frozenset[str]:
+    known = [clause.id for clause in all_clauses().values() if clause.level == "extension"]
+    return _matching("extensions", _claims_file(package).get("extensions", ()), known)
+
+
 @functools.cache
 def _is_claimed_name(package: str, name: str) -> bool:
     if (listed := _listed(package)) is not None:
@@ -48,10 +71,21 @@ def _is_claimed_name(package: str, name: str) -> bool:
 @functools.cache
 def _listed(package: str) -> frozenset[str] | None:
     """What a package claims whatever it exposes; None if it has not said."""
-    if package == "impl":
-        return frozenset(surface.names()) - todo().keys()
+    listed = _claims_file(package).get("claims")
+    return None if listed is None else _matching("claims", listed, surface.names())
+
+
+@functools.cache
+def _claims_file(package: str) -> Mapping[str, Any]:
     file = importlib.resources.files(package) / "conformance_claims.toml"
-    return frozenset(tomllib.loads(file.read_text())["claims"]) if file.is_file() else None
+    return tomllib.loads(file.read_text()) if file.is_file() else {}
+
+
+def _matching(key: str, patterns: Iterable[str], known: Iterable[str]) -> frozenset[str]:
+    found = {pattern: fnmatch.filter(known, pattern) for pattern in patterns}
+    if empty := [pattern for pattern, matched in found.items() if not matched]:
+        raise ValueError(f"{key} of conformance_claims.toml has {empty}, which nothing is called; see README")
+    return frozenset(name for matched in found.values() for name in matched)
 
 
 def exposes(library: Library, name: str) -> bool:

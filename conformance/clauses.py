@@ -2,6 +2,11 @@
 
 They are written in a TOML file beside the tests that ask about them: `amp/grad_scaler.toml` holds the clauses
 `amp.grad_scaler.*`, asked by `amp/test_grad_scaler*.py`. An id is never renamed or reused.
+
+Each has a level:
+    core         torch does it, so every subject must
+    deviation    a row of `deviations.toml` belongs to it: a subject does it torch's way or the better one
+    extension    torch cannot do it, and it is asked of those alone that claim it; its table says so
 """
 
 from __future__ import annotations
@@ -16,10 +21,12 @@ from typing import Any
 import pytest
 
 from conformance import surface
+from conformance.deviations import all_deviations
 
 HERE = Path(__file__).parent
 # Folders whose tests judge a subject; the others test this repository's own parts.
 AREAS = ("amp", "clients", "cpu", "cuda", "distributed", "dynamo", "nn")
+LEVELS = ("core", "deviation", "extension")
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class Clause:
     id: str
     says: str
     covers: tuple[str, ...]  # surface items (`conformance.surface`) that this clause is about
+    level: str  # one of `LEVELS`
 
     @property
     def area(self) -> str:
@@ -61,14 +69,22 @@ def _files() -> dict[str, Path]:
 
 
 def _read(area: str, file: Path) -> Iterator[Clause]:
+    deviating = {row.clause for row in all_deviations().values()}
+
     def visit(path: str, table: Mapping[str, Any]) -> Iterator[Clause]:
         if "says" in table:
-            unknown = table.keys() - {"says", "covers"}
+            unknown = table.keys() - {"says", "covers", "level"}
             if unknown:
                 raise ValueError(
-                    f"{file}: [{path}] has the unknown keys {sorted(unknown)}; wanted says and covers"
+                    f"{file}: [{path}] has the unknown keys {sorted(unknown)}; wanted says, covers and level"
                 )
-            yield Clause(path, table["says"], tuple(table.get("covers", ())))
+            if table.get("level", "extension") != "extension":
+                raise ValueError(
+                    f"{file}: [{path}] has the level {table['level']!r}; only extension is written, "
+                    "the others follow from the rows of deviations.toml"
+                )
+            level = table.get("level") or ("deviation" if path in deviating else "core")
+            yield Clause(path, table["says"], tuple(table.get("covers", ())), level)
             return
         for key, inner in table.items():
             yield from visit(f"{path}.{key}", inner)

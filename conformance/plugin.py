@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conformance import global_state, seeding, trial
-from conformance.claims import claims, exposes
+from conformance.claims import NotClaimed, claimed_extensions, claims, exposes
 from conformance.clauses import AREAS, HERE, all_clauses
 from conformance.deadlines import MOST_RESTARTS, Deadlines, clause_of
 from conformance.deviations import DeviationJudge, all_deviations, all_reference_limits
@@ -138,13 +138,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test that names no clause, or one that does not exist, fails before it asks anything."""
+    """A test that names no clause, or one that does not exist, fails before it asks anything.
+
+    One of an extension that the subject does not claim ends before any fixture is made.
+    """
     marker = item.get_closest_marker("clause")
     if marker is None:
         if _folder(item) in AREAS:
             pytest.fail(f"{item.nodeid} judges a subject but names no clause; mark it with @clause(id)")
     elif marker.args[0] not in all_clauses():
         pytest.fail(f"{item.nodeid} names the clause {marker.args[0]!r}, which no TOML file has")
+    elif all_clauses()[marker.args[0]].level == "extension":
+        spec = item.config.option.subject
+        if marker.args[0] not in claimed_extensions(spec):
+            raise NotClaimed(f"{spec} does not claim the extension {marker.args[0]}")
     row = item.get_closest_marker("deviation")
     if row is not None and row.args[0] not in all_deviations():
         pytest.fail(f"{item.nodeid} names the deviation {row.args[0]!r}, which deviations.toml lacks")
@@ -227,8 +234,9 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def deviation(request: pytest.FixtureRequest, subject: Library, reference: Library) -> DeviationJudge:
     """Judges a probe against the row that the test's `deviation` mark names."""
-    marker = request.node.get_closest_marker("deviation")
-    request.node.deviation_judge = DeviationJudge(subject, reference, all_deviations()[marker.args[0]])
+    row = all_deviations()[request.node.get_closest_marker("deviation").args[0]]
+    is_extension = clause_of(request.node) in claimed_extensions(subject.spec)
+    request.node.deviation_judge = DeviationJudge(subject, reference, row, is_promised=is_extension)
     return request.node.deviation_judge
 
 

@@ -1,9 +1,9 @@
 """What became of each test: its outcome, gathered over all workers and written as `report.json`.
 
 Outcomes: passed, failed, hang, crash, not provided, unavailable (device, world size or compiler), known (the subject
-takes torch's side of a deviation), reference cannot run here (a row of `reference_limits.toml`, seen to hold), stale
-(a row that torch has outgrown). Red are failed, hang, crash, stale, and
-not provided for whatever the subject claims.
+takes torch's side of a deviation), reference cannot run here (a row of `reference_limits.toml`, seen to hold), not
+claimed (an extension), stale (a row that torch has outgrown). Red are failed, hang, crash, stale, and not provided for
+whatever the subject claims.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shlex
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import pytest
 
 from conformance import clauses, environment
-from conformance.claims import is_claimed
+from conformance.claims import NotClaimed, is_claimed
 from conformance.deviations import StaleRow, all_deviations
 from conformance.errors import told
 from conformance.library import Library, NotProvided
@@ -116,6 +116,8 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
             report.longrepr = (str(item.path), None, f"not provided: {lacking}")
             return "not provided", f"{subject.spec} does not provide {lacking}"
         return "failed", f"not provided, though claimed: {lacking}"
+    if isinstance(error, NotClaimed):
+        return "not claimed", str(error)
     if report.outcome == "skipped":
         return "unavailable", str(getattr(error, "msg", error)).removeprefix("unavailable: ")
     return _KINDS.get(type(error).__name__, "failed"), text
@@ -261,6 +263,7 @@ class Recorder:
         judged = [judgement for judgement in judgements if judgement.clause]
         asked = {judgement.clause for judgement in judged}
         write(f"subject {self._config.option.subject}: {len(asked)} clauses asked by {len(judged)} tests")
+        write(f"  {', '.join(_by_level(judged))}")
         for outcome in sorted({judgement.outcome for judgement in judgements}):
             write(f"  {outcome}: {sum(judgement.outcome == outcome for judgement in judgements)}")
         for broken in broken_clauses([asdict(judgement) for judgement in judgements]):
@@ -270,6 +273,16 @@ class Recorder:
             write(f"    {broken.replay}")
         found = self._verdict()
         write(f"verdict: {found}", green=found == "green", red=found == "red", bold=True)
+
+
+def _by_level(judged: Sequence[Judgement]) -> Iterator[str]:
+    """How many clauses of each level were asked, and how many of them the subject does not claim."""
+    not_claimed = {judgement.clause for judgement in judged if judgement.outcome == "not claimed"}
+    asked = {judgement.clause for judgement in judged} & clauses.all_clauses().keys()
+    counts = Counter(clauses.all_clauses()[clause_id].level for clause_id in asked)
+    for level in clauses.LEVELS:
+        yield f"{counts[level]} {level}"
+    yield f"{len(not_claimed)} not claimed"
 
 
 def verdict(judgements: Iterable[Judgement], claimed: frozenset[str] | None) -> str:

@@ -17,7 +17,7 @@ import tempfile
 from typing import Any
 
 from conformance import surface
-from conformance.claims import claims
+from conformance.claims import claimed_extensions, claims
 from conformance.errors import FROM_OUTSIDE, told
 from conformance.library import load_library
 
@@ -124,6 +124,7 @@ def main(spec: str, descriptor: int) -> None:
         try:
             load(spec)
             tell(loaded=True)
+            claimed_extensions(spec)
             tell(claims=sorted(claims(spec)))
         except CannotBeJudged as error:
             tell(error=str(error))

@@ -159,7 +159,7 @@ def test_gradients_that_are_gone(deviation: DeviationJudge, device: str) -> None
     deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == "RuntimeError")
 
 
-@clause("amp.grad_scaler.update.never_dies")
+@clause("amp.grad_scaler.update.min_scale")
 @pytest.mark.deviation("grad_scaler.scale_never_dies")
 @pytest.mark.parametrize("how", ["overflows", "new_scale", "new_scale tensor", "load_state_dict"])
 def test_a_floor_of_ones_own(deviation: DeviationJudge, device: str, how: str) -> None:
@@ -187,7 +187,7 @@ def test_a_floor_of_ones_own(deviation: DeviationJudge, device: str, how: str) -
     deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == 2.0)
 
 
-@clause("amp.grad_scaler.update.never_dies")
+@clause("amp.grad_scaler.update.min_scale")
 @pytest.mark.deviation("grad_scaler.scale_never_dies")
 def test_an_error_where_one_was_asked_for(deviation: DeviationJudge, device: str) -> None:
     def probe(library: Library) -> Any:

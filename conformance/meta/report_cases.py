@@ -16,6 +16,7 @@ CLAUSE = {
     "id": "amp.grad_scaler.x",
     "says": "It does.",
     "covers": ["amp.GradScaler"],
+    "level": "core",
     "area": "amp.grad_scaler",
 }
 

@@ -28,6 +28,7 @@ CPU_ALONE = f"{VALUE}::test_clamps_values"  # four that call `clip_grad_value_` 
 ABUSED = f"{VALUE}::test_clamping_foreach"  # six tests that call `clip_grad_value_`
 OTHERS = f"{NORM}::test_norm_types_on_the_edge"  # five that do not
 SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # needs `amp`
+EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
 _AGREEMENT = "conformance/distributed/fsdp/test_fsdp_agreement.py"
 ON_RANKS = f"{_AGREEMENT}::test_orders_that_change_on_all_ranks"  # asks nothing of the subject but on ranks
 WRITING = f"{_AGREEMENT}::test_states_synchronised_in_another_order"  # which compares what ranks raised
@@ -168,6 +169,15 @@ def test_a_name_that_is_lacking_is_red_only_if_claimed(tmp_path: Path) -> None:
     assert {entry["outcome"] for entry in unclaimed["tests"]} == {"passed", "not provided"}
     assert {entry["outcome"] for entry in of(unclaimed, CPU_ALONE)} == {"passed"}
     assert (unclaimed["verdict"], unclaimed["exit code"]) == ("green", 0)
+
+
+def test_an_extension_is_asked_of_those_alone_that_claim_it(tmp_path: Path) -> None:
+    unclaimed = judged("lacks_what_it_claims", tmp_path, EXTENSION, CPU_ALONE)
+    assert {entry["outcome"] for entry in of(unclaimed, EXTENSION)} == {"not claimed"}
+    assert (unclaimed["verdict"], unclaimed["exit code"]) == ("green", 0)
+    claimed = judged("conformance.meta.claims_all", tmp_path, EXTENSION, CPU_ALONE)
+    assert {entry["outcome"] for entry in of(claimed, EXTENSION)} == {"failed"}
+    assert {entry["outcome"] for entry in of(claimed, CPU_ALONE)} == {"passed"}
 
 
 def test_what_only_ranks_find_lacking_is_not_provided(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_red_outcomes_are_reasons(outcome: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome", ["passed", "known", "unavailable", "not provided", "reference cannot run here"]
+    "outcome", ["passed", "known", "unavailable", "not provided", "not claimed", "reference cannot run here"]
 )
 def test_other_outcomes_are_none(outcome: str) -> None:
     assert reasons(a_report(judged(outcome))) == []

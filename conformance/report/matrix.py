@@ -18,6 +18,7 @@ SEVERITY = (
     "stale",
     "uncovered",
     "not provided",
+    "not claimed",
     "unavailable",
     "reference cannot run here",
     "known",
@@ -31,6 +32,7 @@ SIGNS = {
     "stale": "≠",
     "uncovered": "?",
     "not provided": "∅",
+    "not claimed": "○",
     "unavailable": "–",
     "reference cannot run here": "⊘",
     "known": "≈",
@@ -43,6 +45,7 @@ MEANINGS = {
     "stale": "torch no longer does what a deviation or a limit says of it",
     "uncovered": "no test of this run asked: its tests are for a larger profile, or were not chosen",
     "not provided": "the subject has no such name, and does not claim it",
+    "not claimed": "an extension, which torch cannot do and the subject does not claim",
     "unavailable": "it needs a device, a world size or a compiler that is not here",
     "reference cannot run here": "torch itself cannot do it here, and was seen to fail",
     "known": "the subject does as torch does, where impl deviates on purpose",
@@ -147,7 +150,7 @@ class Area:
     @property
     def is_there(self) -> bool:
         """Whether the subject provides something of it, and this run asked."""
-        return any(row.outcome not in ("not provided", "uncovered") for row in self.rows)
+        return any(row.outcome not in ("not provided", "not claimed", "uncovered") for row in self.rows)
 
     @property
     def counts(self) -> list[tuple[str, int]]:

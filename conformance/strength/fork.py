@@ -58,13 +58,13 @@ def serve(tasks: connection.Connection, package: str, profile: str, folder: Path
     plugins = [word for name in _UNUSED_PLUGINS for word in ("-p", f"no:{name}")]
     words = ["-q", "--tb=native", "--no-shrink", f"--subject={package}", f"--profile={profile}"]
     try:
-        pytest.main([*plugins, *words, *_test_files()], plugins=[_Forking(tasks, folder)])
+        pytest.main([*plugins, *words, *test_files()], plugins=[_Forking(tasks, folder)])
     finally:
         sys.stdout.flush()  # what pytest has said of an error lies there
         os._exit(0)  # what a fork would clean up is its worker's
 
 
-def _test_files() -> list[str]:
+def test_files() -> list[str]:
     folders = {HERE.joinpath(*c.area.split(".")).parent for c in all_clauses().values()}
     return [str(file) for folder in sorted(folders) for file in sorted(folder.glob("test_*.py"))]
 
@@ -138,7 +138,7 @@ class _Forking:
         recorder: Any = session.config.pluginmanager.get_plugin("conformance-recorder")
         tests = recorder.as_dict()["tests"]
         red = next((test for test in tests if test["outcome"] in RED), {"outcome": "", "nodeid": ""})
-        asked = sum(test["outcome"] != "unavailable" for test in tests)
+        asked = sum(test["outcome"] not in ("unavailable", "not claimed") for test in tests)
         code = int(session.exitstatus)
         self._tell({"code": code, "how": red["outcome"], "nodeid": red["nodeid"], "asked": asked})
 
