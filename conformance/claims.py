@@ -1,28 +1,22 @@
 """What a subject claims to provide, which decides whether a missing name is red or merely reported.
 
-A package claims all that it exposes and no extension, unless it carries a file `conformance_claims.toml` beside its
-`__init__`, of which each key may be left out:
-
-    claims = ["amp.GradScaler", "nn.utils.*"]                 # public names, whether it exposes them or not
-    extensions = ["amp.grad_scaler.fused_step.*"]             # clauses of the level `extension`
-
-`*` stands for any part of a name or clause.
+A package claims all that it exposes and no extension, unless its claims file (`conformance.claims_file`) says
+otherwise.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-import importlib.resources
-import tomllib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import pytest
+import torch
 
 from conformance import surface
-from conformance.clauses import all_clauses
-from conformance.library import Library, LookupFailed, load_library
+from conformance.claims_file import Expectation, claims_file, similar
+from conformance.clauses import HERE, all_clauses
+from conformance.library import Library, LookupFailed, NotProvided, load_library, package_of
 
 
 class NotClaimed(pytest.skip.Exception):
@@ -31,7 +25,7 @@ class NotClaimed(pytest.skip.Exception):
 
 def claims(spec: str) -> frozenset[str]:
     """The public names that a subject claims; one with a planted fault claims what it would without."""
-    package = spec.partition("+")[0]
+    package = package_of(spec)
     if (listed := _listed(package)) is not None:
         return listed
     return frozenset(name for name in surface.names() if _is_claimed_name(package, name))
@@ -47,18 +41,17 @@ def is_claimed(library: Library, path: str) -> bool:
 
 
 def claimed_extensions(spec: str) -> frozenset[str]:
-    """The clauses of the level `extension` that a subject claims; exposing a name claims none.
-
-    Raises:
-        ValueError: one of its patterns is no extension's.
-    """
-    return _extensions(spec.partition("+")[0])
+    """The clauses of the level `extension` that a subject claims; exposing a name claims none."""
+    return _extensions(package_of(spec))
 
 
 @functools.cache
 def _extensions(package: str) -> frozenset[str]:
-    known = [clause.id for clause in all_clauses().values() if clause.level == "extension"]
-    return _matching("extensions", _claims_file(package).get("extensions", ()), known)
+    return _matching(claims_file(package).extensions, _all_extensions())
+
+
+def _all_extensions() -> list[str]:
+    return [clause.id for clause in all_clauses().values() if clause.level == "extension"]
 
 
 @functools.cache
@@ -71,21 +64,12 @@ def _is_claimed_name(package: str, name: str) -> bool:
 @functools.cache
 def _listed(package: str) -> frozenset[str] | None:
     """What a package claims whatever it exposes; None if it has not said."""
-    listed = _claims_file(package).get("claims")
-    return None if listed is None else _matching("claims", listed, surface.names())
+    patterns = claims_file(package).claims
+    return None if patterns is None else _matching(patterns, surface.names())
 
 
-@functools.cache
-def _claims_file(package: str) -> Mapping[str, Any]:
-    file = importlib.resources.files(package) / "conformance_claims.toml"
-    return tomllib.loads(file.read_text()) if file.is_file() else {}
-
-
-def _matching(key: str, patterns: Iterable[str], known: Iterable[str]) -> frozenset[str]:
-    found = {pattern: fnmatch.filter(known, pattern) for pattern in patterns}
-    if empty := [pattern for pattern, matched in found.items() if not matched]:
-        raise ValueError(f"{key} of conformance_claims.toml has {empty}, which nothing is called; see README")
-    return frozenset(name for matched in found.values() for name in matched)
+def _matching(patterns: Iterable[str], known: Iterable[str]) -> frozenset[str]:
+    return frozenset(name for pattern in patterns for name in fnmatch.filter(known, pattern))
 
 
 def exposes(library: Library, name: str) -> bool:
@@ -94,3 +78,71 @@ def exposes(library: Library, name: str) -> bool:
         return library.provides(name)
     except LookupFailed:
         return True
+
+
+def wrong_in_claims(library: Library) -> Iterator[str]:
+    """What is wrong with a subject's claims file, a sentence each: how it is written, then what it names.
+
+    What is wrong counts for nothing: its name is not provided, its device is not judged on, it is not expected.
+    """
+    file = library.claims_file
+    yield from file.problems
+    told = (*_wrong_claims(library), *_wrong_names(library), *_wrong_device(library))
+    yield from (f"{file.path}: {sentence}" for sentence in told)
+    for expectation in file.expectations:
+        if sentence := _wrong_expectation(expectation):
+            yield f"{file.path}: {sentence}"
+
+
+def _wrong_claims(library: Library) -> Iterator[str]:
+    for pattern in library.claims_file.claims or ():
+        if not fnmatch.filter(surface.names(), pattern):
+            yield f"claims has {pattern!r}, which torch does not have{similar(pattern, surface.names())}"
+    for pattern in library.claims_file.extensions:
+        if not fnmatch.filter(_all_extensions(), pattern):
+            yield f"extensions has {pattern!r}, which is no extension's clause{similar(pattern, _all_extensions())}"
+
+
+def _wrong_names(library: Library) -> Iterator[str]:
+    for path, place in library.claims_file.names.items():
+        if not any(f"{name}.".startswith(f"{path}.") for name in surface.owners()):
+            known = similar(path, surface.owners())
+            yield f"[names] has {path!r}, which torch does not have{known}; expected a public name that is judged"
+            continue
+        try:
+            library.find(path)
+        except NotProvided:
+            yield f"[names] says that {path} is {place}, which is not there; expected module.name, as Python imports it"
+        except LookupFailed as error:
+            yield f"[names] says that {path} is {place}, but {error}; mend what raises, or take the line out"
+
+
+def _wrong_device(library: Library) -> Iterator[str]:
+    device = library.claims_file.device
+    if device is None:
+        return
+    try:
+        library.bring_device()
+        torch.empty(1, device=device.type)
+    except Exception as error:
+        why = str(error).strip().splitlines()[0]
+        yield (
+            f"[device] {device.type} cannot be used ({why}); judged on what is there instead. Name in import the "
+            "module that makes torch know the device, and run where one is"
+        )
+
+
+def _wrong_expectation(expectation: Expectation) -> str:
+    if expectation.clause:
+        if expectation.clause in all_clauses():
+            return ""
+        known = similar(expectation.clause, all_clauses())
+        return f"[[expectations]] names the clause {expectation.clause!r}, which there is not{known}"
+    file, _, function = expectation.test.partition("[")[0].partition("::")
+    known = HERE.parent / file
+    if known.is_file() and f"def {function.rpartition('::')[2]}(" in known.read_text():
+        return ""
+    return (
+        f"[[expectations]] names the test {expectation.test!r}, which there is not; expected it as the report has it, "
+        "conformance/FOLDER/test_FILE.py::test_NAME, with or without [parameters]"
+    )

@@ -55,3 +55,14 @@ def _processor() -> str:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or "unknown"
+
+
+def is_usable(device: str) -> bool:
+    """Whether a device type can hold tensors here."""
+    if device == "cuda":  # without beginning to use it
+        return torch.cuda.is_available()
+    try:
+        torch.empty(1, device=device)
+    except Exception:
+        return False
+    return True

@@ -5,7 +5,8 @@
     python -m conformance.gate --baseline earlier/report.json      what broke, was mended, got slower since
 
 Each part runs in a process of its own, with a deadline, so that a subject that hangs or kills its process ends in a
-red verdict and not in silence. Exit code 0 is green, 1 red.
+red verdict and not in silence. Exit code 0 is green, 1 red, 2 that the subject cannot be loaded, or that its claims
+file is wrong.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from benchmarks import point
 from benchmarks.machine import checked_name
 from conformance import clauses, environment
+from conformance.claims_file import give
+from conformance.library import package_of
 from conformance.plugin import PROFILES
 from conformance.report import write_page
 from conformance.report.baseline import compare, read_report, sentences
 from conformance.report.verdict import parts, reasons
-from conformance.results import RED, broken_clauses
+from conformance.results import BAD_INPUT, RED, broken_clauses
 from conformance.running import Stop, run
 from conformance.strength import read_kills
 
@@ -43,6 +46,8 @@ _MOST_BROKEN, _MOST_REASONS = 10, 3  # in the terminal; the report has all
 
 def main(words: Sequence[str]) -> int:
     options, baseline, kills = _options(words)
+    if options.claims:
+        give(package_of(options.subject), options.claims)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -83,7 +88,7 @@ def _tell(
     (out / "report.json").write_text(json.dumps(report, indent=1))
     _say(console, report, out, sentences(changes) if changes else [])
     write_page(report, out / "index.html")  # last, so that nothing in it can keep the verdict back
-    return 0 if report["verdict"] == "green" else 1
+    return BAD_INPUT if report.get("bad_input") else int(report["verdict"] == "red")
 
 
 def _options(
@@ -94,6 +99,7 @@ def _options(
     parser.add_argument(
         "--subject", default="impl", help="impl, torch, or any package that mirrors torch's paths"
     )
+    parser.add_argument("--claims", type=Path, metavar="FILE", help="the subject's claims file")
     parser.add_argument(
         "--device", default="auto", help="comma-separated device types (default: what is there)"
     )
@@ -161,6 +167,7 @@ def _judged(options: argparse.Namespace, out: Path, progress: Progress, stop: St
     ]
     command += [f"--report={out}", f"--junitxml={out / 'junit.xml'}"]
     command += [] if options.seed is None else [f"--seed={options.seed}"]
+    command += [] if options.claims is None else [f"--claims={options.claims}"]
     log = out / "judgements.jsonl"
     log.unlink(missing_ok=True)
     bar = _JudgingBar(progress, _begin(progress, "judging", None), log)
@@ -169,12 +176,13 @@ def _judged(options: argparse.Namespace, out: Path, progress: Progress, stop: St
     written = out / "report.json"
     if written.is_file() and written.stat().st_mtime >= began:
         report = json.loads(written.read_text())
-        # pytest: 0 passed, 1 tests failed (which the judgements tell); anything else ended it before its time.
-        report["ended_early"] = (
-            [ended] if ended else [] if code in (0, 1) else [f"judging ended with code {code}: {_tail(out)}"]
-        )
-        return report
-    return _salvaged(options, log, began, ended or f"judging ended with code {code}: {_tail(out)}")
+        # pytest: 0 passed, 1 tests failed, 2 bad input (which the report tells); anything else came before its time.
+        is_whole = code in (0, 1) or (code == BAD_INPUT and report["bad_input"])
+        why = ended or ("" if is_whole else f"judging ended with code {code}: {_tail(out)}")
+        return report | {"ended_early": [why] if why else []}
+    why = ended or f"judging ended with code {code}: {_tail(out)}"
+    bad_input = [why] if code == BAD_INPUT and not ended else []
+    return _salvaged(options, log, began, why) | {"bad_input": bad_input}
 
 
 def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) -> dict[str, Any]:
@@ -190,6 +198,9 @@ def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) ->
         "environment": environment.describe(),
         "clauses": clauses.for_report(),
         "deviations": [],
+        "expectations": [],
+        "bad_input": [],
+        "claims_file": options.claims and str(options.claims),
         "tests": list(last.values()),
         "ended_early": [why],
     }

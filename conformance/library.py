@@ -1,11 +1,13 @@
 """The only door to the subject and to the reference: names are looked up by torch's own paths.
 
 `Library("torch").amp.GradScaler` is `torch.amp.GradScaler`; `Library("their.package").amp.GradScaler` is
-`their.package.amp.GradScaler`. A name the package lacks raises `NotProvided`, which the judge reports as such.
+`their.package.amp.GradScaler`, or what the package's claims file has in its place. A name the package lacks raises
+`NotProvided`, which the judge reports as such.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import types
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from conformance import plants, surface
+from conformance.claims_file import claims_file
 from conformance.errors import FROM_OUTSIDE, told
 
 
@@ -28,6 +31,11 @@ class LookupFailed(Exception):
     """The subject raised when a name was looked up or its module imported; whatever it raised, the run goes on."""
 
 
+def package_of(spec: str) -> str:
+    """The package that a spec names, whatever fault is planted in it."""
+    return spec.partition("+")[0]
+
+
 class Library:
     """One implementation. `spec` is a package name, or `package+plant` for one with a planted fault.
 
@@ -37,7 +45,11 @@ class Library:
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
-        self.package, _, self.plant_id = spec.partition("+")
+        self.package, self.plant_id = package_of(spec), spec.partition("+")[2]
+        # Of the package alone: what stands in the place of torch is torch.
+        self.claims_file = claims_file(self.package)
+        with contextlib.suppress(LookupFailed, NotProvided):  # told with what else is wrong in the file
+            self.bring_device()
         self._root = importlib.import_module(self.package)
         # Keyed by identity, so that a replaced class is replaced under each of its public spellings.
         self._replaced: dict[int, tuple[Any, Any]] = {}
@@ -54,9 +66,8 @@ class Library:
         """The object at a dotted path; modules come back as places one can look further from."""
         if self.package == "torch":
             path = surface.PRIVATE_IN_TORCH.get(path, path)
-        found: Any = self._root
-        walked = self.package
-        for name in path.split("."):
+        found, walked, names = self._start(path)
+        for name in names:
             walked = f"{walked}.{name}"
             found = self._attribute(found, name, walked, path)
         if isinstance(found, types.ModuleType):
@@ -85,6 +96,25 @@ class Library:
         key = next((k for k, (_, new) in self._replaced.items() if new is original), id(original))
         kept = self._replaced.get(key, (original, None))[0]
         self._replaced[key] = (kept, make(original))
+
+    def bring_device(self) -> None:
+        """Import what brings the device that the package names.
+
+        Raises:
+            LookupFailed, NotProvided: that fails, or is not there.
+        """
+        device = self.claims_file.device
+        if device and device.brought_by:
+            self._submodule(device.brought_by, device.brought_by)
+
+    def _start(self, path: str) -> tuple[Any, str, list[str]]:
+        """Where a path begins: the module, its name, and the names to look up from there."""
+        names = path.split(".")
+        for count in range(len(names), 0, -1):
+            if place := self.claims_file.names.get(".".join(names[:count])):
+                top, *others = place.split(".")
+                return self._submodule(top, path), top, [*others, *names[count:]]
+        return self._root, self.package, names
 
     def _attribute(self, owner: Any, name: str, walked: str, path: str) -> Any:
         try:

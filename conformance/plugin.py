@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import signal
 from collections.abc import Generator, Sequence
+from pathlib import Path
 
 import hypothesis
 import numpy
 import pytest
 import torch
 
-from conformance import global_state, seeding, trial
-from conformance.claims import NotClaimed, claimed_extensions, claims, exposes
+from conformance import claims_file, global_state, seeding, trial
+from conformance.claims import NotClaimed, claimed_extensions, exposes
 from conformance.clauses import AREAS, HERE, all_clauses
 from conformance.deadlines import MOST_RESTARTS, Deadlines, clause_of
 from conformance.deviations import DeviationJudge, all_deviations, all_reference_limits
+from conformance.environment import is_usable
 from conformance.errors import Hang, stop_by_hand
-from conformance.library import Library, NotProvided, load_library
+from conformance.expectations import Expectations, unshrunk
+from conformance.library import Library, NotProvided, load_library, package_of
 from conformance.notes import Notes
-from conformance.results import Recorder, WorkerRecorder, unavailable
+from conformance.results import BAD_INPUT, Recorder, WorkerRecorder, unavailable
 
 PROFILES = ("quick", "full", "deep")
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
@@ -56,6 +61,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="limit for a test that names none (default: by the profile)",
     )
+    group.addoption(
+        "--claims",
+        default=None,
+        metavar="FILE",
+        help="the subject's claims file (default: conformance_claims.toml beside its __init__, if there)",
+    )
+    group.addoption(
+        "--today",
+        default=None,
+        metavar="DATE",
+        type=datetime.date.fromisoformat,
+        help="the day by which expectations expire (default: today)",
+    )
     group.addoption("--report", default=None, metavar="DIR", help="write report.json there")
 
 
@@ -76,34 +94,42 @@ def pytest_configure(config: pytest.Config) -> None:
     _set_hypothesis_up(config)
     notes = Notes.of(config)
     deadlines = None if config.getoption("dist", "no") != "no" else Deadlines(config, notes)
-    claimed = _load_subject(config, deadlines)
+    learned = _load_subject(config, deadlines)
+    _expectations(config).keep(config)
     if deadlines is not None:
         config.pluginmanager.register(deadlines, "conformance-deadlines")
         config.pluginmanager.register(WorkerRecorder(notes), "conformance-worker-recorder")
     if not hasattr(config, "workerinput"):
         signal.signal(signal.SIGTERM, stop_by_hand)
-        config.pluginmanager.register(Recorder(config, notes, claimed), "conformance-recorder")
+        config.pluginmanager.register(Recorder(config, notes, learned), "conformance-recorder")
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         # Triton's interpreter computes with NumPy, which warns about the inf and nan that kernels are asked about.
         numpy.seterr(all="ignore")
 
 
-def _load_subject(config: pytest.Config, deadlines: Deadlines | None) -> frozenset[str] | None:
-    """Import the subject, and learn what it claims; None if that cannot be found out.
+def _load_subject(config: pytest.Config, deadlines: Deadlines | None) -> trial.Learned:
+    """Import the subject, and learn what it claims.
 
     Where workers run the tests it is imported on trial only, so that nothing it does, at its exit for one, reaches
     the process that says yes or no.
     """
     spec = config.option.subject
+    if config.option.claims is not None:
+        claims_file.give(package_of(spec), Path(config.option.claims))
     try:
         if deadlines is None:
-            return trial.claims_on_trial(spec)
+            return trial.learn_on_trial(spec)
         with deadlines.of_import():
             trial.load(spec)
-            return None if hasattr(config, "workerinput") else claims(spec)
+            return trial.Learned(None) if hasattr(config, "workerinput") else trial.learn(spec)
     except (trial.CannotBeJudged, Hang) as error:
-        raise pytest.UsageError(str(error)) from error
+        pytest.exit(str(error), returncode=BAD_INPUT)
+
+
+def _expectations(config: pytest.Config) -> Expectations:
+    rows = claims_file.claims_file(package_of(config.option.subject)).expectations
+    return Expectations(rows, config.option.today or datetime.datetime.now(datetime.UTC).date())
 
 
 def _set_hypothesis_up(config: pytest.Config) -> None:
@@ -160,6 +186,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail(f"{item.nodeid} names the limit {limit.args[0]!r}, which reference_limits.toml lacks")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    is_expected = Expectations.of(item.config).find(item.nodeid, clause_of(item)) is not None
+    with unshrunk(getattr(item, "obj", None)) if is_expected else contextlib.nullcontext():
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
     """A test of a clause that is about names which the subject lacks, all of them, ends before it does any work."""
@@ -177,7 +210,7 @@ def _folder(item: pytest.Item) -> str:
 def _is_wanted(config: pytest.Config, item: pytest.Item) -> bool:
     smallest = item.get_closest_marker("profile")
     in_profile = smallest is None or PROFILES.index(smallest.args[0]) <= PROFILES.index(config.option.profile)
-    return in_profile and _concerns(item, config.option.subject.partition("+")[0])
+    return in_profile and _concerns(item, package_of(config.option.subject))
 
 
 def _concerns(item: pytest.Item, package: str) -> bool:
@@ -209,6 +242,8 @@ def usable_world_sizes(asked: Sequence[int], fewest: int = 1, also: Sequence[int
 def devices(config: pytest.Config) -> list[str]:
     if config.option.device != "auto":
         return config.option.device.split(",")
+    if (named := load_library(config.option.subject).claims_file.device) and is_usable(named.type):
+        return [named.type]
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
@@ -226,8 +261,8 @@ def reference() -> Library:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        unavailable("no CUDA device")
+    if not is_usable(request.param):
+        unavailable(f"no device {request.param}")
     return request.param
 
 

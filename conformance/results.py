@@ -2,8 +2,8 @@
 
 Outcomes: passed, failed, hang, crash, not provided, unavailable (device, world size or compiler), known (the subject
 takes torch's side of a deviation), reference cannot run here (a row of `reference_limits.toml`, seen to hold), not
-claimed (an extension), stale (a row that torch has outgrown). Red are failed, hang, crash, stale, and not provided for
-whatever the subject claims.
+claimed (an extension), stale (a row that torch has outgrown, or an expectation that no longer holds), expected (red, as
+the subject's claims file says). Red are failed, hang, crash, stale, and not provided for whatever the subject claims.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import hypothesis
 import pytest
 
 from conformance import clauses, environment
 from conformance.claims import NotClaimed, is_claimed
 from conformance.deviations import StaleRow, all_deviations
 from conformance.errors import told
+from conformance.expectations import CAN_BE_EXPECTED, Expectations, Held, Seen, forgiven
 from conformance.library import Library, NotProvided
 from conformance.notes import Fault, Notes
 from conformance.ranks import RankRaised
 from conformance.tolerances import take_margins
+from conformance.trial import Learned
 
 RED = ("failed", "hang", "crash", "stale")
+BAD_INPUT = 2  # the exit code where the claims file is wrong, whatever became of the tests
 _PROPERTY = "conformance"
 _MOST_TEXT = 4000
 _MOST_OUTPUT = 20_000  # of what a failing test has written
@@ -53,6 +57,7 @@ class Judgement:
     reason: str = ""
     replay: str = ""
     margins: dict[str, float] = field(default_factory=dict)
+    draws: bool = False  # its examples or its data, so that another run tries others
 
     @property
     def is_red(self) -> bool:
@@ -69,6 +74,8 @@ def replay_command(config: pytest.Config, nodeid: str) -> str:
     words = ["python", "-m", "pytest", nodeid, "--subject", option.subject, "--profile", option.profile]
     if option.seed is not None:
         words += ["--seed", str(option.seed)]
+    if option.claims is not None:
+        words += ["--claims", option.claims]
     return shlex.join(words)
 
 
@@ -80,17 +87,33 @@ def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.T
         outcome = "reference cannot run here"
     if outcome == "passed" and deviation is not None and deviation.subject_takes_torchs_side:
         outcome = "known"
+    clause = marker.args[0] if marker else ""
+    outcome, reason = _if_expected(item.config, item.nodeid, clause, (outcome, reason), report)
     return Judgement(
         nodeid=item.nodeid,
         outcome=outcome,
         seconds=round(call.duration, 4),
-        clause=marker.args[0] if marker else "",
+        clause=clause,
         deviation=deviation.row.id if deviation else "",
         reason=reason,
-        replay=replay_command(item.config, item.nodeid) if outcome in RED else "",
+        replay=replay_command(item.config, item.nodeid) if outcome in (*RED, "expected") else "",
         margins=take_margins(),
+        draws=item.config.option.seed is not None
+        or hypothesis.is_hypothesis_test(getattr(item, "obj", None)),
         **_axes(item),
     )
+
+
+def _if_expected(
+    config: pytest.Config, nodeid: str, clause: str, found: tuple[str, str], report: pytest.TestReport
+) -> tuple[str, str]:
+    """Outcome and reason: those that were found, unless the subject's claims file expects the failure."""
+    row = Expectations.of(config).find(nodeid, clause) if found[0] in CAN_BE_EXPECTED else None
+    if row is None:
+        return found
+    report.outcome = "skipped"
+    report.wasxfail = forgiven(row)  # pyright: ignore[reportAttributeAccessIssue] as pytest itself does
+    return "expected", f"{forgiven(row)}\n{found[1]}"
 
 
 def _axes(item: pytest.Item) -> dict[str, str]:
@@ -164,10 +187,11 @@ def _bounded(text: str) -> str:
 class Recorder:
     """In the controlling process: gathers all judgements, prints the verdict, writes the report."""
 
-    def __init__(self, config: pytest.Config, notes: Notes, claimed: frozenset[str] | None) -> None:
+    def __init__(self, config: pytest.Config, notes: Notes, learned: Learned) -> None:
         self._config = config
         self._notes = notes
-        self._claimed = claimed
+        self._learned = learned
+        self._held: list[Held] = []  # known in the end
         self._judgements: dict[str, Judgement] = {}
         self._began = time.time()
         self._log: TextIO | None = None
@@ -198,12 +222,15 @@ class Recorder:
         if not noted:
             self._notes.note(fault)
         stack = self._notes.last_stack(report.node.gateway.id)  # pyright: ignore[reportAttributeAccessIssue]
+        clause = self._notes.clauses().get(crashitem, "")
+        found = (fault.outcome, f"{fault.reason}\n{stack}".strip())
+        outcome, reason = _if_expected(self._config, crashitem, clause, found, report)
         judgement = Judgement(
             crashitem,
-            fault.outcome,
+            outcome,
             0.0,
-            clause=self._notes.clauses().get(crashitem, ""),
-            reason=f"{fault.reason}\n{stack}".strip(),
+            clause=clause,
+            reason=reason,
             replay=replay_command(self._config, crashitem),
         )
         report.user_properties.append((_PROPERTY, asdict(judgement)))
@@ -220,8 +247,10 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus == 0 and self._judgements and self._verdict() == "red":
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED  # a subject that provides nothing fails no test
+        if self._judgements and session.exitstatus in (0, 1):
+            self._hold_expectations(is_whole=not session.shouldstop and not session.shouldfail)
+            # A subject that provides nothing fails no test, nor does an expectation that no longer holds.
+            session.exitstatus = BAD_INPUT if self._learned.bad_input else int(self._verdict() == "red")
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -229,16 +258,34 @@ class Recorder:
                 json.dumps(self.as_dict(), indent=1)
             )
 
+    def _hold_expectations(self, *, is_whole: bool) -> None:
+        seen = [
+            Seen(each.nodeid, each.clause, each.outcome, each.draws) for each in self._judgements.values()
+        ]
+        is_whole = is_whole and not _is_narrowed(self._config)
+        self._held = Expectations.of(self._config).held(seen, is_whole=is_whole)
+        for held in self._held:
+            if held.is_red:
+                row, nodeid = held.expectation, f"expectation of {held.expectation.about}"
+                clause = row.clause or next(
+                    each.clause for each in seen if row.covers(each.nodeid, each.clause)
+                )
+                self._judgements[nodeid] = Judgement(nodeid, "stale", 0.0, clause, reason=_no_longer(held))
+                self._note(asdict(self._judgements[nodeid]))
+
     def _verdict(self) -> str:
-        return verdict(self._judgements.values(), self._claimed)
+        found = verdict(self._judgements.values(), self._learned.claims)
+        return "red" if self._learned.bad_input else found
 
     def as_dict(self) -> dict[str, Any]:
         option = self._config.option
         judgements = sorted(self._judgements.values(), key=lambda judgement: judgement.nodeid)
         return {
             "verdict": self._verdict(),
-            "provides_nothing": self._claimed == frozenset(),
+            "provides_nothing": self._learned.claims == frozenset(),
+            "bad_input": list(self._learned.bad_input),
             "subject": option.subject,
+            "claims_file": option.claims,
             "profile": option.profile,
             "seed": option.seed,
             "began": datetime.datetime.fromtimestamp(self._began, datetime.UTC).isoformat(timespec="seconds"),
@@ -246,6 +293,7 @@ class Recorder:
             "environment": environment.describe(),
             "clauses": clauses.for_report(),
             "deviations": [asdict(row) for row in all_deviations().values()],
+            "expectations": [held.as_dict() for held in self._held],
             "tests": [asdict(judgement) for judgement in judgements],
         }
 
@@ -271,6 +319,11 @@ class Recorder:
             write(f"    {broken.says}")
             write(f"    {broken.why}")
             write(f"    {broken.replay}")
+        for held in self._held:
+            if held.state == "met":
+                write(f"MET {held.expectation.about}: {held.says}")
+        for sentence in self._learned.bad_input:
+            write(f"BAD INPUT {sentence}")
         found = self._verdict()
         write(f"verdict: {found}", green=found == "green", red=found == "red", bold=True)
 
@@ -283,6 +336,17 @@ def _by_level(judged: Sequence[Judgement]) -> Iterator[str]:
     for level in clauses.LEVELS:
         yield f"{counts[level]} {level}"
     yield f"{len(not_claimed)} not claimed"
+
+
+def _is_narrowed(config: pytest.Config) -> bool:
+    """Whether the run was given less than whole folders of tests."""
+    option = config.option
+    chosen = (getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect"))
+    return any(chosen) or not all(Path(str(argument)).is_dir() for argument in config.args)
+
+
+def _no_longer(held: Held) -> str:
+    return f"the claims file expects it to fail ({held.expectation.reason}), but {held.says}"
 
 
 def verdict(judgements: Iterable[Judgement], claimed: frozenset[str] | None) -> str:

@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from typing import Any
 
 from conformance import surface
-from conformance.claims import claimed_extensions, claims
+from conformance.claims import claims, wrong_in_claims
+from conformance.claims_file import UnreadableClaims, claims_file
 from conformance.errors import FROM_OUTSIDE, told
-from conformance.library import load_library
+from conformance.library import load_library, package_of
 
 IMPORT_S = 60.0
 _LAST_WORDS = 2000
@@ -28,6 +30,16 @@ _MOST_OUTPUT_BYTES = 1 << 26
 
 class CannotBeJudged(Exception):
     """What is wrong with a subject as a whole."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What is known of a subject before any test."""
+
+    # None if looking for its names ended a process, or did not end; the tests will tell which name it was.
+    claims: frozenset[str] | None
+    # What is wrong in its claims file, a sentence each.
+    bad_input: tuple[str, ...] = ()
 
 
 def load(spec: str) -> None:
@@ -42,6 +54,8 @@ def load(spec: str) -> None:
         load_library(spec)
     except FROM_OUTSIDE:
         raise
+    except UnreadableClaims as error:
+        raise CannotBeJudged(str(error)) from error
     except BaseException as error:
         raise CannotBeJudged(_cannot_be_loaded(spec, told(error))) from error
     replaced = [name for name, found in before.items() if reference.find(name) is not found]
@@ -52,10 +66,13 @@ def load(spec: str) -> None:
         )
 
 
-def claims_on_trial(spec: str, limit_s: float = IMPORT_S) -> frozenset[str] | None:
-    """What a subject claims, learned in another process.
+def learn(spec: str) -> Learned:
+    """What there is to know of a subject that is loaded, here."""
+    return Learned(claims(spec), tuple(wrong_in_claims(load_library(spec))))
 
-    None if looking for its names ended that process, or did not end; the tests will tell which name it was.
+
+def learn_on_trial(spec: str, limit_s: float = IMPORT_S) -> Learned:
+    """Load a subject and learn about it in another process.
 
     Raises:
         CannotBeJudged: as `load`; or importing it ended the process, or has not ended after `limit_s`.
@@ -87,7 +104,8 @@ def claims_on_trial(spec: str, limit_s: float = IMPORT_S) -> frozenset[str] | No
             raise CannotBeJudged(said["error"])
         if "loaded" not in said:
             raise CannotBeJudged(_cannot_be_loaded(spec, f"importing it {end}{_last_words(output)}"))
-        return frozenset(said["claims"]) if "claims" in said else None
+        known = frozenset(said["claims"]) if "claims" in said else None
+        return Learned(known, tuple(said.get("bad_input", ())))
 
 
 def _cannot_be_loaded(spec: str, why: str) -> str:
@@ -123,9 +141,9 @@ def main(spec: str, descriptor: int) -> None:
 
         try:
             load(spec)
-            tell(loaded=True)
-            claimed_extensions(spec)
-            tell(claims=sorted(claims(spec)))
+            tell(loaded=True, bad_input=claims_file(package_of(spec)).problems)
+            learned = learn(spec)
+            tell(claims=sorted(learned.claims or ()), bad_input=learned.bad_input)
         except CannotBeJudged as error:
             tell(error=str(error))
         except Exception as error:

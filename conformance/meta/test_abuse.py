@@ -17,7 +17,7 @@ import pytest
 
 from conformance import trial
 from conformance.notes import Notes
-from conformance.results import RED
+from conformance.results import BAD_INPUT, RED
 
 ROOT = Path(__file__).parents[2]
 ABUSE = Path(__file__).parent / "abuse"
@@ -46,11 +46,11 @@ _WORKERS_LIMIT_S = 280.0  # each worker that dies is made anew
 pytestmark = pytest.mark.deadline(_LIMIT_S + 20)
 
 
-def judged(name: str, folder: Path, *words: str) -> dict[str, Any]:
-    """The report on a subject, from a process of its own that runs the tests itself."""
+def judged(name: str, folder: Path, *words: str, at: Path = ABUSE) -> dict[str, Any]:
+    """The report on a subject that lies in a folder, from a process of its own that runs the tests itself."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    process = context.Process(target=_judge, args=(name, folder, words))
+    process = context.Process(target=_judge, args=(name, folder, words, at))
     process.start()
     process.join(_LIMIT_S)
     ended = not process.is_alive()
@@ -62,22 +62,22 @@ def judged(name: str, folder: Path, *words: str) -> dict[str, Any]:
     return json.loads(file.read_text()) | {"exit code": process.exitcode}
 
 
-def _judge(name: str, folder: Path, words: tuple[str, ...]) -> None:
+def _judge(name: str, folder: Path, words: tuple[str, ...], at: Path) -> None:
     os.setsid()
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    sys.path.insert(0, str(ABUSE))
+    sys.path[:0] = [str(at), str(ABUSE)]
     options = ["-q", "--tb=native", "-p", "no:xdist", "-p", "no:cacheprovider"]
     options += ["--no-shrink", "--profile=quick"]
     sys.exit(pytest.main([*options, f"--subject={name}", f"--report={folder}", *(words or (ABUSED, OTHERS))]))
 
 
-def judged_by_workers(name: str, folder: Path, *words: str) -> dict[str, Any]:
+def judged_by_workers(name: str, folder: Path, *words: str, at: Path = ABUSE) -> dict[str, Any]:
     """The report on a subject that ends processes: workers run the tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--profile=quick"]
     command += [f"--subject={name}", f"--report={folder}", *words]
-    path = os.pathsep.join([str(ABUSE), str(ROOT)])
+    path = os.pathsep.join(map(str, (at, ABUSE, ROOT)))
     with (folder / "log").open("w") as log:
         ended = subprocess.run(
             command,
@@ -254,13 +254,13 @@ def test_a_subject_that_cannot_be_imported_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ABUSE), str(ROOT)]))
     limit_s = 5.0 if name == "hangs_on_import" else trial.IMPORT_S
     with pytest.raises(trial.CannotBeJudged) as caught:
-        trial.claims_on_trial(name, limit_s)
+        trial.learn_on_trial(name, limit_s)
     assert REFUSED[name] in str(caught.value)
 
 
 def test_a_module_that_is_never_imported_leaves_the_claims_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ABUSE), str(ROOT)]))
-    assert trial.claims_on_trial("has_a_hanging_module", 10.0) is None
+    assert trial.learn_on_trial("has_a_hanging_module", 10.0).claims is None
 
 
 # By test: what `dies_in_many_ways` does in it is to be killed, to exit as if all were well, to read where nothing is,
@@ -311,6 +311,6 @@ def test_the_gate_begins_nothing_with_a_subject_that_cannot_be_imported(tmp_path
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, timeout=_LIMIT_S, check=False
     )
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (ended.returncode, report["verdict"]) == (1, "red")
+    assert (ended.returncode, report["verdict"]) == (BAD_INPUT, "red")
     assert "ended its process with exit code 0" in report["reasons"][0]
     assert report["speed"] == report["training"] == {}

@@ -16,7 +16,7 @@ from conformance.claims import claims, is_claimed
 from conformance.library import NotProvided, load_library
 from conformance.outcome import observe
 from conformance.ranks import RankPool
-from conformance.results import _axes, broken_clauses
+from conformance.results import BAD_INPUT, _axes, broken_clauses
 
 ROOT = Path(__file__).parents[2]
 FIRST, SECOND = (clause["id"] for clause in clauses.for_report()[:2])
@@ -90,13 +90,12 @@ def test_a_planted_lack_is_still_claimed() -> None:
     assert is_claimed(load_library(spec), "amp.grad_scaler.OptState")
 
 
-REFUSED = 4  # pytest's code for a usage error
 SUBJECTS = {
     "empty": ("", 1, "verdict: red"),
-    "quits": ("import sys; sys.exit(0)", REFUSED, "the subject 'quits' cannot be loaded (SystemExit: 0)"),
+    "quits": ("import sys; sys.exit(0)", BAD_INPUT, "the subject 'quits' cannot be loaded (SystemExit: 0)"),
     "patches": (
         "import torch; torch.nn.utils.clip_grad_value_ = lambda *_: None",
-        REFUSED,
+        BAD_INPUT,
         "put other objects in torch's places (nn.utils.clip_grad_value_)",
     ),
 }

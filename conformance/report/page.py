@@ -127,7 +127,8 @@ def _outcomes(areas: Sequence[Area]) -> list[str]:
 
 def _replay(report: dict[str, Any]) -> str:
     seed = [] if report["seed"] is None else ["--seed", str(report["seed"])]
-    words = ["--subject", report["subject"], "--profile", report["profile"], *seed]
+    claims = ["--claims", report["claims_file"]] if report.get("claims_file") else []
+    words = ["--subject", report["subject"], "--profile", report["profile"], *seed, *claims]
     return shlex.join(["python", "-m", "pytest", "TEST", *words])
 
 

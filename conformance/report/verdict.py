@@ -17,6 +17,7 @@ _WORDS = {
     "passed": "hold",
     "known": "hold in torch's way",
     "reference cannot run here": "that torch cannot do here",
+    "expected": "broken as expected",
 }
 
 
@@ -39,7 +40,7 @@ def reasons(report: dict[str, Any]) -> list[str]:
 
 def _judging(report: dict[str, Any]) -> Part:
     red = ranked(test["outcome"] for test in report["tests"] if test["outcome"] in RED)
-    why = list(report.get("ended_early", []))
+    why = list(dict.fromkeys([*report.get("bad_input", []), *report.get("ended_early", [])]))
     why += [f"{count} {_plural('test', count)} {outcome}" for outcome, count in red]
     if report.get("provides_nothing"):
         why.append(f"{report['subject']} provides none of the names that are judged")
