@@ -8,24 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.library import Library
+from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.strategies import kept_casts
+from conformance.strategies.kept_casts import CastCounter, Scene, Script
 from conformance.strategies.regions import Planned
-
-
-class CastCounter(TorchDispatchMode):
-    """Counts the casts of float32 tensors to a lower precision that really run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.casts = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.casts += func is torch.ops.aten._to_copy.default
-        return func(*args, **(kwargs or {}))
 
 
 def casts_in(
@@ -54,6 +44,42 @@ def test_casts_are_kept(
     got = casts_in(subject, device, cache_enabled, leaf, uses=3, regions=2)
     assert got == casts_in(reference, device, cache_enabled, leaf, uses=3, regions=2)
     assert got == (2 if leaf and cache_enabled is not False else 10)
+
+
+def played(library: Library, device: str, script: Script) -> Outcome:
+    def play() -> list[Any]:
+        scene = Scene(library, device)
+        script(scene)
+        return scene.seen
+
+    return observe(play)
+
+
+@clause("amp.autocast_mode.autocast.cache_of_which_tensors")
+@pytest.mark.parametrize("script", kept_casts.SCRIPTS, ids=lambda script: script.__name__)
+def test_what_is_kept_of_which_tensors(
+    subject: Library, reference: Library, device: str, script: Script
+) -> None:
+    outcomes = [played(library, device, script) for library in (reference, subject)]
+    assert_same_outcome(*outcomes)
+    assert outcomes[0].raised is None, "the script itself fails on torch"
+
+
+@clause("amp.autocast_mode.autocast.cache_of_which_dtype")
+@pytest.mark.deviation("autocast.casts_of_another_dtype")
+def test_an_inner_region_of_another_dtype(deviation: DeviationJudge, device: str) -> None:
+    """The weight is cast for each region that has another dtype than the one before."""
+    low, other = torch.bfloat16, torch.float16
+    wanted = [(1, low, 2.0, True), (1, other, 2.0, True), (1, low, 2.0, True)]
+
+    def probe(library: Library) -> Outcome:
+        return played(library, device, kept_casts.in_another_dtype)
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen.raised is not None and "same dtype" in seen.raised.text,
+        we_do=lambda seen: seen.value == wanted,
+    )
 
 
 def product_after_update(

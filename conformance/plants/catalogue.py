@@ -8,6 +8,7 @@ from conformance.plants import (  # noqa: F401 to import an area is to enter its
     amp_autocast_mode,
     amp_autocast_mode_functions,
     amp_autocast_mode_state,
+    amp_autocast_operators,
     amp_grad_scaler_fused_step,
     amp_grad_scaler_state,
     amp_grad_scaler_step,

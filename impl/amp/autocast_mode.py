@@ -79,7 +79,8 @@ class autocast:
     used twice is cast once. An eager `step` of any `torch.optim.Optimizer`, on the same thread, drops the kept casts.
     Other changes in place (`weight.data.copy_`, `add_` under `no_grad`, a compiled `step`) are not seen until the
     outermost region is left or `torch.clear_autocast_cache()` is called: the dispatcher finds a cast by its tensor,
-    not by the tensor's version.
+    not by the tensor's version. Casts to another dtype than an inner region's are dropped when that is entered, and its
+    own when it is left.
 
     `torch.compile`, `torch.export` and `make_fx` trace a region as they trace torch's. `torch.jit.trace` needs
     `cache_enabled=False`, as with torch's; `torch.jit.script` knows torch's class by name and refuses this one.
@@ -96,8 +97,8 @@ class autocast:
         AssertionError: a custom backend without `get_amp_supported_dtype`.
     Sync: none.
     Source: torch.amp.autocast_mode.autocast 2.13; differences: one instance may be nested in itself and shared
-        by threads; optimizer steps drop kept casts; an `__enter__` that fails changes nothing; `__exit__`
-        without `__enter__` on this thread changes nothing and always raises.
+        by threads; optimizer steps and regions of another dtype drop kept casts; an `__enter__` that fails changes
+        nothing; `__exit__` without `__enter__` on this thread changes nothing and always raises.
 
     >>> x = torch.ones(2, 2)
     >>> with autocast("cpu", dtype=torch.bfloat16):
@@ -153,6 +154,8 @@ class autocast:
             set_autocast_dtype(device, dtype)
             set_autocast_cache_enabled(cache_enabled)
             raise
+        if self._enabled and dtype is not self.fast_dtype:
+            clear_autocast_cache()  # the dispatcher finds a cast by its tensor, whatever dtype it has
         autocast_increment_nesting()
         _thread.open_regions.append((self, device, enabled, dtype, cache_enabled))
         if _is_torch_function_mode_enabled():
@@ -165,7 +168,7 @@ class autocast:
         if not regions or regions[-1][0] is not self:
             _move_to_end(regions, self)
         _, device, enabled, dtype, cache_enabled = regions.pop()
-        if autocast_decrement_nesting() == 0:
+        if autocast_decrement_nesting() == 0 or (self._enabled and dtype is not self.fast_dtype):
             clear_autocast_cache()
         set_autocast_enabled(device, enabled)
         set_autocast_dtype(device, dtype)

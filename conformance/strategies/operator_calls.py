@@ -1,0 +1,133 @@
+"""How an operator is called: with what tensors, and by which of its names."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from conformance import seeding
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Floating-point values to come, of a shape."""
+
+    shape: tuple[int, ...]
+    kind: str = "any"
+    names: tuple[str, ...] | None = None
+
+    def values(self, number: int) -> torch.Tensor:
+        """In float32; other ones for each number."""
+        return _values(self, number, seeding.run_seed())
+
+
+@functools.cache
+def _values(drawn: Drawn, number: int, seed: int) -> torch.Tensor:
+    del seed
+    generator = seeding.generator(number)
+    if drawn.kind == "any":
+        return torch.randn(drawn.shape, generator=generator)
+    values = torch.rand(drawn.shape, generator=generator) * 0.8 + 0.1
+    return values @ values.mT + torch.eye(drawn.shape[-1]) if drawn.kind == "definite" else values
+
+
+def N(*shape: int, names: tuple[str, ...] | None = None) -> Drawn:
+    return Drawn(shape, names=names)
+
+
+def P(*shape: int) -> Drawn:
+    """Between 0.1 and 0.9."""
+    return Drawn(shape, "positive")
+
+
+def D(*shape: int) -> Drawn:
+    """Positive definite matrices."""
+    return Drawn(shape, "definite")
+
+
+def ints(*values: Any) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+@dataclass(frozen=True)
+class Call:
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def operands(self, dtypes: Sequence[torch.dtype], device: str) -> Call:
+        """With tensors that take these dtypes in turn; new ones at each call."""
+        count = iter(range(1000))
+
+        def made(value: Any) -> Any:
+            if isinstance(value, Drawn):
+                number = next(count)
+                tensor = value.values(number).to(device, dtypes[number % len(dtypes)], copy=True)
+                return tensor if value.names is None else tensor.rename(*value.names)
+            if isinstance(value, torch.Tensor):
+                return value.to(device, copy=True)
+            return [made(each) for each in value] if isinstance(value, list) else value
+
+        return Call(tuple(map(made, self.args)), {name: made(each) for name, each in self.kwargs.items()})
+
+
+def call(*args: Any, **kwargs: Any) -> Call:
+    return Call(args, kwargs)
+
+
+# Where an operator has another name, by that; functions without one of their own in torch's namespaces.
+_ELSEWHERE: dict[str, Callable[..., Any]] = {
+    "pow": operator.pow,
+    "matmul": operator.matmul,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "abs": operator.abs,
+    "eq": operator.eq,
+    "lt": operator.lt,
+    "remainder": operator.mod,
+    "cross_entropy_loss": F.cross_entropy,
+    "nll_loss2d": F.nll_loss,
+    "grid_sampler": lambda x, grid, *_: F.grid_sample(x, grid, align_corners=False),
+    "constant_pad_nd": F.pad,
+    "upsample_nearest2d": F.interpolate,
+    "upsample_bilinear2d": lambda x, size, _: F.interpolate(x, size, mode="bilinear"),
+    "upsample_bicubic2d": lambda x, size, _: F.interpolate(x, size, mode="bicubic"),
+    "index_put": lambda x, index, value: operator.setitem(x, index[0], value),
+    "linalg_matmul": operator.matmul,
+    "view_as": lambda x, other: x.reshape(other.shape).type_as(other),
+}
+_GROUPS = {"linalg_": torch.linalg, "fft_": torch.fft, "special_": torch.special}
+
+
+def spellings(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What this operator may be called by in this torch; its arguments may not suit each."""
+    plain, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, plain, None)
+    if packet is not None:
+        yield f"torch.ops.aten.{name}", getattr(packet, overload or "default", packet)
+    for place, namespace in (("torch", torch), ("F", F), ("Tensor", torch.Tensor)):
+        if hasattr(namespace, plain):
+            yield f"{place}.{plain}", getattr(namespace, plain)
+    for prefix, namespace in _GROUPS.items():
+        short = plain.removeprefix(prefix)
+        if short != plain and hasattr(namespace, short):
+            yield f"torch.{prefix[:-1]}.{short}", getattr(namespace, short)
+    if plain in _ELSEWHERE:
+        yield f"{plain} by another name", _ELSEWHERE[plain]
+    if hasattr(torch.Tensor, f"{plain}_"):
+        yield f"Tensor.{plain}_", getattr(torch.Tensor, f"{plain}_")
+    if hasattr(torch, plain):
+        yield f"torch.{plain}(out=)", functools.partial(_into_new, getattr(torch, plain))
+
+
+def _into_new(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    devices = {each.device for each in args if isinstance(each, torch.Tensor)}
+    return function(*args, **kwargs, out=torch.empty(0, device=next(iter(devices), None)))
