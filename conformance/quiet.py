@@ -3,6 +3,7 @@
     python -m conformance.quiet --subject torch --seeds 20                      seeds 1 to 20, profile quick
     python -m conformance.quiet --subject torch --profile full --seeds 5 --twice
     python -m conformance.quiet --subject conformance.mirror --seeds 5          torch behind new objects
+    python -m conformance.quiet --subject conformance.exact_copy --seeds 5      torch's source, executed anew
 
 Each run is one line of the log: commit, seed, verdict, number of tests, seconds, what was red and what replays it.
 With --twice each seed runs again, and every test must have the same outcome as before. Exit code 0 is quiet, 1 not.

@@ -20,13 +20,16 @@ from conformance.strategies.regions import LOW, state
 
 
 class Graphs:
-    """A backend of torch.compile that keeps what it is given: per graph, the operators and their dtypes."""
+    """A backend of torch.compile that keeps what it is given: per graph, what computes tensors, and their dtypes.
+
+    How a region's state is set in between is nobody's matter: torch's own has a node for it, others several.
+    """
 
     def __init__(self) -> None:
         self.seen: list[list[str]] = []
 
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        self.seen.append(described(module))
+        self.seen.append([line for line in described(module) if "torch." in line.rpartition(" ")[2]])
         return module.forward
 
 
@@ -85,22 +88,33 @@ def outer_instance(library: Library, device: str, **region: Any) -> Callable[...
     return run
 
 
-PROGRAMS = {"block": with_block, "decorated": decorated, "instance made outside": outer_instance}
+_HERE, _MADE_BEFORE = (
+    clause("amp.autocast_mode.autocast.compiled"),
+    clause("amp.autocast_mode.autocast.compiled_made_before"),
+)
+PROGRAMS = pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(with_block, id="block", marks=_HERE),
+        pytest.param(decorated, id="decorated", marks=_MADE_BEFORE),
+        pytest.param(outer_instance, id="instance made outside", marks=_MADE_BEFORE),
+    ],
+)
+Program = Callable[..., Callable[..., Any]]
 
 
-@clause("amp.autocast_mode.autocast.compiled")
 @pytest.mark.profile("full")
-@pytest.mark.parametrize("program", list(PROGRAMS))
+@PROGRAMS
 @pytest.mark.parametrize(
     "region", [{}, {"dtype": torch.float16}, {"enabled": False}, {"cache_enabled": False}], ids=str
 )
 def test_compiles_into_torchs_graphs(
-    subject: Library, reference: Library, device: str, program: str, region: dict[str, Any]
+    subject: Library, reference: Library, device: str, program: Program, region: dict[str, Any]
 ) -> None:
     def compiled(library: Library) -> Outcome:
         torch._dynamo.reset()
         graphs = Graphs()
-        run = torch.compile(PROGRAMS[program](library, device, **region), fullgraph=True, backend=graphs)
+        run = torch.compile(program(library, device, **region), fullgraph=True, backend=graphs)
         x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
         before = state()
         return observe(lambda: (run(x), run(x + 1), graphs.seen, state() == before))
@@ -108,13 +122,12 @@ def test_compiles_into_torchs_graphs(
     assert_same_outcome(compiled(reference), compiled(subject))
 
 
-@clause("amp.autocast_mode.autocast.compiled")
-def test_compiled_region_agrees_with_eager(subject: Library, device: str) -> None:
+@PROGRAMS
+def test_compiled_region_agrees_with_eager(subject: Library, device: str, program: Program) -> None:
     torch._dynamo.reset()
     x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
-    for program in PROGRAMS.values():
-        run = program(subject, device, dtype=torch.bfloat16)
-        assert torch.equal(torch.compile(run, fullgraph=True, backend="eager")(x), run(x))
+    run = program(subject, device, dtype=torch.bfloat16)
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="eager")(x), run(x))
 
 
 @clause("amp.autocast_mode.autocast.compiled")
@@ -138,7 +151,7 @@ def test_compiled_again_when_the_region_around_differs(
     assert_same_outcome(dtypes(reference), dtypes(subject))
 
 
-@clause("amp.autocast_mode.autocast.compiled")
+@clause("amp.autocast_mode.autocast.compiled_made_before")
 @pytest.mark.profile("full")
 def test_instances_are_guarded_by_value(subject: Library, device: str) -> None:
     """Another instance of other values is another graph, one of equal values is not (pytorch/pytorch#194754)."""
@@ -192,9 +205,14 @@ class Exported(torch.nn.Module):
         return y, z
 
 
-@clause("amp.autocast_mode.autocast.exported")
 @pytest.mark.profile("full")
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "strict",
+    [
+        pytest.param(True, marks=clause("amp.autocast_mode.autocast.exported_strictly")),
+        pytest.param(False, marks=clause("amp.autocast_mode.autocast.exported")),
+    ],
+)
 @pytest.mark.parametrize("region", [{}, {"dtype": torch.float16}], ids=str)
 def test_exports_as_torch_does(
     subject: Library, reference: Library, device: str, strict: bool, region: dict[str, Any]
