@@ -18,6 +18,8 @@ from conformance import plants, surface
 from conformance.claims_file import claims_file
 from conformance.errors import FROM_OUTSIDE, told
 
+_CHANGED_SOURCE = ("mutant:", "lines:")  # what `conformance.mutation` makes of a subject
+
 
 class NotProvided(AttributeError):
     """The subject has no such public name."""
@@ -159,7 +161,11 @@ class Place:
 def load_library(spec: str) -> Library:
     """The library a spec names, with its plant in place; one object a process."""
     library = Library(spec)
-    if library.plant_id:
+    if library.plant_id.startswith(_CHANGED_SOURCE):
+        importlib.import_module("conformance.mutation.loading").change_source(
+            library.package, library.plant_id
+        )
+    elif library.plant_id:
         fault = plants.find(library.plant_id)
         library.replace(fault.breaks, fault.make)
     return library

@@ -22,11 +22,15 @@ class Task:
     about: str = ""  # the surface item that the fault is about: the tests nearest to it come first
     on_ranks: bool = False  # whether it shows between ranks alone: the tests that start them come first
     first: str = ""  # the node id of a test that runs before these, of whatever clause it is
+    tests: tuple[str, ...] = ()  # node ids: these and no others, in this order
     may_be_empty: bool = False  # whether it is right that no test is of these clauses, in this profile
 
 
 def in_order(items: Sequence[pytest.Item], task: Task) -> list[pytest.Item]:
     """The task's tests, by what they cost and by how near they are to what the fault is about."""
+    if task.tests:
+        places = {nodeid: place for place, nodeid in enumerate(task.tests)}
+        return sorted((item for item in items if item.nodeid in places), key=lambda item: places[item.nodeid])
 
     def place(item: pytest.Item) -> tuple[bool, bool, int, int, bool]:
         is_off = task.on_ranks and not spans_ranks(item)

@@ -72,11 +72,12 @@ def proven(killing: Trial[Kill], package: str, green: set[str]) -> Trial[Kill]:
         RedWithoutFault: it is not.
     """
     kill = yield from killing
-    yield from _prove(kill.nodeid, package, green)
+    yield from prove(kill.nodeid, package, green)
     return kill
 
 
-def _prove(nodeid: str, package: str, green: set[str]) -> Generator[Task, Ending, None]:
+def prove(nodeid: str, package: str, green: set[str]) -> Generator[Task, Ending, None]:
+    """See that a test is green on the subject itself; `green` as above."""
     if nodeid and nodeid not in green:
         ending = yield Task(package, frozenset(), first=nodeid)
         if ending.how:
@@ -99,7 +100,7 @@ def idle(package: str, clause_id: str, green: set[str], first: str = "") -> Tria
         tried += 1
         ending = yield Task(f"{package}+{plant_id}", frozenset({clause_id}), may_be_empty=True)
         if ending.how:
-            yield from _prove(ending.nodeid, package, green)
+            yield from prove(ending.nodeid, package, green)
             return Idle(clause_id, tried, plant_id, ending.nodeid, why)
         if not ending.asked:
             return Idle(clause_id, 0, why="None of its tests can run here.", asked=False)

@@ -1,0 +1,144 @@
+"""The command: a sample of each group, and what became of it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from conformance import environment, mutation
+from conformance.errors import stop_by_hand
+from conformance.exact_copy.copying import ROOT
+from conformance.mutation import lines
+from conformance.mutation.groups import GROUPS, Group, Mutant, diff, draw, key_of, mutant_called, proof_of
+from conformance.mutation.reach import measure
+from conformance.mutation.score import EQUIVALENT, KILLED, SURVIVED, UNREACHED, Score
+from conformance.strength.order import Task
+from conformance.strength.trials import RedWithoutFault, prove
+from conformance.strength.worker import Crew, Trial
+
+AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 2, 130
+_say = functools.partial(print, flush=True)
+
+
+@dataclass(frozen=True)
+class Fate:
+    mutant: Mutant
+    fate: str
+    why: str = ""  # the test that killed it, or the proof that it does the same
+    seconds: float = 0.0
+
+
+def main(words: Sequence[str]) -> int:
+    options = _options(words)
+    signal.signal(signal.SIGTERM, stop_by_hand)
+    if options.show:
+        _say("\n".join(diff(options.subject, mutant_called(options.subject, options.show))))
+        return AS_EXPECTED
+    fates: dict[str, list[Fate]] = {}
+    began = time.monotonic()
+    try:
+        with Crew(options.subject, options.jobs) as crew:
+            for group in options.groups:
+                fates[group.name] = found = []
+                for fate in _judged(crew, options, group):
+                    found.append(fate)
+                    _tell(fate, len(found))
+    except RedWithoutFault as error:
+        _say(f"{options.subject} is red without a mistake: {error}")
+        return NOT_JUDGED
+    except KeyboardInterrupt:
+        _say("stopped")
+        return STOPPED
+    finally:
+        _sum_up(options, fates, time.monotonic() - began)
+    return AS_EXPECTED
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance.mutation",
+        description=mutation.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--subject", default=ROOT, help="whose source is mutated: the exact copy of torch, or impl")
+    add("--sample", type=int, default=100, help="mutants of each group")
+    add("--seed", type=int, default=0, help="of the draw")
+    add("--group", action="append", choices=[group.name for group in GROUPS], help="default: all")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: one a core)")
+    add("--show", metavar="MUTANT", help="only print the lines of one")
+    add("--out", type=Path, default=Path("report/mutation.json"), help="where the fates go")
+    options = parser.parse_args(words)
+    options.groups = [group for group in GROUPS if not options.group or group.name in options.group]
+    if options.jobs < 1 or options.sample < 1:
+        parser.error("--jobs and --sample are at least 1")
+    return options
+
+
+def _judged(crew: Crew, options: argparse.Namespace, group: Group) -> Iterable[Fate]:
+    _say(f"{group.name}: measuring which lines each test reaches")
+    reach = measure(options.subject, group, options.jobs)
+    numbers = lines.numbered(options.subject, group)
+    green: set[str] = set()
+    trials: list[Trial[Fate]] = []
+    for mutant in draw(group, options.subject, options.sample, options.seed):
+        tests = reach.tests_of(numbers[mutant.module].start + mutant.site.line)
+        if proof := proof_of(options.subject, mutant):
+            yield Fate(mutant, EQUIVALENT, proof)
+        elif not tests:
+            yield Fate(mutant, UNREACHED)
+        else:
+            trials.append(_killing(options.subject, mutant, tests, green))
+    yield from crew.run(trials)
+
+
+def _killing(package: str, mutant: Mutant, tests: tuple[str, ...], green: set[str]) -> Trial[Fate]:
+    ending = yield Task(f"{package}+{mutant.plant_id}", frozenset(), tests=tests)
+    yield from prove(ending.nodeid, package, green)
+    return Fate(mutant, KILLED if ending.how else SURVIVED, ending.nodeid, ending.seconds)
+
+
+def _tell(fate: Fate, number: int) -> None:
+    site = fate.mutant.site
+    _say(
+        f"[{number}] {fate.seconds:6.1f} s  {fate.fate}: {fate.mutant.plant_id} in {site.function} {fate.why}"
+    )
+
+
+def _sum_up(options: argparse.Namespace, fates: dict[str, list[Fate]], seconds: float) -> None:
+    for found in fates.values():
+        for fate in found:
+            if fate.fate in (SURVIVED, UNREACHED):
+                _say(f"\n{fate.fate}: {options.subject}+{fate.mutant.plant_id}")
+                _say(key_of(options.subject, fate.mutant))
+                _say("\n".join(diff(options.subject, fate.mutant)))
+    _say(f"\n{options.subject}, seed {options.seed}, torch {torch.__version__}, in {seconds:.0f} s")
+    for name, found in fates.items():
+        _say(f"  {name}: {Score.of([fate.fate for fate in found])}")
+    written = {
+        "subject": options.subject,
+        "seed": options.seed,
+        "sample": options.sample,
+        "commit": environment.commit(),
+        "fates": [
+            {"group": name, "mutant": fate.mutant.plant_id, "fate": fate.fate, "why": fate.why}
+            for name, found in fates.items()
+            for fate in found
+        ],
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(written, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,169 @@
+"""Groups of files: whose source is mutated, whose clauses ask about it, and how a sample is drawn."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import fnmatch
+import functools
+import hashlib
+import importlib.util
+import itertools
+import random
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.clauses import all_clauses
+from conformance.exact_copy.copying import ROOT, copied, source_of
+from conformance.mutation.operators import OPERATORS, Site, mutate, sites
+
+MUTANT, LINES = "mutant:", "lines:"  # after the `+` of a subject's spec
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    modules: tuple[
+        str, ...
+    ]  # patterns of paths below the package; what an earlier group has is not in a later one
+    areas: tuple[str, ...]  # patterns of the areas whose tests run
+
+
+GROUPS = (
+    Group(
+        "scaler",
+        (
+            "amp.grad_scaler",
+            "*.amp.grad_scaler",
+            "distributed.fsdp.sharded_grad_scaler",
+            # Of impl:
+            *(
+                f"amp._{part}"
+                for part in ("conditional_step", "fused_step", "gradients", "loss_scale", "scaling")
+            ),
+        ),
+        ("*.grad_scaler", "*.sharded_grad_scaler"),
+    ),
+    Group("autocast", ("amp.*", "*.amp.*"), ("*.autocast_mode",)),
+    Group("clipping", ("nn.utils.clip_grad",), ("nn.*",)),
+    Group(
+        "FSDP state dicts",
+        tuple(
+            f"distributed.fsdp._{part}*"
+            for part in ("state_dict", "optim_utils", "shard_utils", "fsdp_extensions")
+        ),
+        ("distributed.*",),
+    ),
+    Group("FSDP runtime", ("distributed.fsdp.*",), ("distributed.*",)),
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    group: Group
+    module: str  # its path below the package
+    site: Site
+
+    @property
+    def plant_id(self) -> str:
+        return f"{MUTANT}{self.module}:{self.site.operator}:{self.site.number}"
+
+
+def clauses_of(group: Group) -> frozenset[str]:
+    return frozenset(
+        clause.id
+        for clause in all_clauses().values()
+        if any(fnmatch.fnmatch(clause.area, pattern) for pattern in group.areas)
+    )
+
+
+def modules_of(group: Group, package: str) -> list[str]:
+    """Those of one group, by their paths below the package."""
+    taken = GROUPS[: GROUPS.index(group)]
+
+    def is_of(module: str, group: Group) -> bool:
+        return any(fnmatch.fnmatch(module, pattern) for pattern in group.modules)
+
+    return [
+        module
+        for module in _modules(package)
+        if is_of(module, group) and not any(is_of(module, earlier) for earlier in taken)
+    ]
+
+
+@functools.cache
+def _modules(package: str) -> tuple[str, ...]:
+    if package == ROOT:
+        return tuple(sorted(copied()))
+    files = (file.relative_to(_folder(package)).with_suffix("") for file in _folder(package).rglob("*.py"))
+    return tuple(sorted(".".join(file.parts) for file in files if file.name != "__init__"))
+
+
+def file_of(package: str, module: str) -> Path:
+    """Found without importing anything of a package that is to be executed otherwise."""
+    return (
+        source_of(module)
+        if package == ROOT
+        else _folder(package).joinpath(*module.split(".")).with_suffix(".py")
+    )
+
+
+def _folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise LookupError(f"{package!r} is no package whose source can be changed; {ROOT} and impl are")
+    return Path(spec.submodule_search_locations[0])
+
+
+def draw(group: Group, package: str, sample: int, seed: int) -> list[Mutant]:
+    """A sample of the mutants of a group's files: the operators take turns, each draws from all that it makes."""
+    chance = random.Random(f"{seed} {group.name}")
+    made: dict[str, list[Mutant]] = {operator: [] for operator in OPERATORS}
+    for module in modules_of(group, package):
+        for site in sites(parsed(package, module)):
+            made[site.operator].append(Mutant(group, module, site))
+    turns = itertools.zip_longest(*(chance.sample(mutants, len(mutants)) for mutants in made.values()))
+    return list(itertools.islice((mutant for turn in turns for mutant in turn if mutant), sample))
+
+
+def mutant_called(package: str, name: str) -> Mutant:
+    """Of `amp.grad_scaler:drop_wait:0`.
+
+    Raises:
+        LookupError: none is called so.
+    """
+    for group in GROUPS:
+        for module in modules_of(group, package):
+            if name.startswith(f"{module}:"):
+                for site in sites(parsed(package, module)):
+                    if Mutant(group, module, site).plant_id == f"{MUTANT}{name}":
+                        return Mutant(group, module, site)
+    raise LookupError(f"no mutant of {package} is called {name!r}")
+
+
+def parsed(package: str, module: str) -> ast.Module:
+    return ast.parse(file_of(package, module).read_text(encoding="utf-8"))
+
+
+def diff(package: str, mutant: Mutant) -> list[str]:
+    """What the mistake changes: its lines with - and +, as Python writes the tree, and three around them."""
+    before, after = parsed(package, mutant.module), parsed(package, mutant.module)
+    mutate(after, mutant.site.operator, mutant.site.number)
+    lines = difflib.unified_diff(
+        ast.unparse(before).splitlines(), ast.unparse(after).splitlines(), lineterm="", n=3
+    )
+    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+
+
+def key_of(package: str, mutant: Mutant) -> str:
+    """A name that lasts while the lines that it changes stay: by it a proof is found in `equivalent.toml`."""
+    changed = "\n".join(line for line in diff(package, mutant) if line[0] in "+-")
+    digest = hashlib.sha256(changed.encode()).hexdigest()[:12]
+    return f"{mutant.module}:{mutant.site.function}:{mutant.site.operator}:{digest}"
+
+
+def proof_of(package: str, mutant: Mutant) -> str:
+    """Why it does the same as what it was made of; empty if nobody has proven that."""
+    proofs = tomllib.loads(Path(__file__).with_name("equivalent.toml").read_text(encoding="utf-8"))
+    return proofs.get(package, {}).get(key_of(package, mutant), "")

@@ -1,0 +1,77 @@
+"""How a subject comes to run changed source: `package+mutant:amp.grad_scaler:drop_wait:0` names one mutant, and
+`package+lines:scaler` a group of files that note which of their lines run.
+
+A spec is a string that every process resolves for itself, so ranks run the same source. The modules are executed anew
+from it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+
+from conformance.exact_copy import copying
+from conformance.mutation import lines
+from conformance.mutation.groups import GROUPS, LINES, file_of, parsed
+from conformance.mutation.operators import mutate
+
+Change = Callable[[ast.Module], object]
+
+
+def change_source(package: str, plant_id: str) -> None:
+    """From now on the package's modules are what `plant_id` says; those imported before are forgotten.
+
+    Raises:
+        LookupError: it says nothing that there is.
+    """
+    finder = _Finder(package, _changes(package, plant_id))
+    root = importlib.import_module(package)
+    for name in [name for name in sys.modules if name.startswith(f"{package}.") and name != copying.__name__]:
+        del sys.modules[name]
+        vars(root).pop(name.removeprefix(f"{package}.").partition(".")[0], None)
+    sys.meta_path.insert(0, finder)
+
+
+def _changes(package: str, plant_id: str) -> dict[str, Change]:
+    kind, _, what = plant_id.partition(":")
+    if f"{kind}:" == LINES:
+        [group] = [group for group in GROUPS if group.name == what]
+        return {
+            module: functools.partial(lines.instrument, first=numbers.start)
+            for module, numbers in lines.numbered(package, group).items()
+        }
+    module, operator, number = what.split(":")
+    return {module: lambda tree: mutate(tree, operator, int(number))}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, package: str, changes: dict[str, Change]) -> None:
+        self._package = package
+        self._changes = {f"{package}.{module}": (module, change) for module, change in changes.items()}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._changes:
+            return None
+        module, change = self._changes[fullname]
+        tree = parsed(self._package, module)
+        change(tree)
+        if self._package == copying.ROOT:
+            return copying.spec_of(module, tree)
+        return importlib.util.spec_from_loader(fullname, _Loader(tree, str(file_of(self._package, module))))
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, tree: ast.Module, file: str) -> None:
+        self._tree, self._file = tree, file
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__file__ = self._file
+        exec(compile(self._tree, self._file, "exec", dont_inherit=True), vars(module))

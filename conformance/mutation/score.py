@@ -1,0 +1,40 @@
+"""What a sample of mutants says: the score with its interval."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KILLED, SURVIVED, UNREACHED, EQUIVALENT = "killed", "survived", "unreached", "equivalent"
+_Z = 1.959964  # of the normal distribution, for 95%
+
+
+@dataclass(frozen=True)
+class Score:
+    killed: int
+    counted: int  # those that are reached and not equivalent
+    unreached: int
+    equivalent: int
+
+    @classmethod
+    def of(cls, fates: Sequence[str]) -> Score:
+        count = Counter(fates)
+        return cls(count[KILLED], count[KILLED] + count[SURVIVED], count[UNREACHED], count[EQUIVALENT])
+
+    def __str__(self) -> str:
+        left_out = f"{self.unreached} unreached, {self.equivalent} equivalent"
+        if not self.counted:
+            return f"nothing to count ({left_out})"
+        low, high = wilson(self.killed, self.counted)
+        share = self.killed / self.counted
+        return f"{share:.1%} [{low:.1%}, {high:.1%}], {self.killed} of {self.counted} ({left_out})"
+
+
+def wilson(hits: int, tries: int) -> tuple[float, float]:
+    """The 95% interval of a share, after Wilson: it holds for few tries and for shares near 1 too."""
+    share, square = hits / tries, _Z * _Z
+    middle = (share + square / (2 * tries)) / (1 + square / tries)
+    half = _Z / (1 + square / tries) * math.sqrt(share * (1 - share) / tries + square / (4 * tries * tries))
+    return max(0.0, middle - half), min(1.0, middle + half)
