@@ -58,7 +58,7 @@ def judge(
     earlier: Mapping[str, Sequence[float]],
     measure_again: Callable[[list[str]], Mapping[str, float]],
 ) -> None:
-    """Give each row of a report its `verdict`, what `was`, and the ratios that were measured `again`."""
+    """Give each row of a report its `verdict`, what `was`, the ratios measured `again`, and a red one its sentence."""
     rows = [row for row in rows if row["outcome"] != "failed"]  # which is red already
     now = {row["name"]: [row["ratio"]] if row["outcome"] == "measured" else [] for row in rows}
     once = {row["name"]: row.get("reference_s") for row in rows if row.get("is_one_off")}
@@ -74,6 +74,8 @@ def judge(
         name = row["name"]
         was = statistics.median(earlier[name]) if earlier.get(name) else None
         row.update(verdict=verdicts[name], again=now[name][1:], was=was)
+        if row["verdict"] in RED:
+            row["told"] = sentence(row)
 
 
 def sentence(row: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """The clauses: each behaviour that is judged, by a stable id, with one sentence and the public names it covers.
 
 They are written in a TOML file beside the tests that ask about them: `amp/grad_scaler.toml` holds the clauses
-`amp.grad_scaler.*`, asked by `amp/test_grad_scaler*.py`. An id is never renamed or reused.
+`amp.grad_scaler.*`, asked by `amp/test_grad_scaler*.py`. An id is never renamed or reused. A table may name the thread
+where its matter was reported, and the torch versions (`torch = ["2.12", "2.13"]`) that it holds for, if not for all.
 
 Each has a level:
     core         torch does it, so every subject must
@@ -13,17 +14,19 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conformance import surface
 from conformance.deviations import all_deviations
 
 HERE = Path(__file__).parent
+TORCH_VERSIONS = ("2.11", "2.12", "2.13")  # all that this package supports
 # Folders whose tests judge a subject; the others test this repository's own parts.
 AREAS = ("amp", "clients", "cpu", "cuda", "distributed", "dynamo", "nn")
 LEVELS = ("core", "deviation", "extension")
@@ -35,11 +38,23 @@ class Clause:
     says: str
     covers: tuple[str, ...]  # surface items (`conformance.surface`) that this clause is about
     level: str  # one of `LEVELS`
+    thread: str = ""  # where it was reported, or how it was found; its deviation's, unless it names one
+    torch: tuple[str, ...] = TORCH_VERSIONS  # that it holds for
 
     @property
     def area(self) -> str:
         """The torch module it belongs to, which is the TOML file it stands in."""
         return next(area for area in _files() if self.id.startswith(area + "."))
+
+    def is_asked_by(self, beginnings: Sequence[str]) -> bool:
+        """Whether its id is one of these, or begins with one."""
+        return any(self.id == each or self.id.startswith(f"{each}.") for each in beginnings)
+
+    @property
+    def holds_here(self) -> bool:
+        """Whether it is about the torch that is installed; one that is not known is asked everything."""
+        major, minor = torch.__version__.split(".")[:2]
+        return f"{major}.{minor}" in self.torch or f"{major}.{minor}" not in TORCH_VERSIONS
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -69,24 +84,34 @@ def _files() -> dict[str, Path]:
 
 
 def _read(area: str, file: Path) -> Iterator[Clause]:
-    deviating = {row.clause for row in all_deviations().values()}
+    threads = {row.clause: row.thread for row in all_deviations().values()}
 
     def visit(path: str, table: Mapping[str, Any]) -> Iterator[Clause]:
-        if "says" in table:
-            unknown = table.keys() - {"says", "covers", "level"}
-            if unknown:
-                raise ValueError(
-                    f"{file}: [{path}] has the unknown keys {sorted(unknown)}; wanted says, covers and level"
-                )
-            if table.get("level", "extension") != "extension":
-                raise ValueError(
-                    f"{file}: [{path}] has the level {table['level']!r}; only extension is written, "
-                    "the others follow from the rows of deviations.toml"
-                )
-            level = table.get("level") or ("deviation" if path in deviating else "core")
-            yield Clause(path, table["says"], tuple(table.get("covers", ())), level)
+        if "says" not in table:
+            for key, inner in table.items():
+                yield from visit(f"{path}.{key}", inner)
             return
-        for key, inner in table.items():
-            yield from visit(f"{path}.{key}", inner)
+        try:
+            yield _clause(path, table, threads)
+        except ValueError as error:
+            raise ValueError(f"{file}: [{path}] {error}") from None
 
     yield from visit(area, tomllib.loads(file.read_text()))
+
+
+def _clause(name: str, table: Mapping[str, Any], threads: Mapping[str, str]) -> Clause:
+    if unknown := table.keys() - {"says", "covers", "level", "thread", "torch"}:
+        raise ValueError(
+            f"has the unknown keys {sorted(unknown)}; wanted says, covers, level, thread and torch"
+        )
+    if table.get("level", "extension") != "extension":
+        raise ValueError(
+            f"has the level {table['level']!r}; only extension is written, "
+            "the others follow from the rows of deviations.toml"
+        )
+    holds_for = tuple(table.get("torch", TORCH_VERSIONS))
+    if unsupported := [each for each in holds_for if each not in TORCH_VERSIONS]:
+        raise ValueError(f"holds for torch {unsupported}; wanted some of {TORCH_VERSIONS}")
+    level = table.get("level") or ("deviation" if name in threads else "core")
+    thread = table.get("thread", threads.get(name, ""))
+    return Clause(name, table["says"], tuple(table.get("covers", ())), level, thread, holds_for)

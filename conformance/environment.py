@@ -30,13 +30,18 @@ def describe() -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """What is checked out of this repository, with `-dirty` behind it where files differ; empty if unknown."""
+def commit(file: Path = Path(__file__)) -> str:
+    """What is checked out of the repository that tracks a file, with `-dirty` behind it where files differ.
+
+    Empty if none does: a virtual environment may lie inside somebody's repository, and git may be absent.
+    """
+    tracked = ["git", "ls-files", "--error-unmatch", file.name]
     command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     try:
-        told = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=True
-        )
+        for words in (tracked, command):
+            told = subprocess.run(
+                words, cwd=file.parent, capture_output=True, text=True, timeout=30, check=True
+            )
     except (OSError, subprocess.SubprocessError):
         return ""
     return told.stdout.strip()

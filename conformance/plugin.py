@@ -24,9 +24,9 @@ from conformance.errors import Hang, stop_by_hand
 from conformance.expectations import Expectations, unshrunk
 from conformance.library import Library, NotProvided, load_library, package_of
 from conformance.notes import Notes
+from conformance.options import PROFILES
 from conformance.results import BAD_INPUT, Recorder, WorkerRecorder, unavailable
 
-PROFILES = ("quick", "full", "deep")
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
 _PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink)
 
@@ -73,6 +73,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DATE",
         type=datetime.date.fromisoformat,
         help="the day by which expectations expire (default: today)",
+    )
+    group.addoption(
+        "--clauses",
+        default="",
+        help="comma-separated clauses, or their beginnings: tests of others are left out",
     )
     group.addoption("--report", default=None, metavar="DIR", help="write report.json there")
 
@@ -121,8 +126,8 @@ def _load_subject(config: pytest.Config, deadlines: Deadlines | None) -> trial.L
         if deadlines is None:
             return trial.learn_on_trial(spec)
         with deadlines.of_import():
-            trial.load(spec)
-            return trial.Learned(None) if hasattr(config, "workerinput") else trial.learn(spec)
+            complaints = trial.load(spec)
+            return trial.Learned(None) if hasattr(config, "workerinput") else trial.learn(spec, complaints)
     except (trial.CannotBeJudged, Hang) as error:
         pytest.exit(str(error), returncode=BAD_INPUT)
 
@@ -174,6 +179,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail(f"{item.nodeid} judges a subject but names no clause; mark it with @clause(id)")
     elif marker.args[0] not in all_clauses():
         pytest.fail(f"{item.nodeid} names the clause {marker.args[0]!r}, which no TOML file has")
+    elif not all_clauses()[marker.args[0]].holds_here:
+        unavailable(f"its clause is of other versions than torch {torch.__version__}")
     elif all_clauses()[marker.args[0]].level == "extension":
         spec = item.config.option.subject
         if marker.args[0] not in claimed_extensions(spec):
@@ -210,7 +217,17 @@ def _folder(item: pytest.Item) -> str:
 def _is_wanted(config: pytest.Config, item: pytest.Item) -> bool:
     smallest = item.get_closest_marker("profile")
     in_profile = smallest is None or PROFILES.index(smallest.args[0]) <= PROFILES.index(config.option.profile)
-    return in_profile and _concerns(item, package_of(config.option.subject))
+    return (
+        in_profile
+        and _is_asked(item, config.option.clauses)
+        and _concerns(item, package_of(config.option.subject))
+    )
+
+
+def _is_asked(item: pytest.Item, chosen: str) -> bool:
+    """Whether its clause is among those that were chosen."""
+    clause = all_clauses().get(clause_of(item))
+    return not chosen or (clause is not None and clause.is_asked_by(chosen.split(",")))
 
 
 def _concerns(item: pytest.Item, package: str) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 
 from conformance import environment
 from conformance.clauses import AREAS, HERE
-from conformance.plugin import PROFILES
+from conformance.options import PROFILES
 from conformance.results import RED, broken_clauses
 
 _ROOT = HERE.parent

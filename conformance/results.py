@@ -8,9 +8,7 @@ the subject's claims file says). Red are failed, hang, crash, stale, and not pro
 
 from __future__ import annotations
 
-import datetime
 import json
-import shlex
 import textwrap
 import time
 from collections import Counter
@@ -22,11 +20,12 @@ from typing import Any, TextIO
 import hypothesis
 import pytest
 
-from conformance import clauses, environment
+from conformance import clauses
 from conformance.claims import NotClaimed, is_claimed
-from conformance.deviations import StaleRow, all_deviations
+from conformance.deviations import StaleRow
 from conformance.errors import told
 from conformance.expectations import CAN_BE_EXPECTED, Expectations, Held, Seen, forgiven
+from conformance.heading import heading, replay_command
 from conformance.library import Library, NotProvided
 from conformance.notes import Fault, Notes
 from conformance.ranks import RankRaised
@@ -69,16 +68,6 @@ def unavailable(reason: str) -> None:
     pytest.skip(f"unavailable: {reason}")
 
 
-def replay_command(config: pytest.Config, nodeid: str) -> str:
-    option = config.option
-    words = ["python", "-m", "pytest", nodeid, "--subject", option.subject, "--profile", option.profile]
-    if option.seed is not None:
-        words += ["--seed", str(option.seed)]
-    if option.claims is not None:
-        words += ["--claims", option.claims]
-    return shlex.join(words)
-
-
 def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> Judgement:
     marker = item.get_closest_marker("clause")
     deviation = getattr(item, "deviation_judge", None)
@@ -96,7 +85,7 @@ def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.T
         clause=clause,
         deviation=deviation.row.id if deviation else "",
         reason=reason,
-        replay=replay_command(item.config, item.nodeid) if outcome in (*RED, "expected") else "",
+        replay=replay_command(item.config.option, item.nodeid) if outcome in (*RED, "expected") else "",
         margins=take_margins(),
         draws=item.config.option.seed is not None
         or hypothesis.is_hypothesis_test(getattr(item, "obj", None)),
@@ -231,7 +220,7 @@ class Recorder:
             0.0,
             clause=clause,
             reason=reason,
-            replay=replay_command(self._config, crashitem),
+            replay=replay_command(self._config.option, crashitem),
         )
         report.user_properties.append((_PROPERTY, asdict(judgement)))
 
@@ -278,21 +267,12 @@ class Recorder:
         return "red" if self._learned.bad_input else found
 
     def as_dict(self) -> dict[str, Any]:
-        option = self._config.option
         judgements = sorted(self._judgements.values(), key=lambda judgement: judgement.nodeid)
-        return {
+        return heading(self._config.option, self._began) | {
             "verdict": self._verdict(),
             "provides_nothing": self._learned.claims == frozenset(),
             "bad_input": list(self._learned.bad_input),
-            "subject": option.subject,
-            "claims_file": option.claims,
-            "profile": option.profile,
-            "seed": option.seed,
-            "began": datetime.datetime.fromtimestamp(self._began, datetime.UTC).isoformat(timespec="seconds"),
-            "seconds": round(time.time() - self._began, 1),
-            "environment": environment.describe(),
-            "clauses": clauses.for_report(),
-            "deviations": [asdict(row) for row in all_deviations().values()],
+            "devices": sorted({judgement.device for judgement in judgements} - {""}),
             "expectations": [held.as_dict() for held in self._held],
             "tests": [asdict(judgement) for judgement in judgements],
         }
@@ -341,8 +321,9 @@ def _by_level(judged: Sequence[Judgement]) -> Iterator[str]:
 def _is_narrowed(config: pytest.Config) -> bool:
     """Whether the run was given less than whole folders of tests."""
     option = config.option
-    chosen = (getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect"))
-    return any(chosen) or not all(Path(str(argument)).is_dir() for argument in config.args)
+    chosen = (getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "clauses"))
+    asked = [path for argument in config.args if (path := Path(str(argument))).name != "test_surface.py"]
+    return any(chosen) or not all(path.is_dir() for path in asked)
 
 
 def _no_longer(held: Held) -> str:

@@ -1,7 +1,7 @@
 """The subject is imported on trial, in a process of its own, before anything depends on it.
 
 Whatever importing does to that process, exit, kill, hang or patch, the process that asked only hears of it.
-    python -m conformance.trial SUBJECT 5       tells on the file descriptor 5
+    python -m conformance.trial SUBJECT 5       tells on the file descriptor 5; its output must be a file
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import contextlib
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +25,15 @@ from conformance import surface
 from conformance.claims import claims, wrong_in_claims
 from conformance.claims_file import UnreadableClaims, claims_file
 from conformance.errors import FROM_OUTSIDE, told
+from conformance.global_state import put_back, read
 from conformance.library import load_library, package_of
+from conformance.process_state import PROCESS
 
 IMPORT_S = 60.0
+_CHILDREN_S = 5.0  # for what was forked while importing to end
 _LAST_WORDS = 2000
 _MOST_OUTPUT_BYTES = 1 << 26
+_CAME_BACK = 77  # exit code of a fork that came out of the import
 
 
 class CannotBeJudged(Exception):
@@ -38,18 +46,22 @@ class Learned:
 
     # None if looking for its names ended a process, or did not end; the tests will tell which name it was.
     claims: frozenset[str] | None
-    # What is wrong in its claims file, a sentence each.
+    # What its import does that none should, and what is wrong in its claims file: a sentence each, with the cure.
     bad_input: tuple[str, ...] = ()
 
 
-def load(spec: str) -> None:
-    """Import a subject, here.
+_SIGNALS = {name: PROCESS[name] for name in ("signal handlers", "blocked signals")}
+
+
+def load(spec: str) -> tuple[str, ...]:
+    """Import a subject, here; returns what it did to signals, which is undone: deadlines stand on them.
 
     Raises:
         CannotBeJudged: it cannot be imported, or put something in the place of what it would be compared with.
     """
     reference = load_library("torch")
     before = {name: reference.find(name) for name in surface.names()}
+    signals = read(_SIGNALS)
     try:
         load_library(spec)
     except FROM_OUTSIDE:
@@ -58,42 +70,53 @@ def load(spec: str) -> None:
         raise CannotBeJudged(str(error)) from error
     except BaseException as error:
         raise CannotBeJudged(_cannot_be_loaded(spec, told(error))) from error
+    finally:
+        changed = put_back(_SIGNALS, signals)
     replaced = [name for name, found in before.items() if reference.find(name) is not found]
     if replaced:
         raise CannotBeJudged(
             f"importing the subject {spec!r} put other objects in torch's places ({', '.join(replaced)}); it would be "
             "compared with itself. Let the package replace names when it is asked to, not when it is imported"
         )
+    return tuple(
+        f"importing {spec!r} changed the {name} (before, after): {values}. They were put back for judging; "
+        "let it change them in a function that users call"
+        for name, values in changed.items()
+    )
 
 
-def learn(spec: str) -> Learned:
-    """What there is to know of a subject that is loaded, here."""
-    return Learned(claims(spec), tuple(wrong_in_claims(load_library(spec))))
+def learn(spec: str, complaints: Sequence[str] = ()) -> Learned:
+    """What there is to know of a subject that is loaded, here, with the complaints about its import."""
+    return Learned(claims(spec), (*complaints, *wrong_in_claims(load_library(spec))))
 
 
 def learn_on_trial(spec: str, limit_s: float = IMPORT_S) -> Learned:
     """Load a subject and learn about it in another process.
 
     Raises:
-        CannotBeJudged: as `load`; or importing it ended the process, or has not ended after `limit_s`.
+        CannotBeJudged: as `load`; or importing it ended the process, forked it for good, or has not ended after
+            `limit_s`.
     """
     heard, told_end = os.pipe()
-    with open(heard) as answers, tempfile.TemporaryFile() as output:
+    with open(heard) as answers, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as output:
         command = [sys.executable, "-m", "conformance.trial", spec, str(told_end)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=printed,
             stderr=output,
             pass_fds=[told_end],
             start_new_session=True,
         )
         os.close(told_end)
         try:
+            select.select([heard], [], [], IMPORT_S)  # until torch is there: its time is not the subject's
             process.wait(limit_s)
-            end = "ended its process with " + _code(process.returncode)
+            end = f"importing it ended its process with {_code(process.returncode)}"
+            cure = "let the import return, and raise an ImportError where it cannot"
         except subprocess.TimeoutExpired:
-            end = f"did not end within {limit_s:g} s"
+            end = f"importing it did not end within {limit_s:g} s"
+            cure = "let the import return without waiting for a device, a network or a lock"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -103,16 +126,17 @@ def learn_on_trial(spec: str, limit_s: float = IMPORT_S) -> Learned:
         if "error" in said:
             raise CannotBeJudged(said["error"])
         if "loaded" not in said:
-            raise CannotBeJudged(_cannot_be_loaded(spec, f"importing it {end}{_last_words(output)}"))
+            raise CannotBeJudged(_cannot_be_loaded(spec, end + _last_words(printed, output), cure))
         known = frozenset(said["claims"]) if "claims" in said else None
-        return Learned(known, tuple(said.get("bad_input", ())))
+        return Learned(known, tuple(said["bad_input"]))
 
 
-def _cannot_be_loaded(spec: str, why: str) -> str:
-    return (
-        f"the subject {spec!r} cannot be loaded ({why}); "
-        "--subject wants impl, torch, or an importable package that mirrors torch's paths"
-    )
+def _cannot_be_loaded(
+    spec: str,
+    why: str,
+    cure: str = "wanted is impl, torch, or an importable package that mirrors torch's paths",
+) -> str:
+    return f"the subject {spec!r} cannot be loaded ({why}); {cure}"
 
 
 def _code(code: int) -> str:
@@ -126,10 +150,12 @@ def _said(lines: list[str]) -> dict[str, Any]:
     return said
 
 
-def _last_words(output: Any) -> str:
-    output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_WORDS))
-    words = output.read().decode(errors="replace").strip()
-    return f"; it wrote, lastly: {words}" if words else ""
+def _last_words(*outputs: Any) -> str:
+    words = ""
+    for output in outputs:
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_WORDS))
+        words += output.read().decode(errors="replace")
+    return f"; it wrote, lastly: {words.strip()}" if words.strip() else ""
 
 
 def main(spec: str, descriptor: int) -> None:
@@ -139,16 +165,60 @@ def main(spec: str, descriptor: int) -> None:
         def tell(**words: Any) -> None:
             answers.write(json.dumps(words) + "\n")
 
+        load_library("torch")
+        surface.names()  # which imports more of torch
+        tell(ready=True)
         try:
-            load(spec)
-            tell(loaded=True, bad_input=claims_file(package_of(spec)).problems)
-            learned = learn(spec)
+            complaints = _watched(spec)
+            tell(loaded=True, bad_input=[*complaints, *claims_file(package_of(spec)).problems])
+            learned = learn(spec, complaints)
             tell(claims=sorted(learned.claims or ()), bad_input=learned.bad_input)
         except CannotBeJudged as error:
             tell(error=str(error))
         except Exception as error:
             tell(error=f"what the subject {spec!r} claims cannot be read ({told(error)})")
         os._exit(0)  # past what the subject has registered for its exit
+
+
+def _watched(spec: str) -> list[str]:
+    """Import the subject; what it did meanwhile that no import should, each with the cure."""
+    importer, forks = os.getpid(), []
+    os.register_at_fork(before=lambda: forks.append(1))
+    before = os.fstat(1).st_size
+    try:
+        complaints = list(load(spec))
+    finally:
+        if os.getpid() != importer:
+            os._exit(_CAME_BACK)
+    with contextlib.suppress(Exception):  # whatever the subject has put there
+        sys.stdout.flush()
+    text = os.pread(1, _LAST_WORDS, before).decode(errors="replace").strip()
+    if text:
+        complaints.append(
+            f"importing {spec!r} prints {textwrap.shorten(text, 200, placeholder=' …')!r}, which every program that "
+            "imports it has in its output; let it warn or log instead"
+        )
+    return complaints + (_complaints_about_forks(spec) if forks else [])
+
+
+def _complaints_about_forks(spec: str) -> list[str]:
+    """Whoever was forked must have ended by itself, or runs on; one that came out of the import runs a second judge."""
+    end, codes, running = time.monotonic() + _CHILDREN_S, [], True
+    while running and time.monotonic() < end:
+        try:
+            child, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            running = False
+        else:
+            codes += [os.waitstatus_to_exitcode(status)] if child else []
+            time.sleep(0.0 if child else 0.05)
+    cure = "let it start processes in a function that users call"
+    if _CAME_BACK in codes:
+        raise CannotBeJudged(
+            f"importing {spec!r} forked the process and came back in both: whoever imports it runs twice; {cure}"
+        )
+    what = "a process that runs on" if running else "a process, which has ended"
+    return [f"importing {spec!r} forked {what}; {cure}"]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ CLAUSE = {
     "covers": ["amp.GradScaler"],
     "level": "core",
     "area": "amp.grad_scaler",
+    "thread": "",
+    "torch": ["2.13"],
 }
 
 
@@ -67,7 +69,19 @@ def not_timed(name: str, why: str) -> dict[str, Any]:
 def a_report(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {
         "verdict": "red" if any(Judgement(**test).is_red for test in tests) else "green",
+        "schema": 1,
+        "suite": {"version": "0.1.0", "commit": "", "catalogue": 1},
+        "torch": "2.13.0+cpu",
         "subject": "impl",
+        "subject_version": "0.1.0",
+        "subject_commit": "",
+        "devices": ["cpu"],
+        "world_sizes": "1,2",
+        "replay": "tandem-judge impl WHAT --profile quick",
+        "bad_input": [],
+        "expectations": [],
+        "claims_file": None,
+        "provides_nothing": False,
         "profile": "quick",
         "seed": None,
         "began": "2026-01-01T00:00:00+00:00",

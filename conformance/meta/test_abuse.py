@@ -243,9 +243,10 @@ def test_what_is_printed_is_bounded_in_report_and_log(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "fails_on_import": "cannot be loaded (RuntimeError: not on this machine)",
-    "dies_on_import": "cannot be loaded (importing it ended its process with exit code 0)",
-    "hangs_on_import": "cannot be loaded (importing it did not end within 5 s)",
+    "fails_on_import": "cannot be loaded (RuntimeError: not on this machine); wanted is impl, torch, or an importable",
+    "dies_on_import": "cannot be loaded (importing it ended its process with exit code 0); let the import return",
+    "hangs_on_import": "cannot be loaded (importing it did not end within 5 s); let the import return without waiting",
+    "doubles_on_import": "forked the process and came back in both: whoever imports it runs twice; let it start",
 }
 
 
@@ -256,6 +257,32 @@ def test_a_subject_that_cannot_be_imported_is_refused(monkeypatch: pytest.Monkey
     with pytest.raises(trial.CannotBeJudged) as caught:
         trial.learn_on_trial(name, limit_s)
     assert REFUSED[name] in str(caught.value)
+
+
+COMPLAINTS = {
+    "prints_on_import": "prints 'hello, world', which every program that imports it has in its output; let it warn",
+    "forks_on_import": "forked a process, which has ended; let it start processes in a function that users call",
+    "changes_signals_on_import": "changed the signal handlers (before, after): ({'SIGALRM': <",
+}
+
+
+@pytest.mark.parametrize("name", list(COMPLAINTS))
+def test_what_an_import_does_to_others_is_told_and_the_rest_is_judged(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ABUSE), str(ROOT)]))
+    learned = trial.learn_on_trial(name)
+    assert "nn.utils.clip_grad_value_" in (learned.claims or ())
+    [complaint] = learned.bad_input
+    assert complaint.startswith(f"importing {name!r} ")
+    assert COMPLAINTS[name] in complaint
+
+
+def test_a_subject_that_changed_signals_is_judged_with_those_that_were(tmp_path: Path) -> None:
+    report = judged("changes_signals_on_import", tmp_path, "--deadline=2", CPU_ALONE)
+    assert {entry["outcome"] for entry in report["tests"]} == {"passed"}
+    assert "signal handlers" in report["bad_input"][0]
+    assert report["exit code"] == BAD_INPUT
 
 
 def test_a_module_that_is_never_imported_leaves_the_claims_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +331,7 @@ def test_nothing_that_a_subject_does_at_its_exit_reaches_the_verdict(tmp_path: P
 
 @pytest.mark.profile("full")
 def test_the_gate_begins_nothing_with_a_subject_that_cannot_be_imported(tmp_path: Path) -> None:
-    pytest.importorskip("rich", reason="the extra `report` of pyproject.toml brings what the gate needs")
+    pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
     command = [sys.executable, "-m", "conformance.gate", "--subject=dies_on_import", f"--out={tmp_path}"]
     path = os.pathsep.join([str(ABUSE), str(ROOT)])
     ended = subprocess.run(
@@ -312,5 +339,5 @@ def test_the_gate_begins_nothing_with_a_subject_that_cannot_be_imported(tmp_path
     )
     report = json.loads((tmp_path / "report.json").read_text())
     assert (ended.returncode, report["verdict"]) == (BAD_INPUT, "red")
-    assert "ended its process with exit code 0" in report["reasons"][0]
+    assert "ended its process with exit code 0" in report["bad_input"][0]
     assert report["speed"] == report["training"] == {}

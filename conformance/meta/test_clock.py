@@ -18,6 +18,7 @@ from benchmarks import catalogue, decision, earlier, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
 from conformance.meta.clock_cases import CI, MACHINE, git, loaded, measured, results
 from conformance.meta.report_cases import a_report
+from conformance.report import speed as drawn
 from conformance.report.verdict import parts, reasons
 from conformance.results import unavailable
 
@@ -101,8 +102,16 @@ def test_a_regression_is_a_reason_of_the_gate_and_noise_is_none() -> None:
     for row in rows:
         verdict, again = told[row["name"]]
         row |= {"low": 1.4, "high": 1.6, "verdict": verdict, "again": again, "was": 1.0}
+        row["told"] = decision.sentence(row)
     found = reasons(a_report(speed={"rows": rows, "against": "the points of m"}))
     assert found == ["regression of speed: slow was 1.00 × torch's time, now 1.50, 1.60, 1.70"]
+
+
+def test_the_report_knows_the_words_of_the_clock() -> None:
+    """It is drawn where there is no clock too."""
+    words = (drawn.REGRESSION, drawn.MISSING, drawn.SURELY)
+    assert words == (decision.REGRESSION, decision.MISSING, decision.SURELY)
+    assert set(words[:2]) == set(decision.RED)
 
 
 def test_cases_are_chosen_by_parts_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:

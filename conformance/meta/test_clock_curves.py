@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what draws the page")
+pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws the page")
 
 from benchmarks import catalogue, curves, drawing, history, landing
 from conformance.meta.browser import CONTRAST, Browser, start

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what draws the page")
+pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws the page")
 
 from benchmarks import asv_format, catalogue, history, landing
 

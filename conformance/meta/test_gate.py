@@ -17,15 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("rich", reason="the extra `report` of pyproject.toml brings what the gate needs")
-pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what the gate needs")
+pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
+pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
 
 from rich.console import Console
 from rich.progress import Progress
 
 from conformance import gate
-from conformance.gate import _JudgingBar, _Lines, _salvaged
+from conformance.judging import _JudgingBar, _Lines, _salvaged
 from conformance.meta.report_cases import a_report, judged, trained
+from conformance.options import of_gate
 from conformance.ranks.soak import marked_processes
 from conformance.report.verdict import parts, reasons
 from conformance.results import verdict
@@ -74,7 +75,7 @@ def test_what_was_judged_before_a_crash_is_kept(tmp_path: Path) -> None:
     log.write_text(
         json.dumps({"collected": 2}) + "\n" + json.dumps(judged("passed")) + "\n" + '{"nodeid": "half'
     )
-    options = type("Options", (), {"subject": "impl", "profile": "quick", "seed": None})()
+    options = of_gate("").parse_args([])
     report = _salvaged(options, log, 0.0, "judging ended with code 3")
     assert [test["nodeid"] for test in report["tests"]] == ["test_passed"]
     assert reasons(report | {"speed": {}, "training": {}}) == ["judging ended with code 3"]
@@ -84,7 +85,7 @@ def test_a_test_that_was_judged_twice_is_salvaged_once(tmp_path: Path) -> None:
     log = tmp_path / "judgements.jsonl"
     twice = [judged(outcome, nodeid="test_x") for outcome in ("passed", "failed")]
     log.write_text("".join(json.dumps(entry) + "\n" for entry in twice))
-    options = type("Options", (), {"subject": "impl", "profile": "quick", "seed": None})()
+    options = of_gate("").parse_args([])
     assert [test["outcome"] for test in _salvaged(options, log, 0.0, "killed")["tests"]] == ["failed"]
 
 

@@ -26,7 +26,16 @@ def imports(modules: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def _named(source: str, modules: Mapping[str, str]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
         found: list[str] = []
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]

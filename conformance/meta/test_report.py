@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what the report needs")
+pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
 
 from conformance.meta.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained

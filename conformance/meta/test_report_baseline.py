@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("rich", reason="the extra `report` of pyproject.toml brings what the gate needs")
-pytest.importorskip("jinja2", reason="the extra `report` of pyproject.toml brings what the report needs")
+pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
+pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 
 from conformance import gate
 from conformance.meta.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
@@ -181,7 +181,7 @@ def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
 ) -> None:
     """The parts that run for minutes are replaced by what they would hand over; all else is the gate's own way."""
     now = a_report(judged("failed", nodeid="x", replay="python -m pytest x"))
-    monkeypatch.setattr(gate, "_judged", lambda *rest: now)
+    monkeypatch.setattr(gate, "judged", lambda *rest: now)
     monkeypatch.setattr(gate, "_timed", lambda *rest: {"rows": [timed("a", 1, 2)], "command": "c"})
     monkeypatch.setattr(gate, "_trained", lambda *rest: {"runs": [trained(True)]})
     earlier = file_of(a_report(judged("passed", nodeid="x")), tmp_path)
@@ -213,7 +213,7 @@ def test_the_gate_runs_the_parts_that_are_asked_for(
     chosen: list[str], ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(gate, "_judged", lambda *rest: a_report(judged("passed")))
+    monkeypatch.setattr(gate, "judged", lambda *rest: a_report(judged("passed")))
     for part in ("_timed", "_trained"):
         monkeypatch.setattr(gate, part, lambda *rest, part=part: seen.append(part) or {})
     assert gate.main([*chosen, "--out", str(tmp_path)]) == 0

@@ -1,5 +1,6 @@
-"""The report: one self-contained HTML page, a pure function of `report.json`."""
+"""The report: pages, a badge and lists for other programs, all of them functions of `report.json`."""
 
+from conformance.report.files import conclude
 from conformance.report.page import write_page
 
-__all__ = ["write_page"]
+__all__ = ["conclude", "write_page"]

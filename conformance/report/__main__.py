@@ -1,6 +1,7 @@
-"""Draw the page of a report again, without judging.
+"""Draw the page of a report again, without judging, or several reports side by side.
 
 python -m conformance.report report/report.json --baseline earlier/report.json --out page.html
+python -m conformance.report --compare theirs/report.json ours/report.json … --out compare.html
 """
 
 from __future__ import annotations
@@ -13,20 +14,36 @@ from pathlib import Path
 
 from conformance.report.baseline import compare, read_report
 from conformance.report.page import write_page
+from conformance.report.side_by_side import write_side_by_side
 from conformance.strength import read_kills
 
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m conformance.report", description=(__doc__ or "").splitlines()[0]
+        prog="python -m conformance.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("report", type=Path, help="the report.json of a run")
+    parser.add_argument("report", type=Path, nargs="+", help="the report.json of a run, or of several")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="draw the reports side by side, in the order in which they are given",
+    )
     parser.add_argument("--baseline", type=Path, help="the report.json of an earlier run to compare with")
     parser.add_argument("--kills", type=Path, help="a kill matrix of python -m conformance.strength")
     parser.add_argument("--out", type=Path, default=Path("index.html"))
     options = parser.parse_args(words)
+    if not options.compare and len(options.report) > 1:
+        parser.error(f"{len(options.report)} reports were given; --compare draws several side by side")
+    if options.compare and (options.baseline or options.kills):
+        parser.error("--compare draws whole reports; --baseline and --kills belong to the page of one")
     try:
-        report = read_report(options.report)
+        reports = [read_report(file) for file in options.report]
+        if options.compare:
+            write_side_by_side(reports, options.out)
+            return 0
+        report = reports[0]
         if options.baseline:
             report["baseline"] = asdict(compare(read_report(options.baseline), report))
         if options.kills:

@@ -3,8 +3,8 @@ const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
 // Filters: a cell stays when it has every value that is asked for, a row when one of its cells stays and it holds the
 // word, a column when one of its cells stays.
-const form = document.querySelector(".filters");
-const fields = all("[data-filter]", form);
+const form = document.querySelector("form.filters");
+const fields = form ? all("[data-filter]", form) : [];
 const rows = all("tr[data-clause]");
 const tests = Object.fromEntries(all("[data-tests]").map((each) => [each.dataset.tests, each]));
 const folded = Object.fromEntries(all("[data-tests-of]").map((each) => [each.dataset.testsOf, each]));
@@ -39,16 +39,18 @@ function apply() {
   document.getElementById("shown").textContent = `${shown} of ${rows.length} clauses${none}`;
 }
 
-form.hidden = false;
-form.addEventListener("input", apply);
-form.addEventListener("submit", (event) => event.preventDefault());
-form.addEventListener("reset", () => setTimeout(apply));
+if (form) {
+  form.hidden = false;
+  form.addEventListener("input", apply);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("reset", () => setTimeout(apply));
+}
 
 // A link opens whatever its target is folded into, and takes the keyboard along.
 function show() {
   const target = document.querySelector(":target");
   if (!target) return;
-  if (target.closest("[hidden]")) form.reset(), apply();
+  if (form && target.closest("[hidden]")) form.reset(), apply();
   for (let each = target; each; each = each.parentElement) if (each.tagName === "DETAILS") each.open = true;
   target.scrollIntoView();
   (target.tagName === "DETAILS" ? target.firstElementChild : target).focus({ preventScroll: true });
@@ -93,5 +95,5 @@ for (const button of all("[data-fold]")) {
   });
 }
 
-apply();
+if (form) apply();
 show();

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import shlex
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib as mpl
 from markupsafe import Markup, escape
 
 from conformance.report import speed
@@ -22,7 +18,6 @@ from conformance.report.matrix import MEANINGS, SIGNS, Area, matrix, ranked
 from conformance.report.text import legible
 from conformance.report.verdict import parts
 from conformance.results import RED, Broken, broken_clauses
-from conformance.training.plot import draw
 
 _HERE = Path(__file__).parent
 _SIDES = {"known": "takes torch's side", "passed": "takes impl's side", "failed": "takes neither side"}
@@ -33,7 +28,7 @@ def write_page(report: dict[str, Any], file: Path) -> None:
     report = legible(report)
     areas = matrix(report)
     page = (
-        _environment()
+        environment()
         .get_template("page.html")
         .render(
             report=report,
@@ -47,20 +42,17 @@ def write_page(report: dict[str, Any], file: Path) -> None:
                 t["nodeid"]: f"failure-{n}" for n, t in enumerate(report["tests"]) if t["outcome"] in RED
             },
             clause_ids={row.clause["id"] for area in areas if area.axes for row in area.rows},
-            replay=_replay(report),
             sides=_sides(report),
             kills=kill_matrix(report),
             speed=speed.groups(report.get("speed") or {}),
             elsewhere=speed.elsewhere(report.get("speed") or {}),
-            training_plots=[
-                _plot(run, report["subject"]) for run in (report.get("training") or {}).get("runs", [])
-            ],
+            training_plots=_plots(report),
         )
     )
     file.write_text(page, encoding="utf-8")
 
 
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
@@ -125,13 +117,6 @@ def _outcomes(areas: Sequence[Area]) -> list[str]:
     return [outcome for outcome, _ in found]
 
 
-def _replay(report: dict[str, Any]) -> str:
-    seed = [] if report["seed"] is None else ["--seed", str(report["seed"])]
-    claims = ["--claims", report["claims_file"]] if report.get("claims_file") else []
-    words = ["--subject", report["subject"], "--profile", report["profile"], *seed, *claims]
-    return shlex.join(["python", "-m", "pytest", "TEST", *words])
-
-
 def _sides(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """For each deviation the worst outcome of the tests that assert it, and what that says of the subject."""
     seen: dict[str, list[str]] = {}
@@ -146,23 +131,10 @@ def _sides(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
     }
 
 
-def _plot(run: dict[str, Any], subject: str) -> Markup:
-    drawn = io.StringIO()
-    # Whether matplotlib's own font has a letter does not matter: the page's reader draws the text.
-    with (
-        warnings.catch_warnings(action="ignore", category=UserWarning),
-        mpl.rc_context(
-            {"svg.hashsalt": "tandem", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
-        ),
-    ):
-        figure = draw(run | {"name": _label(run["name"])}, _label(subject))
-        figure.set_size_inches(6, 4.5)  # two beside each other on a desk, one that can be read on a phone
-        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    # Matplotlib escapes the texts it draws; the XML prologue has no place inside HTML.
-    svg = drawn.getvalue()
-    return Markup(re.sub(r"\n\s*", "\n", svg[svg.index("<svg") :]))
+def _plots(report: dict[str, Any]) -> list[Markup]:
+    runs = (report.get("training") or {}).get("runs", [])
+    if not runs:
+        return []
+    from conformance.report.plots import plot  # noqa: PLC0415 (brings matplotlib, which a judge alone does without)
 
-
-def _label(text: str) -> str:
-    """As matplotlib takes it: with a "$" that starts no formula."""
-    return text.replace("$", r"\$")
+    return [plot(run, report["subject"]) for run in runs]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from benchmarks.decision import REGRESSION, SURELY
-
+# Words and the limit of `benchmarks.decision`, which only a checkout has; a test holds them to it.
+REGRESSION, MISSING = "regression", "missing"
+SURELY = 1.03
 _ENDS = (0.25, 4.0)  # of the scale, the same on every page so that two can be laid side by side
 TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)
 

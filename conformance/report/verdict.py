@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.decision import MISSING, REGRESSION, sentence
 from conformance.clauses import LEVELS
 from conformance.report.matrix import SEVERITY, ranked
-from conformance.report.speed import is_faster, is_slower
-from conformance.results import RED
+from conformance.report.speed import MISSING, REGRESSION, is_faster, is_slower
+from conformance.results import BAD_INPUT, RED
 
 _WORDS = {
     "passed": "hold",
@@ -30,12 +29,30 @@ class Part:
 
 
 def parts(report: dict[str, Any]) -> list[Part]:
-    return [_judging(report), _speed(report.get("speed") or {}), _training(report.get("training") or {})]
+    """Judging, and those of the others that were asked for."""
+    others = (("speed", _speed), ("training", _training))
+    return [_judging(report), *(tell(report[name] or {}) for name, tell in others if name in report)]
 
 
 def reasons(report: dict[str, Any]) -> list[str]:
     """Why the verdict is red; empty when it is green."""
     return [reason for part in parts(report) for reason in part.reasons]
+
+
+def exit_code(report: dict[str, Any]) -> int:
+    """0 is green, 1 red; 2 tells that what was handed in has to be mended, whatever the rest was judged to be."""
+    return BAD_INPUT if report["bad_input"] else int(report["verdict"] == "red")
+
+
+def worst_by_clause(report: dict[str, Any]) -> dict[str, str]:
+    """The outcome of each clause that was asked: the worst of its tests."""
+    worst: dict[str, str] = {}
+    for test in report["tests"]:
+        if test["clause"]:
+            worst[test["clause"]] = min(
+                test["outcome"], worst.get(test["clause"], "passed"), key=SEVERITY.index
+            )
+    return worst
 
 
 def _judging(report: dict[str, Any]) -> Part:
@@ -44,12 +61,7 @@ def _judging(report: dict[str, Any]) -> Part:
     why += [f"{count} {_plural('test', count)} {outcome}" for outcome, count in red]
     if report.get("provides_nothing"):
         why.append(f"{report['subject']} provides none of the names that are judged")
-    worst: dict[str, str] = {}
-    for test in report["tests"]:
-        if test["clause"]:
-            worst[test["clause"]] = min(
-                test["outcome"], worst.get(test["clause"], "passed"), key=SEVERITY.index
-            )
+    worst = worst_by_clause(report)
     broken = sum(outcome in RED for outcome in worst.values())
     total = f"{len(report['clauses'])} {_plural('clause', len(report['clauses']))}"
     says = f"{broken} of {total} broken; " if broken else f"{total}: "
@@ -83,7 +95,7 @@ def _speed(speed: dict[str, Any]) -> Part:
     measured = [row for row in rows if row["outcome"] == "measured"]
     why = [f"benchmark {row['name']} failed: {row['why'].splitlines()[0]}" for row in failed]
     slowed = [row for row in rows if row.get("verdict") in (REGRESSION, MISSING)]
-    why += [f"{row['verdict']} of speed: {sentence(row)}" for row in slowed]
+    why += [f"{row['verdict']} of speed: {row.get('told', row['name'])}" for row in slowed]
     why += _error_of(speed)
     if not rows:
         return Part("speed", "failed" if why else "not run", "not measured", why)

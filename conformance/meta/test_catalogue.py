@@ -1,0 +1,106 @@
+"""The catalogue of clauses: its number, what changed with it, and what is said of each clause."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from conformance import catalogue, clauses
+from conformance.catalogue import Change
+from conformance.deviations import all_deviations
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_changes_lead_to_what_is_recorded() -> None:
+    numbers = [change.version for change in catalogue.changes()]
+    assert numbers == list(range(len(numbers), 0, -1))
+    for change in catalogue.changes()[:-1]:
+        assert change.says
+        assert change.added or change.changed or change.removed
+        assert not set(change.added) & set(change.removed)
+
+
+@pytest.mark.parametrize("key", ["says", "covers", "area", "thread", "torch"])
+def test_whatever_a_clause_says_of_itself_changes_its_digest(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    rows = clauses.for_report()[:3]
+    monkeypatch.setattr(clauses, "for_report", lambda: rows)
+    before = catalogue.digests()
+    rows[1] = rows[1] | {key: "something else"}
+    found = catalogue.difference(before, catalogue.digests())
+    assert found == {"added": (), "changed": (rows[1]["id"],), "removed": ()}
+
+
+def test_the_next_number_names_what_came_went_and_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(catalogue, "FILE", tmp_path / "catalogue.toml")
+    monkeypatch.setattr(catalogue, "_read", lambda: tomllib.loads(catalogue.FILE.read_text()))
+    monkeypatch.setattr(catalogue, "changes", catalogue.changes.__wrapped__)
+    catalogue.FILE.write_text(catalogue._written([Change(1, "The first.")], {"a": "1", "b": "2", "c": "3"}))
+    monkeypatch.setattr(catalogue, "digests", lambda: {"a": "1", "b": "2", "c": "3"})
+    with pytest.raises(ValueError, match="no clause has changed since catalogue 1"):
+        catalogue.raised("nothing")
+    monkeypatch.setattr(catalogue, "digests", lambda: {"a": "1", "b": "9", "d": "4"})
+    catalogue.FILE.write_text(catalogue.raised('said "so" — once'))
+    assert catalogue.changes() == (
+        Change(2, 'said "so" — once', ("d",), ("b",), ("c",)),
+        Change(1, "The first."),
+    )
+    assert catalogue.recorded() == {"a": "1", "b": "9", "d": "4"}
+
+
+def test_a_clause_has_the_thread_of_its_deviation_and_holds_for_torchs_that_are_supported() -> None:
+    rows = {row["id"]: row for row in catalogue.as_dict()["clauses"]}
+    assert rows.keys() == clauses.all_clauses().keys()
+    for row in all_deviations().values():
+        assert rows[row.clause]["thread"]
+    assert all(row["torch"] and set(row["torch"]) <= set(clauses.TORCH_VERSIONS) for row in rows.values())
+    [required] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    oldest, newest = clauses.TORCH_VERSIONS[0], clauses.TORCH_VERSIONS[-1]
+    major, minor = map(int, newest.split("."))
+    assert required == f"torch>={oldest},<{major}.{minor + 1}"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('[x]\nsays = "It does."\nlevels = "core"', "has the unknown keys ['levels']"),
+        ('[x]\nsays = "It does."\ntorch = ["1.0"]', "holds for torch ['1.0']; wanted some of"),
+    ],
+)
+def test_a_slip_in_a_clause_is_told(tmp_path: Path, table: str, said: str) -> None:
+    (tmp_path / "x.toml").write_text(table)
+    with pytest.raises(ValueError, match=r"x\.toml: ") as caught:
+        list(clauses._read("amp", tmp_path / "x.toml"))
+    assert said in str(caught.value)
+
+
+def test_a_clause_of_other_torchs_is_not_asked_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.toml").write_text('[x]\nsays = "It does."\ntorch = ["2.11"]')
+    [clause] = clauses._read("amp", tmp_path / "x.toml")
+    for version, holds in {"2.11.1": True, "2.13.0+cpu": False, "9.0.0": True}.items():
+        monkeypatch.setattr(clauses.torch, "__version__", version)
+        assert clause.holds_here == holds
+
+
+def test_it_is_printed_for_other_programs_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws pages")
+    command = [sys.executable, "-m", "conformance.catalogue"]
+    printed = subprocess.run(
+        [*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert json.loads(printed.stdout) == json.loads(json.dumps(catalogue.as_dict()))
+    from conformance.report.catalogue import write_catalogue  # noqa: PLC0415 (needs jinja2)
+
+    write_catalogue(catalogue.as_dict(), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    for row in catalogue.as_dict()["clauses"]:
+        assert f'id="{row["id"]}"' in page

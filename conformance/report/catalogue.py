@@ -1,0 +1,16 @@
+"""The page of all clauses: what each says, its level, its thread, and the torch versions that it holds for."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from conformance.report.page import environment
+
+
+def write_catalogue(catalogue: dict[str, Any], file: Path) -> None:
+    """Write the page of a catalogue as `conformance.catalogue.as_dict` gives it."""
+    areas = [(area, list(rows)) for area, rows in groupby(catalogue["clauses"], lambda row: row["area"])]
+    page = environment().get_template("catalogue.html").render(catalogue=catalogue, areas=areas)
+    file.write_text(page, encoding="utf-8")

@@ -1,0 +1,63 @@
+"""The report in the Common Test Report Format (ctrf.io), which dashboards of continuous integration read."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from typing import Any
+
+from conformance.results import RED
+
+_STATUS = {
+    **dict.fromkeys(RED, "failed"),
+    **dict.fromkeys(("passed", "known", "reference cannot run here"), "passed"),
+}
+
+
+def ctrf(report: dict[str, Any]) -> dict[str, Any]:
+    began_ms = _milliseconds(report["began"])
+    tests = [_test(test) for test in report["tests"]]
+    counts = Counter(test["status"] for test in tests)
+    kinds = ("passed", "failed", "skipped", "pending", "other")
+    return {
+        "reportFormat": "CTRF",
+        "specVersion": "0.0.0",
+        "generatedBy": "tandem-judge",
+        "results": {
+            "tool": {"name": "tandem-judge", "version": report["suite"]["version"] or "unknown"},
+            "summary": {
+                "tests": len(tests),
+                **{kind: counts[kind] for kind in kinds},
+                "start": began_ms,
+                "stop": began_ms + round(1000 * report["seconds"]),
+            },
+            "tests": tests,
+            "environment": {
+                "appName": report["subject"],
+                "appVersion": report["subject_version"],
+                "commit": report["subject_commit"],
+                "testEnvironment": f"torch {report['torch']}, {', '.join(report['devices'])}",
+                "osPlatform": report["environment"]["system"],
+            },
+            "extra": {"verdict": report["verdict"], "seed": report["seed"], "profile": report["profile"]},
+        },
+    }
+
+
+def _test(test: dict[str, Any]) -> dict[str, Any]:
+    """One test; what is neither passed nor failed was skipped, with its reason."""
+    entry = {
+        "name": test["nodeid"],
+        "status": _STATUS.get(test["outcome"], "skipped"),
+        "duration": round(1000 * test["seconds"]),
+        "rawStatus": test["outcome"],
+        "filePath": test["nodeid"].partition("::")[0],
+        "tags": [word for word in (test["clause"], test["device"], test["dtype"]) if word],
+    }
+    if test["reason"]:
+        entry |= {"message": test["reason"].splitlines()[0], "trace": test["reason"]}
+    return entry | ({"extra": {"replay": test["replay"]}} if test["replay"] else {})
+
+
+def _milliseconds(moment: str) -> int:
+    return round(1000 * datetime.datetime.fromisoformat(moment).timestamp())

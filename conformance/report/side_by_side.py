@@ -1,0 +1,109 @@
+"""Several reports side by side, of subjects or versions: each cell that differs leads to what judges it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.report.matrix import MEANINGS, SEVERITY, ranked
+from conformance.report.page import environment
+from conformance.report.text import legible
+from conformance.report.verdict import parts
+from conformance.results import RED
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One clause in one report."""
+
+    tests: list[dict[str, Any]]
+    replay: str  # of the first red test, else of the whole clause
+
+    @property
+    def outcome(self) -> str:
+        return ranked(test["outcome"] for test in self.tests)[0][0] if self.tests else "uncovered"
+
+    @property
+    def held(self) -> int:
+        return sum(test["outcome"] in ("passed", "known") for test in self.tests)
+
+    @property
+    def why(self) -> str:
+        worst = [test for test in self.tests if test["outcome"] == self.outcome]
+        return worst[0]["reason"] if worst else "no test of this run asked"
+
+
+@dataclass(frozen=True)
+class Row:
+    clause: dict[str, Any]
+    cells: list[Cell]
+
+    @property
+    def differs(self) -> bool:
+        return len({cell.outcome for cell in self.cells}) > 1
+
+
+@dataclass(frozen=True)
+class Area:
+    name: str
+    rows: list[Row]
+
+    @property
+    def different(self) -> list[Row]:
+        return [row for row in self.rows if row.differs]
+
+    @property
+    def alike(self) -> list[Row]:
+        return [row for row in self.rows if not row.differs]
+
+    def held(self, column: int) -> str:
+        """Of the clauses that a report's run asked, those that hold."""
+        asked = [row.cells[column].outcome for row in self.rows if row.cells[column].outcome != "uncovered"]
+        return f"{sum(outcome in ('passed', 'known') for outcome in asked)} / {len(asked)}"
+
+
+def write_side_by_side(reports: Sequence[dict[str, Any]], file: Path) -> None:
+    """Write the page for several reports; every text in them is made legible and escaped."""
+    reports = [legible(report) for report in reports]
+    areas = side_by_side(reports)
+    outcomes = {cell.outcome for area in areas for row in area.rows for cell in row.cells}
+    page = (
+        environment()
+        .get_template("side_by_side.html")
+        .render(
+            reports=reports,
+            says=[parts(report)[0].says for report in reports],
+            areas=areas,
+            outcomes=sorted(outcomes, key=SEVERITY.index),
+            meanings=MEANINGS,
+        )
+    )
+    file.write_text(page, encoding="utf-8")
+
+
+def side_by_side(reports: Sequence[dict[str, Any]]) -> list[Area]:
+    """Each clause that any of them knows, in the words of the last that does; areas with differences first."""
+    clauses = {clause["id"]: clause for report in reports for clause in report["clauses"]}
+    asked = [_by_clause(report) for report in reports]
+    areas: dict[str, list[Row]] = {}
+    for name, clause in clauses.items():
+        cells = [
+            _cell(name, tests.get(name, []), report) for tests, report in zip(asked, reports, strict=True)
+        ]
+        areas.setdefault(clause["area"], []).append(Row(clause, cells))
+    found = [Area(name, rows) for name, rows in sorted(areas.items())]
+    return sorted(found, key=lambda area: not area.different)
+
+
+def _by_clause(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for test in report["tests"]:
+        found.setdefault(test["clause"], []).append(test)
+    return found
+
+
+def _cell(clause: str, tests: list[dict[str, Any]], report: dict[str, Any]) -> Cell:
+    red = [test["replay"] for test in tests if test["outcome"] in RED and test["replay"]]
+    return Cell(tests, red[0] if red else report.get("replay", "").replace(" WHAT ", f" {clause} "))
