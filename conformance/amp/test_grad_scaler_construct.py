@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from conformance.clauses import clause
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.scaling import Rig, assert_same_story
+from conformance.strategies.scaling import Rig, assert_same_story, entries
 
 ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "init_scale": st.sampled_from([1.0, 2.0**16, 3.0, 0.5, 1e-3, 8]),
@@ -51,7 +51,7 @@ def test_defaults(subject: Library, device: str) -> None:
 @clause("amp.grad_scaler.constructor.arguments")
 def test_arguments_by_position(subject: Library, reference: Library, device: str) -> None:
     def made(library: Library) -> Outcome:
-        return observe(lambda: library.amp.GradScaler(device, 4.0, 3.0, 0.25, 7, True).state_dict())
+        return observe(lambda: entries(library.amp.GradScaler(device, 4.0, 3.0, 0.25, 7, True)))
 
     assert_same_outcome(made(reference), made(subject))
 
@@ -95,7 +95,7 @@ def test_intervals_that_count_nothing(
 )
 def test_bad_arguments(subject: Library, reference: Library, device: str, arguments: dict[str, Any]) -> None:
     def made(library: Library) -> Outcome:
-        return observe(lambda: library.amp.GradScaler(device, **arguments).state_dict())
+        return observe(lambda: entries(library.amp.GradScaler(device, **arguments)))
 
     assert_same_outcome(made(reference), made(subject))
 
@@ -118,7 +118,7 @@ def test_device_and_the_warning_without_cuda(
     def made(library: Library) -> Outcome:
         def make() -> tuple[bool, float, dict[str, Any]]:
             scaler = library.amp.GradScaler(**keywords)
-            return scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()
+            return scaler.is_enabled(), scaler.get_scale(), entries(scaler)
 
         return observe(make)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from conformance.tolerances import Tolerance, norm_of
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
 max_norms = st.sampled_from([1e-3, 0.5, 1.0, 10.0, 1e6, 0.0, -1.0, math.inf, 3])
+
+
+def holding(grad: torch.Tensor) -> Any:
+    """A parameter for a gradient that no real one takes, with what clipping may look at besides."""
+    return SimpleNamespace(grad=grad, device=grad.device, dtype=grad.dtype, shape=grad.shape)
 
 
 def clipped(

@@ -21,7 +21,7 @@ from conformance.library import load_library
 from conformance.outcome import Outcome, observe
 from conformance.ranks import Rank
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import Rig, TakesScaler, pickled
+from conformance.strategies.scaling import Rig, TakesScaler, entries, pickled
 
 SCALER = "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 
@@ -230,5 +230,5 @@ def train(
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         seen.append(observe(scaler.step, optimizer, watch=list(model.parameters())))
-        seen.append(observe(lambda: (scaler.update(), scaler.state_dict())))
+        seen.append(observe(lambda: (scaler.update(), entries(scaler))))
     return seen

@@ -24,7 +24,7 @@ from conformance.library import Library
 from conformance.outcome import assert_same_outcome, observe
 from conformance.ranks import RankPool
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import Rig
+from conformance.strategies.scaling import Rig, entries
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 
 LOW = [torch.float16, torch.bfloat16]
@@ -80,7 +80,7 @@ def test_defaults_and_arguments_by_position(subject: Library, device: str) -> No
 )
 def test_bad_arguments(subject: Library, reference: Library, device: str, arguments: dict[str, Any]) -> None:
     def made(library: Library) -> dict[str, Any]:
-        return library.find(SCALER)(device, **arguments).state_dict()
+        return entries(library.find(SCALER)(device, **arguments))
 
     assert_same_outcome(observe(made, reference), observe(made, subject))
 
@@ -99,7 +99,7 @@ def test_device_and_the_warning_without_cuda(
 
     def made(library: Library) -> tuple[bool, dict[str, Any]]:
         scaler = library.find(SCALER)() if where is None else library.find(SCALER)(where)
-        return scaler.is_enabled(), scaler.state_dict()
+        return scaler.is_enabled(), entries(scaler)
 
     assert_same_outcome(observe(made, reference), observe(made, subject))
 

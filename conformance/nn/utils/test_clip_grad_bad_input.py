@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.clipping import clip_of, clipped, sparse_parameter
+from conformance.strategies.clipping import clip_of, clipped, holding, sparse_parameter
 from conformance.strategies.gradients import Gradient, GradientList
 
 BAD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -146,7 +145,7 @@ def test_one_gradient_refuses(deviation: DeviationJudge, device: str, name: str,
             grads.append(torch.full((2,), 7.0, dtype=torch.complex64, device=device))
         grads.append(make(device))
         before = [grad.clone() for grad in grads]
-        listed = [SimpleNamespace(grad=grad) for grad in grads]
+        listed = [holding(grad) for grad in grads]
         outcome = observe(getattr(library.nn.utils, name), listed, 0.1, *extra, foreach=False)
         return str(outcome.raised), all(map(torch.equal, grads, before))
 
@@ -164,7 +163,7 @@ def bounded_by_a_million(library: Library, device: str, half_first: bool) -> tup
     whole = torch.full((20_000,), 3e6, device=device)
     grads = [half, whole] if half_first else [whole, half]
     before = [grad.clone() for grad in grads]
-    listed = [SimpleNamespace(grad=grad) for grad in grads]
+    listed = [holding(grad) for grad in grads]
     outcome = observe(library.nn.utils.clip_grad_value_, listed, 1e6)
     return str(outcome.raised), all(map(torch.equal, grads, before))
 

@@ -6,7 +6,6 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.clipping import clip_of, clipped, norm_tolerance, sparse_parameter
+from conformance.strategies.clipping import clip_of, clipped, holding, norm_tolerance, sparse_parameter
 from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
 from conformance.tolerances import norm_of
 
@@ -126,7 +125,7 @@ def test_view_that_negates(
     def outcome(library: Library) -> Outcome:
         whole = torch.view_as_complex(torch.arange(1.0, 9.0, device=device).view(4, 2)).conj()
         view = torch._neg_view(torch.arange(1.0, 5.0, device=device)) if is_contiguous else whole.imag
-        listed = [Gradient((3,)).parameter(device), SimpleNamespace(grad=view)]
+        listed = [Gradient((3,)).parameter(device), holding(view)]
         grads = [each.grad for each in listed]
         return observe(getattr(library.nn.utils, name), listed, 1.0, foreach=foreach, watch=grads)
 
@@ -160,7 +159,7 @@ def test_windows_that_slide_over_one_memory(
         buffer = torch.arange(1.0, 6.0, device=device)
         windows = buffer.as_strided((3, 3), (1, 1))
         sound = torch.arange(6.0, device=device).view(2, 3).t()
-        listed = [SimpleNamespace(grad=sound), SimpleNamespace(grad=windows)]
+        listed = [holding(sound), holding(windows)]
         before = buffer.clone(), sound.clone()
         outcome = observe(getattr(library.nn.utils, name), listed, 0.5, *extra, foreach=foreach)
         return str(outcome.raised), torch.equal(buffer, before[0]), torch.equal(sound, before[1])
