@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import textwrap
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from conformance.exact_copy.copying import ROOT
 from conformance.mutation import lines
+from conformance.mutation.__main__ import main
 from conformance.mutation.groups import (
     GROUPS,
     diff,
@@ -213,6 +215,23 @@ def test_a_mutant_is_killed_by_a_test_that_reaches_it_and_what_it_was_made_of_is
         )
         assert (mutant.how, mutant.nodeid, mutant.asked) == ("failed", test, 1)
         assert worker.judge(Task(package, frozenset(), tests=(test,))).how == ""
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(300)
+def test_a_sample_is_drawn_judged_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the smallest group: most of what was reached is killed, each time by a test that tells."""
+    out = tmp_path / "mutation.json"
+    assert (
+        main(["--group", "clipping", "--sample", "4", "--seed", "3", "--jobs", "1", "--out", str(out)]) == 0
+    )
+    fates = json.loads(out.read_text())["fates"]
+    assert len({fate["mutant"] for fate in fates}) == 4
+    killed = [fate for fate in fates if fate["fate"] == KILLED]
+    assert killed
+    assert all(fate["why"].startswith("conformance/nn/") for fate in killed)
+    said = capsys.readouterr().out
+    assert f"clipping: {Score.of([fate['fate'] for fate in fates])}" in said
 
 
 def test_the_interval_of_a_share() -> None:

@@ -50,7 +50,7 @@ def measure(package: str, group: Group, jobs: int) -> Reach:
         red = [test["nodeid"] for test in noting if test["outcome"] in RED]
         plain = _judged(package, folder, group, jobs, red) if red else []
         reached = {}
-        for file in folder.glob("*.jsonl"):
+        for file in folder.glob("lines-*.jsonl"):
             reached |= dict(json.loads(line) for line in file.read_text().splitlines())
     green = {test["nodeid"]: test["seconds"] for test in noting if test["outcome"] in _GREEN}
     return Reach(green, reached, [test["nodeid"] for test in plain if test["outcome"] in _GREEN])
