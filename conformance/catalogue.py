@@ -85,7 +85,10 @@ def as_dict() -> dict[str, Any]:
     return {
         "catalogue": version(),
         "torch": list(clauses.TORCH_VERSIONS),
-        "clauses": [row | {"since": since.get(row["id"], 1)} for row in clauses.for_report()],
+        "clauses": [
+            row | {"torch": list(row["torch"]), "since": since.get(row["id"], 1)}
+            for row in clauses.for_report()
+        ],
         "changes": [asdict(change) for change in changes()],
     }
 

@@ -49,6 +49,7 @@ def heading(options: argparse.Namespace, began: float) -> dict[str, Any]:
         "subject": options.subject,
         **_identity(package_of(options.subject)),
         "claims_file": options.claims,
+        "device": options.device,
         "world_sizes": options.world_sizes,
         "profile": options.profile,
         "seed": options.seed,

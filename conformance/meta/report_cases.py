@@ -75,6 +75,7 @@ def a_report(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
         "subject": "impl",
         "subject_version": "0.1.0",
         "subject_commit": "",
+        "device": "auto",
         "devices": ["cpu"],
         "world_sizes": "1,2",
         "replay": "tandem-judge impl WHAT --profile quick",

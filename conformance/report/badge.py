@@ -15,7 +15,7 @@ _LETTER, _MARGIN = 6.6, 10  # wide, in pixels of the font below
 
 def badge(report: dict[str, Any]) -> str:
     """An SVG that needs nothing beside it."""
-    left = legible(f"conforms to torch {report['torch'].partition('+')[0]}")
+    left = legible(f"torch {report['torch'].partition('+')[0]}")
     right = legible(_says(report))
     colour = _COLOURS[report["verdict"]]
     split, width = _width(left), _width(left) + _width(right)
@@ -37,7 +37,9 @@ def _says(report: dict[str, Any]) -> str:
     held = outcomes.count("passed") + outcomes.count("known")
     if report["bad_input"]:
         return "not to be judged like this"
-    return f"{broken} clauses broken" if broken else f"{report['verdict']}, {held} clauses hold"
+    if broken:
+        return f"{broken} {'clause' if broken == 1 else 'clauses'} broken"
+    return f"{report['verdict']}, {held} {'clause holds' if held == 1 else 'clauses hold'}"
 
 
 def _width(text: str) -> int:

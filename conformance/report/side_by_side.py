@@ -61,7 +61,8 @@ class Area:
     def held(self, column: int) -> str:
         """Of the clauses that a report's run asked, those that hold."""
         asked = [row.cells[column].outcome for row in self.rows if row.cells[column].outcome != "uncovered"]
-        return f"{sum(outcome in ('passed', 'known') for outcome in asked)} / {len(asked)}"
+        held = sum(outcome in ("passed", "known") for outcome in asked)
+        return f"{held} / {len(asked)}" if asked else "not asked"
 
 
 def write_side_by_side(reports: Sequence[dict[str, Any]], file: Path) -> None:
