@@ -20,7 +20,7 @@ from conformance.claims_file import Expectation
 
 # Not `stale`: that torch has changed is nothing that a subject does.
 CAN_BE_EXPECTED = ("failed", "hang", "crash")
-_TELLS_NOTHING = ("not provided", "not claimed", "unavailable")
+TELLS_NOTHING = ("not provided", "not claimed", "unavailable")
 _SETTINGS = "_hypothesis_internal_use_settings"
 
 
@@ -76,7 +76,7 @@ class Expectations:
 
     def held(self, tests: Iterable[Seen], *, is_whole: bool) -> list[Held]:
         """What became of each in a run; of some tests of a clause that pass nothing follows, unless it `is_whole`."""
-        asked = [test for test in tests if test.outcome not in _TELLS_NOTHING]
+        asked = [test for test in tests if test.outcome not in TELLS_NOTHING]
         return [
             self._held(row, [test for test in asked if row.covers(test.nodeid, test.clause)], is_whole)
             for row in self.rows

@@ -11,7 +11,7 @@ import torch
 from conformance import claims_file
 from conformance.claims import wrong_in_claims
 from conformance.library import Library, NotProvided
-from conformance.meta.test_abuse import CPU_ALONE, SCALER, judged, of
+from conformance.meta.test_abuse import CPU_ALONE, OTHERS, SCALER, judged, of
 from conformance.results import BAD_INPUT
 
 Subject = Callable[[str], Library]
@@ -180,3 +180,20 @@ def test_a_file_given_by_hand_stands_before_the_one_beside_the_package(tmp_path:
     assert {entry["outcome"] for entry in of(report, CPU_ALONE)} == {"passed"}
     assert {entry["outcome"] for entry in of(report, SCALER)} == {"not provided"}  # which the other claims
     assert (report["verdict"], report["exit code"], report["claims_file"]) == ("green", 0, str(given))
+
+
+def test_what_the_file_names_is_what_is_judged_on(tmp_path: Path) -> None:
+    (tmp_path / "on_meta").mkdir()
+    (tmp_path / "on_meta" / "__init__.py").write_text("from right import clipping\nnn = clipping()\n")
+    (tmp_path / "brings_meta.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('brought').touch()\n"
+    )
+    (tmp_path / "on_meta" / "conformance_claims.toml").write_text(
+        '[device]\ntype = "meta"\nimport = "brings_meta"\n'
+    )
+    report = judged("on_meta", tmp_path, OTHERS, at=tmp_path)
+    assert {entry["device"] for entry in report["tests"]} == {"meta"}
+    assert (tmp_path / "brought").exists()
+    assert report["bad_input"] == []
+    there = judged("on_meta", tmp_path, OTHERS, "--device=cpu", at=tmp_path)
+    assert {entry["device"] for entry in there["tests"]} == {"cpu"}

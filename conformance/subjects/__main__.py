@@ -1,0 +1,158 @@
+"""Judge the published packages that lie here, show the proofs of what they break, and note the outcome.
+
+    python -m conformance.subjects                       all, into report/subjects and conformance/subjects/results.json
+    python -m conformance.subjects torchtitan --check    one, without noting; red is exit code 1
+
+What is not installed is left out, and stays noted as it was. README's table is drawn from results.json; a page,
+index.html, has all clauses side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conformance.claims_file import NAME, read
+from conformance.clauses import all_clauses
+from conformance.expectations import TELLS_NOTHING
+from conformance.report.matrix import SEVERITY
+
+HERE = Path(__file__).parent
+_ROOT = HERE.parents[1]
+RESULTS = HERE / "results.json"
+SUBJECTS = sorted(file.parent.name for file in HERE.glob(f"*/{NAME}"))
+_LIMIT_S = 1800.0
+# torch_npu, once installed, would be imported with torch, and fails without its device.
+_ENVIRON = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def main(words: Sequence[str]) -> int:
+    options = _options(words)
+    noted: dict[str, Any] = {}
+    is_red = False
+    for name in options.names or SUBJECTS:
+        version = _version(read(HERE / name / NAME).distribution)
+        if version is None:
+            print(f"{name}: not installed")  # noqa: T201 the command's output
+            continue
+        report, code = _judged(name, options)
+        proven = _run([f"conformance.subjects.{name}.proofs"]) == 0
+        noted[name] = counted(report) | {"version": version}
+        is_red |= code != 0 or not proven
+        verdict = report["verdict"] if proven else "red: a proof proves nothing any more"
+        print(f"{name} {version}: {verdict}; {_told(noted[name]['clauses'])}")  # noqa: T201 as above
+    reports = [str((options.out / name / "report.json").absolute()) for name in noted]
+    if reports:
+        page = options.out / "index.html"
+        _run(["conformance.report", "--compare", *reports, "--out", str(page.absolute())])
+        print(f"side by side: {page}")  # noqa: T201 as above
+    if not options.check:
+        noted = json.loads(RESULTS.read_text()) | noted
+        RESULTS.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n")
+        print("\n".join(table(noted)))  # noqa: T201 as above
+    return int(is_red)
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance.subjects", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("names", nargs="*", choices=[*SUBJECTS, []], metavar="NAME", help=", ".join(SUBJECTS))
+    parser.add_argument("--profile", default="quick")
+    parser.add_argument("--workers", default="auto", help="as pytest -n takes them")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report/subjects"), help="where each report.json goes"
+    )
+    parser.add_argument("--check", action="store_true", help="note nothing")
+    return parser.parse_args(words)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _judged(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    out = (options.out / name).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    command = ["pytest", *folders(name), "-q", "--tb=native", f"--subject=conformance.subjects.{name}"]
+    code = _run(
+        [*command, f"-n={options.workers}", f"--profile={options.profile}", f"--report={out}"], out / "log"
+    )
+    return json.loads((out / "report.json").read_text()), code
+
+
+def folders(name: str) -> list[str]:
+    """Where the tests of a subject's names lie; the others would find nothing to ask."""
+    names = set(read(HERE / name / NAME).names)
+    areas = {clause.area for clause in all_clauses().values() if names & set(clause.names)}
+    return ["conformance/test_surface.py", *sorted({f"conformance/{area.split('.')[0]}" for area in areas})]
+
+
+def _run(words: Sequence[str], log: Path | None = None) -> int:
+    with log.open("w") if log else open(os.devnull, "w") as output:
+        command = [sys.executable, "-m", *words]
+        return subprocess.run(
+            command, cwd=_ROOT, env=_ENVIRON, stdout=output, stderr=output, timeout=_LIMIT_S, check=False
+        ).returncode
+
+
+def counted(report: dict[str, Any]) -> dict[str, Any]:
+    """How many clauses of what a subject provides have which outcome, the worst of their tests', and which break."""
+    asked: dict[str, list[str]] = {}
+    for test in report["tests"]:
+        if test["outcome"] not in TELLS_NOTHING:
+            asked.setdefault(test["clause"], []).append(test["outcome"])
+    worst = {
+        clause: min(outcomes, key=SEVERITY.index)
+        for clause, outcomes in asked.items()
+        if clause in all_clauses()
+    }
+    return {
+        "torch": report["environment"]["packages"]["torch"],
+        "began": report["began"][:10],
+        "profile": report["profile"],
+        "clauses": dict(sorted(Counter(worst.values()).items())),
+        "tests": dict(sorted(Counter(seen for clause in worst for seen in asked[clause]).items())),
+        "broken": sorted(clause for clause, outcome in worst.items() if outcome not in _HOLDS),
+    }
+
+
+_HOLDS = ("passed", "known", "reference cannot run here")
+
+
+def _told(clauses: dict[str, int]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in clauses.items())
+
+
+def table(noted: dict[str, Any]) -> list[str]:
+    """README's lines."""
+    lines = ["| package | judged | clauses that hold | tests that pass | broken clauses, with the proofs |"]
+    lines.append("|---|---|---|---|---|")
+    for name, row in sorted(noted.items()):
+        file = read(HERE / name / NAME)
+        names = ", ".join(f"`{path.rpartition('.')[2]}`" for path in file.names)
+        clauses, tests = _share_that_holds(row["clauses"]), _share_that_holds(row["tests"])
+        proofs = f"[{len(row['broken'])}](conformance/subjects/{name}/proofs.py)"
+        lines.append(f"| {file.distribution} {row['version']} | {names} | {clauses} | {tests} | {proofs} |")
+    return lines
+
+
+def _share_that_holds(counts: dict[str, int]) -> str:
+    holding = sum(counts.get(outcome, 0) for outcome in _HOLDS)
+    told = f"{holding} of {sum(counts.values())}"
+    return f"{told}, {known} in torch's way" if (known := counts.get("known", 0)) else told
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""Where DeepSpeed's clipping differs from torch's: the function as `conformance.subjects.deepspeed` runs it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from conformance.subjects.deepspeed import clip_grad_norm_
+from conformance.subjects.proof import Proofs, Sides, mesh_of_one, parameter, said
+
+PROOFS = Proofs()
+_CLIPPING = "nn.utils.clip_grad.clip_grad_norm_."
+
+
+def both(call: Callable[[Callable[..., Any]], Any]) -> Sides:
+    """What `call` sees of DeepSpeed's function and of torch's."""
+    return said(lambda: call(clip_grad_norm_)), said(lambda: call(torch.nn.utils.clip_grad_norm_))
+
+
+@PROOFS.of(
+    f"{_CLIPPING}scales_to_max_norm",
+    f"{_CLIPPING}returns_norm_before_clipping",
+    f"{_CLIPPING}every_norm_type",
+    f"{_CLIPPING}mixed_dtypes",
+    f"{_CLIPPING}half_precision",
+    f"{_CLIPPING}nonfinite_gradients",
+    f"{_CLIPPING}new_gradients_at_old_addresses",
+    f"{_CLIPPING}foreach",
+)
+def a_gradient_without_dimensions() -> Sides:
+    """A 0-dim gradient cannot be clipped: it is multiplied in place by a factor of shape [1]."""
+    return both(lambda clip: clip([parameter(torch.tensor(3.0))], 1.0))
+
+
+@PROOFS.of(f"{_CLIPPING}no_gradients", f"{_CLIPPING}parameter_containers")
+def nothing_to_clip() -> Sides:
+    """Without any gradient it looks for the first parameter's device."""
+    return both(lambda clip: clip([torch.nn.Parameter(torch.zeros(2))], 1.0))
+
+
+@PROOFS.of(f"{_CLIPPING}error_if_nonfinite", f"{_CLIPPING}dtensor_nonfinite")
+def a_norm_that_is_not_finite() -> Sides:
+    """It has no argument by which a norm that is not finite is refused."""
+    return both(lambda clip: clip([parameter(torch.tensor([math.inf]))], 1.0, error_if_nonfinite=True))
+
+
+@PROOFS.of(f"{_CLIPPING}dtensor")
+def a_dtensor_without_dimensions() -> Sides:
+    """As with plain tensors: a 0-dim gradient is multiplied in place by a factor of shape [1]."""
+    shard = distribute_tensor(torch.tensor(3.0), mesh_of_one(), [Replicate()])
+    return both(lambda clip: clip([parameter(shard)], 1.0).full_tensor())
+
+
+@PROOFS.of(f"{_CLIPPING}dtensor_among_plain")
+def dtensors_among_plain_tensors() -> Sides:
+    """The mixture is refused by another operator, after a warning."""
+    mixed = [
+        parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Replicate()])),
+        parameter(torch.ones(2)),
+    ]
+    return both(lambda clip: clip(mixed, 1.0))
+
+
+@PROOFS.of(f"{_CLIPPING}sparse_and_complex")
+def sparse_gradients() -> Sides:
+    """The gradients of a sparse embedding are clipped, where torch refuses them."""
+    sparse = torch.sparse_coo_tensor([[0, 2]], [[1.0], [2.0]], (3, 1), check_invariants=True).coalesce()
+    return both(lambda clip: clip([parameter(sparse)], 1.0))
+
+
+@PROOFS.of(f"{_CLIPPING}overlapping_memory")
+def lazily_negated_gradients() -> Sides:
+    """A gradient that is lazily negated is clipped, where torch's foreach operators refuse it."""
+    view = torch._neg_view(torch.ones(3))
+    return both(lambda clip: clip([SimpleNamespace(grad=view, device=view.device)], 1.0))
+
+
+@PROOFS.of("nn.utils.clip_grad.refusal_is_whole")
+def gradients_made_in_inference_mode() -> Sides:
+    """A gradient that was made in inference mode is changed outside it, which torch refuses."""
+    with torch.inference_mode():
+        grad = torch.full((2,), 8.0)
+    return both(lambda clip: clip([SimpleNamespace(grad=grad, device=grad.device)], 1.0))
+
+
+if __name__ == "__main__":
+    sys.exit(PROOFS.show())

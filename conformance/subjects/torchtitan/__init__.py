@@ -1,0 +1,1 @@
+"""torchtitan's clipping, as it is."""

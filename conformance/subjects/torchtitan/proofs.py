@@ -1,0 +1,46 @@
+"""Where torchtitan's clipping differs from torch's."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
+from torchtitan.distributed.utils import clip_grad_norm_
+
+from conformance.subjects.proof import Proofs, Sides, mesh_of_one, parameter, said, warnings_of
+
+PROOFS = Proofs()
+
+
+@PROOFS.of(
+    "nn.utils.clip_grad.clip_grad_norm_.dtensor", "nn.utils.clip_grad.clip_grad_norm_.dtensor_nonfinite"
+)
+def norm_of_dtensors() -> Sides:
+    """Of DTensors comes back a plain tensor, where torch's norm is a DTensor."""
+    sharded = parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)]))
+    return said(lambda: type(clip_grad_norm_([sharded], 1.0))), said(
+        lambda: type(torch.nn.utils.clip_grad_norm_([sharded], 1.0))
+    )
+
+
+@PROOFS.of("nn.utils.clip_grad.clip_grad_norm_.dtensor_among_plain")
+def dtensors_among_plain_tensors() -> Sides:
+    """A DTensor and a plain tensor are clipped together, one gradient at a time, where torch refuses them."""
+    mixed = [parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)])), parameter(torch.ones(2))]
+    return said(lambda: clip_grad_norm_(mixed, 1.0, foreach=False)), said(
+        lambda: torch.nn.utils.clip_grad_norm_(mixed, 1.0, foreach=False)
+    )
+
+
+@PROOFS.of("nn.utils.clip_grad.clip_grad_norm_.parameter_containers")
+def an_empty_generator() -> Sides:
+    """An empty generator, which one that is used up is too, is clipped in silence, where torch warns."""
+
+    return said(lambda: warnings_of(lambda: clip_grad_norm_((each for each in ()), 1.0))), said(
+        lambda: warnings_of(lambda: torch.nn.utils.clip_grad_norm_((each for each in ()), 1.0))
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(PROOFS.show())
