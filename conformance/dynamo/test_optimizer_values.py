@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import shutil
 from collections.abc import Generator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,22 +20,29 @@ from conformance.library import Library
 from conformance.outcome import assert_same_outcome, observe
 from conformance.process_state import PROCESS
 from conformance.results import unavailable
-from conformance.strategies.compiled_steps import Rig, outcome, soon
+from conformance.strategies.compiled_steps import Rig, outcome, soon, tracing_of
 from conformance.strategies.optimizers import (
     COMPILED,
     WAYS,
     Make,
     against_eager,
+    draw_gradient,
+    four_parameters,
     has_way,
     maker,
+    option_groups,
     options_of,
     unknown_options,
+    with_each_options,
 )
 
 STEPS = 5
 CASES = [(name, way) for name in COMPILED for way in WAYS if has_way(name, way)]
 # They differ in what their _init_group collects.
 SOONEST = ("SGD", "Adam", "Muon")
+# Fused steps are no part of a graph, and the other ways want a device that can capture.
+IN_ONE_GRAPH = ("defaults", "foreach", "differentiable")
+EACH_OPTION_SOON = [("SGD", "defaults"), ("Adam", "foreach")]
 
 
 @contextlib.contextmanager
@@ -115,6 +124,43 @@ def test_against_plain_steps(subject: Library, device: str, name: str) -> None:
         subject, lambda rig: rig.train(STEPS).values()["parameters"], make, device=device, backend="aot_eager"
     )
     assert_same_outcome(plain, compiled, against_eager(name))
+
+
+def trained_with_each_options(name: str, way: str, device: str, *, compiled: bool) -> list[torch.Tensor]:
+    """The parameters of several optimizers after three steps of all: each one's whole, by one graph."""
+    parameters = [four_parameters(device)[0] for _ in option_groups(name)]
+    optimizers = with_each_options(name, way, parameters)
+    bare = inspect.unwrap(type(optimizers[0]).step)
+
+    def step() -> None:
+        for optimizer in optimizers:
+            bare(optimizer)
+
+    run = torch.compile(step, backend="eager", fullgraph=True) if compiled else step
+    for number in range(3):
+        for parameter in parameters:
+            parameter.grad = draw_gradient(parameter, number)
+        with torch.no_grad():
+            run()
+    return [parameter.detach() for parameter in parameters]
+
+
+@clause("dynamo.optimizer.values.each_option")
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=() if case in EACH_OPTION_SOON else pytest.mark.profile("full"))
+        for case in CASES
+        for name, way in (case,)
+        if way in IN_ONE_GRAPH
+    ],
+)
+def test_each_option(subject: Library, device: str, name: str, way: str) -> None:
+    plain = observe(trained_with_each_options, name, way, device, compiled=False)
+    with tracing_of(subject):
+        compiled = observe(trained_with_each_options, name, way, device, compiled=True)
+    assert plain.raised is None, "the optimizer refuses these options"
+    assert_same_outcome(plain, replace(compiled, warned=plain.warned), against_eager(name))
 
 
 @clause("dynamo.optimizer.values.as_eager")

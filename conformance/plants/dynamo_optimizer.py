@@ -256,3 +256,42 @@ planted(
     says="the step is traced as not capturable, and reads its counts on the host",
     thread="pytorch/pytorch#88173",
 )(in_method("var_getattr", _without_capturable))
+
+
+def in_the_trace(plant_id: str, says: str, option: str, instead: Callable[[Any], Any]) -> None:
+    """The trace reads `instead(its tracker)` for this option of the groups."""
+
+    def fault(original: Any, self: Any, tx: Any, name: str) -> Any:
+        found = original(self, tx, name)
+        if name != "param_groups":
+            return found
+        for group in torch._dynamo.variables.LazyVariableTracker.realize_all(found).items:
+            for key, tracker in list(group.items.items()):
+                if key.vt.as_python_constant() == option:
+                    group.items[key] = instead(tracker)
+        return found
+
+    planted(f"optimizer_variable.{plant_id}", OPTIMIZER, says=says)(in_method("var_getattr", fault))
+
+
+def _constant(value: Any) -> Any:
+    return torch._dynamo.variables.ConstantVariable.create(value)
+
+
+in_the_trace(
+    "decay_in_the_gradient",
+    "weight decay that is decoupled is applied in the gradient",
+    "decoupled_weight_decay",
+    lambda value: _constant(False),
+)
+in_the_trace(
+    "decay_decoupled",
+    "weight decay that is in the gradient is decoupled",
+    "decoupled_weight_decay",
+    lambda value: _constant(True),
+)
+in_the_trace("decay_lost", "nothing decays", "weight_decay", lambda value: _constant(0))
+in_the_trace(
+    "maximize_lost", "what is to be maximized is minimized", "maximize", lambda value: _constant(False)
+)
+in_the_trace("nesterov_lost", "momentum is never Nesterov's", "nesterov", lambda value: _constant(False))

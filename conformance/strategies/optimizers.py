@@ -96,6 +96,26 @@ def maker(name: str, way: str = "defaults", options: Iterable[str] = (), **more:
     return lambda parameters: CLASSES[name](parameters, **lr, **given, **chosen, **more)
 
 
+# What has no effect without others.
+_TOGETHER = {"nesterov": {"momentum": 0.9}, "dampening": {"momentum": 0.9, "dampening": 0.3}}
+_DECAY = "weight_decay"
+
+
+def option_groups(name: str) -> list[dict[str, Any]]:
+    """Options of a group: none, each by itself, weight decay with each other, and all."""
+    values = {each: _OWN_VALUES.get((name, each), _VALUES[each]) for each in options_of(name)}
+    decay = {_DECAY: values[_DECAY]} if _DECAY in values else {}
+    alone = [{each: value} | _TOGETHER.get(each, {}) for each, value in values.items()]
+    decayed = [each | decay for each in alone if decay and _DECAY not in each]
+    return [{}, *alone, *decayed, values]
+
+
+def with_each_options(name: str, way: str, parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """An optimizer with each of these options, of one parameter each."""
+    pairs = zip(parameters, option_groups(name), strict=True)
+    return [maker(name, way)([{"params": [parameter], **options}]) for parameter, options in pairs]
+
+
 def four_parameters(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     draw = seeding.generator(100)
     return [
