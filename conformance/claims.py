@@ -16,6 +16,7 @@ import torch
 from conformance import surface
 from conformance.claims_file import Expectation, claims_file, similar
 from conformance.clauses import HERE, all_clauses
+from conformance.deviations import all_reference_limits
 from conformance.library import Library, LookupFailed, NotProvided, load_library, package_of
 
 
@@ -41,7 +42,10 @@ def is_claimed(library: Library, path: str) -> bool:
 
 
 def claimed_extensions(spec: str) -> frozenset[str]:
-    """The clauses of the level `extension` that a subject claims; exposing a name claims none."""
+    """What a subject claims of the clauses of the level `extension`, and of those that torch cannot do everywhere.
+
+    Exposing a name claims none.
+    """
     return _extensions(package_of(spec))
 
 
@@ -51,7 +55,8 @@ def _extensions(package: str) -> frozenset[str]:
 
 
 def _all_extensions() -> list[str]:
-    return [clause.id for clause in all_clauses().values() if clause.level == "extension"]
+    limited = {clause for limit in all_reference_limits().values() for clause in limit.clauses}
+    return [found.id for found in all_clauses().values() if found.level == "extension" or found.id in limited]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 
-from conformance import claims_file, global_state, seeding, trial
+from conformance import claims_file, global_state, reference_limits, seeding, trial
 from conformance.claims import NotClaimed, claimed_extensions, exposes
 from conformance.clauses import AREAS, HERE, all_clauses
 from conformance.deadlines import MOST_RESTARTS, Deadlines, clause_of
@@ -101,6 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
     deadlines = None if config.getoption("dist", "no") != "no" else Deadlines(config, notes)
     learned = _load_subject(config, deadlines)
     _expectations(config).keep(config)
+    config.pluginmanager.register(reference_limits, "conformance-reference-limits")
     if deadlines is not None:
         config.pluginmanager.register(deadlines, "conformance-deadlines")
         config.pluginmanager.register(WorkerRecorder(notes), "conformance-worker-recorder")

@@ -29,6 +29,7 @@ from conformance.heading import heading, replay_command
 from conformance.library import Library, NotProvided
 from conformance.notes import Fault, Notes
 from conformance.ranks import RankRaised
+from conformance.reference_limits import ReferenceCannot
 from conformance.tolerances import take_margins
 from conformance.trial import Learned
 
@@ -130,6 +131,8 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
         return "failed", f"not provided, though claimed: {lacking}"
     if isinstance(error, NotClaimed):
         return "not claimed", str(error)
+    if isinstance(error, ReferenceCannot):
+        return "reference cannot run here", str(error)
     if report.outcome == "skipped":
         return "unavailable", str(getattr(error, "msg", error)).removeprefix("unavailable: ")
     return _KINDS.get(type(error).__name__, "failed"), text

@@ -20,6 +20,7 @@ from conformance.plants import (  # noqa: F401 to import an area is to enter its
     distributed_fsdp_collectives,
     distributed_fsdp_constructor,
     distributed_fsdp_gradients,
+    distributed_fsdp_hollow,
     distributed_fsdp_hooks,
     distributed_fsdp_optim_state,
     distributed_fsdp_private_names,

@@ -378,6 +378,25 @@ def _(backward: Backward) -> None:
         model._planted_unreduced = 0
 
 
+@broken("forward_in_no_sync_decides", "no_sync", "a backward behind no_sync whose forward was in it is lost")
+@contextlib.contextmanager
+def forward_in_no_sync_decides(original: Any, self: Any) -> Iterator[None]:
+    def lose(backward: Backward) -> None:
+        for grad, before in backward.pairs if is_over else ():
+            grad.zero_() if before is None else grad.copy_(before)
+
+    is_over = False
+    hook = self.register_forward_hook(
+        lambda model, _, output: watch_backward(model, output, lambda: None, lose)
+    )
+    try:
+        with original(self):
+            yield
+    finally:
+        is_over = True
+        hook.remove()
+
+
 @in_no_sync("unreduced_lost", "gradients of a backward in no_sync are lost")
 def _(backward: Backward) -> None:
     if backward.is_in_no_sync:

@@ -78,7 +78,7 @@ class Training:
     @property
     def mixes_frozen_with_trained(self) -> bool:
         frozen = {leaf.frozen for leaf in self.tree.body.leaves()}
-        return self.setup.uses_orig_params and frozen != {"none"}
+        return self.setup.uses_orig_params and (frozen != {"none"} or self.tree.head == "frozen")
 
 
 def train(rank: Rank, *, library: str, training: Training) -> Outcome:

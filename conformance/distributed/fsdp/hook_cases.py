@@ -10,28 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from conformance.distributed.fsdp.fsdp_cases import clean, constructor_arguments, gathered_gradients, state_of
+from conformance.distributed.fsdp.fsdp_cases import clean, constructor_arguments, gathered_gradients
 from conformance.distributed.fsdp.method_cases import Lab, tried
 from conformance.distributed.fsdp.module_trees import loss_of, out_of_form
 
 # -- no_sync
-
-
-def inside_no_sync(lab: Lab) -> list[Any]:
-    """What this rank's parameters and gradients are after a backward in no_sync, and after one behind it."""
-    with lab.model.no_sync():
-        lab.backward(0)
-    unreduced = {name: _unpadded(state_of(parameter)) for name, parameter in lab.model.named_parameters()}
-    lab.backward(1)
-    return [unreduced, {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}]
-
-
-def _unpadded(state: dict[str, Any]) -> dict[str, Any]:
-    """A whole flat gradient may end in padding, which is zero."""
-    grad = state["grad"]
-    if grad is None or grad.dim() != 1 or not grad.any():
-        return state
-    return {**state, "grad": grad[: int(grad.nonzero()[-1]) + 1]}
 
 
 def no_sync_and_restored(lab: Lab, *, nested: bool) -> dict[str, Any]:

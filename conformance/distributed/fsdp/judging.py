@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.method_cases import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.library import Library
 from conformance.outcome import Outcome, assert_same_outcome
-from conformance.ranks import RankPool
+from conformance.ranks import RankFault, RankPool
 from conformance.tolerances import ONE_STEP, TRAINED, Tolerance
 
 _PLACE = "conformance.distributed.fsdp"
@@ -40,6 +40,16 @@ def outcomes(pool: RankPool, library: Library, case: str, **arguments: Any) -> l
     library.find(FSDP)  # missing here rather than on the ranks, which is reported as such
     seen = pool.run(f"{_PLACE}.{case}", library=library.spec, **arguments)
     return [replace(outcome, warned=_without_torchs_own(outcome.warned)) for outcome in seen]
+
+
+def outcomes_or_fault(
+    pool: RankPool, library: Library, case: str, **arguments: Any
+) -> list[Outcome] | RankFault:
+    """What every rank saw, or how they failed each other."""
+    try:
+        return outcomes(pool, library, case, **arguments)
+    except RankFault as fault:
+        return fault
 
 
 def _without_torchs_own(warned: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
@@ -132,6 +142,15 @@ def assert_like_unsharded(
         assert outcome.raised is None, f"rank {rank} raised {outcome.raised}"
         for what in _UNSHARDED:
             assert_all_close(f"{what} of rank {rank}", wanted[what], outcome.value[what], tolerance)
+
+
+def trains_like_unsharded(seen: Sequence[Outcome] | RankFault, training: Training) -> bool:
+    try:
+        if not isinstance(seen, RankFault):
+            assert_like_unsharded(seen, training)
+    except AssertionError:
+        return False
+    return not isinstance(seen, RankFault)
 
 
 def assert_all_close(what: str, wanted: Any, got: Any, tolerance: Tolerance) -> None:

@@ -143,7 +143,34 @@ class Idle(Part):
         return x + self.shift
 
 
-LEAVES = (Affine, Normed, Batched, Lookup, Scaled, Tied, Idle)
+class Bare(Part):
+    """Has neither parameters nor buffers."""
+
+    def __init__(self, in_width: int) -> None:
+        super().__init__()
+        self.out_width = in_width
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+
+class Counted(Part):
+    """Has no parameters, and buffers, floating and integer ones, that its forward changes and computes with."""
+
+    def __init__(self, in_width: int) -> None:
+        super().__init__()
+        self.out_width = in_width
+        self.inner = nn.BatchNorm1d(in_width, eps=0.1, affine=False)
+        self.register_buffer("shift", torch.full((in_width,), 0.25), persistent=False)
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x) + self.shift
+        if self.training:
+            self.shift = self.shift * 0.5
+        return y
+
+
+LEAVES = (Affine, Normed, Batched, Lookup, Scaled, Tied, Idle, Bare, Counted)
 
 
 @dataclass(frozen=True)
@@ -176,6 +203,8 @@ _ONE_WIDTH: dict[str, Callable[[int], Part]] = {
     "scaled": Scaled,
     "tied": Tied,
     "idle": Idle,
+    "bare": Bare,
+    "counted": Counted,
 }
 
 
@@ -250,13 +279,14 @@ class Branches(_Grouped):
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """A whole model: `body`, and a head of its own parameters behind it."""
+    """A whole model: `body`, and a head of its own parameters behind it, unless it is to have none."""
 
     body: Group
     takes: str = "tensor"  # form of the input
     returns: str = "tensor"  # form of the output
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    head: str = "trained"  # frozen, or none
 
     def build(self, seed_shift: int = 0) -> Model:
         """The same module each time; another `seed_shift` gives other values."""
@@ -286,7 +316,8 @@ class Model(nn.Module):
         super().__init__()
         self.tree = tree
         self.body = tree.body.build(WIDTH)
-        self.head = nn.Linear(self.body.out_width, 2)
+        self.head = nn.Identity() if tree.head == "none" else nn.Linear(self.body.out_width, 2)
+        self.head.requires_grad_(tree.head == "trained")
 
     def forward(self, given: Any, *, ids: torch.Tensor) -> Any:
         x = out_of_form(self.body(out_of_form(given), ids=ids))

@@ -1,11 +1,14 @@
-"""Units of which not every output gets a gradient."""
+"""Units that return whatever a module may, and units of which not every output gets a gradient."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from conformance.distributed.fsdp.construct_cases import Site
 from conformance.distributed.fsdp.fsdp_cases import COMPILER, gathered_gradients, groups_put_back, state_of
@@ -65,6 +68,12 @@ class _Attentive(nn.Module):
         return x + self.out(attention @ value), attention
 
 
+def _fill(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+
+
 class Model(nn.Module):
     """Whose outermost unit uses one output of an inner one, or both, or lets no gradient through."""
 
@@ -73,9 +82,7 @@ class Model(nn.Module):
         self.uses = uses
         self.first = _Attentive() if uses == "compiled" else _Forked()
         self.last = nn.Linear(_WIDTH, 2)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+        _fill(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, other = self.first(x)
@@ -86,9 +93,77 @@ class Model(nn.Module):
         return self.last(one.detach() if self.uses == "detached" else one)
 
 
-def trained(rank: Rank, *, library: str, strategy: str, use_orig_params: bool, uses: str) -> Outcome:
-    """Two steps; the outcome's value is what each rank saw and holds."""
-    found, model = load_library(library), Model(uses)
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+# How a module returns what it has computed of its input, and how another one makes a tensor of that.
+_Makes, _Takes = Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], torch.Tensor]
+KINDS: dict[str, tuple[_Makes, _Takes]] = {
+    "a named tuple": (lambda _, y: Pair(y, y * 2), lambda given: given.one + given.other),
+    "an ordered dict": (
+        lambda _, y: OrderedDict(one=y, other=y * 2),
+        lambda given: given["one"] + given["other"],
+    ),
+    "nested": (
+        lambda _, y: {"a": [y, (y * 2, {"b": y * 3})]},
+        lambda given: given["a"][0] + given["a"][1][0] + given["a"][1][1]["b"],
+    ),
+    "a set": (lambda _, y: {y}, lambda given: next(iter(given))),
+    "packed": (
+        lambda _, y: pack_padded_sequence(y, torch.tensor([3, 2]), batch_first=True),
+        lambda given: given.data,
+    ),
+    "the same twice": (lambda _, y: (y, y), lambda given: given[0] + given[1]),
+    "a view beside": (lambda _, y: (y, y[..., :1]), lambda given: given[0] + given[1]),
+    "its input beside": (lambda x, y: (x, y), lambda given: given[0] + given[1]),
+    "its input alone": (lambda x, y: x, lambda given: given),
+    "no tensors beside": (lambda _, y: (None, 3, "word", y), lambda given: given[3] * given[1]),
+    "integers beside": (lambda _, y: (y.argmax(-1, keepdim=True), y), lambda given: given[0] + given[1]),
+    "no gradient beside": (lambda _, y: (y.detach(), y), lambda given: given[0] + given[1]),
+    "no elements beside": (lambda _, y: (y[:0], y), lambda given: given[0].sum() + given[1]),
+    "one number": (lambda _, y: y.square().sum(), lambda given: given),
+    "complex numbers": (lambda _, y: torch.complex(y, y * 2), lambda given: given.abs()),
+}
+# By who gets it, in place and not.
+DOUBLED: dict[str, tuple[_Makes, _Takes]] = {
+    "doubled in place": (lambda _, y: y, lambda given: given.mul_(2)),
+    "doubled": (lambda _, y: y, lambda given: given * 2),
+}
+
+
+class _Handing(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.makes = nn.Linear(_WIDTH, _WIDTH), (KINDS | DOUBLED)[kind][0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.makes(x, self.inner(x))
+
+
+class Returning(nn.Module):
+    """Its `inner` unit returns one of `KINDS`, or the `outermost`."""
+
+    def __init__(self, kind: str, by: str) -> None:
+        super().__init__()
+        self.by = by
+        self.makes, self.takes = (KINDS | DOUBLED)[kind]
+        self.first = _Handing(kind) if by == "inner" else nn.Linear(_WIDTH, _WIDTH)
+        self.last = nn.Linear(_WIDTH, _WIDTH)
+        _fill(self)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.by == "outermost":
+            return self.makes(x, self.last(self.first(x)))
+        return self.last(x) + self.takes(self.first(x)).square().mean()
+
+
+def trained(
+    rank: Rank, *, library: str, strategy: str, use_orig_params: bool, uses: str, by: str = ""
+) -> Outcome:
+    """Two steps; the outcome's value is what each rank saw and holds. `by` a unit that returns one of `KINDS`."""
+    found, model = load_library(library), Returning(uses, by) if by else Model(uses)
 
     def run() -> dict[str, Any]:
         site = Site(rank, found, model)
@@ -105,7 +180,8 @@ def trained(rank: Rank, *, library: str, strategy: str, use_orig_params: bool, u
         seen = []
         for number in range(2):
             x = _input(number, rank.rank)
-            loss = whole(x).square().sum()
+            output = whole(x)
+            loss = (model.takes(output) if by == "outermost" else output).square().sum()
             loss.backward()
             seen.append([loss.detach(), x.grad, [state_of(parameter) for parameter in whole.parameters()]])
             gradients = gathered_gradients(found, whole)

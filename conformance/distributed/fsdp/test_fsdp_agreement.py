@@ -15,7 +15,6 @@ from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.agreement_cases import ASTRAY, LARGE, TIMEOUT_S, Program
 from conformance.library import Library
 from conformance.ranks import RankFault, RankPool, RanksDiverged
-from conformance.results import unavailable
 from conformance.tolerances import TRAINED
 
 CASES = "conformance.distributed.fsdp.agreement_cases"
@@ -117,8 +116,6 @@ def test_alone_on_a_way_that_all_have_gone(deviation: DeviationJudge, mode: str)
 @clause("distributed.fsdp.fsdp_agreement.parts_while_wrapping")
 @pytest.mark.deadline(90)
 def test_states_synchronised_in_another_order(subject: Library) -> None:
-    if subject.package == "torch":
-        unavailable("the reference cannot run here: fsdp.sync_module_states")
     with RankPool(2, grace_s=GRACE_S) as pool, pytest.raises(RankFault) as fault:
         pool.run(f"{CASES}:synchronise", library=subject.spec)
     told = {failure.rank: failure.text for failure in fault.value.scene.failures}

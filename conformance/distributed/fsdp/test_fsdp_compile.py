@@ -11,7 +11,6 @@ from conformance.distributed.fsdp.judging import assert_trains, outcomes
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.library import Library
 from conformance.ranks import RankPool
-from conformance.results import unavailable
 
 TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"))))
 FULL = pytest.mark.profile("full")
@@ -43,13 +42,16 @@ def test_trains_compiled(
     assert_trains(rank_pool, reference, subject, Training(TREE, setup, schedule), deadline_s=OF_A_CASE_S)
 
 
-@clause("distributed.fsdp.fully_sharded_data_parallel.compiled.graphs")
 @pytest.mark.deadline(DEADLINE_S)
-@pytest.mark.parametrize("use_orig_params", [pytest.param(False, marks=FULL), True])
+@pytest.mark.parametrize(
+    "use_orig_params",
+    [
+        pytest.param(True, marks=clause("distributed.fsdp.fully_sharded_data_parallel.compiled.graphs")),
+        pytest.param(False, marks=[FULL, clause("distributed.fsdp.fsdp_lifted.graphs_of_flat_parameters")]),
+    ],
+)
 def test_what_a_unit_wraps_is_one_graph(subject: Library, rank_pool: RankPool, use_orig_params: bool) -> None:
     """And only that: no collective or hook of the runtime is traced, and a step like the last compiles nothing."""
-    if subject.package == "torch" and not use_orig_params:
-        unavailable("Dynamo compiles units of torch with original parameters alone")
     block = graph_of_a_block()
     for outcome in outcomes(
         rank_pool,

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from conformance.clauses import clause
-from conformance.deviations import StaleRow
+from conformance.deviations import DeviationJudge, StaleRow
 from conformance.distributed.fsdp.construct_cases import THE_ROOT_IGNORED, WAYS
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import assert_like_unsharded, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.method_cases import TREE
+from conformance.distributed.fsdp.test_fsdp_lifted import raised
 from conformance.library import Library
 from conformance.outcome import Outcome
 from conformance.ranks import RankFault, RankPool
-from conformance.results import unavailable
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 HYBRID = Setup("HYBRID_SHARD", ranks="meshes", shards=2)
@@ -92,8 +92,6 @@ def test_torch_cannot_synchronise_on_a_cpu() -> None:
 def test_every_rank_begins_with_the_first_ones_states(
     subject: Library, ranks: Callable[..., RankPool], setup: Setup, all_ranks: int, wrap: str
 ) -> None:
-    if subject.package == "torch":
-        unavailable("the reference cannot run here: fsdp.sync_module_states")
     setup = replace(setup, wrap=wrap, arguments={"sync_module_states": True})
     first = TREE.build()
     for outcome in outcomes(ranks(all_ranks), subject, "construct_cases:synchronised", setup=setup):
@@ -124,8 +122,6 @@ def test_trains_with_parameters_offloaded(
     subject: Library, reference: Library, rank_pool: RankPool, strategy: str, use_orig_params: bool
 ) -> None:
     """As without it: against torch, and against one process. Also where gradients accumulate in no_sync."""
-    if subject.package == "torch":
-        unavailable("the reference cannot run here: fsdp.cpu_offload")
     plain = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
     steps = (Step(), Step(forwards=2, order="no_sync"), Step(before="eval"))
     tree = replace(TREE, dtype=torch.float64)
@@ -136,17 +132,18 @@ def test_trains_with_parameters_offloaded(
     assert_ranks_agree(wanted, got)
 
 
-@clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
-def test_offloaded_parameters_stay_on_the_cpu(subject: Library, rank_pool: RankPool) -> None:
-    """Moved elsewhere they are refused, in torch's words."""
-    if subject.package == "torch":
-        unavailable("the reference cannot run here: fsdp.cpu_offload")
-    for outcome in outcomes(
-        rank_pool, subject, "construct_cases:moved_away", setup=Setup(offload_params=True)
-    ):
-        assert outcome.raised is not None
-        assert outcome.raised.kind is RuntimeError
-        assert "parameter CPU offloading enabled has parameters on meta" in outcome.raised.text
+@clause("distributed.fsdp.fsdp_lifted.moved_to_meta")
+@pytest.mark.deviation("fsdp.moved_to_meta")
+def test_offloaded_parameters_stay_on_the_cpu(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+    """Moved elsewhere they are refused, in the words that torch has for it."""
+    setup = Setup(offload_params=True)
+    deviation.judge(
+        lambda library: outcomes(rank_pool, library, "construct_cases:moved_away", setup=setup),
+        torch_does=lambda seen: raised(seen, NotImplementedError, "Cannot copy out of meta tensor"),
+        we_do=lambda seen: raised(
+            seen, RuntimeError, "parameter CPU offloading enabled has parameters on meta"
+        ),
+    )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.tensor_parallel")
@@ -172,6 +169,6 @@ def test_parameters_of_tensor_parallelism_train_or_are_refused(
         assert_ranks_agree(wanted, got)
         return
     assert len(refused) == len(got), got
-    for raised in refused:
-        assert raised.kind is NotImplementedError, raised
-        assert "2.weight is a DTensor" in raised.text
+    for one in refused:
+        assert one.kind is NotImplementedError, one
+        assert "2.weight is a DTensor" in one.text

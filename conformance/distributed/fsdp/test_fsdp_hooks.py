@@ -19,7 +19,6 @@ from conformance.distributed.fsdp.judging import (
 )
 from conformance.library import Library
 from conformance.ranks import RankFault, RankPool
-from conformance.results import unavailable
 from conformance.tolerances import Tolerance
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -121,8 +120,6 @@ def test_torch_cannot_run_low_precision_hooks_on_a_cpu() -> None:
 def test_low_precision_hooks_round_and_average(
     subject: Library, rank_pool: RankPool, strategy: str, hook: str
 ) -> None:
-    if subject.package == "torch":
-        unavailable("the reference cannot run here: fsdp.low_precision_comm_hooks")
     setup = Setup(strategy, wrap="leaves")
     seen = probed(rank_pool, subject, hook_cases.comm_hook, setup, hook=hook)
     tolerance = Tolerance(

@@ -11,7 +11,7 @@ import torch
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, zero_for_none
-from conformance.distributed.fsdp.judging import assert_close_gradients, assert_like_unsharded, outcomes
+from conformance.distributed.fsdp.judging import assert_close_gradients, outcomes, trains_like_unsharded
 from conformance.distributed.fsdp.lifted_cases import accumulated, built
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.library import Library
@@ -145,16 +145,9 @@ def test_reentrant_regions_follow_each_other_in_a_unit(
     def probe(library: Library) -> Seen:
         return outcomes(ranks(world_size), library, "fsdp_cases:train", training=training)
 
-    def trains(seen: Seen) -> bool:
-        try:
-            assert_like_unsharded(seen, training)
-        except AssertionError:
-            return False
-        return True
-
     deviation.judge(
         probe,
         torch_does=lambda seen: raised(seen, RuntimeError, ""),
-        we_do=trains,
+        we_do=lambda seen: trains_like_unsharded(seen, training),
         may_agree=world_size == 1,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp import graph_cases
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen
@@ -21,9 +22,8 @@ from conformance.distributed.fsdp.test_fsdp_lifted_writes import (
 from conformance.distributed.fsdp.written_cases import Forked, written_without_sharding
 from conformance.library import Library
 from conformance.ranks import RankPool
-from conformance.results import unavailable
 
-pytestmark = pytest.mark.clause("distributed.fsdp.fsdp_lifted.graphs_of_former_weights")
+refused = clause("distributed.fsdp.fsdp_lifted.graphs_of_former_weights")
 deviates = pytest.mark.deviation("fsdp.graphs_of_former_weights")
 
 
@@ -37,6 +37,7 @@ def judge(deviation: DeviationJudge, pool: RankPool, we_do: Callable[[Seen], boo
     )
 
 
+@refused
 @deviates
 @both_kinds
 @each_strategy
@@ -79,6 +80,7 @@ def _without_versions(text: str) -> str:
     return re.sub(r"version \d+", "version", text)
 
 
+@refused
 @deviates
 @both_kinds
 @each_strategy
@@ -96,6 +98,7 @@ def test_training_goes_on_after_the_error(
     )
 
 
+@refused
 @deviates
 @both_kinds
 @each_strategy
@@ -114,12 +117,11 @@ def test_a_step_of_other_parameters_is_no_matter(
     )
 
 
+@clause("distributed.fsdp.fsdp_lifted.steps_in_between")
 @each_strategy
 def test_a_step_of_parameters_that_backward_does_not_read_is_no_matter(
     subject: Library, rank_pool: RankPool, strategy: str
 ) -> None:
-    if subject.package == "torch":
-        unavailable("the reference reads memory that it has given away, which ends the process")
     does, makes = graph_cases.stepped_what_is_not_read, graph_cases.Normed
     seen = probe_of(rank_pool, does, strategy, use_orig_params=True, makes=makes)(subject)
     assert is_as_without_sharding(seen, does, makes=makes), seen

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
-from conformance.distributed.fsdp import hook_cases
+from conformance.distributed.fsdp import hook_cases, no_sync_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import assert_probes_agree, assert_trains, share_of_examples
 from conformance.library import Library
@@ -34,14 +34,21 @@ def test_accumulates_with_and_without_it(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.leaves_unreduced")
+@pytest.mark.parametrize("does", no_sync_cases.DOES, ids=lambda does: does.__name__)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_inside_are_each_ranks_own(
-    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, use_orig_params: bool
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    strategy: str,
+    use_orig_params: bool,
+    does: Any,
 ) -> None:
     setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
-    seen = assert_probes_agree(rank_pool, (reference, subject), hook_cases.inside_no_sync, setup)
-    assert all(outcome.raised is None for outcome in seen)
+    asks, libraries = no_sync_cases.around_no_sync, (reference, subject)
+    seen = assert_probes_agree(rank_pool, libraries, asks, setup, does=does)
+    assert all(outcome.raised is None for outcome in seen), seen[0].raised
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.restores")

@@ -18,7 +18,6 @@ from conformance.distributed.fsdp.state_dict_cases import Form
 from conformance.library import Library
 from conformance.outcome import Outcome
 from conformance.ranks import RankPool
-from conformance.results import unavailable
 
 LEAVES = Setup(wrap="leaves")
 ORIGINALS = Setup(wrap="leaves", arguments={"use_orig_params": True})
@@ -140,10 +139,8 @@ def test_a_hook_that_raises(deviation: DeviationJudge, ranks: Ranks) -> None:
     )
 
 
-@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@clause("distributed.fsdp.fsdp_state_dict.misfits")
 def test_what_a_module_puts_in_and_does_not_fit(subject: Library, ranks: Ranks, world_size: int) -> None:
-    if subject.package == "torch":
-        unavailable("torch writes it to its flat parameter, beyond which there may be nothing")
     asks = state_dict_hook_cases.loaded_in_its_own_way
     for one in values_of(probed(ranks(world_size), subject, asks, LEAVES, fits=False)):
         assert "head.weight: rank" in one["error"]
@@ -151,7 +148,7 @@ def test_what_a_module_puts_in_and_does_not_fit(subject: Library, ranks: Ranks, 
         assert not one["changed"]
 
 
-@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@clause("distributed.fsdp.fsdp_state_dict.misfits")
 @pytest.mark.parametrize(
     ("setup", "kind"),
     [
@@ -165,8 +162,6 @@ def test_what_a_module_puts_in_and_does_not_fit(subject: Library, ranks: Ranks, 
 def test_parts_of_another_shape(
     subject: Library, ranks: Ranks, world_size: int, setup: Setup, kind: str
 ) -> None:
-    if subject.package == "torch":
-        unavailable("torch's ranks exchange what does not fit, and need not come back")
     asks, form = state_dict_cases.failed, Form("SHARDED")
     seen = values_of(
         probed(ranks(world_size), subject, asks, setup, form=form, fault="misshaped part", on=[1])
@@ -180,14 +175,12 @@ def test_parts_of_another_shape(
         assert not one["changed"]
 
 
-@clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
+@clause("distributed.fsdp.fsdp_state_dict.misfits")
 @pytest.mark.parametrize("setup", [LEAVES, ORIGINALS], ids=["flat", "originals"])
 @pytest.mark.world_sizes(fewest=2)
 def test_what_has_no_values_is_not_assigned(
     subject: Library, ranks: Ranks, world_size: int, setup: Setup
 ) -> None:
-    if subject.package == "torch":
-        unavailable("torch assigns it to what it does not compute with: fsdp.assigned_parameters")
     asks, fault = state_dict_cases.failed, "without values"
     seen = values_of(
         probed(ranks(world_size), subject, asks, setup, form=Form(), fault=fault, on=[1], assign=True)
@@ -230,8 +223,6 @@ def test_modules_built_on_meta_are_assigned_to(
 @clause("distributed.fsdp.fsdp_state_dict.another_world")
 @pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
 def test_what_half_the_ranks_saved_is_refused(subject: Library, ranks: Ranks, kind: str) -> None:
-    if subject.package == "torch":
-        unavailable("torch's ranks exchange what does not fit, and need not come back")
     seen = values_of(probed(ranks(4), subject, state_dict_cases.of_another_world, LEAVES, kind=kind))
     for rank, one in enumerate(seen):
         assert f"rank {rank} of 4 was given" in one["error"]
@@ -255,13 +246,11 @@ def test_shards_of_original_parameters(deviation: DeviationJudge, ranks: Ranks, 
     )
 
 
-@clause("distributed.fsdp.fsdp_state_dict.local_with_original_parameters")
+@clause("distributed.fsdp.fsdp_state_dict.local_of_originals_by_torch")
 @pytest.mark.world_sizes(also=[3])
 def test_torchs_shards_of_original_parameters(
     subject: Library, reference: Library, ranks: Ranks, world_size: int
 ) -> None:
-    if subject.package == "torch":
-        unavailable("torch does not load its own: fsdp.local_state_dict_of_originals")
     asks = state_dict_cases.exchanged
     seen = probed(ranks(world_size), subject, asks, ORIGINALS, source=reference.spec, form=Form("LOCAL"))
     for one in values_of(seen):
@@ -326,13 +315,9 @@ def test_parameters_are_assigned(
     )
 
 
-@clause("distributed.fsdp.fsdp_state_dict.assigned")
+@clause("distributed.fsdp.fsdp_state_dict.assigned_shards")
 @pytest.mark.world_sizes(also=[3])
 def test_shards_are_assigned(subject: Library, ranks: Ranks, world_size: int) -> None:
-    if subject.package == "torch":
-        unavailable(
-            "torch's flat parameter is replaced by what it does not compute with: fsdp.assigned_parameters"
-        )
     form = Form("LOCAL")
     for one in values_of(probed(ranks(world_size), subject, state_dict_cases.assigned, LEAVES, form=form)):
         assert one["loaded"]

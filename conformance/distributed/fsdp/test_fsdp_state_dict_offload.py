@@ -18,7 +18,6 @@ from conformance.distributed.fsdp.state_dict_cases import Form
 from conformance.library import Library
 from conformance.outcome import Outcome
 from conformance.ranks import RankFault, RankPool
-from conformance.results import unavailable
 from conformance.tolerances import EXACT
 
 Ranks = Callable[..., RankPool]
@@ -57,8 +56,6 @@ def test_a_whole_dict_on_the_cpu(
     rank0_only: bool,
 ) -> None:
     """Has what torch's has that was not to be brought there."""
-    if subject.package == "torch":
-        unavailable("the reference cannot run here: fsdp.full_state_dict_to_cpu")
     setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
     config = {"rank0_only": rank0_only}
     wanted, got = (
@@ -71,8 +68,6 @@ def test_a_whole_dict_on_the_cpu(
 @clause("distributed.fsdp.fsdp_state_dict.held_once")
 @pytest.mark.world_sizes(fewest=2)
 def test_a_whole_dict_is_held_once(subject: Library, ranks: Ranks, world_size: int) -> None:
-    if subject.package == "torch":
-        unavailable("the reference cannot run here: fsdp.full_state_dict_to_cpu")
     asks = "conformance.distributed.fsdp.state_dict_memory_cases:held_while_saving"
     first, *others = ranks(world_size).run(asks, library=subject.spec)
     bytes_of_dict, times_the_model = first
@@ -88,8 +83,6 @@ def test_states_of_parameters_that_are_offloaded(
     subject: Library, reference: Library, ranks: Ranks, world_size: int, strategy: str, kind: str
 ) -> None:
     """The model's has what torch's has of parameters that are not, and loads; so has the optimizer's."""
-    if subject.package == "torch":
-        unavailable("the reference cannot run here: fsdp.cpu_offload")
     plain, form = Setup(strategy, wrap="leaves"), Form(kind)
     asked = ((reference, plain), (subject, replace(plain, offload_params=True)))
     wanted, got = (

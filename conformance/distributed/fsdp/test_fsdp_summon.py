@@ -27,7 +27,6 @@ from conformance.distributed.fsdp.test_fsdp_lifted import raised
 from conformance.library import Library
 from conformance.outcome import Outcome
 from conformance.ranks import RankFault, RankPool
-from conformance.results import unavailable
 from conformance.tolerances import ONE_STEP
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -258,6 +257,7 @@ def test_torch_cannot_offload_on_a_cpu() -> None:
 @pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.world_sizes(fewest=2)
 def test_offloads_what_it_gathers(
     subject: Library,
     reference: Library,
@@ -267,8 +267,6 @@ def test_offloads_what_it_gathers(
     rank0_only: bool,
 ) -> None:
     """Beside the warning that it costs memory, as without the option."""
-    if subject.package == "torch" or rank_pool.world_size == 1:
-        unavailable("the reference cannot run here: fsdp.summon_offloaded_to_cpu")
     setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
     options = {"writeback": False, "rank0_only": rank0_only}
     wanted = probed(rank_pool, reference, summon_cases.whole, setup, options=options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,21 +128,11 @@ def test_is_a_grad_scaler(subject: Library, reference: Library, device: str) -> 
         assert state == first.state_dict()
 
 
-@clause("distributed.fsdp.sharded_grad_scaler.is_a_grad_scaler")
-@pytest.mark.deviation("grad_scaler.scale_never_dies")
-def test_a_floor_of_ones_own(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+@clause("distributed.fsdp.sharded_grad_scaler.constructor.min_scale")
+def test_a_floor_of_ones_own(subject: Library, rank_pool: RankPool) -> None:
     calls = iteration((math.inf,) * rank_pool.world_size) * 3
-    plan = Plan(parts(rank_pool.world_size), calls, options=EIGHT)
-
-    def probe(library: Library) -> list[float]:
-        floor = {} if library.package == "torch" else {"min_scale": 2.0}
-        return scales(outcomes(rank_pool, library, replace(plan, options=EIGHT | floor)))
-
-    deviation.judge(
-        probe,
-        torch_does=lambda seen: seen == [1.0] * rank_pool.world_size,
-        we_do=lambda seen: seen == [2.0] * rank_pool.world_size,
-    )
+    plan = Plan(parts(rank_pool.world_size), calls, options=EIGHT | {"min_scale": 2.0})
+    assert scales(outcomes(rank_pool, subject, plan)) == [2.0] * rank_pool.world_size
 
 
 # --- scale

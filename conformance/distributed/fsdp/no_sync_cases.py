@@ -1,0 +1,148 @@
+"""Probes of no_sync: what may come before it, inside it and behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from conformance.distributed.fsdp.fsdp_cases import gathered_gradients, gathered_parameters, state_of
+from conformance.distributed.fsdp.method_cases import Lab
+from conformance.distributed.fsdp.module_trees import loss_of
+
+
+def unpadded(state: dict[str, Any]) -> dict[str, Any]:
+    """A whole flat gradient may end in padding, which is zero."""
+    grad = state["grad"]
+    if grad is None or grad.dim() != 1 or not grad.any():
+        return state
+    return {**state, "grad": grad[: int(grad.nonzero()[-1]) + 1]}
+
+
+def shown(lab: Lab) -> dict[str, Any]:
+    """This rank's parameters and gradients, averaged or not."""
+    return {name: unpadded(state_of(parameter)) for name, parameter in lab.model.named_parameters()}
+
+
+def nothing_else(lab: Lab) -> Iterator[Any]:
+    with lab.model.no_sync():
+        lab.backward(0)
+    yield shown(lab)
+    lab.backward(1)
+
+
+def several_backwards(lab: Lab) -> Iterator[Any]:
+    with lab.model.no_sync():
+        lab.backward(0)
+        lab.backward(1)
+    with lab.model.no_sync():
+        lab.backward(2)
+    yield shown(lab)
+    lab.backward(3)
+
+
+def a_backward_before(lab: Lab) -> Iterator[Any]:
+    """What was averaged and what was not are added up."""
+    lab.backward(0)
+    with lab.model.no_sync():
+        lab.backward(1)
+    lab.backward(2)
+    yield shown(lab)
+
+
+def a_forward_alone(lab: Lab) -> Iterator[Any]:
+    """Its backward comes behind, and is averaged."""
+    with lab.model.no_sync():
+        loss = loss_of(lab.forward(0))
+    loss.backward()
+    yield shown(lab)
+
+
+def a_backward_alone(lab: Lab) -> Iterator[Any]:
+    """Its forward came before; it is not averaged."""
+    loss = loss_of(lab.forward(0))
+    with lab.model.no_sync():
+        loss.backward()
+    yield shown(lab)
+    lab.backward(1)
+
+
+def an_evaluation(lab: Lab) -> Iterator[Any]:
+    with lab.model.no_sync():
+        lab.backward(0)
+        with torch.no_grad():
+            yield loss_of(lab.forward(1))
+    with torch.no_grad():
+        yield loss_of(lab.forward(2))
+    lab.backward(3)
+
+
+def two_forwards(lab: Lab) -> Iterator[Any]:
+    with lab.model.no_sync():
+        first, second = (loss_of(lab.forward(number)) for number in range(2))
+        (first + second).backward()
+    yield shown(lab)
+    lab.backward(2)
+
+
+def cleared_gradients(lab: Lab) -> Iterator[Any]:
+    with lab.model.no_sync():
+        lab.backward(0)
+    lab.model.zero_grad()
+    yield shown(lab)
+    lab.backward(1)
+
+
+def cleared_inside(lab: Lab) -> Iterator[Any]:
+    with lab.model.no_sync():
+        lab.backward(0)
+        lab.model.zero_grad()
+        lab.backward(1)
+    yield shown(lab)
+    lab.backward(2)
+
+
+def clipping(lab: Lab) -> Iterator[Any]:
+    with lab.model.no_sync():
+        lab.backward(0)
+    lab.backward(1)
+    yield lab.model.clip_grad_norm_(0.05)
+
+
+def steps(lab: Lab) -> Iterator[Any]:
+    """Each of which begins with one that is not averaged."""
+    optimizer = torch.optim.SGD(lab.model.parameters(), 0.1, momentum=0.5)
+    for number in range(3):
+        with lab.model.no_sync():
+            lab.backward(2 * number)
+        yield lab.backward(2 * number + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    yield gathered_parameters(lab.library, lab.model)
+    lab.backward(7)
+
+
+DOES = (
+    nothing_else,
+    several_backwards,
+    a_backward_before,
+    a_forward_alone,
+    a_backward_alone,
+    an_evaluation,
+    two_forwards,
+    cleared_gradients,
+    cleared_inside,
+    clipping,
+    steps,
+)
+
+
+def around_no_sync(lab: Lab, *, does: Any) -> dict[str, Any]:
+    """What a function of this module shows on its way, and what is there in the end, on this rank and on all."""
+    on_the_way = list(does(lab))
+    return {
+        "on the way": on_the_way,
+        "shown": shown(lab),
+        "whole": gathered_gradients(lab.library, lab.model),
+    }

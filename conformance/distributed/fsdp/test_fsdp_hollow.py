@@ -1,0 +1,49 @@
+"""Roots and units that hold nothing, buffers alone, or nothing that is trained."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.clauses import clause
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
+from conformance.distributed.fsdp.judging import assert_trains
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.library import Library
+from conformance.ranks import RankPool
+
+FULL = pytest.mark.profile("full")
+STRATEGIES = ["FULL_SHARD", *(pytest.param(one, marks=FULL) for one in ("SHARD_GRAD_OP", "NO_SHARD"))]
+TRAINED, FROZEN = Leaf("affine", 4), Leaf("affine", 3, frozen="all")
+# Around and behind what is hollow, units are trained; leaf by leaf the outermost one holds the head alone.
+TREES = {
+    "root holds nothing": ModuleTree(Group((TRAINED, Leaf("tied"))), head="none"),
+    "root holds a buffer": ModuleTree(Group((TRAINED, Leaf("batched"), Leaf("counted"))), head="none"),
+    "root is frozen": ModuleTree(Group((TRAINED, Leaf("tied"))), head="frozen"),
+    "units hold nothing": ModuleTree(
+        Group((Leaf("bare"), TRAINED, Leaf("bare"), Leaf("tied"), Leaf("bare")))
+    ),
+    "units hold buffers": ModuleTree(Group((Leaf("counted"), TRAINED, Leaf("counted")))),
+    "first unit is frozen": ModuleTree(Group((FROZEN, TRAINED))),
+    "units between are frozen": ModuleTree(Group((TRAINED, FROZEN, Leaf("bare"), FROZEN, TRAINED))),
+    "one of two ways is frozen": ModuleTree(Group((FROZEN, TRAINED), kind="branches", calls=2)),
+    "one unit is trained": ModuleTree(Group((FROZEN, Leaf("counted"), TRAINED, FROZEN)), head="frozen"),
+    "a hollow root of hollow units": ModuleTree(Group((Leaf("bare"), TRAINED, Leaf("counted"))), head="none"),
+}
+STEPS = (Step(), Step(before="eval"), Step(forwards=2, order="no_sync"), Step(forwards=2, order="together"))
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.hollow")
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.world_sizes(fewest=2)
+def test_trains(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    strategy: str,
+    use_orig_params: bool,
+    tree: ModuleTree,
+) -> None:
+    setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
+    assert_trains(rank_pool, reference, subject, Training(tree, setup, STEPS))

@@ -1,0 +1,65 @@
+"""What torch itself cannot do on some devices: rows of `reference_limits.toml`.
+
+A test of a row's clauses that fails, as the row says, is asked of torch too. Where torch fails in the same way, the
+outcome is *reference cannot run here*; unless the subject claims the clause, as it would an extension.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+
+import pytest
+
+from conformance.claims import claimed_extensions
+from conformance.deviations import ReferenceLimit, all_reference_limits
+from conformance.errors import told
+from conformance.library import load_library
+from conformance.outcome import plain_text
+from conformance.ranks import RankFault, RankRaised
+
+
+class ReferenceCannot(pytest.skip.Exception):
+    """The subject fails where torch does, and as torch does."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except (Exception, pytest.fail.Exception) as error:
+        row = _row_met(pyfuncitem, error)
+        if row is None or not _torch_fails_alike(pyfuncitem, error):
+            raise
+        raise ReferenceCannot(f"{row.id}: {row.torch_does}") from error
+
+
+def _row_met(item: pytest.Function, error: BaseException) -> ReferenceLimit | None:
+    marker, subject = item.get_closest_marker("clause"), item.funcargs.get("subject")
+    if marker is None or subject is None or marker.args[0] in claimed_extensions(subject.spec):
+        return None
+    devices = {device for _, device in getattr(item, "pools_asked", ())}
+    for row in all_reference_limits().values():
+        is_here = marker.args[0] in row.clauses and not devices.isdisjoint(row.devices)
+        if is_here and re.search(row.error, _way_of_failing(error)):
+            return row
+    return None
+
+
+def _torch_fails_alike(item: pytest.Function, error: BaseException) -> bool:
+    if item.funcargs["subject"].spec == "torch":
+        return True
+    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}  # as pytest calls it
+    try:
+        item.obj(**arguments | {"subject": load_library("torch")})
+    except (Exception, pytest.fail.Exception) as of_torch:
+        return _way_of_failing(of_torch) == _way_of_failing(error)
+    return False
+
+
+def _way_of_failing(error: BaseException) -> str:
+    """Without what differs from run to run: how ranks died, and where their peers were."""
+    kind = type(error).__name__
+    if isinstance(error, RankRaised):
+        return plain_text(f"{kind}: {error.scene.failures[0]}")
+    return kind if isinstance(error, RankFault) else plain_text(told(error))
