@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-ROOT = "conformance.exact_copy"
+ROOT = __name__.rpartition(".")[0]
 _PACKAGES = ("amp", "cpu.amp", "cuda.amp", "distributed.fsdp")
 _SINGLE = ("nn.utils", "nn.utils.clip_grad")
 _ON_THE_WAY = ("cpu", "cuda", "distributed", "nn")  # empty packages
