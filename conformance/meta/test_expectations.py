@@ -121,7 +121,7 @@ def write(folder: Path, source: str, *tests: str, expires: str = "2030-01-31") -
 
 def test_what_is_expected_is_green_and_what_is_not_red(tmp_path: Path) -> None:
     write(tmp_path, SUBJECT, f"{ABUSED}[None-cpu]")
-    report = judged("expects", tmp_path, ABUSED, at=tmp_path)
+    report = judged("expects", tmp_path, ABUSED, f"--today={TODAY}", at=tmp_path)
     expected = of(report, f"{ABUSED}[None-cpu]")[0]
     assert expected["outcome"] == "expected"
     assert expected["reason"].startswith("expected until 2030-01-31: Known. (their/repo#1)\nAssertionError")
@@ -133,7 +133,7 @@ def test_what_is_expected_is_green_and_what_is_not_red(tmp_path: Path) -> None:
 
 def test_what_passes_or_has_expired_is_red(tmp_path: Path) -> None:
     write(tmp_path, SUBJECT, f"{ABUSED}[None-cpu]", f"{ABUSED}[True-cpu]")
-    report = judged("expects", tmp_path, ABUSED, at=tmp_path)
+    report = judged("expects", tmp_path, ABUSED, f"--today={TODAY}", at=tmp_path)
     [met] = of(report, "expectation of")
     assert (met["nodeid"], met["outcome"]) == (f"expectation of {ABUSED}[True-cpu]", "stale")
     assert met["clause"] == "nn.utils.clip_grad.clip_grad_value_.foreach"
@@ -149,7 +149,7 @@ def test_what_passes_or_has_expired_is_red(tmp_path: Path) -> None:
 @pytest.mark.deadline(300.0)
 def test_what_ends_its_process_can_be_expected_too(tmp_path: Path) -> None:
     write(tmp_path, ENDS_ITS_PROCESS, f"{ABUSED}[None-cpu]")
-    report = judged_by_workers("expects", tmp_path, ABUSED, OTHERS, at=tmp_path)
+    report = judged_by_workers("expects", tmp_path, ABUSED, OTHERS, f"--today={TODAY}", at=tmp_path)
     assert of(report, f"{ABUSED}[None-cpu]")[0]["outcome"] == "expected"
     assert of(report, f"{ABUSED}[None-meta]")[0]["outcome"] == "crash"
     assert {entry["outcome"] for entry in of(report, OTHERS)} == {"passed"}

@@ -1,10 +1,10 @@
 """Judge the published packages that lie here, show the proofs of what they break, and note the outcome.
 
     python -m conformance.subjects                       all, into report/subjects and conformance/subjects/results.json
-    python -m conformance.subjects torchtitan --check    one, without noting; red is exit code 1
+    python -m conformance.subjects torchtitan --check    one, without noting
 
-What is not installed is left out, and stays noted as it was. README's table is drawn from results.json; a page,
-index.html, has all clauses side by side.
+Exit code 1 is red: also what is not installed, though named or checked; else that stays noted as it was. README's table
+is drawn from results.json; a page, index.html, has all clauses side by side.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def main(words: Sequence[str]) -> int:
         version = _version(read(HERE / name / NAME).distribution)
         if version is None:
             print(f"{name}: not installed")  # noqa: T201 the command's output
+            is_red |= options.check or bool(options.names)
             continue
         report, code = _judged(name, options)
         proven = _run([f"conformance.subjects.{name}.proofs"]) == 0
@@ -65,14 +66,17 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m conformance.subjects", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("names", nargs="*", choices=[*SUBJECTS, []], metavar="NAME", help=", ".join(SUBJECTS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(SUBJECTS))
     parser.add_argument("--profile", default="quick")
     parser.add_argument("--workers", default="auto", help="as pytest -n takes them")
     parser.add_argument(
         "--out", type=Path, default=Path("report/subjects"), help="where each report.json goes"
     )
     parser.add_argument("--check", action="store_true", help="note nothing")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if unknown := set(options.names) - set(SUBJECTS):
+        parser.error(f"no subject {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
+    return options
 
 
 def _version(distribution: str) -> str | None:
