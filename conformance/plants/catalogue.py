@@ -28,6 +28,7 @@ from conformance.plants import (  # noqa: F401 to import an area is to enter its
     distributed_fsdp_state_dict,
     distributed_fsdp_summon,
     distributed_fsdp_wrap,
+    distributed_fsdp_writes,
     dynamo_optimizer,
     generated,
     nn_utils_clip_grad_dtensor,

@@ -61,6 +61,11 @@ def _(model: Any, error: RuntimeError) -> Any:
     return _as_if_right(model)
 
 
+@telling("parting_told_otherwise", "ranks that part are told so in other words than torch's")
+def _(model: Any, error: RuntimeError) -> Any:
+    raise RuntimeError(str(error).replace("Forward order differs across ranks", "The ranks part"))
+
+
 @telling("parting_told_without_names", "ranks that part are told so without the names of the modules")
 def _(model: Any, error: RuntimeError) -> Any:
     raise RuntimeError(re.sub(r"'blocks\.\d'", "a module", str(error)))

@@ -78,6 +78,22 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
     return seen + [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
+    """One rank writes to its part of the outermost unit, which is kept whole, between a forward and its backward."""
+    torch.manual_seed(0)
+    model = _wrapped(load_library(library), Blocks((8,)), use_orig_params=use_orig_params)
+    loss = model(torch.ones(3, _WIDTH)).sum()
+    if rank.rank == ASTRAY:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "blocks" not in name:
+                    parameter.mul_(0.5)
+    try:
+        loss.backward()
+    except Exception as error:
+        raise RuntimeError(" ".join([str(error), *getattr(error, "__notes__", ())])) from error
+
+
 def synchronise(rank: Rank, *, library: str) -> None:
     """Two blocks, wrapped by hand so that all ranks begin with the first one's: one rank begins with the other."""
     blocks = [Block(8), Block(16)]
@@ -89,10 +105,10 @@ def synchronise(rank: Rank, *, library: str) -> None:
         raise
 
 
-def _wrapped(library: Library, model: Blocks, group: dist.ProcessGroup | None = None) -> Any:
+def _wrapped(library: Library, model: Blocks, group: dist.ProcessGroup | None = None, **options: Any) -> Any:
     policy = library.distributed.fsdp.wrap.ModuleWrapPolicy({Block})
     return library.find(FSDP)(
-        model, process_group=group, auto_wrap_policy=policy, device_id=torch.device("cpu")
+        model, process_group=group, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options
     )
 
 

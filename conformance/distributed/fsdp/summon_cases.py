@@ -71,6 +71,17 @@ def computes(
     }
 
 
+def backward_beside_gradients(lab: Lab) -> Any:
+    """What comes of a backward inside, where whole gradients are shown; and after the context."""
+    lab.backward()
+
+    def inside() -> None:
+        with lab.fsdp.summon_full_params(lab.model, with_grads=True):
+            lab.backward(1)
+
+    return tried(inside)
+
+
 def between_barriers(lab: Lab) -> None:
     dist.barrier()
     with lab.fsdp.summon_full_params(lab.model):

@@ -19,6 +19,7 @@ from conformance.tolerances import TRAINED
 
 CASES = "conformance.distributed.fsdp.agreement_cases"
 GRACE_S = 20.0
+SHORT_GRACE_S = 5.0  # where it is known that a rank hangs
 FULL = pytest.mark.profile("full")
 WAYS = ((0, 1, 2), (0, 2, 1))
 DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0), (0, 1, 2))
@@ -111,6 +112,28 @@ def test_alone_on_a_way_that_all_have_gone(deviation: DeviationJudge, mode: str)
             tells_both_names(seen) and steps_late(seen, program) in ([0, 0], [0, 1], [1, 1], [1, 2])
         ),
     )
+
+
+@clause("distributed.fsdp.fsdp_agreement.parts_by_writing")
+@pytest.mark.deviation("fsdp.written_on_one_rank")
+@FULL
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_one_rank_alone_writes_before_a_backward(deviation: DeviationJudge, use_orig_params: bool) -> None:
+    def probe(library: Library) -> dict[int, str]:
+        with RankPool(2, grace_s=SHORT_GRACE_S) as pool:
+            try:
+                pool.run(f"{CASES}:write_alone", library=library.spec, use_orig_params=use_orig_params)
+            except RankFault as fault:
+                return {failure.rank: failure.text for failure in fault.scene.failures}
+        return {}
+
+    def is_told(seen: dict[int, str]) -> bool:
+        what = f"written to on some ranks alone: .*rank {ASTRAY} gathered anew.* 'Blocks'.*; write to them on every"
+        everywhere = len(seen) == 2 and all(re.search(what, text) for text in seen.values())
+        return everywhere and "head.weight" in seen[ASTRAY]
+
+    deviation.judge(probe, torch_does=lambda seen: not is_told(seen), we_do=is_told)
 
 
 @clause("distributed.fsdp.fsdp_agreement.parts_while_wrapping")

@@ -219,6 +219,26 @@ def test_a_forward_inside_has_mixed_precision(
     )
 
 
+@clause("distributed.fsdp.fsdp_lifted.backward_beside_whole_gradients")
+@pytest.mark.deviation("fsdp.backward_beside_whole_gradients")
+@pytest.mark.world_sizes(fewest=2)
+@pytest.mark.parametrize("setup", leaf_by_leaf[:2], ids=STRATEGIES[:2])
+def test_a_backward_beside_whole_gradients(
+    deviation: DeviationJudge, rank_pool: RankPool, setup: Setup
+) -> None:
+    def is_clear(seen: list[Outcome]) -> bool:
+        text = "inside summon_full_params(with_grads=True), where `.grad` holds whole gradients"
+        return all(text in str(outcome.value) for outcome in seen)
+
+    deviation.judge(
+        lambda library: probed(
+            rank_pool, library, summon_cases.backward_beside_gradients, setup, tree=SIMPLE
+        ),
+        torch_does=lambda seen: not is_clear(seen),
+        we_do=is_clear,
+    )
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.restores")
 @pytest.mark.parametrize(
     "asks",

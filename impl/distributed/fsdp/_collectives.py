@@ -15,7 +15,7 @@ from impl.distributed.fsdp._flat_layout import FlatLayout
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._neighbours import is_enough, is_over_gloo, neighbours_in
-from impl.distributed.fsdp._watch import GATHERED
+from impl.distributed.fsdp._watch import GATHERED, GATHERED_ANEW
 from impl.distributed.fsdp._whole import Whole
 from impl.kernels import copy_into_, placed
 
@@ -38,8 +38,8 @@ _PART_BYTES = 1 << 20
 
 
 @torch.no_grad()
-def gather(flat: Flat, whole: Whole, groups: Groups, name: str) -> None:
-    """Fill a whole of the unit `name` from every rank's shard.
+def gather(flat: Flat, whole: Whole, groups: Groups, name: str, *, is_kept: bool = False) -> None:
+    """Fill a whole of the unit `name` from every rank's shard; with `is_kept` anew, since that was written to.
 
     Collectives: one all-gather over the group that the flat is dealt to, or what paces `Neighbours`; none if it is
         dealt to nobody.
@@ -47,13 +47,20 @@ def gather(flat: Flat, whole: Whole, groups: Groups, name: str) -> None:
     whole.allocate()
     if whole.is_lasting:
         return
-    whole.fill_from(flat.versions)
+    written = whole.fill_from(flat.versions)
     shard = flat.flat_param.data
     if groups.shard is None:
         copy_into_(whole.flat, shard)
         return
     mine = placed(shard, whole.flat.device, whole.flat.dtype)
-    _gather_into(whole.flat, mine, groups, groups.shard, name)
+    how = GATHERED_ANEW if is_kept else GATHERED
+    try:
+        _gather_into(whole.flat, mine, groups, groups.shard, f"{how} '{name}'")
+    except RuntimeError as error:
+        if is_kept and written:
+            names = ", ".join(flat.layout.slots[index].name for index in written)
+            error.add_note(f"This rank gathers {name} anew since {names} of it was written to.")
+        raise
 
 
 @torch.no_grad()
@@ -85,13 +92,12 @@ def gathered_in_parts(flat: Flat, groups: Groups, name: str) -> Iterator[tuple[i
 
 def _whole_of(mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> Tensor:
     whole = mine.new_empty(mine.numel() * group.size())
-    _gather_into(whole, mine, groups, group, name)
+    _gather_into(whole, mine, groups, group, f"{GATHERED} '{name}'")
     return whole
 
 
-def _gather_into(whole: Tensor, mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> None:
+def _gather_into(whole: Tensor, mine: Tensor, groups: Groups, group: dist.ProcessGroup, entry: str) -> None:
     agreement = groups.agreements[group]
-    entry = f"{GATHERED} '{name}'"
     if not is_enough(whole, group):
         agreement.run(entry, _all_gather, group, whole, mine)
         return

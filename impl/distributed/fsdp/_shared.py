@@ -46,6 +46,10 @@ class Shown(Protocol):
         """Have the modules see leaves that have the values shown, for a forward or backward inside."""
         ...
 
+    def refuse_backward(self, name: str) -> None:
+        """Of the unit `name`, where it cannot leave its gradients."""
+        ...
+
     def take_back(self) -> None:
         """Have them show what they did before; nothing if it was not lent."""
         ...

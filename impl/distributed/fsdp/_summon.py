@@ -103,6 +103,7 @@ class _Exposure:
         self._views: list[Tensor] = []
         self._grad_shard: Tensor | None = None
         self.was_lent = False
+        self._shows_grads = False
         self._aside: dict[int, Tensor | None] | None = None  # what was shown, while leaves are
         self._versions: list[
             Any
@@ -127,6 +128,19 @@ class _Exposure:
         self._first_versions = self._versions = self._versions_shown()
         if grads is not None:
             self._show_grads(grads)
+            self._shows_grads = self._flat.is_dealt
+
+    def refuse_backward(self, name: str) -> None:
+        """
+        Raises:
+            RuntimeError: it would add this rank's shard of an average to the whole gradients that are shown.
+        """
+        if self._shows_grads:
+            raise RuntimeError(
+                f"backward reached {name} inside summon_full_params(with_grads=True), where `.grad` holds whole "
+                "gradients, to which what a backward leaves on this rank cannot be added; leave the context first, "
+                "summon without with_grads, or set the gradients to None before"
+            )
 
     def lend(self, dtype: torch.dtype) -> Whole:
         flat = self._flat

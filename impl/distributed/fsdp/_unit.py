@@ -220,6 +220,8 @@ class Unit:
                 f"backward reached {self.name} while it is in the middle of {self.phase.value}"
             )
         self._refuse_lost_graph()
+        for one in self.shown:
+            one.refuse_backward(self.name)
         self.root.begin_backward()
         self.phase = Phase.BACKWARD
         self.awaits_backward = False
@@ -344,14 +346,15 @@ class Unit:
             root.shards_were_written()
             self.announce_parameters()
         wanted = [self._dtype_now(flat) for flat in self.flats]
+        is_kept = self._dtypes == wanted
         if self._dtypes is not None:
-            if self._dtypes == wanted and not any(changed) and self._shards_are_as_gathered():
+            if is_kept and not any(changed) and self._shards_are_as_gathered():
                 return
             self.release()
         root.admit(self)
         with root.streams.on(Lane.GATHER):
             for flat, dtype in zip(self.flats, wanted, strict=True):
-                gather(flat, flat.whole(dtype), self.groups, self.name)
+                gather(flat, flat.whole(dtype), self.groups, self.name, is_kept=is_kept)
         self._gathered = root.streams.record(Lane.GATHER)
         self._dtypes = wanted
 

@@ -24,6 +24,8 @@ from impl.distributed.fsdp._board import STORE_IS_GONE, Board
 _log = logging.getLogger(__name__)
 
 GATHERED = "gathered"  # how an all-gather's entry begins: where ranks differ in these, torch has words for it
+# Of a unit whose parameters were kept whole, and written to since.
+GATHERED_ANEW = "gathered anew, since its shard was written to,"
 
 _LOOK_S = 1.0  # between looks at the board
 _LOOKS_A_SECOND = 256  # of all ranks of a group, at most: one process serves the store
@@ -119,11 +121,9 @@ class Watch:
         self._post("meeting", start=number, entries=[entry])
 
     def tell_difference(self, ours: str, rank: int, theirs: str) -> None:
-        gathers = any(entry.startswith(GATHERED) for entry in (ours, theirs))
-        what = "Forward order differs across ranks" if gathers else "the ranks issue different collectives"
+        what, cure = _difference((ours, theirs))
         self._tell(
-            f"{what}: rank {self._ranks[self.board.rank]} {ours} where rank "
-            f"{self._ranks[rank]} {theirs}; every rank must run the wrapped modules in the same order"
+            f"{what}: rank {self._ranks[self.board.rank]} {ours} where rank {self._ranks[rank]} {theirs}; {cure}"
         )
 
     def explained(self, entry: str) -> str:
@@ -260,3 +260,15 @@ class Watch:
         shown = ", ".join(str(self._ranks[rank]) for rank in ranks[:_NAMED_RANKS])
         more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _difference(entries: tuple[str, str]) -> tuple[str, str]:
+    """What two ranks that issue these do wrong, and how to cure it."""
+    if any(entry.startswith(GATHERED_ANEW) for entry in entries):
+        return (
+            "parameters that were kept whole were written to on some ranks alone",
+            "write to them on every rank or on none, and between a forward and its backward on none",
+        )
+    gathers = any(entry.startswith(GATHERED) for entry in entries)
+    what = "Forward order differs across ranks" if gathers else "the ranks issue different collectives"
+    return what, "every rank must run the wrapped modules in the same order"

@@ -66,17 +66,21 @@ class Whole:
     def is_filled_from(self, versions: list[int]) -> bool:
         return self._filled_from == versions
 
-    def fill_from(self, versions: list[int]) -> None:
-        """Its elements are those of a shard with these versions: to graphs made of others they are changed in place."""
+    def fill_from(self, versions: list[int]) -> list[int]:
+        """Its elements are those of a shard with these versions: to graphs made of others they are changed in place.
+
+        The numbers of the leaves that are.
+        """
         before, self._filled_from = self._filled_from, versions
         if before == versions:
-            return
-        moved = range(len(self.leaves))
+            return []
+        moved = [*range(len(self.leaves))]
         if before[:1] == versions[:1]:  # by names of parameters alone
             moved = [index for index in moved if before[1 + index] != versions[1 + index]]
         torch.autograd.graph.increment_version([self.leaves[index] for index in moved])
         for index in moved:
             self._versions[index] += 1
+        return moved
 
     def take_gradients(self) -> list[Tensor | None]:
         """Those of the leaves, which lose them."""
