@@ -112,6 +112,7 @@ NESTED: dict[str, Any] = {
     "list": lambda x: [x, [x, "text"], b"bytes"],
     "tuple": lambda x: (x, (x,), 3),
     "dict": lambda x: {"x": x, "inner": {"x": [x]}, 3: None},
+    "keys": lambda x: {x: x, "inner": {(x, 3): [x]}},
     "float64": lambda x: [x.double()],
     "integers": lambda x: [x.int(), x.bool()],
     "other device": lambda x: [x.to("meta").dtype],
@@ -127,7 +128,7 @@ def test_casts_nested_inputs(
 ) -> None:
     def dtypes(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: dtypes(item) for key, item in value.items()}
+            return {dtypes(key): dtypes(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(dtypes(item) for item in value)
         return str(value.dtype) if hasattr(value, "dtype") else value
