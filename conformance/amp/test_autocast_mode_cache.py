@@ -67,13 +67,14 @@ def test_what_is_kept_of_which_tensors(
 
 @clause("amp.autocast_mode.autocast.cache_of_which_dtype")
 @pytest.mark.deviation("autocast.casts_of_another_dtype")
-def test_an_inner_region_of_another_dtype(deviation: DeviationJudge, device: str) -> None:
+@pytest.mark.parametrize("script", kept_casts.IN_ANOTHER_DTYPE, ids=lambda script: script.__name__)
+def test_an_inner_region_of_another_dtype(deviation: DeviationJudge, device: str, script: Script) -> None:
     """The weight is cast for each region that has another dtype than the one before."""
     low, other = torch.bfloat16, torch.float16
     wanted = [(1, low, 2.0, True), (1, other, 2.0, True), (1, low, 2.0, True)]
 
     def probe(library: Library) -> Outcome:
-        return played(library, device, kept_casts.in_another_dtype)
+        return played(library, device, script)
 
     deviation.judge(
         probe,

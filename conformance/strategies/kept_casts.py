@@ -330,3 +330,35 @@ def in_another_dtype(scene: Scene) -> None:
         with scene.region(torch.float16):
             scene.use(scene.weight, dtype=torch.float16)
         scene.use(scene.weight)
+
+
+def in_another_dtype_behind_a_disabled_one(scene: Scene) -> None:
+    """The disabled region between them says the inner one's dtype."""
+    with scene.region():
+        scene.use(scene.weight)
+        with scene.region(torch.float16, enabled=False), scene.region(torch.float16):
+            scene.use(scene.weight, dtype=torch.float16)
+        scene.use(scene.weight)
+
+
+def in_another_dtype_out_of_order(scene: Scene) -> None:
+    """The outer region is left first, and one of its dtype entered inside of the other."""
+    device = scene.device
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device))
+        stack.callback(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device))
+        outer = stack.enter_context(contextlib.ExitStack())
+        outer.enter_context(scene.region())
+        scene.use(scene.weight)
+        stack.enter_context(scene.region(torch.float16))
+        scene.use(scene.weight, dtype=torch.float16)
+        outer.close()
+        stack.enter_context(scene.region())
+        scene.use(scene.weight)
+
+
+IN_ANOTHER_DTYPE: list[Script] = [
+    in_another_dtype,
+    in_another_dtype_behind_a_disabled_one,
+    in_another_dtype_out_of_order,
+]

@@ -63,6 +63,8 @@ _Region: TypeAlias = "tuple[autocast, str, bool, torch.dtype, bool]"
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.open_regions: list[_Region] = []  # innermost last
+        # By device: the dtype that kept casts may have, which is that of the last enabled region.
+        self.kept_dtypes: dict[str, torch.dtype] = {}
 
 
 _thread = _Thread()
@@ -79,8 +81,8 @@ class autocast:
     used twice is cast once. An eager `step` of any `torch.optim.Optimizer`, on the same thread, drops the kept casts.
     Other changes in place (`weight.data.copy_`, `add_` under `no_grad`, a compiled `step`) are not seen until the
     outermost region is left or `torch.clear_autocast_cache()` is called: the dispatcher finds a cast by its tensor,
-    not by the tensor's version. Casts to another dtype than an inner region's are dropped when that is entered, and its
-    own when it is left.
+    not by the tensor's version. Casts to another dtype than that of an enabled region are dropped when it is entered,
+    or entered again by leaving one inside of it.
 
     `torch.compile`, `torch.export` and `make_fx` trace a region as they trace torch's. `torch.jit.trace` needs
     `cache_enabled=False`, as with torch's; `torch.jit.script` knows torch's class by name and refuses this one.
@@ -154,8 +156,12 @@ class autocast:
             set_autocast_dtype(device, dtype)
             set_autocast_cache_enabled(cache_enabled)
             raise
-        if self._enabled and dtype is not self.fast_dtype:
-            clear_autocast_cache()  # the dispatcher finds a cast by its tensor, whatever dtype it has
+        if self._enabled:
+            kept_dtypes, fast_dtype = _thread.kept_dtypes, self.fast_dtype
+            # Kept by a region of ours, or under a dtype that somebody else has set.
+            if kept_dtypes.get(device, fast_dtype) is not fast_dtype or dtype is not fast_dtype:
+                clear_autocast_cache()  # the dispatcher finds a cast by its tensor, whatever dtype it has
+            kept_dtypes[device] = fast_dtype
         autocast_increment_nesting()
         _thread.open_regions.append((self, device, enabled, dtype, cache_enabled))
         if _is_torch_function_mode_enabled():
@@ -168,8 +174,13 @@ class autocast:
         if not regions or regions[-1][0] is not self:
             _move_to_end(regions, self)
         _, device, enabled, dtype, cache_enabled = regions.pop()
-        if autocast_decrement_nesting() == 0 or (self._enabled and dtype is not self.fast_dtype):
+        kept_dtypes = _thread.kept_dtypes
+        if autocast_decrement_nesting() == 0:
             clear_autocast_cache()
+            kept_dtypes.clear()
+        elif enabled and kept_dtypes.get(device, dtype) is not dtype:
+            clear_autocast_cache()
+            kept_dtypes[device] = dtype
         set_autocast_enabled(device, enabled)
         set_autocast_dtype(device, dtype)
         set_autocast_cache_enabled(cache_enabled)
