@@ -4,8 +4,8 @@
     python -m conformance.catalogue --json          with what it covers, its thread, the torch versions it holds for
     python -m conformance.catalogue --raise WHY     give the clauses, as they are now, the next number
 
-Two reports with the same number asked the same. `catalogue.toml` has what changed with each number, and a digest of
-each clause by which a test sees that the number was forgotten.
+Two reports with the same number judged by the same clauses. `catalogue.toml` has what changed with each number, and a
+digest of each clause by which a test sees that the number was forgotten.
 """
 
 from __future__ import annotations

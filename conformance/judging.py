@@ -14,17 +14,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.progress import Progress, TaskID
 
 from conformance import heading, telling
 from conformance.claims_file import give
 from conformance.clauses import AREAS, HERE, all_clauses
 from conformance.library import package_of
+from conformance.options import PROFILES
 from conformance.results import BAD_INPUT, RED
 from conformance.running import Stop, run
 
 DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
 _ROOT = HERE.parent
+_NOTHING_ASKED = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
 _MADE = ("judgements.jsonl", "judging.log", "junit.xml")
 
 
@@ -40,6 +43,8 @@ def judged(options: argparse.Namespace, out: Path, progress: Progress, stop: Sto
     ended, code = run(
         _command(options, out), out / "judging.log", DEADLINES_S[options.profile], stop, bar.advance
     )
+    if code in _NOTHING_ASKED and not ended:
+        return _salvaged(options, log, began, "nothing was judged") | {"bad_input": [_nothing_asked(options)]}
     written = out / "report.json"
     if written.is_file() and written.stat().st_mtime >= began:
         report = json.loads(written.read_text())
@@ -51,6 +56,15 @@ def judged(options: argparse.Namespace, out: Path, progress: Progress, stop: Sto
         said = tail(out).rpartition("Exit: ")[2]
         return _salvaged(options, log, began, "nothing was judged") | {"bad_input": [said]}
     return _salvaged(options, log, began, ended or f"judging ended with code {code}: {tail(out)}")
+
+
+def _nothing_asked(options: argparse.Namespace) -> str:
+    asked, profile = " ".join(getattr(options, "what", ())) or "the suite", options.profile
+    larger = PROFILES[PROFILES.index(profile) + 1 :]
+    cure = (
+        f"--profile {larger[0]} asks more" if larger else "python -m conformance.catalogue lists the clauses"
+    )
+    return f"the profile {profile} has no test of {asked}; {cure}"
 
 
 def tail(out: Path, name: str = "judging") -> str:

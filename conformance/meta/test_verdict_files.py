@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 
 from conformance import __main__ as judge
+from conformance import judging
 from conformance.clauses import AREAS
 from conformance.heading import SCHEMA, heading, judge_command, replay_command
 from conformance.judging import chosen_tests
@@ -214,6 +215,16 @@ def test_a_slip_ends_in_a_sentence_before_anything_runs(
         judge._options(words)
     assert ended.value.code == 2
     assert SLIPS[words] in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("code", [pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED])
+def test_what_the_profile_has_no_test_of_is_a_slip_too(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "run", lambda *_: ("", code))
+    assert judge.main(["torch", "amp", f"--out={tmp_path}"]) == 2
+    [said] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
+    assert said == "the profile quick has no test of amp; --profile full asks more"
 
 
 def test_an_area_is_asked_in_its_folder_and_a_stranger_of_no_part_of_ours() -> None:

@@ -131,7 +131,8 @@ class _Exposure:
             self._shows_grads = self._flat.is_dealt
 
     def refuse_backward(self, name: str) -> None:
-        """
+        """Called by a backward that reaches the unit while it is summoned.
+
         Raises:
             RuntimeError: it would add this rank's shard of an average to the whole gradients that are shown.
         """
@@ -139,7 +140,7 @@ class _Exposure:
             raise RuntimeError(
                 f"backward reached {name} inside summon_full_params(with_grads=True), where `.grad` holds whole "
                 "gradients, to which what a backward leaves on this rank cannot be added; leave the context first, "
-                "summon without with_grads, or set the gradients to None before"
+                "summon without with_grads, or set the gradients to None before entering it"
             )
 
     def lend(self, dtype: torch.dtype) -> Whole:
