@@ -31,7 +31,7 @@ SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # 
 EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
 _AGREEMENT = "conformance/distributed/fsdp/test_fsdp_agreement.py"
 ON_RANKS = f"{_AGREEMENT}::test_orders_that_change_on_all_ranks"  # asks nothing of the subject but on ranks
-WRITING = f"{_AGREEMENT}::test_states_synchronised_in_another_order"  # which compares what ranks raised
+WRITING = f"{_AGREEMENT}::test_equal_sizes_in_another_order"  # which compares what ranks raised
 # Imported once for all subjects: each is judged in a fork, where telling torch's names needs all of these.
 _PRELOAD = [
     "torch._dynamo",
