@@ -17,6 +17,7 @@ from conformance import surface
 from conformance.claims_file import Expectation, claims_file, similar
 from conformance.clauses import HERE, all_clauses
 from conformance.deviations import all_reference_limits
+from conformance.errors import told
 from conformance.library import Library, LookupFailed, NotProvided, load_library, package_of
 
 
@@ -92,8 +93,8 @@ def wrong_in_claims(library: Library) -> Iterator[str]:
     """
     file = library.claims_file
     yield from file.problems
-    told = (*_wrong_claims(library), *_wrong_names(library), *_wrong_device(library))
-    yield from (f"{file.path}: {sentence}" for sentence in told)
+    sentences = (*_wrong_claims(library), *_wrong_names(library), *_wrong_device(library))
+    yield from (f"{file.path}: {sentence}" for sentence in sentences)
     for expectation in file.expectations:
         if sentence := _wrong_expectation(expectation):
             yield f"{file.path}: {sentence}"
@@ -130,7 +131,7 @@ def _wrong_device(library: Library) -> Iterator[str]:
         library.bring_device()
         torch.empty(1, device=device.type)
     except Exception as error:
-        why = str(error).strip().splitlines()[0]
+        why = (str(error).strip() or told(error)).splitlines()[0]
         yield (
             f"[device] {device.type} cannot be used ({why}); judged on what is there instead. Name in import the "
             "module that makes torch know the device, and run where one is"

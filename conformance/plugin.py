@@ -203,10 +203,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
-    """A test of a clause that is about names which the subject lacks, all of them, ends before it does any work."""
-    asked, library = clause_of(pyfuncitem), pyfuncitem.funcargs.get("subject")
-    if asked and isinstance(library, Library):
-        names = all_clauses()[asked].names
+    """A test of a clause that is about names which the subject lacks, all of them, ends before it does any work.
+
+    Also one that asks torch alone: it says nothing of the subject.
+    """
+    if asked := clause_of(pyfuncitem):
+        names, library = all_clauses()[asked].names, load_library(pyfuncitem.config.option.subject)
         if names and not any(exposes(library, name) for name in names):
             raise NotProvided(library.spec, names[0])
 

@@ -26,7 +26,7 @@ from conformance.deviations import StaleRow
 from conformance.errors import told
 from conformance.expectations import CAN_BE_EXPECTED, Expectations, Held, Seen, forgiven
 from conformance.heading import heading, replay_command
-from conformance.library import Library, NotProvided
+from conformance.library import NotProvided, load_library
 from conformance.notes import Fault, Notes
 from conformance.ranks import RankRaised
 from conformance.reference_limits import ReferenceCannot
@@ -123,8 +123,8 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
     error = call.excinfo.value
     text = told(error)[:_MOST_TEXT]
     if lacking := _lacking(error):
-        subject = item.funcargs.get("subject") if hasattr(item, "funcargs") else None
-        if isinstance(subject, Library) and not is_claimed(subject, lacking):
+        subject = load_library(item.config.option.subject)
+        if not is_claimed(subject, lacking):
             report.outcome = "skipped"
             report.longrepr = (str(item.path), None, f"not provided: {lacking}")
             return "not provided", f"{subject.spec} does not provide {lacking}"

@@ -28,6 +28,7 @@ CPU_ALONE = f"{VALUE}::test_clamps_values"  # four that call `clip_grad_value_` 
 ABUSED = f"{VALUE}::test_clamping_foreach"  # six tests that call `clip_grad_value_`
 OTHERS = f"{NORM}::test_norm_types_on_the_edge"  # five that do not
 SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # needs `amp`
+TORCH_ALONE = "conformance/amp/test_autocast_mode_operators.py::test_every_rule_shows"  # takes no subject
 EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
 _AGREEMENT = "conformance/distributed/fsdp/test_fsdp_agreement.py"
 ON_RANKS = f"{_AGREEMENT}::test_orders_that_change_on_all_ranks"  # asks nothing of the subject but on ranks
@@ -165,9 +166,10 @@ def test_a_name_that_is_lacking_is_red_only_if_claimed(tmp_path: Path) -> None:
         ("failed", "not provided, though claimed: amp.GradScaler")
     }
     assert {entry["outcome"] for entry in of(claimed, CPU_ALONE)} == {"passed"}
-    unclaimed = judged("lacks_a_module", tmp_path, CPU_ALONE, SCALER, ON_RANKS, WRITING)
+    unclaimed = judged("lacks_a_module", tmp_path, CPU_ALONE, SCALER, ON_RANKS, WRITING, TORCH_ALONE)
     assert {entry["outcome"] for entry in unclaimed["tests"]} == {"passed", "not provided"}
     assert {entry["outcome"] for entry in of(unclaimed, CPU_ALONE)} == {"passed"}
+    assert {entry["outcome"] for entry in of(unclaimed, TORCH_ALONE)} == {"not provided"}
     assert (unclaimed["verdict"], unclaimed["exit code"]) == ("green", 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -171,6 +172,15 @@ def test_what_is_wrong_in_the_file_keeps_nothing_else_from_being_judged(tmp_path
     log = (tmp_path / "log").read_text()
     assert all(f"BAD INPUT {sentence}" in log for sentence in report["bad_input"])
     assert "did you mean 'nn.utils.clip_grad_norm'" in log
+
+
+def test_a_device_that_fails_without_a_text_is_told(
+    subject_that_says: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = subject_that_says("[device]\ntype = 'cpu'")
+    monkeypatch.setattr(library, "bring_device", Mock(side_effect=AssertionError))
+    [sentence] = wrong_in_claims(library)
+    assert "[device] cpu cannot be used (AssertionError)" in sentence
 
 
 def test_a_file_given_by_hand_stands_before_the_one_beside_the_package(tmp_path: Path) -> None:

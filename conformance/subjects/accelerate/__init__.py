@@ -17,6 +17,6 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """It uses nothing of the accelerator, which would set this process up for training. There is one way to loop."""
+    """It uses nothing of the accelerator, which would set this process up for training. It has no `foreach`."""
     refuse(error_if_nonfinite=error_if_nonfinite)
     return Accelerator._clip_grad_norm_dtensor_aware(None, list(parameters), max_norm, norm_type=norm_type)

@@ -30,7 +30,7 @@ def a_norm_that_is_not_finite() -> Sides:
 
 @PROOFS.of(f"{_CLIPPING}foreach")
 def foreach_where_it_cannot_be() -> Sides:
-    """It has no argument foreach, so nothing that cannot be done that way is refused."""
+    """It has no argument foreach, so it is called without: what cannot be done that way is not refused."""
     there = torch.nn.Parameter(torch.zeros(2, device="meta"))
     there.grad = torch.zeros(2, device="meta")
     return both(lambda clip: clip([there], 1.0, foreach=True))
@@ -38,7 +38,7 @@ def foreach_where_it_cannot_be() -> Sides:
 
 @PROOFS.of(f"{_CLIPPING}overlapping_memory")
 def one_gradient_after_the_other() -> Sides:
-    """Nor can it be told to go without foreach, which refuses a gradient that is lazily negated."""
+    """It has no argument foreach to go without, and the one way refuses a gradient that is lazily negated."""
 
     class Holder:
         grad = torch._neg_view(torch.ones(3))

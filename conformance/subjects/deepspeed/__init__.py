@@ -32,6 +32,6 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Its own fourth argument is a group of model-parallel ranks. There is one way to loop."""
+    """Its own fourth argument is a group of model-parallel ranks. It has no `foreach`: asked without."""
     refuse(error_if_nonfinite=error_if_nonfinite)
     return _CLIPPING.clip_grad_norm_(parameters, max_norm, norm_type)

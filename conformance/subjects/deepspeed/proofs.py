@@ -76,7 +76,7 @@ def sparse_gradients() -> Sides:
 
 @PROOFS.of(f"{_CLIPPING}overlapping_memory")
 def lazily_negated_gradients() -> Sides:
-    """A gradient that is lazily negated is clipped, where torch's foreach operators refuse it."""
+    """A gradient that is lazily negated is clipped; it has no argument foreach, and torch's foreach refuses it."""
     view = torch._neg_view(torch.ones(3))
     return both(lambda clip: clip([SimpleNamespace(grad=view, device=view.device)], 1.0))
 

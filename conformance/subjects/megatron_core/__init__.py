@@ -59,7 +59,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """As its optimizers clip: the norm of the gradients, then the gradients by the norm. There is one way to loop."""
+    """As its optimizers clip: the norm of the gradients, then the gradients by the norm. It has no `foreach`."""
     refuse(error_if_nonfinite=error_if_nonfinite)
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = _CLIPPING.get_grad_norm_fp32([each.grad for each in listed if each.grad is not None], norm_type)

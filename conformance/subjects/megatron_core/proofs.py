@@ -110,7 +110,7 @@ def complex_gradients() -> Sides:
 
 @PROOFS.of(f"{_CLIPPING}overlapping_memory")
 def lazily_negated_gradients() -> Sides:
-    """A gradient that is lazily negated is clipped, where torch's foreach operators refuse it."""
+    """A gradient that is lazily negated is clipped; it has no argument foreach, and torch's foreach refuses it."""
 
     class Holder:
         grad = torch._neg_view(torch.ones(3))
