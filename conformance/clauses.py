@@ -67,6 +67,12 @@ def clause(clause_id: str) -> pytest.MarkDecorator:
     return pytest.mark.clause(clause_id)
 
 
+def clause_of(item: pytest.Item) -> str:
+    """The clause that a test asks about; empty for one of this repository's own parts."""
+    marker = item.get_closest_marker("clause")
+    return marker.args[0] if marker else ""
+
+
 @functools.cache
 def all_clauses() -> Mapping[str, Clause]:
     return {found.id: found for area, file in _files().items() for found in _read(area, file)}

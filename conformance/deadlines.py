@@ -21,7 +21,7 @@ from collections.abc import Generator, Iterable
 import pytest
 
 from conformance import trial
-from conformance.clauses import all_clauses
+from conformance.clauses import all_clauses, clause_of
 from conformance.errors import Hang, StoppedByHand, stop_by_hand, told
 from conformance.global_state import put_back, read
 from conformance.notes import Notes
@@ -44,11 +44,6 @@ class EndedTheRun(AssertionError):
 def shortened_s(base_s: float, hangs: int) -> float:
     """The deadline of a test of whose area `hangs` tests have hung."""
     return min(base_s, max(_LEAST_S, base_s / 2**hangs))
-
-
-def clause_of(item: pytest.Item) -> str:
-    marker = item.get_closest_marker("clause")
-    return marker.args[0] if marker else ""
 
 
 class Deadlines:

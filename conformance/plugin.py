@@ -16,8 +16,8 @@ import torch
 
 from conformance import claims_file, global_state, reference_limits, seeding, trial
 from conformance.claims import NotClaimed, claimed_extensions, exposes
-from conformance.clauses import AREAS, HERE, all_clauses
-from conformance.deadlines import MOST_RESTARTS, Deadlines, clause_of
+from conformance.clauses import AREAS, HERE, all_clauses, clause_of
+from conformance.deadlines import MOST_RESTARTS, Deadlines
 from conformance.deviations import DeviationJudge, all_deviations, all_reference_limits
 from conformance.environment import is_usable
 from conformance.errors import Hang, stop_by_hand
@@ -174,18 +174,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     One of an extension that the subject does not claim ends before any fixture is made.
     """
-    marker = item.get_closest_marker("clause")
-    if marker is None:
+    asked, spec = clause_of(item), item.config.option.subject
+    found = all_clauses().get(asked)
+    if not asked:
         if _folder(item) in AREAS:
             pytest.fail(f"{item.nodeid} judges a subject but names no clause; mark it with @clause(id)")
-    elif marker.args[0] not in all_clauses():
-        pytest.fail(f"{item.nodeid} names the clause {marker.args[0]!r}, which no TOML file has")
-    elif not all_clauses()[marker.args[0]].holds_here:
+    elif found is None:
+        pytest.fail(f"{item.nodeid} names the clause {asked!r}, which no TOML file has")
+    elif not found.holds_here:
         unavailable(f"its clause is of other versions than torch {torch.__version__}")
-    elif all_clauses()[marker.args[0]].level == "extension":
-        spec = item.config.option.subject
-        if marker.args[0] not in claimed_extensions(spec):
-            raise NotClaimed(f"{spec} does not claim the extension {marker.args[0]}")
+    elif found.level == "extension" and asked not in claimed_extensions(spec):
+        raise NotClaimed(f"{spec} does not claim the extension {asked}")
     row = item.get_closest_marker("deviation")
     if row is not None and row.args[0] not in all_deviations():
         pytest.fail(f"{item.nodeid} names the deviation {row.args[0]!r}, which deviations.toml lacks")

@@ -12,6 +12,7 @@ from collections.abc import Generator
 import pytest
 
 from conformance.claims import claimed_extensions
+from conformance.clauses import clause_of
 from conformance.deviations import ReferenceLimit, all_reference_limits
 from conformance.errors import told
 from conformance.library import load_library
@@ -35,12 +36,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 
 def _row_met(item: pytest.Function, error: BaseException) -> ReferenceLimit | None:
-    marker, subject = item.get_closest_marker("clause"), item.funcargs.get("subject")
-    if marker is None or subject is None or marker.args[0] in claimed_extensions(subject.spec):
+    clause, subject = clause_of(item), item.funcargs.get("subject")
+    if not clause or subject is None or clause in claimed_extensions(subject.spec):
         return None
     devices = {device for _, device in getattr(item, "pools_asked", ())}
     for row in all_reference_limits().values():
-        is_here = marker.args[0] in row.clauses and not devices.isdisjoint(row.devices)
+        is_here = clause in row.clauses and not devices.isdisjoint(row.devices)
         if is_here and re.search(row.error, _way_of_failing(error)):
             return row
     return None

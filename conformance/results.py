@@ -70,14 +70,13 @@ def unavailable(reason: str) -> None:
 
 
 def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> Judgement:
-    marker = item.get_closest_marker("clause")
+    clause = clauses.clause_of(item)
     deviation = getattr(item, "deviation_judge", None)
     outcome, reason = _classify(item, call, report)
     if outcome == "passed" and item.get_closest_marker("reference_limit") is not None:
         outcome = "reference cannot run here"
     if outcome == "passed" and deviation is not None and deviation.subject_takes_torchs_side:
         outcome = "known"
-    clause = marker.args[0] if marker else ""
     outcome, reason = _if_expected(item.config, item.nodeid, clause, (outcome, reason), report)
     return Judgement(
         nodeid=item.nodeid,

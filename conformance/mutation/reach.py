@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import HERE
-from conformance.deadlines import clause_of
+from conformance.clauses import HERE, clause_of
 from conformance.mutation import lines
 from conformance.mutation.groups import GROUPS, LINES, Group, clauses_of
 from conformance.results import RED

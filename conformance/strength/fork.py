@@ -21,8 +21,8 @@ from typing import Any, TextIO
 import pytest
 import torch._dynamo  # noqa: F401 the first step of an optimizer imports it, which takes as long as a fault lives
 
-from conformance.clauses import HERE, all_clauses
-from conformance.deadlines import Deadlines, clause_of
+from conformance.clauses import HERE, all_clauses, clause_of
+from conformance.deadlines import Deadlines
 from conformance.library import load_library
 from conformance.notes import Notes
 from conformance.ranks.handle import keep_fork_server, start_fork_server

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from conformance import surface
-from conformance.clauses import all_clauses
-from conformance.deadlines import clause_of
+from conformance.clauses import all_clauses, clause_of
 
 
 @dataclass(frozen=True)

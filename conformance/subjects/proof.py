@@ -46,6 +46,11 @@ class Proofs:
         return same
 
 
+def beside(theirs: Any, torchs: Any) -> Callable[[Callable[[Any], Any]], Sides]:
+    """What shows both sides of a call, which is handed the package's function or class, and torch's."""
+    return lambda call: (said(lambda: call(theirs)), said(lambda: call(torchs)))
+
+
 def parameter(gradient: torch.Tensor) -> torch.nn.Parameter:
     """A parameter that has this gradient."""
     made = torch.nn.Parameter(torch.zeros_like(gradient))

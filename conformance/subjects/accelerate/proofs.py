@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from conformance.subjects.accelerate import clip_grad_norm_
-from conformance.subjects.proof import Proofs, Sides, mesh_of_one, parameter, said
+from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, parameter
 
 PROOFS = Proofs()
 _CLIPPING = "nn.utils.clip_grad.clip_grad_norm_."
-
-
-def both(call: Callable[[Callable[..., Any]], Any]) -> Sides:
-    """What `call` sees of accelerate's function and of torch's."""
-    return said(lambda: call(clip_grad_norm_)), said(lambda: call(torch.nn.utils.clip_grad_norm_))
+both = beside(clip_grad_norm_, torch.nn.utils.clip_grad_norm_)
 
 
 @PROOFS.of(f"{_CLIPPING}error_if_nonfinite", f"{_CLIPPING}no_gradients", f"{_CLIPPING}dtensor_nonfinite")

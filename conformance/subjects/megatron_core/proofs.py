@@ -12,15 +12,11 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from conformance.subjects.megatron_core import clip_grad_norm_
-from conformance.subjects.proof import Proofs, Sides, mesh_of_one, parameter, said, warnings_of
+from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, parameter, warnings_of
 
 PROOFS = Proofs()
 _CLIPPING = "nn.utils.clip_grad.clip_grad_norm_."
-
-
-def both(call: Callable[[Callable[..., Any]], Any]) -> Sides:
-    """What `call` sees of megatron-core's functions and of torch's."""
-    return said(lambda: call(clip_grad_norm_)), said(lambda: call(torch.nn.utils.clip_grad_norm_))
+both = beside(clip_grad_norm_, torch.nn.utils.clip_grad_norm_)
 
 
 @PROOFS.of(

@@ -12,22 +12,18 @@ import torch
 from torch.distributed.fsdp import sharded_grad_scaler as torchs
 from torch.optim import SGD, Adam
 
-from conformance.subjects.proof import Proofs, Sides, mesh_of_one, parameter, said, warnings_of
+from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, parameter, said, warnings_of
 from conformance.subjects.torch_npu import GradScaler, ShardedGradScaler
 
 PROOFS = Proofs()
 _PLAIN = "amp.grad_scaler."
 _SHARDED = "distributed.fsdp.sharded_grad_scaler."
-
-
-def both(call: Callable[[Callable[..., Any]], Any]) -> Sides:
-    """What `call` sees of torch_npu's scaler and of torch's."""
-    return said(lambda: call(GradScaler)), said(lambda: call(torch.amp.GradScaler))
+both = beside(GradScaler, torch.amp.GradScaler)
 
 
 def both_sharded(call: Callable[[Callable[..., Any]], Any]) -> Sides:
     mesh_of_one()
-    return said(lambda: call(ShardedGradScaler)), said(lambda: call(torchs.ShardedGradScaler))
+    return beside(ShardedGradScaler, torchs.ShardedGradScaler)(call)
 
 
 def begun(kind: Callable[..., Any], **numbers: Any) -> Any:

@@ -39,7 +39,7 @@ _PART_BYTES = 1 << 20
 
 @torch.no_grad()
 def gather(flat: Flat, whole: Whole, groups: Groups, name: str, *, is_kept: bool = False) -> None:
-    """Fill a whole of the unit `name` from every rank's shard. `is_kept` if it is filled anew because the shards were written to.
+    """Fill a whole of the unit `name` from every rank's shard; anew, if it `is_kept` and its shard was written to.
 
     Collectives: one all-gather over the group that the flat is dealt to, or what paces `Neighbours`; none if it is
         dealt to nobody.
