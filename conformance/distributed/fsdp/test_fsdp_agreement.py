@@ -100,7 +100,7 @@ def test_unequal_sizes_in_another_order(
 
 
 @clause("distributed.fsdp.fsdp_agreement.parts_where_orders_change")
-@pytest.mark.deviation("fsdp.order_of_equal_sizes")
+@pytest.mark.deviation("fsdp.order_taken_before")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_alone_on_a_way_that_all_have_gone(deviation: DeviationJudge, mode: str) -> None:

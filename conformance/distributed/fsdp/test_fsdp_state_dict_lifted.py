@@ -202,7 +202,7 @@ def test_modules_built_on_meta(
         assert one == {"ignored": False, "managed": True, "warned": True}
 
 
-@clause("distributed.fsdp.fsdp_state_dict.built_on_meta")
+@clause("distributed.fsdp.fsdp_state_dict.assigned")
 @pytest.mark.deviation("fsdp.assigned_parameters")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 def test_modules_built_on_meta_are_assigned_to(
