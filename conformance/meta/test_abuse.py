@@ -28,7 +28,8 @@ CPU_ALONE = f"{VALUE}::test_clamps_values"  # four that call `clip_grad_value_` 
 ABUSED = f"{VALUE}::test_clamping_foreach"  # six tests that call `clip_grad_value_`
 OTHERS = f"{NORM}::test_norm_types_on_the_edge"  # five that do not
 SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # needs `amp`
-TORCH_ALONE = "conformance/amp/test_autocast_mode_operators.py::test_every_rule_shows"  # takes no subject
+# Takes no subject.
+TORCH_ALONE = "conformance/distributed/fsdp/test_fsdp_summon.py::test_torch_cannot_offload_on_a_cpu"
 EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
 _AGREEMENT = "conformance/distributed/fsdp/test_fsdp_agreement.py"
 ON_RANKS = f"{_AGREEMENT}::test_orders_that_change_on_all_ranks"  # asks nothing of the subject but on ranks

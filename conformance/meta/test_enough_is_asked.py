@@ -1,0 +1,86 @@
+"""Whether enough is asked: every operator that torch's dispatcher has a rule for, every option of an optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.library import Library
+from conformance.strategies.autocast_operators import CALLS
+from conformance.strategies.operator_outcomes import (
+    RECURRENT,
+    Dtypes,
+    Region,
+    callable_spellings,
+    flat,
+    outcome_of,
+    quiet,
+    ran,
+    region_of,
+)
+from conformance.strategies.optimizers import unknown_options
+from conformance.strategies.regions import LOW
+
+# What torch is built with decides whether they run at all; names of dimensions are not implemented for the last.
+NOT_EVERYWHERE = {*RECURRENT, "cudnn_convolution", "cudnn_convolution_transpose", "index_copy.dimname"}
+
+
+def test_every_option_is_tried() -> None:
+    assert unknown_options() == []
+
+
+def operators_with_rules(device: str) -> set[str]:
+    """Those for which autocast on that device has an entry of its own in the dispatcher."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
+    found = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in found if name.startswith("aten::")}
+
+
+@pytest.mark.parametrize("which", ["cpu", "cuda"])
+def test_every_operator_with_a_rule_is_asked(which: str) -> None:
+    rules = operators_with_rules(which)
+    assert {"mm", "conv2d", "mse_loss"} <= rules, "the dispatcher is asked for something else"
+    assert rules - CALLS.keys() == set()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_every_rule_shows(reference: Library, device: str, dtype: torch.dtype) -> None:
+    """What is asked of an operator with a rule can tell it from one without."""
+    region = region_of(reference, device, dtype)
+    with quiet():
+        showing = {name: rules_shown(name, device, dtype, region) for name in operators_with_rules(device)}
+    assert {name for name, shown in showing.items() if not shown} <= NOT_EVERYWHERE
+    assert set().union(*showing.values()) >= {"lower precision", "float32", "widest"}
+
+
+def rules_shown(name: str, device: str, low: torch.dtype, region: Region) -> set[str]:
+    """Which rules explain the dtypes that come of a spelling of an operator, in regions and without."""
+    found = set()
+    for _, function in callable_spellings(device)[name]:
+        kinds = functools.partial(kinds_of, name, function, device=device)
+        if kinds([torch.float32], region=region) == kinds([low]) != kinds([torch.float32]):
+            found.add("lower precision")
+        if kinds([low], region=region) == kinds([torch.float32]) != kinds([low]):
+            found.add("float32")
+        mixed = kinds([torch.float32, low], region=region), kinds([low, torch.float32], region=region)
+        if set(mixed) == {kinds([torch.float32])} and kinds([low], region=region) == kinds([low]):
+            found.add("widest")
+        if not ran(functools.partial(outcome_of, name, function, [torch.float32], device, region)):
+            found.add("refused")
+    return found
+
+
+def kinds_of(
+    name: str,
+    function: Callable[..., Any],
+    dtypes: Dtypes,
+    device: str,
+    region: Region = contextlib.nullcontext,
+) -> tuple[str, ...]:
+    found = outcome_of(name, function, dtypes, device, region)
+    return tuple(str(each.dtype) for each in flat(found.get("value", ()))) or ("raised",)

@@ -1,0 +1,91 @@
+"""What operators return and raise, in regions and without."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from conformance.library import Library
+from conformance.outcome import plain_text
+from conformance.strategies.autocast_operators import CALLS
+from conformance.strategies.operator_calls import spellings
+
+Dtypes = Sequence[torch.dtype]
+Region = Callable[[], contextlib.AbstractContextManager[Any]]
+
+# These return, behind three results, their working memory.
+RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
+
+
+@functools.cache
+def callable_spellings(device: str) -> dict[str, list[tuple[str, Callable[..., Any]]]]:
+    """Of each operator, by which it takes its arguments in float32."""
+
+    def takes(name: str, function: Callable[..., Any]) -> bool:
+        return ran(functools.partial(outcome_of, name, function, [torch.float32], device))
+
+    with quiet():
+        return {name: [each for each in spellings(name) if takes(name, each[1])] for name in CALLS}
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Some operators are deprecated, and torch says so of some once a process. One thread, as all are tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def ran(run: Callable[[], Any]) -> bool:
+    return "raised" not in run()
+
+
+def outcome_of(
+    name: str,
+    function: Callable[..., Any],
+    dtypes: Dtypes,
+    device: str,
+    region: Region = contextlib.nullcontext,
+    backward: bool = False,
+) -> dict[str, Any]:
+    """What it returns or raises, and its operands afterwards; or their gradients."""
+    try:
+        call = CALLS[name].operands(dtypes, device)
+        leaves = [each for each in flat(call.args) if each.is_floating_point()] if backward else []
+        for each in leaves:
+            each.requires_grad_()
+        with region():
+            value = function(*call.args, **call.kwargs)
+        value = value if isinstance(value, (torch.Tensor, list)) else tuple_of(value)
+        if backward:
+            torch.autograd.backward(sum(each.abs().sum() for each in flat(value) if each.requires_grad))
+            return {"gradients": [each.grad for each in leaves]}
+    except Exception as error:
+        return {"raised": (type(error).__name__, plain_text(error))}
+    return {"value": value[:3] if name in RECURRENT else value, "operands": call.args}
+
+
+def tuple_of(value: Any) -> Any:
+    """What operators call by names of their own, without them."""
+    return tuple(value) if isinstance(value, tuple) else value
+
+
+def flat(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [each for one in values for each in flat(one)] if isinstance(values, (list, tuple)) else []
+
+
+def region_of(library: Library, device: str, dtype: torch.dtype | None) -> Region:
+    autocast = library.amp.autocast
+    return lambda: autocast(device, dtype=dtype)
