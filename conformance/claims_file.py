@@ -12,7 +12,8 @@
     import = "torch_npu"                          # the module that brings it
 
     [[expectations]]                              # what is known to be red
-    clause = "amp.grad_scaler.update.growth"      # or: test = "conformance/amp/test_grad_scaler.py::test_x[cpu]"
+    clause = "amp.grad_scaler.update.growth"      # or: test = "conformance/amp/test_grad_scaler.py::test_x[cpu]";
+                                                  # or a list of either
     reason = "The scale grows past float32."
     link = "https://…"
     expires = 2027-06-30
@@ -146,13 +147,18 @@ def _device(top: _Table) -> Device | None:
 def _expectations(top: _Table) -> Iterator[Expectation]:
     for table in top.tables("expectations", _TABLES):
         table.knows("clause", "test", "reason", "link", "expires")
-        clause, test = table.get("clause", _TEXT) or "", table.get("test", _TEXT) or ""
-        if bool(clause) == bool(test):
-            table.complain("both clause and test" if clause else "neither clause nor test", "one of the two")
+        clauses, tests = _listed(table.get("clause", _ABOUT)), _listed(table.get("test", _ABOUT))
+        if bool(clauses) == bool(tests):
+            table.complain("both clause and test" if clauses else "neither clause nor test", "one of the two")
         reason = table.get("reason", _TEXT, is_needed=True)
         link, expires = table.get("link", _TEXT) or "", table.get("expires", _DATE, is_needed=True)
-        if bool(clause) != bool(test) and reason and expires:
-            yield Expectation(clause, test, reason, expires, link)
+        if bool(clauses) != bool(tests) and reason and expires:
+            for clause, test in (*((clause, "") for clause in clauses), *(("", test) for test in tests)):
+                yield Expectation(clause, test, reason, expires, link)
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,7 @@ _TEXTS = _Kind(
     'a list of strings, such as ["amp.GradScaler"]',
     lambda value: isinstance(value, list) and all(map(_is_text, value)),
 )
+_ABOUT = _Kind("a string or a list of strings", lambda value: _is_text(value) or _TEXTS.fits(value))
 _NAMES = _Kind(
     'a table of strings, such as "amp.GradScaler" = "their.scaler.LossScaler"',
     lambda value: isinstance(value, dict) and all(_is_text(leaf) for _, leaf in _leaves(value)),

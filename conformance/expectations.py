@@ -57,8 +57,8 @@ class Seen:
 
 class Expectations:
     def __init__(self, rows: Sequence[Expectation], today: datetime.date) -> None:
-        # A row about one test says more than a row about its clause.
-        self.rows = sorted(rows, key=lambda row: bool(row.clause))
+        # What says more comes first: a row about a test and its parameters, one about the test, one about its clause.
+        self.rows = sorted(rows, key=lambda row: (bool(row.clause), "[" not in row.test))
         self.today = today
 
     @classmethod

@@ -104,6 +104,14 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
             "[[expectations]] number 1 has both clause and test; expected one of the two",
         ),
         (
+            "[[expectations]]\ntest = [1]\nreason = 'it is'\nexpires = 2027-01-31",
+            "[[expectations]] number 1 has test = [1]; expected a string or a list of strings",
+        ),
+        (
+            f"[[expectations]]\ntest = ['{CPU_ALONE}', '{CPU_ALONE}_not']\nreason = 'it is'\nexpires = 2027-01-31",
+            f"[[expectations]] names the test '{CPU_ALONE}_not', which there is not; expected it as the report has it",
+        ),
+        (
             "[[expectations]]\nclause = 'amp.grad_scaler.x'\nexpires = 2027-01-31",
             "[[expectations]] number 1 has no 'reason'; expected a string",
         ),

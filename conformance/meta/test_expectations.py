@@ -58,11 +58,12 @@ def test_what_has_expired_forgives_nothing_and_is_red() -> None:
 
 
 def test_the_row_that_says_more_forgives() -> None:
-    rows = [expectation(CLAUSE), expectation(test="test_x[cpu]"), expectation(test="test_y")]
+    rows = [expectation(CLAUSE), *(expectation(test=test) for test in ("test_x", "test_x[cpu]", "test_y"))]
     expectations = Expectations(rows, TODAY)
-    assert expectations.find("test_x[cpu]", CLAUSE) == rows[1]
-    assert expectations.find("test_x[cuda]", CLAUSE) == rows[0]
-    assert expectations.find("test_y[cuda]", "") == rows[2]
+    assert expectations.find("test_x[cpu]", CLAUSE) == rows[2]
+    assert expectations.find("test_x[cuda]", CLAUSE) == rows[1]
+    assert expectations.find("test_z[cuda]", CLAUSE) == rows[0]
+    assert expectations.find("test_y[cuda]", "") == rows[3]
     assert expectations.find("test_yes", "") is None
 
 

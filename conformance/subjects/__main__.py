@@ -112,11 +112,14 @@ def _run(words: Sequence[str], log: Path | None = None) -> int:
 
 
 def counted(report: dict[str, Any]) -> dict[str, Any]:
-    """How many clauses of what a subject provides have which outcome, the worst of their tests', and which break."""
+    """How many clauses of those it provides have which outcome, the worst of their tests'; and the broken ones."""
     asked: dict[str, list[str]] = {}
+    broken: dict[str, set[str]] = {}
     for test in report["tests"]:
         if test["outcome"] not in TELLS_NOTHING:
             asked.setdefault(test["clause"], []).append(test["outcome"])
+            if test["outcome"] not in _HOLDS:
+                broken.setdefault(test["clause"], set()).add(test["nodeid"].partition("[")[0])
     worst = {
         clause: min(outcomes, key=SEVERITY.index)
         for clause, outcomes in asked.items()
@@ -128,7 +131,7 @@ def counted(report: dict[str, Any]) -> dict[str, Any]:
         "profile": report["profile"],
         "clauses": dict(sorted(Counter(worst.values()).items())),
         "tests": dict(sorted(Counter(seen for clause in worst for seen in asked[clause]).items())),
-        "broken": sorted(clause for clause, outcome in worst.items() if outcome not in _HOLDS),
+        "broken": {clause: sorted(tests) for clause, tests in broken.items() if clause in worst},
     }
 
 

@@ -21,24 +21,19 @@ Proof = Callable[[], Sides]
 
 
 class Proofs:
-    """The proofs of a subject, by the clause or test that is red for it."""
+    """The proofs of a subject: functions that its claims file links to, each from what it expects to be red."""
 
     def __init__(self) -> None:
-        self.about: dict[str, Proof] = {}
+        self._kept: list[Proof] = []
 
-    def of(self, *about: str) -> Callable[[Proof], Proof]:
-        """That a function proves why these are red."""
-
-        def keep(proof: Proof) -> Proof:
-            self.about |= dict.fromkeys(about, proof)
-            return proof
-
-        return keep
+    def keep(self, proof: Proof) -> Proof:
+        self._kept.append(proof)
+        return proof
 
     def show(self) -> int:
         """Print both sides of each; how many prove nothing any more, because they are the same."""
         same = 0
-        for proof in dict.fromkeys(self.about.values()):
+        for proof in self._kept:
             theirs, torchs = proof()
             same += theirs == torchs
             print(f"{'SAME' if theirs == torchs else 'differs'}: {proof.__doc__}")  # noqa: T201 its output

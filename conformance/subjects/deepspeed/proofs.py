@@ -13,45 +13,49 @@ from conformance.subjects.deepspeed import clip_grad_norm_
 from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, parameter
 
 PROOFS = Proofs()
-_CLIPPING = "nn.utils.clip_grad.clip_grad_norm_."
 both = beside(clip_grad_norm_, torch.nn.utils.clip_grad_norm_)
 
 
-@PROOFS.of(
-    f"{_CLIPPING}scales_to_max_norm",
-    f"{_CLIPPING}returns_norm_before_clipping",
-    f"{_CLIPPING}every_norm_type",
-    f"{_CLIPPING}mixed_dtypes",
-    f"{_CLIPPING}half_precision",
-    f"{_CLIPPING}nonfinite_gradients",
-    f"{_CLIPPING}new_gradients_at_old_addresses",
-    f"{_CLIPPING}foreach",
-)
+@PROOFS.keep
 def a_gradient_without_dimensions() -> Sides:
     """A 0-dim gradient cannot be clipped: it is multiplied in place by a factor of shape [1]."""
     return both(lambda clip: clip([parameter(torch.tensor(3.0))], 1.0))
 
 
-@PROOFS.of(f"{_CLIPPING}no_gradients", f"{_CLIPPING}parameter_containers")
+@PROOFS.keep
+def an_order_of_zero() -> Sides:
+    """A norm of order 0 divides by it."""
+    return both(lambda clip: clip([parameter(torch.ones(2))], 1.0, 0.0))
+
+
+@PROOFS.keep
+def gradients_on_the_meta_device() -> Sides:
+    """Gradients on the meta device have a norm there; it moves the norm to the CPU, which cannot be."""
+    there = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    there.grad = torch.zeros(2, device="meta")
+    return both(lambda clip: clip([there], 1.0))
+
+
+@PROOFS.keep
 def nothing_to_clip() -> Sides:
     """Without any gradient it looks for the first parameter's device."""
     return both(lambda clip: clip([torch.nn.Parameter(torch.zeros(2))], 1.0))
 
 
-@PROOFS.of(f"{_CLIPPING}error_if_nonfinite", f"{_CLIPPING}dtensor_nonfinite")
+@PROOFS.keep
 def a_norm_that_is_not_finite() -> Sides:
     """It has no argument by which a norm that is not finite is refused."""
     return both(lambda clip: clip([parameter(torch.tensor([math.inf]))], 1.0, error_if_nonfinite=True))
 
 
-@PROOFS.of(f"{_CLIPPING}dtensor")
+@PROOFS.keep
 def a_dtensor_without_dimensions() -> Sides:
     """As with plain tensors: a 0-dim gradient is multiplied in place by a factor of shape [1]."""
     shard = distribute_tensor(torch.tensor(3.0), mesh_of_one(), [Replicate()])
     return both(lambda clip: clip([parameter(shard)], 1.0).full_tensor())
 
 
-@PROOFS.of(f"{_CLIPPING}dtensor_among_plain")
+@PROOFS.keep
 def dtensors_among_plain_tensors() -> Sides:
     """The mixture is refused by another operator, after a warning."""
     mixed = [
@@ -61,21 +65,27 @@ def dtensors_among_plain_tensors() -> Sides:
     return both(lambda clip: clip(mixed, 1.0))
 
 
-@PROOFS.of(f"{_CLIPPING}sparse_and_complex")
+@PROOFS.keep
 def sparse_gradients() -> Sides:
     """The gradients of a sparse embedding are clipped, where torch refuses them."""
     sparse = torch.sparse_coo_tensor([[0, 2]], [[1.0], [2.0]], (3, 1), check_invariants=True).coalesce()
     return both(lambda clip: clip([parameter(sparse)], 1.0))
 
 
-@PROOFS.of(f"{_CLIPPING}overlapping_memory")
+@PROOFS.keep
+def complex_gradients() -> Sides:
+    """The norm of complex gradients leaves their imaginary parts out: it is taken after a cast to float32."""
+    return both(lambda clip: clip([parameter(torch.tensor([3.0 + 4.0j]))], 100.0))
+
+
+@PROOFS.keep
 def lazily_negated_gradients() -> Sides:
     """A gradient that is lazily negated is clipped; it has no argument foreach, and torch's foreach refuses it."""
     view = torch._neg_view(torch.ones(3))
     return both(lambda clip: clip([SimpleNamespace(grad=view, device=view.device)], 1.0))
 
 
-@PROOFS.of("nn.utils.clip_grad.refusal_is_whole")
+@PROOFS.keep
 def gradients_made_in_inference_mode() -> Sides:
     """A gradient that was made in inference mode is changed outside it, which torch refuses."""
     with torch.inference_mode():

@@ -10,31 +10,22 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from conformance.subjects.megatron_core import clip_grad_norm_
 from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, parameter, warnings_of
 
 PROOFS = Proofs()
-_CLIPPING = "nn.utils.clip_grad.clip_grad_norm_."
 both = beside(clip_grad_norm_, torch.nn.utils.clip_grad_norm_)
 
 
-@PROOFS.of(
-    f"{_CLIPPING}scales_to_max_norm",
-    f"{_CLIPPING}returns_norm_before_clipping",
-    f"{_CLIPPING}mixed_dtypes",
-    f"{_CLIPPING}half_precision",
-    f"{_CLIPPING}extreme_gradients_survive",
-    f"{_CLIPPING}new_gradients_at_old_addresses",
-    f"{_CLIPPING}foreach",
-    "nn.utils.clip_grad.refusal_is_whole",
-)
+@PROOFS.keep
 def gradients_in_other_dtypes() -> Sides:
     """Gradients that are not in float32 end in an assertion without a text."""
     return both(lambda clip: clip([parameter(torch.ones(2, dtype=torch.bfloat16))], 1.0))
 
 
-@PROOFS.of(f"{_CLIPPING}nonfinite_gradients")
+@PROOFS.keep
 def a_nan() -> Sides:
     """Where a gradient is nan the others stay as they are, since no comparison with nan holds; torch's are nan too."""
 
@@ -46,7 +37,7 @@ def a_nan() -> Sides:
     return both(clipped)
 
 
-@PROOFS.of(f"{_CLIPPING}every_norm_type")
+@PROOFS.keep
 def the_smallest_element() -> Sides:
     """The norm of order -inf of several gradients is 1: they are raised to that power one by one, and added up."""
     return both(
@@ -54,57 +45,98 @@ def the_smallest_element() -> Sides:
     )
 
 
-@PROOFS.of(f"{_CLIPPING}no_gradients")
+@PROOFS.keep
+def an_order_of_zero() -> Sides:
+    """A norm of order 0 divides by it."""
+    return both(lambda clip: clip([parameter(torch.ones(2))], 1.0, 0.0))
+
+
+@PROOFS.keep
+def gradients_on_the_meta_device() -> Sides:
+    """The norm is a number, which gradients on the meta device do not have."""
+    there = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    there.grad = torch.zeros(2, device="meta")
+    return both(lambda clip: clip([there], 1.0))
+
+
+@PROOFS.keep
 def nothing_to_clip() -> Sides:
     """Without any gradient the infinity norm raises, and orders other than 2 do."""
     return both(lambda clip: clip([torch.nn.Parameter(torch.zeros(2))], 1.0, math.inf))
 
 
-@PROOFS.of(f"{_CLIPPING}error_if_nonfinite", f"{_CLIPPING}dtensor_nonfinite")
+@PROOFS.keep
 def a_norm_that_is_not_finite() -> Sides:
     """It has no argument by which a norm that is not finite is refused."""
     return both(lambda clip: clip([parameter(torch.tensor([math.inf]))], 1.0, error_if_nonfinite=True))
 
 
-@PROOFS.of(f"{_CLIPPING}bad_arguments", "nn.utils.clip_grad.ruinous_arguments")
-def arguments_that_cannot_be() -> Sides:
-    """A max_norm of nan is no smaller than anything, and so clips nothing; torch writes nan into every gradient."""
+@PROOFS.keep
+def a_max_norm_that_is_no_number() -> Sides:
+    """A max_norm that is no number is met where it is divided, and refused by another exception."""
+    return both(lambda clip: clip([parameter(torch.ones(2))], "a string"))
 
-    def clipped(clip: Callable[..., Any]) -> torch.Tensor | None:
-        one = parameter(torch.tensor([8.0]))
-        clip([one], math.nan)
-        return one.grad
+
+@PROOFS.keep
+def arguments_of_nan() -> Sides:
+    """A max_norm or an order of nan clips nothing: no comparison with nan holds; torch's do something."""
+
+    def clipped(clip: Callable[..., Any]) -> list[Any]:
+        bound, order = parameter(torch.tensor([8.0])), parameter(torch.tensor([8.0]))
+        clip([bound], math.nan)
+        clip([order], 1.0, math.nan)
+        return [bound.grad, order.grad]
 
     return both(clipped)
 
 
-@PROOFS.of(f"{_CLIPPING}dtensor", f"{_CLIPPING}dtensor_collectives")
+@PROOFS.keep
 def norm_of_dtensors() -> Sides:
     """Of DTensors comes back a number, where torch's norm is a DTensor that is reduced when it is asked for."""
     sharded = parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)]))
     return both(lambda clip: type(clip([sharded], 1.0)))
 
 
-@PROOFS.of(f"{_CLIPPING}dtensor_among_plain")
+@PROOFS.keep
+def collectives_of_dtensors() -> Sides:
+    """The norm of DTensors is reduced at once, wanted or not; torch issues nothing until the norm is asked for."""
+    sharded = parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)]))
+
+    def issued(clip: Callable[..., Any]) -> int:
+        with CommDebugMode() as mode:
+            clip([sharded], 1.0)
+        return mode.get_total_counts()
+
+    return both(issued)
+
+
+@PROOFS.keep
 def dtensors_among_plain_tensors() -> Sides:
     """A DTensor and a plain tensor are clipped together, where torch refuses them."""
     mixed = [parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)])), parameter(torch.ones(2))]
     return both(lambda clip: clip(mixed, 1.0))
 
 
-@PROOFS.of(f"{_CLIPPING}parameter_containers")
+@PROOFS.keep
 def an_empty_generator() -> Sides:
     """An empty generator, which one that is used up is too, is clipped in silence, where torch warns."""
     return both(lambda clip: warnings_of(lambda: clip((each for each in ()), 1.0)))
 
 
-@PROOFS.of(f"{_CLIPPING}sparse_and_complex")
+@PROOFS.keep
 def complex_gradients() -> Sides:
     """Complex gradients end in the assertion too."""
     return both(lambda clip: clip([parameter(torch.ones(2, dtype=torch.complex64))], 1.0))
 
 
-@PROOFS.of(f"{_CLIPPING}overlapping_memory")
+@PROOFS.keep
+def sparse_gradients() -> Sides:
+    """Sparse gradients end in the assertion, where torch says which operator has no kernel for them."""
+    sparse = torch.sparse_coo_tensor([[0, 2]], [[1.0], [2.0]], (3, 1), check_invariants=True).coalesce()
+    return both(lambda clip: clip([parameter(sparse)], 1.0))
+
+
+@PROOFS.keep
 def lazily_negated_gradients() -> Sides:
     """A gradient that is lazily negated is clipped; it has no argument foreach, and torch's foreach refuses it."""
 
@@ -114,7 +146,7 @@ def lazily_negated_gradients() -> Sides:
     return both(lambda clip: clip([Holder()], 1.0))
 
 
-@PROOFS.of(f"{_CLIPPING}gradients_of_graphs")
+@PROOFS.keep
 def gradients_of_graphs() -> Sides:
     """The norm of gradients that belong to a graph is computed within the graph, which warns."""
 

@@ -16,8 +16,6 @@ from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, param
 from conformance.subjects.torch_npu import GradScaler, ShardedGradScaler
 
 PROOFS = Proofs()
-_PLAIN = "amp.grad_scaler."
-_SHARDED = "distributed.fsdp.sharded_grad_scaler."
 both = beside(GradScaler, torch.amp.GradScaler)
 
 
@@ -37,50 +35,40 @@ def optimizer(*gradients: float) -> SGD:
     return SGD([parameter(torch.tensor(gradient)) for gradient in gradients], lr=0.5)
 
 
-@PROOFS.of(
-    f"{_PLAIN}step.aware_optimizers",
-    f"{_PLAIN}step.steps_or_skips",
-    f"{_PLAIN}step.refuses_closures",
-    f"{_PLAIN}step.hands_arguments_on",
-    f"{_PLAIN}step.order_of_calls",
-    f"{_PLAIN}step.optimizer_raises",
-    f"{_PLAIN}unscale_.sparse",
-    f"{_PLAIN}pickle.between_iterations",
-    f"{_PLAIN}hooks.overriding_takes_effect",
-    f"{_SHARDED}sequences.any",
-    f"{_SHARDED}step.amp_aware_after_unscaling",
-    f"{_SHARDED}step.older_protocol",
-    f"{_SHARDED}step.one_decision_amp_aware",
-    f"{_SHARDED}step.several_ranks_found_inf",
-    f"{_SHARDED}step.without_gradients",
-)
+@PROOFS.keep
 def fused_optimizers() -> Sides:
     """torch's fused optimizers are handed an argument, grad_scaler, that they have not taken since torch 2.0."""
     fused = Adam([parameter(torch.ones(2))], fused=True)
     return both(lambda kind: begun(kind).step(fused))
 
 
-@PROOFS.of(
-    f"{_PLAIN}load_state_dict.restores_all",
-    f"{_PLAIN}load_state_dict.between_libraries",
-    f"{_PLAIN}load_state_dict.foreign",
-    f"{_PLAIN}load_state_dict.then_unscale",
-    f"{_PLAIN}sequences.any",
-    f"{_SHARDED}is_a_grad_scaler",
-)
+@PROOFS.keep
+def an_optimizer_that_takes_the_scaler() -> Sides:
+    """An optimizer whose step takes the scaler is handed it; torch warns that it is going to stop."""
+
+    class Takes(SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
+            grad_scaler.unscale_(self)
+
+    return both(lambda kind: bool(warnings_of(lambda: begun(kind).step(Takes([parameter(torch.ones(2))])))))
+
+
+@PROOFS.keep
 def states_of_torch() -> Sides:
     """A state dict that torch saved cannot be loaded: it lacks an entry that torch's scalers do not have."""
     state = begun(torch.amp.GradScaler).state_dict()
     return both(lambda kind: kind("cpu").load_state_dict(state))
 
 
-@PROOFS.of(f"{_PLAIN}state_dict.five_entries")
+@PROOFS.keep
 def six_entries() -> Sides:
     """The state has a sixth entry."""
     return both(lambda kind: sorted(begun(kind).state_dict()))
 
 
-@PROOFS.of(f"{_PLAIN}pickle.torchs_own", f"{_PLAIN}pickle.setstate")
+@PROOFS.keep
 def what_torch_pickled() -> Sides:
     """Given what torch pickles of a scaler, it lacks an attribute."""
 
@@ -92,7 +80,7 @@ def what_torch_pickled() -> Sides:
     return both(given)
 
 
-@PROOFS.of(f"{_PLAIN}step.several_optimizers", f"{_PLAIN}hooks.per_optimizer_states")
+@PROOFS.keep
 def one_of_two_optimizers() -> Sides:
     """An infinite gradient of one optimizer keeps the other, whose gradients are finite, from its step."""
 
@@ -105,37 +93,48 @@ def one_of_two_optimizers() -> Sides:
     return both(stepped)
 
 
-@PROOFS.of(
-    f"{_PLAIN}unscale_.divides",
-    f"{_PLAIN}unscale_.parameters",
-    f"{_PLAIN}update.needs_checks",
-    f"{_SHARDED}errors.told_to_peers",
-)
+@PROOFS.keep
+def a_verdict_written_by_hand() -> Sides:
+    """A verdict written into the states of an optimizer counts for its step, and for the update a flag of its own."""
+
+    def updated(kind: Callable[..., Any]) -> float:
+        scaler, one = begun(kind), optimizer(8.0)
+        scaler.unscale_(one)
+        for found in scaler._per_optimizer_states[id(one)]["found_inf_per_device"].values():
+            found.fill_(1.0)
+        scaler.step(one)
+        scaler.update()
+        return scaler.get_scale()
+
+    return both(updated)
+
+
+@PROOFS.keep
 def nothing_to_check() -> Sides:
     """A step without any gradient is taken in silence, and so is the update behind it."""
     return both(lambda kind: begun(kind).step(SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.5)))
 
 
-@PROOFS.of(f"{_PLAIN}constructor.bad_arguments", f"{_SHARDED}constructor.bad_arguments")
+@PROOFS.keep
 def a_growth_factor_of_one() -> Sides:
     """Numbers that cannot be are refused by another type of exception."""
     return both(lambda kind: kind("cpu", growth_factor=1.0))
 
 
-@PROOFS.of(f"{_PLAIN}scale.bad_outputs", f"{_SHARDED}scale.multiplies")
+@PROOFS.keep
 def no_tensor() -> Sides:
     """What is no tensor is refused by another type of exception."""
     return both(lambda kind: kind("cpu").scale(3))
 
 
-@PROOFS.of(f"{_PLAIN}unscale_.refuses_float16")
+@PROOFS.keep
 def gradients_in_float16() -> Sides:
     """Gradients in float16 are refused by another type of exception."""
     half = SGD([parameter(torch.ones(2, dtype=torch.float16))], lr=0.5)
     return both(lambda kind: begun(kind).unscale_(half))
 
 
-@PROOFS.of(f"{_PLAIN}unscale_.bad_optimizers")
+@PROOFS.keep
 def no_parameters() -> Sides:
     """What is no parameter ends in an AttributeError of its own code."""
 
@@ -145,19 +144,19 @@ def no_parameters() -> Sides:
     return both(lambda kind: begun(kind).unscale_(Odd()))
 
 
-@PROOFS.of(f"{_PLAIN}constructor.device", f"{_SHARDED}constructor.device")
+@PROOFS.keep
 def cuda_that_is_not_there() -> Sides:
     """Asked for a device that is not there it is neither off nor warns: it knows one device."""
     return both(lambda kind: warnings_of(lambda: kind("cuda")))
 
 
-@PROOFS.of(f"{_PLAIN}scale.several_devices", f"{_PLAIN}sync.none", f"{_SHARDED}scale.any_device")
+@PROOFS.keep
 def another_device() -> Sides:
     """Tensors of another device than its own are not scaled."""
     return both(lambda kind: kind("cpu").scale(torch.ones(2, device="meta")).device)
 
 
-@PROOFS.of(f"{_PLAIN}constructor.arguments", f"{_PLAIN}setters.take_effect", f"{_PLAIN}setters.bad_values")
+@PROOFS.keep
 def an_interval_that_is_no_number_of_steps() -> Sides:
     """A growth interval between two integers is taken, and never reached."""
 
@@ -170,7 +169,7 @@ def an_interval_that_is_no_number_of_steps() -> Sides:
     return both(updated)
 
 
-@PROOFS.of(f"{_PLAIN}update.grows_after_interval", f"{_PLAIN}update.backs_off")
+@PROOFS.keep
 def rounding_of_the_scale() -> Sides:
     """The factor is rounded to float32 before the scale is multiplied, and the product is another."""
 
@@ -183,7 +182,34 @@ def rounding_of_the_scale() -> Sides:
     return both(grown)
 
 
-@PROOFS.of(f"{_PLAIN}update.new_scale")
+@PROOFS.keep
+def a_factor_that_is_no_number() -> Sides:
+    """A factor that is no number is taken, and the update does not refuse it."""
+
+    def updated(kind: Callable[..., Any]) -> None:
+        scaler = begun(kind)
+        scaler.step(optimizer(8.0))
+        scaler.set_growth_factor("2")
+        scaler.update()
+
+    return both(updated)
+
+
+@PROOFS.keep
+def the_scale_is_replaced() -> Sides:
+    """A scale that grows is another tensor, where an optimizer or a captured graph still holds the one before."""
+
+    def is_kept(kind: Callable[..., Any]) -> bool:
+        scaler = begun(kind, growth_interval=1)
+        scale = scaler._scale
+        scaler.step(optimizer(8.0))
+        scaler.update()
+        return scaler._scale is scale
+
+    return both(is_kept)
+
+
+@PROOFS.keep
 def a_new_scale_of_ones_own() -> Sides:
     """A new scale is kept itself rather than copied, and changes with the caller's tensor."""
 
@@ -196,22 +222,25 @@ def a_new_scale_of_ones_own() -> Sides:
     return both(changed)
 
 
-@PROOFS.of(f"{_PLAIN}update.bad_new_scale")
+@PROOFS.keep
 def a_new_scale_that_cannot_be() -> Sides:
     """What cannot be a scale is refused by another type of exception."""
     return both(lambda kind: begun(kind).update(torch.ones(2)))
 
 
-@PROOFS.of(
-    f"{_PLAIN}hooks.numbers",
-    "conformance/test_surface.py::test_name_that_others_read_exists[amp.GradScaler._device]",
-)
+@PROOFS.keep
+def a_tracker_before_the_scale() -> Sides:
+    """A scale that was started by hand is not started again, by another type of exception."""
+    return both(lambda kind: begun(kind)._lazy_init_scale_growth_tracker(torch.device("cpu")))
+
+
+@PROOFS.keep
 def the_device_that_others_read() -> Sides:
     """It has no `_device`, which torch's methods and accelerate read."""
     return both(lambda kind: kind("cpu")._device)
 
 
-@PROOFS.of(f"{_PLAIN}step.again_after_a_refusal")
+@PROOFS.keep
 def a_refused_step() -> Sides:
     """A step without gradients counts as taken, so the next one, with gradients, is refused."""
 
@@ -224,15 +253,7 @@ def a_refused_step() -> Sides:
     return both(stepped)
 
 
-@PROOFS.of(
-    f"{_SHARDED}unscale_.divides",
-    f"{_SHARDED}unscale_.sparse",
-    f"{_SHARDED}step.one_decision",
-    f"{_SHARDED}training.fsdp",
-    f"{_SHARDED}constructor.arguments",
-    f"{_SHARDED}constructor.process_group",
-    f"{_SHARDED}update.moves_the_scale",
-)
+@PROOFS.keep
 def gradients_behind_an_infinite_one() -> Sides:
     """On the CPU the gradients behind an infinite one stay scaled."""
 
@@ -244,9 +265,7 @@ def gradients_behind_an_infinite_one() -> Sides:
     return both_sharded(unscaled)
 
 
-@PROOFS.of(
-    "conformance/test_surface.py::test_signature_is_torchs[distributed.fsdp.sharded_grad_scaler.ShardedGradScaler]"
-)
+@PROOFS.keep
 def the_default_device() -> Sides:
     """Without a device it takes its own."""
     return tuple(

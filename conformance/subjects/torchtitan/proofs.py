@@ -13,9 +13,7 @@ from conformance.subjects.proof import Proofs, Sides, mesh_of_one, parameter, sa
 PROOFS = Proofs()
 
 
-@PROOFS.of(
-    "nn.utils.clip_grad.clip_grad_norm_.dtensor", "nn.utils.clip_grad.clip_grad_norm_.dtensor_nonfinite"
-)
+@PROOFS.keep
 def norm_of_dtensors() -> Sides:
     """Of DTensors comes back a plain tensor, where torch's norm is a DTensor."""
     sharded = parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)]))
@@ -24,7 +22,7 @@ def norm_of_dtensors() -> Sides:
     )
 
 
-@PROOFS.of("nn.utils.clip_grad.clip_grad_norm_.dtensor_among_plain")
+@PROOFS.keep
 def dtensors_among_plain_tensors() -> Sides:
     """A DTensor and a plain tensor are clipped together, one gradient at a time, where torch refuses them."""
     mixed = [parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)])), parameter(torch.ones(2))]
@@ -33,7 +31,7 @@ def dtensors_among_plain_tensors() -> Sides:
     )
 
 
-@PROOFS.of("nn.utils.clip_grad.clip_grad_norm_.parameter_containers")
+@PROOFS.keep
 def an_empty_generator() -> Sides:
     """An empty generator, which one that is used up is too, is clipped in silence, where torch warns."""
 
