@@ -16,9 +16,9 @@ import torch
 from conformance import surface
 from conformance.claims_file import Expectation, claims_file, similar
 from conformance.clauses import HERE, all_clauses
-from conformance.deviations import all_reference_limits
 from conformance.errors import told
 from conformance.library import Library, LookupFailed, NotProvided, load_library, package_of
+from conformance.rows import all_reference_limits
 
 
 class NotClaimed(pytest.skip.Exception):

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from conformance import surface
-from conformance.deviations import all_deviations
+from conformance.rows import all_deviations
 
 HERE = Path(__file__).parent
 TORCH_VERSIONS = ("2.11", "2.12", "2.13")  # all that this package supports

@@ -19,8 +19,8 @@ import torch
 
 from conformance import catalogue, clauses, environment
 from conformance.claims_file import UnreadableClaims, claims_file
-from conformance.deviations import all_deviations
 from conformance.library import package_of
+from conformance.rows import all_deviations
 
 SCHEMA = 1  # of report.json: raised when a key goes or means something else (`report/report.schema.json`)
 _DISTRIBUTION = "tandem-torch"

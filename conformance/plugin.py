@@ -18,7 +18,7 @@ from conformance import claims_file, global_state, reference_limits, seeding, tr
 from conformance.claims import NotClaimed, claimed_extensions, exposes
 from conformance.clauses import AREAS, HERE, all_clauses, clause_of
 from conformance.deadlines import MOST_RESTARTS, Deadlines
-from conformance.deviations import DeviationJudge, all_deviations, all_reference_limits
+from conformance.deviations import DeviationJudge
 from conformance.environment import is_usable
 from conformance.errors import Hang, stop_by_hand
 from conformance.expectations import Expectations, unshrunk
@@ -26,6 +26,7 @@ from conformance.library import Library, NotProvided, load_library, package_of
 from conformance.notes import Notes
 from conformance.options import PROFILES
 from conformance.results import BAD_INPUT, Recorder, WorkerRecorder, unavailable
+from conformance.rows import all_deviations, all_reference_limits
 
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
 _PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink)

@@ -13,11 +13,11 @@ import pytest
 
 from conformance.claims import claimed_extensions
 from conformance.clauses import clause_of
-from conformance.deviations import ReferenceLimit, all_reference_limits
 from conformance.errors import told
 from conformance.library import load_library
 from conformance.outcome import plain_text
 from conformance.ranks import RankFault, RankRaised
+from conformance.rows import ReferenceLimit, all_reference_limits
 
 
 class ReferenceCannot(pytest.skip.Exception):

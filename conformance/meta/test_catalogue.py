@@ -12,7 +12,7 @@ import pytest
 
 from conformance import catalogue, clauses
 from conformance.catalogue import Change
-from conformance.deviations import all_deviations
+from conformance.rows import all_deviations
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ import pytest
 
 from conformance import surface
 from conformance.clauses import AREAS, HERE, all_clauses
-from conformance.deviations import all_deviations, all_reference_limits
 from conformance.plants.generated import has_effect
+from conformance.rows import all_deviations, all_reference_limits
 
 _FILES = [file for area in AREAS for file in sorted((HERE / area).rglob("test_*.py"))]
 _SOURCES = [file.read_text() for file in _FILES]

@@ -9,7 +9,7 @@ import pytest
 
 from conformance.claims import claimed_extensions, claims
 from conformance.clauses import _read, all_clauses
-from conformance.deviations import all_reference_limits
+from conformance.rows import all_reference_limits
 from conformance.strength.order import Task
 from conformance.strength.worker import Worker
 from conformance.surface import names

@@ -1,0 +1,84 @@
+"""Who judges by a row: a subject takes torch's side or ours, and no third one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.deviations import DeviationJudge, StaleRow
+from conformance.library import Library
+from conformance.outcome import Outcome, observe
+from conformance.rows import Deviation
+
+ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "")
+OURS, TORCHS, THIRD = [observe(lambda: torch.ones(2))], [observe(lambda: torch.zeros(2))], []
+
+
+def raising(error: Exception) -> list[Outcome]:
+    def fail() -> None:
+        raise error
+
+    return [observe(fail)]
+
+
+def is_ours(seen: Any) -> bool:
+    return len(seen) == 1 and seen[0].raised is None and bool((seen[0].value.values == 1).all())
+
+
+def takes_torchs_side(torchs: Any, subjects: Any, *, is_promised: bool = False, **sides: Any) -> bool:
+    libraries = {"conformance.mirror": subjects, "torch": torchs}
+    judge = DeviationJudge(Library("conformance.mirror"), Library("torch"), ROW, is_promised)
+    judge.judge(lambda library: libraries[library.spec], we_do=is_ours, **sides)
+    return judge.subject_takes_torchs_side
+
+
+@pytest.mark.parametrize("sides", [{}, {"torch_does": lambda seen: seen is TORCHS}], ids=["seen", "told"])
+def test_a_side_is_taken(sides: dict[str, Any]) -> None:
+    assert takes_torchs_side(TORCHS, TORCHS, **sides)
+    assert not takes_torchs_side(TORCHS, OURS, **sides)
+    with pytest.raises(AssertionError, match="neither torch's side nor ours"):
+        takes_torchs_side(TORCHS, THIRD, **sides)
+    with pytest.raises(AssertionError, match="promised"):
+        takes_torchs_side(TORCHS, TORCHS, is_promised=True, **sides)
+    with pytest.raises(StaleRow, match="what we do"):
+        takes_torchs_side(OURS, OURS, **sides)
+    assert not takes_torchs_side(OURS, OURS, may_agree=True, **sides)
+    with pytest.raises(AssertionError, match="torch does so too"):
+        takes_torchs_side(OURS, TORCHS, may_agree=True, **sides)
+
+
+def test_a_row_is_stale_where_torch_does_a_third_thing() -> None:
+    with pytest.raises(StaleRow, match="a third thing"):
+        takes_torchs_side(THIRD, OURS, torch_does=lambda seen: seen is TORCHS)
+
+
+@pytest.mark.parametrize(
+    ("third", "is_torchs"),
+    [
+        (raising(RuntimeError("of torch's insides")), True),
+        (raising(RuntimeError("of its own")), True),
+        (raising(TypeError("of torch's insides")), False),
+        (TORCHS, False),
+        (raising(RuntimeError("on one rank")) + TORCHS, False),
+    ],
+    ids=["same", "other words", "another error", "none", "on another rank too"],
+)
+def test_what_torch_raises_is_known_by_its_type(third: Any, is_torchs: bool) -> None:
+    torchs = raising(RuntimeError("of torch's insides"))
+    if is_torchs:
+        assert takes_torchs_side(torchs, third)
+    else:
+        with pytest.raises(AssertionError, match="neither"):
+            takes_torchs_side(torchs, third)
+
+
+@pytest.mark.parametrize("error", [1e-5, 1e-2])
+def test_numbers_are_torchs_within_roundings(error: float) -> None:
+    subjects = [observe(lambda: torch.full((2,), error))]
+    if error < 1e-3:
+        assert takes_torchs_side(TORCHS, subjects)
+    else:
+        with pytest.raises(AssertionError, match="neither"):
+            takes_torchs_side(TORCHS, subjects)

@@ -1,0 +1,46 @@
+"""The rows of `deviations.toml` and of `reference_limits.toml`."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Deviation:
+    id: str
+    clause: str
+    torch_does: str
+    we_do: str
+    why: str
+    thread: str
+
+
+@dataclass(frozen=True)
+class ReferenceLimit:
+    """Something that torch cannot do on some devices: a row of `reference_limits.toml`."""
+
+    id: str
+    clauses: tuple[str, ...]  # whose tests meet it
+    devices: tuple[str, ...]
+    torch_does: str
+    error: str  # a pattern, found in how such a test fails
+    thread: str
+
+
+@functools.cache
+def all_reference_limits() -> Mapping[str, ReferenceLimit]:
+    rows = tomllib.loads(Path(__file__).with_name("reference_limits.toml").read_text())
+    return {
+        row_id: ReferenceLimit(id=row_id, **row | {key: tuple(row[key]) for key in ("clauses", "devices")})
+        for row_id, row in rows.items()
+    }
+
+
+@functools.cache
+def all_deviations() -> Mapping[str, Deviation]:
+    rows = tomllib.loads(Path(__file__).with_name("deviations.toml").read_text())
+    return {row_id: Deviation(id=row_id, **row) for row_id, row in rows.items()}
