@@ -62,6 +62,14 @@ def _processor() -> str:
         return platform.processor() or "unknown"
 
 
+def is_device(name: str) -> bool:
+    """Whether torch knows a device type of that name, here or not."""
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
+
+
 def is_usable(device: str) -> bool:
     """Whether a device type can hold tensors here."""
     if device == "cuda":  # without beginning to use it

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from conformance.running import Stop, run
 DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
 _ROOT = HERE.parent
 _NOTHING_ASKED = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
+_COLLECTING_S = 120.0
 _MADE = ("judgements.jsonl", "judging.log", "junit.xml")
 
 
@@ -44,7 +46,8 @@ def judged(options: argparse.Namespace, out: Path, progress: Progress, stop: Sto
         _command(options, out), out / "judging.log", DEADLINES_S[options.profile], stop, bar.advance
     )
     if code in _NOTHING_ASKED and not ended:
-        return _salvaged(options, log, began, "nothing was judged") | {"bad_input": [_nothing_asked(options)]}
+        said = _nothing_asked(options, out, stop)
+        return _salvaged(options, log, began, "nothing was judged") | {"bad_input": [said]}
     written = out / "report.json"
     if written.is_file() and written.stat().st_mtime >= began:
         report = json.loads(written.read_text())
@@ -58,7 +61,12 @@ def judged(options: argparse.Namespace, out: Path, progress: Progress, stop: Sto
     return _salvaged(options, log, began, ended or f"judging ended with code {code}: {tail(out)}")
 
 
-def _nothing_asked(options: argparse.Namespace) -> str:
+def _nothing_asked(options: argparse.Namespace, out: Path, stop: Stop) -> str:
+    """pytest's own words, if it has some: it has none for whoever has workers, so it collects once more, alone."""
+    command = [*_command(options, out), "-n", "0", "--collect-only"]
+    _, code = run(command, out / "judging.log", _COLLECTING_S, stop, lambda: None)
+    if code == pytest.ExitCode.USAGE_ERROR:
+        return re.sub(r"(?m)\A[\s\S]*^no tests (collected|ran) in .*\n", "", tail(out))
     asked, profile = " ".join(getattr(options, "what", ())) or "the suite", options.profile
     larger = PROFILES[PROFILES.index(profile) + 1 :]
     cure = (

@@ -121,15 +121,16 @@ def _load_subject(config: pytest.Config, deadlines: Deadlines | None) -> trial.L
     Where workers run the tests it is imported on trial only, so that nothing it does, at its exit for one, reaches
     the process that says yes or no.
     """
-    spec = config.option.subject
+    spec, devices = config.option.subject, config.option.device
     if config.option.claims is not None:
         claims_file.give(package_of(spec), Path(config.option.claims))
     try:
         if deadlines is None:
-            return trial.learn_on_trial(spec)
+            return trial.learn_on_trial(spec, devices)
+        is_worker = hasattr(config, "workerinput")
         with deadlines.of_import():
             complaints = trial.load(spec)
-            return trial.Learned(None) if hasattr(config, "workerinput") else trial.learn(spec, complaints)
+            return trial.Learned(None) if is_worker else trial.learn(spec, complaints, devices)
     except (trial.CannotBeJudged, Hang) as error:
         pytest.exit(str(error), returncode=BAD_INPUT)
 

@@ -1,7 +1,7 @@
 """The subject is imported on trial, in a process of its own, before anything depends on it.
 
 Whatever importing does to that process, exit, kill, hang or patch, the process that asked only hears of it.
-    python -m conformance.trial SUBJECT 5       tells on the file descriptor 5; its output must be a file
+    python -m conformance.trial SUBJECT cpu,cuda 5      tells on the file descriptor 5; its output must be a file
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from conformance import surface
 from conformance.claims import claims, wrong_in_claims
 from conformance.claims_file import UnreadableClaims, claims_file
+from conformance.environment import is_device
 from conformance.errors import FROM_OUTSIDE, told
 from conformance.global_state import put_back, read
 from conformance.library import load_library, package_of
@@ -34,6 +35,10 @@ _CHILDREN_S = 5.0  # for what was forked while importing to end
 _LAST_WORDS = 2000
 _MOST_OUTPUT_BYTES = 1 << 26
 _CAME_BACK = 77  # exit code of a fork that came out of the import
+_UNKNOWN_DEVICE = (
+    "--device names {!r}, which torch does not know; wanted is cpu, cuda or another type of torch's, or one that the "
+    "import in [device] of the claims file brings"
+)
 
 
 class CannotBeJudged(Exception):
@@ -85,12 +90,17 @@ def load(spec: str) -> tuple[str, ...]:
     )
 
 
-def learn(spec: str, complaints: Sequence[str] = ()) -> Learned:
-    """What there is to know of a subject that is loaded, here, with the complaints about its import."""
+def learn(spec: str, complaints: Sequence[str] = (), devices: str = "auto") -> Learned:
+    """What there is to know of a subject that is loaded, here, with the complaints about its import.
+
+    With it the devices are there that it brings, so that those which are asked for can be told from slips.
+    """
+    unknown = [] if devices == "auto" else [name for name in devices.split(",") if not is_device(name)]
+    complaints = (*complaints, *(_UNKNOWN_DEVICE.format(name) for name in unknown))
     return Learned(claims(spec), (*complaints, *wrong_in_claims(load_library(spec))))
 
 
-def learn_on_trial(spec: str, limit_s: float = IMPORT_S) -> Learned:
+def learn_on_trial(spec: str, devices: str = "auto", limit_s: float = IMPORT_S) -> Learned:
     """Load a subject and learn about it in another process.
 
     Raises:
@@ -99,7 +109,7 @@ def learn_on_trial(spec: str, limit_s: float = IMPORT_S) -> Learned:
     """
     heard, told_end = os.pipe()
     with open(heard) as answers, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-m", "conformance.trial", spec, str(told_end)]
+        command = [sys.executable, "-m", "conformance.trial", spec, devices, str(told_end)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -158,7 +168,7 @@ def _last_words(*outputs: Any) -> str:
     return f"; it wrote, lastly: {words.strip()}" if words.strip() else ""
 
 
-def main(spec: str, descriptor: int) -> None:
+def main(spec: str, devices: str, descriptor: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_OUTPUT_BYTES, _MOST_OUTPUT_BYTES))
     with open(descriptor, "w", buffering=1) as answers:
 
@@ -171,7 +181,7 @@ def main(spec: str, descriptor: int) -> None:
         try:
             complaints = _watched(spec)
             tell(loaded=True, bad_input=[*complaints, *claims_file(package_of(spec)).problems])
-            learned = learn(spec, complaints)
+            learned = learn(spec, complaints, devices)
             tell(claims=sorted(learned.claims or ()), bad_input=learned.bad_input)
         except CannotBeJudged as error:
             tell(error=str(error))
@@ -222,4 +232,4 @@ def _complaints_about_forks(spec: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -258,7 +258,7 @@ def test_a_subject_that_cannot_be_imported_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ABUSE), str(ROOT)]))
     limit_s = 5.0 if name == "hangs_on_import" else trial.IMPORT_S
     with pytest.raises(trial.CannotBeJudged) as caught:
-        trial.learn_on_trial(name, limit_s)
+        trial.learn_on_trial(name, limit_s=limit_s)
     assert REFUSED[name] in str(caught.value)
 
 
@@ -290,7 +290,7 @@ def test_a_subject_that_changed_signals_is_judged_with_those_that_were(tmp_path:
 
 def test_a_module_that_is_never_imported_leaves_the_claims_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ABUSE), str(ROOT)]))
-    assert trial.learn_on_trial("has_a_hanging_module", 10.0).claims is None
+    assert trial.learn_on_trial("has_a_hanging_module", limit_s=10.0).claims is None
 
 
 # By test: what `dies_in_many_ways` does in it is to be killed, to exit as if all were well, to read where nothing is,

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from conformance import claims_file
+from conformance import claims_file, trial
 from conformance.claims import wrong_in_claims
 from conformance.library import Library, NotProvided
 from conformance.meta.test_abuse import CPU_ALONE, OTHERS, SCALER, judged, of
@@ -215,3 +215,20 @@ def test_what_the_file_names_is_what_is_judged_on(tmp_path: Path) -> None:
     assert report["bad_input"] == []
     there = judged("on_meta", tmp_path, OTHERS, "--device=cpu", at=tmp_path)
     assert {entry["device"] for entry in there["tests"]} == {"cpu"}
+
+
+def test_any_device_that_the_file_brings_can_be_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "on_theirs").mkdir()
+    (tmp_path / "on_theirs" / "__init__.py").touch()
+    (tmp_path / "on_theirs" / "conformance_claims.toml").write_text(
+        '[device]\ntype = "theirs"\nimport = "brings_theirs"\n'
+    )
+    (tmp_path / "brings_theirs.py").write_text(
+        'import torch\ntorch.utils.rename_privateuse1_backend("theirs")\n'
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = trial.learn_on_trial("on_theirs", "cpu,theirs,gpu").bad_input
+    [slip] = [sentence for sentence in told if sentence.startswith("--device")]
+    assert "'gpu', which torch does not know; wanted is cpu, cuda or another type" in slip

@@ -201,7 +201,7 @@ SLIPS = {
     ): "there is no test 'conformance/nn/test_none.py::test_x'",
     ("their", "amp", "conformance/test_surface.py::test_x"): "or clauses (amp), not both at once",
     ("their", "--world-sizes=0"): "is no list of positive numbers",
-    ("their", "--device=gpu"): "is neither auto nor a list of cpu, cuda",
+    ("their", "--device=cuda:0"): "is neither auto nor a list of device types such as cpu,cuda",
     ("their", "-n", "0"): "'0' is neither auto nor a positive number",
     ("their", f"--out={__file__}"): "is a file; wanted a folder",
 }
@@ -217,14 +217,37 @@ def test_a_slip_ends_in_a_sentence_before_anything_runs(
     assert SLIPS[words] in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("code", [pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED])
-def test_what_the_profile_has_no_test_of_is_a_slip_too(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(judging, "run", lambda *_: ("", code))
+UNASKED = {
+    "no tests ran in 0.10s": (
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+        "the profile quick has no test of amp; --profile full asks more",
+    ),
+    "ImportError while loading conftest 'x.py'.": (
+        pytest.ExitCode.USAGE_ERROR,
+        "ImportError while loading conftest 'x.py'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("told", list(UNASKED))
+def test_what_nobody_asks_is_a_slip_too(told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: object, log: Path, *_: object) -> tuple[str, int]:
+        log.write_text(told)
+        return "", UNASKED[told][0]
+
+    monkeypatch.setattr(judging, "run", run)
     assert judge.main(["torch", "amp", f"--out={tmp_path}"]) == 2
     [said] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
-    assert said == "the profile quick has no test of amp; --profile full asks more"
+    assert said == UNASKED[told][1]
+
+
+@pytest.mark.deadline(120)
+def test_what_pytest_says_of_an_unknown_test_is_told(tmp_path: Path) -> None:
+    """Which it does not say where it has workers."""
+    test = "conformance/test_surface.py::test_nobody"
+    assert judge.main(["torch", test, "-n=1", f"--out={tmp_path}"]) == 2
+    [said] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
+    assert re.fullmatch(rf"ERROR: not found: .*{test}\n\(no match in any of .*\)", said)
 
 
 def test_an_area_is_asked_in_its_folder_and_a_stranger_of_no_part_of_ours() -> None:
