@@ -123,21 +123,22 @@ def test_the_outermost_region_ends_the_casts(subject: Library, device: str, enab
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_steps_inside_a_region(deviation: DeviationJudge, device: str, optimizer: str, depth: int) -> None:
-    def probe(library: Library) -> bool:
-        """Whether the product after the step is that of the new weight."""
+    def probe(library: Library) -> list[bool]:
+        """Whether the product after the step is that of the former weight, of the new one."""
         weight = torch.nn.Parameter(torch.ones(2, 2, device=device))
         x = torch.ones(2, 2, device=device)
         stepper = getattr(torch.optim, optimizer)([weight], lr=0.5)
         with contextlib.ExitStack() as stack:
             for _ in range(depth):
                 stack.enter_context(library.amp.autocast(device, dtype=torch.bfloat16))
-            (x @ weight).sum().backward()
+            former = x @ weight
+            former.sum().backward()
             stepper.step()
             used = x @ weight
         wanted = x.bfloat16() @ weight.detach().bfloat16()
-        return torch.equal(used, wanted)
+        return [torch.equal(used, each) for each in (former, wanted)]
 
-    deviation.judge(probe, torch_does=lambda fresh: not fresh, we_do=lambda fresh: fresh)
+    deviation.judge(probe, we_do=lambda seen: seen == [False, True])
 
 
 @clause("amp.autocast_mode.autocast.cache_sees_optimizer_steps")

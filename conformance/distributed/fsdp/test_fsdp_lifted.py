@@ -81,7 +81,6 @@ def test_parameters_of_several_dtypes_share_a_unit(deviation: DeviationJudge, ra
 def test_a_unit_of_one_element_accumulates(deviation: DeviationJudge, ranks: Any, world_size: int) -> None:
     deviation.judge(
         accumulate(ranks(world_size), module="one element"),
-        torch_does=lambda seen: seen[0].raised is None and not has_averaged(seen, "one element"),
         we_do=lambda seen: has_averaged(seen, "one element"),
         may_agree=world_size == 1,
     )
@@ -113,7 +112,6 @@ def test_replicas_that_nobody_shares_are_averaged(
     """Without groups a host has as many ranks as devices: on the CPU one."""
     deviation.judge(
         accumulate(ranks(world_size), module="plain", replicas=replicas),
-        torch_does=lambda seen: seen[0].raised is None and not has_averaged(seen, "plain"),
         we_do=lambda seen: has_averaged(seen, "plain"),
     )
 

@@ -63,7 +63,6 @@ def test_every_tensor_of_a_state_is_saved(
     optimized = Optimized(kind)
     deviation.judge(
         asked(ranks(world_size), cases.saved, ORIGINAL, optimized=optimized),
-        torch_does=lambda seen: have(seen, lambda states: not is_true(states, optimized)),
         we_do=lambda seen: have(seen, lambda states: is_true(states, optimized)),
         may_agree=world_size == 1,
     )
@@ -74,7 +73,6 @@ def test_every_tensor_of_a_state_is_saved(
 def test_steps_are_counted_once(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     deviation.judge(
         asked(ranks(world_size), cases.counts_after_a_step, ORIGINAL),
-        torch_does=lambda seen: have(seen, lambda steps: min(steps) > 3),
         we_do=lambda seen: have(seen, lambda steps: set(steps) == {3.0}),
     )
 
@@ -108,7 +106,6 @@ def test_a_flat_parameter_may_have_no_state_for_its_first(
     names = sorted(name for name, _ in TREE.build().named_parameters())
     deviation.judge(
         asked(ranks(world_size), cases.loaded_without_the_first, FLAT),
-        torch_does=lambda seen: have(seen, lambda found: found != names),
         we_do=lambda seen: have(seen, lambda found: found == names),
     )
 
@@ -162,7 +159,6 @@ def test_a_state_in_another_shape_is_refused_on_all_ranks(
 
     deviation.judge(
         asked(ranks(world_size), cases.of_another_shape, setup),
-        torch_does=lambda seen: isinstance(seen, RankFault) or not have(seen, is_named),
         we_do=lambda seen: have(seen, is_named),
     )
 
@@ -183,7 +179,6 @@ def test_tensors_in_a_list_are_refused(
 
     deviation.judge(
         asked(ranks(world_size), cases.in_a_list, setup),
-        torch_does=lambda seen: not have(seen, is_refused),
         we_do=lambda seen: have(seen, is_refused),
     )
 
@@ -203,7 +198,6 @@ def test_lists_of_numbers_are_saved_and_loaded_apart(
 
     deviation.judge(
         asked(ranks(world_size), cases.numbers_in_a_list, setup),
-        torch_does=lambda seen: not have(seen, are_apart),
         we_do=lambda seen: have(seen, are_apart),
     )
 
@@ -216,7 +210,6 @@ def test_a_transposed_parameter_gets_its_state_back(
 ) -> None:
     deviation.judge(
         asked(ranks(world_size), cases.transposed, setup),
-        torch_does=lambda seen: have(seen, lambda _: True) and not have(seen, all),
         we_do=lambda seen: have(seen, all),
         may_agree=world_size == 1,
     )
@@ -273,7 +266,9 @@ def test_what_one_rank_cannot_load_no_rank_loads(
 
     deviation.judge(
         asked(ranks(world_size), cases.one_rank_refuses, setup, what=what),
-        torch_does=lambda seen: not have(seen, lambda one: one["is_as_before"]),
+        torch_does=lambda seen: (
+            not isinstance(seen, RankFault) and any(not one["is_as_before"] for one in values_of(seen))
+        ),
         we_do=are_right,
     )
 

@@ -309,7 +309,6 @@ def test_parameters_are_assigned(
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: not any(one["loaded"] for one in seen),
         we_do=lambda seen: all(one["loaded"] for one in seen),
         may_agree=world_size == 1,
     )
@@ -422,6 +421,8 @@ def test_sharded_state_dicts_move_what_is_held(
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: not any(is_bounded(one) for one in seen),
+        torch_does=lambda seen: all(
+            min(one["saving"], one["loading"]) > share_of(world_size) for one in seen
+        ),
         we_do=lambda seen: all(is_bounded(one) for one in seen),
     )

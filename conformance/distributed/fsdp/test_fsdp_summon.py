@@ -185,7 +185,6 @@ def test_a_forward_inside_leaves_whole_what_is_shown(
 
     deviation.judge(
         lambda library: probed(rank_pool, library, summon_cases.computes, setup, tree=SIMPLE, **asked),
-        torch_does=lambda seen: not is_right(seen),
         we_do=is_right,
         may_agree=not writeback or strategy == "NO_SHARD" or rank_pool.world_size == 1,
     )
@@ -234,7 +233,7 @@ def test_a_backward_beside_whole_gradients(
         lambda library: probed(
             rank_pool, library, summon_cases.backward_beside_gradients, setup, tree=SIMPLE
         ),
-        torch_does=lambda seen: not is_clear(seen),
+        torch_does=lambda seen: all("AttributeError: " in str(outcome.value) for outcome in seen),
         we_do=is_clear,
     )
 
