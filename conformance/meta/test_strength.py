@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -24,12 +25,13 @@ from conformance.ranks.soak import marked_processes
 from conformance.strength import Idle, Kill, Kills, plant_ids, read_kills, write_kills
 from conformance.strength.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
 from conformance.strength.fork import Ending
-from conformance.strength.memory import Memory, known, remember
+from conformance.strength.memory import Memory, known, noted, remember, still_there
 from conformance.strength.order import Task, distance, likeness_to, lineage
 from conformance.strength.reasons import all_excuses, idle_reasons
 from conformance.strength.trials import candidates, clauses_of, idle, killing, proven, takes_ranks
 from conformance.strength.worker import Trial, Worker
 
+OF_MEMORY = ("what_killed_is_remembered", "what_is_remembered_is_there", "reasons_are_for_what_there_is")
 # Of the faults planted in torch, one of each kind: the command has them all.
 ON_TORCH = [
     "grad_scaler.last_group_missed",
@@ -304,17 +306,27 @@ def test_a_clause_that_this_profile_does_not_ask_about_is_told(worker: Worker, s
 
 
 def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A survivor keeps the killer that it had; a matrix of the reader's own knows better."""
+    """A survivor keeps the killer that it had; a matrix of the reader's own knows better; what is gone is dropped."""
+    a, b, c = list(CATALOGUE)[:3]
+    x, y = list(all_clauses())[:2]
+    old, new, own = (f"conformance/meta/test_strength.py::test_{name}" for name in OF_MEMORY)
     monkeypatch.setattr("conformance.strength.memory._FILE", kept := tmp_path / "killers.json")
-    kept.write_text('{"faults": {"a": "old", "b": "old", "c": "old"}, "clauses": {"x": "a", "y": "a"}}')
-    kills = [Kill("a", True, "", "new", "failed", 1.0), Kill("b", False, "", "", "", 1.0)]
-    remember(Kills("torch", "", "", kills=kills, idle=[Idle("x", 2, "b", "new"), Idle("y", 3)]))
-    noted = Memory({"a": "new", "b": "old", "c": "old"}, {"x": "b", "y": "a"})
+    faults, clauses = {a: old, b: old, c: old}, {x: a, y: a}
+    gone = {"faults": faults | {"gone": old, ON_TORCH[0]: f"{old}_gone"}, "clauses": clauses | {"gone": a}}
+    kept.write_text(json.dumps(gone))
+    kills = [Kill(a, True, "", new, "failed", 1.0), Kill(b, False, "", "", "", 1.0)]
+    remember(Kills("torch", "", "", kills=kills, idle=[Idle(x, 2, b, new), Idle(y, 3)]))
+    kept_now = Memory(faults | {a: new}, clauses | {x: b})
     out = tmp_path / "kills.json"
-    assert known(out) == noted
-    own = Kills("torch", "", "", kills=[Kill("c", True, "", "own", "failed", 1.0)], idle=[Idle("y", 1, "c")])
-    write_kills(out, own)
-    assert known(out) == Memory(noted.faults | {"c": "own"}, noted.clauses | {"y": "c"})
+    assert known(out) == kept_now
+    matrix = Kills("torch", "", "", kills=[Kill(c, True, "", own, "failed", 1.0)], idle=[Idle(y, 1, c)])
+    write_kills(out, matrix)
+    assert known(out) == Memory(kept_now.faults | {c: own}, kept_now.clauses | {y: c})
+
+
+def test_what_is_remembered_is_there() -> None:
+    """`--remember` drops what is gone."""
+    assert noted() == still_there(noted())
 
 
 def test_reasons_are_for_what_there_is() -> None:
