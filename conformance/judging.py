@@ -56,7 +56,7 @@ def judged(options: argparse.Namespace, out: Path, progress: Progress, stop: Sto
         why = ended or ("" if is_whole else f"judging ended with code {code}: {tail(out)}")
         return report | {"ended_early": [why] if why else []}
     if code == BAD_INPUT and not ended:  # which pytest has told as it ended
-        said = tail(out).rpartition("Exit: ")[2]
+        said = said_at_exit((out / "judging.log").read_text(errors="replace"))
         return _salvaged(options, log, began, "nothing was judged") | {"bad_input": [said]}
     return _salvaged(options, log, began, ended or f"judging ended with code {code}: {tail(out)}")
 
@@ -73,6 +73,11 @@ def _nothing_asked(options: argparse.Namespace, out: Path, stop: Stop) -> str:
         f"--profile {larger[0]} asks more" if larger else "python -m conformance.catalogue lists the clauses"
     )
     return f"the profile {profile} has no test of {asked}; {cure}"
+
+
+def said_at_exit(log: str) -> str:
+    """What pytest was ended with: all from there, since a subject's own words, of any length, may be part of it."""
+    return f"\n{log}".partition("\nExit: ")[2].strip()
 
 
 def tail(out: Path, name: str = "judging") -> str:

@@ -25,7 +25,7 @@ from conformance.expectations import Expectations, unshrunk
 from conformance.library import Library, NotProvided, load_library, package_of
 from conformance.notes import Notes
 from conformance.options import PROFILES
-from conformance.results import BAD_INPUT, Recorder, WorkerRecorder, unavailable
+from conformance.results import BAD_INPUT, NO_DEVICE, Recorder, WorkerRecorder, unavailable
 from conformance.rows import all_deviations, all_reference_limits
 
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
@@ -283,7 +283,7 @@ def reference() -> Library:
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     if not is_usable(request.param):
-        unavailable(f"no device {request.param}")
+        unavailable(f"{NO_DEVICE} {request.param}")
     return request.param
 
 

@@ -35,6 +35,7 @@ from conformance.trial import Learned
 
 RED = ("failed", "hang", "crash", "stale")
 BAD_INPUT = 2  # the exit code where the claims file is wrong, whatever became of the tests
+NO_DEVICE = "no device"  # how the reason begins why a test is unavailable
 _PROPERTY = "conformance"
 _MOST_TEXT = 4000
 _MOST_OUTPUT = 20_000  # of what a failing test has written
@@ -241,7 +242,7 @@ class Recorder:
         if self._judgements and session.exitstatus in (0, 1):
             self._hold_expectations(is_whole=not session.shouldstop and not session.shouldfail)
             # A subject that provides nothing fails no test, nor does an expectation that no longer holds.
-            session.exitstatus = BAD_INPUT if self._learned.bad_input else int(self._verdict() == "red")
+            session.exitstatus = BAD_INPUT if self._bad_input() else int(self._verdict() == "red")
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -266,14 +267,27 @@ class Recorder:
 
     def _verdict(self) -> str:
         found = verdict(self._judgements.values(), self._learned.claims)
-        return "red" if self._learned.bad_input else found
+        return "red" if self._bad_input() else found
+
+    def _bad_input(self) -> list[str]:
+        """What has to be mended first; a device that was asked for and is not here, only the tests have noticed."""
+        lacking = Counter(
+            judgement.reason for judgement in self._judgements.values() if judgement.outcome == "unavailable"
+        )
+        asked = self._config.option.device.split(",")
+        return [*self._learned.bad_input] + [
+            f"--device asks for {device}, which is not here: {count} tests were not run; run where one is, or leave "
+            "--device out, which takes what is there"
+            for device in asked
+            if (count := lacking[f"{NO_DEVICE} {device}"])
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         judgements = sorted(self._judgements.values(), key=lambda judgement: judgement.nodeid)
         return heading(self._config.option, self._began) | {
             "verdict": self._verdict(),
             "provides_nothing": self._learned.claims == frozenset(),
-            "bad_input": list(self._learned.bad_input),
+            "bad_input": self._bad_input(),
             "devices": sorted({judgement.device for judgement in judgements} - {""}),
             "expectations": [held.as_dict() for held in self._held],
             "tests": [asdict(judgement) for judgement in judgements],
@@ -304,7 +318,7 @@ class Recorder:
         for held in self._held:
             if held.state == "met":
                 write(f"MET {held.expectation.about}: {held.says}")
-        for sentence in self._learned.bad_input:
+        for sentence in self._bad_input():
             write(f"BAD INPUT {sentence}")
         found = self._verdict()
         write(f"verdict: {found}", green=found == "green", red=found == "red", bold=True)

@@ -74,7 +74,10 @@ def load(spec: str) -> tuple[str, ...]:
     except UnreadableClaims as error:
         raise CannotBeJudged(str(error)) from error
     except BaseException as error:
-        raise CannotBeJudged(_cannot_be_loaded(spec, told(error))) from error
+        cure = (
+            _NOT_THERE if _is_not_there(spec, error) else f"mend what raises in `import {package_of(spec)}`"
+        )
+        raise CannotBeJudged(_cannot_be_loaded(spec, told(error), cure)) from error
     finally:
         changed = put_back(_SIGNALS, signals)
     replaced = [name for name, found in before.items() if reference.find(name) is not found]
@@ -141,11 +144,15 @@ def learn_on_trial(spec: str, devices: str = "auto", limit_s: float = IMPORT_S) 
         return Learned(known, tuple(said["bad_input"]))
 
 
-def _cannot_be_loaded(
-    spec: str,
-    why: str,
-    cure: str = "wanted is impl, torch, or an importable package that mirrors torch's paths",
-) -> str:
+_NOT_THERE = "wanted is impl, torch, or an importable package that mirrors torch's paths"
+
+
+def _is_not_there(spec: str, error: BaseException) -> bool:
+    """Rather than that something in it raises."""
+    return isinstance(error, ModuleNotFoundError) and f"{package_of(spec)}.".startswith(f"{error.name}.")
+
+
+def _cannot_be_loaded(spec: str, why: str, cure: str) -> str:
     return f"the subject {spec!r} cannot be loaded ({why}); {cure}"
 
 

@@ -246,7 +246,8 @@ def test_what_is_printed_is_bounded_in_report_and_log(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "fails_on_import": "cannot be loaded (RuntimeError: not on this machine); wanted is impl, torch, or an importable",
+    "fails_on_import": "(RuntimeError: not on this machine); mend what raises in `import fails_on_import`",
+    "is_not_there.at_all": "(ModuleNotFoundError: No module named 'is_not_there'); wanted is impl, torch, or an",
     "dies_on_import": "cannot be loaded (importing it ended its process with exit code 0); let the import return",
     "hangs_on_import": "cannot be loaded (importing it did not end within 5 s); let the import return without waiting",
     "doubles_on_import": "forked the process and came back in both: whoever imports it runs twice; let it start",
@@ -286,6 +287,16 @@ def test_a_subject_that_changed_signals_is_judged_with_those_that_were(tmp_path:
     assert {entry["outcome"] for entry in report["tests"]} == {"passed"}
     assert "signal handlers" in report["bad_input"][0]
     assert report["exit code"] == BAD_INPUT
+
+
+def test_a_device_that_is_not_there_is_told_apart_from_green(tmp_path: Path) -> None:
+    report = judged("prints", tmp_path, "--device=npu", OTHERS)
+    assert {entry["outcome"] for entry in report["tests"]} == {"unavailable"}
+    [sentence] = report["bad_input"]
+    assert sentence.startswith(
+        "--device asks for npu, which is not here: 5 tests were not run; run where one is"
+    )
+    assert (report["verdict"], report["exit code"]) == ("red", BAD_INPUT)
 
 
 def test_a_module_that_is_never_imported_leaves_the_claims_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,3 +259,9 @@ def test_an_area_is_asked_in_its_folder_and_a_stranger_of_no_part_of_ours() -> N
     assert clauses == []
     [test], clauses = chosen_tests(["conformance/test_surface.py::test_x[a b]"], "their")
     assert (Path(test).name, clauses) == ("test_surface.py::test_x[a b]", [])
+
+
+def test_what_a_run_was_ended_with_is_told_whole() -> None:
+    said = "the subject 'x' cannot be loaded (SystemExit: 3); mend it\nIt wrote: " + "much " * 1000
+    assert judging.said_at_exit(f"a warning\nExit: {said}\n") == said.strip()
+    assert judging.said_at_exit("Exit: it") == "it"
