@@ -5,6 +5,7 @@ A library travels as its spec, a gradient as its whole value and its placement.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,12 +61,18 @@ def clip(
 
     The outcome's value is what came back, made whole; what is watched are this rank's parts of the gradients.
     """
-    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+    mesh = _mesh_of_all(rank.device.type, rank.world_size)
     placed = [gradient.on(mesh) for gradient in gradients]
     parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in placed]
     called = load_library(library).find(f"nn.utils.{function}")
     takes = placed if function == "get_total_norm" else [_parameter(grad) for grad in placed]
     return observe(lambda: _whole(called(takes, **arguments)), watch=parts)
+
+
+@functools.cache
+def _mesh_of_all(device_type: str, world_size: int) -> DeviceMesh:
+    """One for all cases, as a training has: DTensors that meet another mesh find their shardings anew."""
+    return init_device_mesh(device_type, (world_size,))
 
 
 def _parameter(grad: torch.Tensor) -> torch.nn.Parameter:

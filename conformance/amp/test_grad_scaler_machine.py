@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from conformance.clauses import clause
 from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome
+from conformance.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import AMP_AWARE, PLAIN, Rig, pickled
 
@@ -92,7 +92,9 @@ class Twins(RuleBasedStateMachine):
         outcome = rig.did(call(rig), *real)
         if outcome.raised is not None:
             outcome = without_what_was_left(rig, outcome)
-        return [outcome, *(other.did(other.scaler.get_scale) for other in rigs)]
+        after = observe(rig.scaler.get_scale, watch=[other.parameters for other in rigs])
+        seen = {"parameters": after.watched, "rigs": [other.seen() for other in rigs]}
+        return [outcome, dataclasses.replace(after, watched=seen)]
 
     @rule(which=st.integers(0, 1), last=st.sampled_from([None] * 4 + [math.inf, -math.inf, math.nan]))
     def backward(self, which: int, last: float | None) -> None:
