@@ -15,7 +15,7 @@ import importlib.abc
 import importlib.util
 import pkgutil
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -48,22 +48,24 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec_of(name)
 
 
-def spec_of(name: str, tree: ast.Module | None = None) -> ModuleSpec | None:
+def spec_of(name: str, tree: ast.Module | None = None) -> ModuleSpec:
     """Of the copy of a module; `tree` is taken for torch's source."""
-    is_package = name in (*_WITH_MODULES, *_ON_THE_WAY)
-    return importlib.util.spec_from_loader(f"{ROOT}.{name}", _Loader(name, tree), is_package=is_package)
+    if name in _ON_THE_WAY:
+        return ModuleSpec(f"{ROOT}.{name}", None, is_package=True)
+    file = source_of(name)
+    loader = Loader(file, lambda: copy_of(name, tree or ast.parse(file.read_text(encoding="utf-8"))))
+    return ModuleSpec(f"{ROOT}.{name}", loader, is_package=name in _WITH_MODULES)
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, name: str, tree: ast.Module | None) -> None:
-        self._name, self._tree = name, tree
+class Loader(importlib.abc.Loader):
+    """Runs a tree as if it were what stands in the file."""
+
+    def __init__(self, file: Path, tree: Callable[[], ast.Module]) -> None:
+        self._file, self._tree = file, tree
 
     def exec_module(self, module: types.ModuleType) -> None:
-        if self._name in copied():
-            file = source_of(self._name)
-            tree = self._tree or ast.parse(file.read_text(encoding="utf-8"))
-            module.__file__ = str(file)
-            exec(compile(copy_of(self._name, tree), file, "exec", dont_inherit=True), vars(module))
+        module.__file__ = str(self._file)
+        exec(compile(self._tree(), self._file, "exec", dont_inherit=True), vars(module))
 
 
 def source_of(name: str) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.abc
-import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -65,13 +64,4 @@ class _Finder(importlib.abc.MetaPathFinder):
         change(tree)
         if self._package == copying.ROOT:
             return copying.spec_of(module, tree)
-        return importlib.util.spec_from_loader(fullname, _Loader(tree, str(file_of(self._package, module))))
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, tree: ast.Module, file: str) -> None:
-        self._tree, self._file = tree, file
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__file__ = self._file
-        exec(compile(self._tree, self._file, "exec", dont_inherit=True), vars(module))
+        return ModuleSpec(fullname, copying.Loader(file_of(self._package, module), lambda: tree))

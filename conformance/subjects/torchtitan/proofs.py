@@ -8,36 +8,30 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 from torchtitan.distributed.utils import clip_grad_norm_
 
-from conformance.subjects.proof import Proofs, Sides, mesh_of_one, parameter, said, warnings_of
+from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, parameter, warnings_of
 
 PROOFS = Proofs()
+both = beside(clip_grad_norm_, torch.nn.utils.clip_grad_norm_)
 
 
 @PROOFS.keep
 def norm_of_dtensors() -> Sides:
     """Of DTensors comes back a plain tensor, where torch's norm is a DTensor."""
     sharded = parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)]))
-    return said(lambda: type(clip_grad_norm_([sharded], 1.0))), said(
-        lambda: type(torch.nn.utils.clip_grad_norm_([sharded], 1.0))
-    )
+    return both(lambda clip: type(clip([sharded], 1.0)))
 
 
 @PROOFS.keep
 def dtensors_among_plain_tensors() -> Sides:
     """A DTensor and a plain tensor are clipped together, one gradient at a time, where torch refuses them."""
     mixed = [parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)])), parameter(torch.ones(2))]
-    return said(lambda: clip_grad_norm_(mixed, 1.0, foreach=False)), said(
-        lambda: torch.nn.utils.clip_grad_norm_(mixed, 1.0, foreach=False)
-    )
+    return both(lambda clip: clip(mixed, 1.0, foreach=False))
 
 
 @PROOFS.keep
 def an_empty_generator() -> Sides:
     """An empty generator, which one that is used up is too, is clipped in silence, where torch warns."""
-
-    return said(lambda: warnings_of(lambda: clip_grad_norm_((each for each in ()), 1.0))), said(
-        lambda: warnings_of(lambda: torch.nn.utils.clip_grad_norm_((each for each in ()), 1.0))
-    )
+    return both(lambda clip: warnings_of(lambda: clip((each for each in ()), 1.0)))
 
 
 if __name__ == "__main__":
