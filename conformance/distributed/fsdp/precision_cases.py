@@ -88,13 +88,14 @@ def full_precision_in_eval(lab: Lab) -> dict[str, str]:
 
 
 def buffers_in_eval(lab: Lab) -> list[dict[str, torch.dtype]]:
-    """By forwards in training, evaluation, and where a part alone evaluates; some dtypes no batch statistics take."""
+    """By forwards in training, evaluation, and where some alone evaluate; some dtypes no batch statistics take."""
     seen = []
     with _environment("FSDP_USE_FULL_PREC_IN_EVAL", "1"):
         model = wrapped(lab.rank, lab.library, lab.tree.build(), lab.setup)
-    for training in (True, False, None, False, True):
-        model.train(training is not False)
-        model.body.train(bool(training))
+    for evaluates in ("nothing", "all", "the body", "all", "a part of it", "nothing"):
+        model.train(evaluates != "all")
+        model.body.train(evaluates in ("nothing", "a part of it"))
+        model.body.parts[0].train(evaluates == "nothing")
         tried(functools.partial(call, model, lab.tree, lab.tree.batch(0, lab.rank.rank)))
         seen.append({clean(name): buffer.dtype for name, buffer in model.named_buffers()})
     return seen

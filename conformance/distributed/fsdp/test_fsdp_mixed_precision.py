@@ -21,6 +21,7 @@ from conformance.distributed.fsdp.judging import (
     share_of_examples,
 )
 from conformance.distributed.fsdp.method_cases import SIMPLE, TREE
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.library import Library
 from conformance.outcome import Outcome
 from conformance.ranks import RankPool
@@ -29,6 +30,7 @@ from conformance.tolerances import TRAINED, Tolerance
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 LOW = (torch.bfloat16, torch.float16)
+HOLLOW = ModuleTree(Group((Leaf("affine", 4), Leaf("affine"), Leaf("counted"))), dtype=torch.float32, head="none")
 WITHOUT_STATISTICS = ("affine", "linear", "normed", "lookup", "scaled", "tied", "idle")
 
 
@@ -245,14 +247,20 @@ def test_full_precision_in_eval_by_the_environment(
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")
 @pytest.mark.parametrize("dtype", ["param_dtype", "reduce_dtype", "buffer_dtype"])
-@pytest.mark.parametrize("wrap", ["root", "manual"])
+@pytest.mark.parametrize("wrap", ["root", "manual", "hollow"])
 def test_buffers_are_in_full_precision_in_eval(
     subject: Library, reference: Library, rank_pool: RankPool, wrap: str, dtype: str
 ) -> None:
-    """Where parameters or gradients are not, otherwise; `dtype` is which are not, beside buffers."""
+    """Where parameters or gradients are not, otherwise; `dtype` is which are not, beside buffers.
+
+    A root that holds nothing goes by its units.
+    """
     precision = {"buffer_dtype": torch.bfloat16, dtype: torch.bfloat16}
-    setup = Setup(wrap=wrap, mixed_precision=precision)
-    seen = assert_probes_agree(rank_pool, (reference, subject), precision_cases.buffers_in_eval, setup)
+    setup = Setup(wrap="leaves" if wrap == "hollow" else wrap, mixed_precision=precision)
+    tree = HOLLOW if wrap == "hollow" else TREE
+    seen = assert_probes_agree(
+        rank_pool, (reference, subject), precision_cases.buffers_in_eval, setup, tree=tree
+    )
     assert_none_raised(seen)
     trained, evaluated = seen[0].value[:2]
     assert (trained == evaluated) is (dtype == "buffer_dtype"), seen[0].value

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.clauses import clause
@@ -48,6 +48,7 @@ options = st.fixed_dictionaries(
     at=st.sampled_from([0, 0, 1]),
     adds=st.sampled_from([0.0, 0.5]),
 )
+@example(options={"with_grads": True}, use_orig_params=True, at=0, adds=0.5)
 def test_every_option(
     subject: Library,
     reference: Library,
