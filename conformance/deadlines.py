@@ -24,9 +24,9 @@ from conformance import trial
 from conformance.clauses import all_clauses, clause_of
 from conformance.errors import Hang, StoppedByHand, stop_by_hand, told
 from conformance.global_state import put_back, read
+from conformance.judgement import unavailable
 from conformance.notes import Notes
 from conformance.process_state import PROCESS, lasting_threads
-from conformance.results import unavailable
 from conformance.watchdog import Watchdog
 
 _PROFILES_S = {"quick": 120.0, "full": 300.0, "deep": 3600.0}

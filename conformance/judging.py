@@ -21,9 +21,10 @@ from rich.progress import Progress, TaskID
 from conformance import heading, telling
 from conformance.claims_file import give
 from conformance.clauses import AREAS, HERE, all_clauses
+from conformance.judgement import RED
 from conformance.library import package_of
 from conformance.options import PROFILES
-from conformance.results import BAD_INPUT, RED
+from conformance.results import BAD_INPUT
 from conformance.running import Stop, run
 
 DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}

@@ -22,10 +22,11 @@ from conformance.deviations import DeviationJudge
 from conformance.environment import is_usable
 from conformance.errors import Hang, stop_by_hand
 from conformance.expectations import Expectations, unshrunk
+from conformance.judgement import unavailable
 from conformance.library import Library, NotProvided, load_library, package_of
 from conformance.notes import Notes
 from conformance.options import PROFILES
-from conformance.results import BAD_INPUT, NO_DEVICE, Recorder, WorkerRecorder, unavailable
+from conformance.results import BAD_INPUT, NO_DEVICE, Recorder, WorkerRecorder
 from conformance.rows import all_deviations, all_reference_limits
 
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}

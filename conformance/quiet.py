@@ -24,8 +24,9 @@ from typing import Any
 
 from conformance import environment
 from conformance.clauses import AREAS, HERE
+from conformance.judgement import RED
 from conformance.options import PROFILES
-from conformance.results import RED, broken_clauses
+from conformance.results import broken_clauses
 
 _ROOT = HERE.parent
 _FOLDERS = (*AREAS, "kernels", "test_surface.py")

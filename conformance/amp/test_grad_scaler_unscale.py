@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
+from conformance.judgement import unavailable
 from conformance.library import Library
 from conformance.outcome import Outcome
-from conformance.results import unavailable
 from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
 from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Rig, Story, assert_same_story
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
+from conformance.judgement import unavailable
 from conformance.library import Library
 from conformance.outcome import Outcome, observe
-from conformance.results import unavailable
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import FOUR, Rig, assert_same_story
 

@@ -9,9 +9,9 @@ import pytest
 
 from conformance.clients.sides import Sides
 from conformance.clients.taking_place import drop_in_of
+from conformance.judgement import unavailable
 from conformance.library import Library
 from conformance.ranks import RankPool
-from conformance.results import unavailable
 
 _LIBRARIES = ("accelerate", "transformers", "lightning", "peft", "bitsandbytes", "torchao")
 

@@ -11,7 +11,7 @@ import torch
 
 from conformance.clauses import clause
 from conformance.clients.sides import Sides, assert_same
-from conformance.results import unavailable
+from conformance.judgement import unavailable
 from conformance.tolerances import EXACT
 
 # The first one waits for all imports, on both sides.

@@ -12,9 +12,9 @@ import torch
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
+from conformance.judgement import unavailable
 from conformance.library import Library
 from conformance.outcome import assert_same_outcome
-from conformance.results import unavailable
 from conformance.strategies.compiled_steps import Rig, Script, outcome, soon, tracing_of
 from conformance.strategies.optimizers import Make, maker
 from conformance.strategies.user_optimizers import Collecting

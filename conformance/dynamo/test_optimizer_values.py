@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from conformance.clauses import clause
 from conformance.global_state import put_back, read
+from conformance.judgement import unavailable
 from conformance.library import Library
 from conformance.outcome import assert_same_outcome, observe
 from conformance.process_state import PROCESS
-from conformance.results import unavailable
 from conformance.strategies.compiled_steps import Rig, outcome, soon, tracing_of
 from conformance.strategies.optimizers import (
     COMPILED,

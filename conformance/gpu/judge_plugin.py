@@ -12,8 +12,8 @@ import pytest
 from conformance.gpu.probe import Probe
 from conformance.gpu.probe_cases import COLLECTIVES
 from conformance.gpu.rows import PROGRESS, VARIABLE, Rows, Task, read_rows
+from conformance.judgement import RED, unavailable
 from conformance.ranks import backend_for
-from conformance.results import RED, unavailable
 
 _TELL_EVERY_S = 10.0
 # What tests with several ranks rest on, by the folder they lie in: the first that fits.

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from conformance.results import unavailable
+from conformance.judgement import unavailable
 
 _ROOT = Path(__file__).parents[2]
 _START_S = 120.0

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from conformance.results import unavailable
+from conformance.judgement import unavailable
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = [

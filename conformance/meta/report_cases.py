@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from conformance import environment
-from conformance.results import Judgement
+from conformance.judgement import Judgement
 from conformance.training.compare import Check
 from conformance.training.judge import Comparison, as_entry
 from conformance.training.plan import small_plan

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from conformance import trial
+from conformance.judgement import RED
 from conformance.notes import Notes
-from conformance.results import BAD_INPUT, RED
+from conformance.results import BAD_INPUT
 
 ROOT = Path(__file__).parents[2]
 ABUSE = Path(__file__).parent / "abuse"

@@ -16,11 +16,11 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import impl.amp
+from conformance.judgement import unavailable
 from conformance.meta import captured_twins as on
 from conformance.meta.captured_twins import FUSED, Side, Twins
 from conformance.meta.recording_graphs import RecordingGraphs, recorded
 from conformance.meta.test_captured import SCRIPTS, Event, play
-from conformance.results import unavailable
 from impl.optim import capture, explain, release
 
 pytestmark = pytest.mark.deadline(120)

@@ -16,11 +16,11 @@ import pytest
 from benchmarks import __main__ as clock
 from benchmarks import catalogue, decision, earlier, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
+from conformance.judgement import unavailable
 from conformance.meta.clock_cases import CI, MACHINE, git, loaded, measured, results
 from conformance.meta.report_cases import a_report
 from conformance.report import speed as drawn
 from conformance.report.verdict import parts, reasons
-from conformance.results import unavailable
 
 pytestmark = pytest.mark.deadline(60)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from conformance.judgement import unavailable
 from conformance.meta import neighbours_cases
 from conformance.meta.neighbours_cases import given_by
 from conformance.ranks import RankFault, RankPool
-from conformance.results import unavailable
 from impl.distributed.fsdp import _neighbours
 
 pytestmark = [

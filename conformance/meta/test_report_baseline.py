@@ -15,11 +15,11 @@ pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml br
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 
 from conformance import gate
+from conformance.judgement import RED
 from conformance.meta.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
 from conformance.report import write_page
 from conformance.report.baseline import Comparison, compare, read_report, sentences
 from conformance.report.matrix import SEVERITY
-from conformance.results import RED
 from conformance.strength import Kill, Kills, write_kills
 
 CHANGES = ("broke", "mended", "changed", "new", "gone", "slower", "faster")

@@ -13,10 +13,11 @@ import pytest
 
 from conformance import clauses
 from conformance.claims import claims, is_claimed
+from conformance.judgement import _axes
 from conformance.library import NotProvided, load_library
 from conformance.outcome import observe
 from conformance.ranks import RankPool
-from conformance.results import BAD_INPUT, _axes, broken_clauses
+from conformance.results import BAD_INPUT, broken_clauses
 
 ROOT = Path(__file__).parents[2]
 FIRST, SECOND = (clause["id"] for clause in clauses.for_report()[:2])

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from conformance.clauses import HERE, clause_of
+from conformance.judgement import RED
 from conformance.mutation import lines
 from conformance.mutation.groups import GROUPS, LINES, Group, clauses_of
-from conformance.results import RED
 from conformance.strength.fork import test_files
 
 _FOLDER, _GROUP = "CONFORMANCE_LINES_FOLDER", "CONFORMANCE_LINES_GROUP"

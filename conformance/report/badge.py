@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 from xml.sax.saxutils import escape
 
+from conformance.judgement import RED
 from conformance.report.text import legible
 from conformance.report.verdict import worst_by_clause
-from conformance.results import RED
 
 _COLOURS = {"green": "#116329", "red": "#b3131f"}
 _LETTER, _MARGIN = 6.6, 10  # wide, in pixels of the font below

@@ -6,7 +6,7 @@ import datetime
 from collections import Counter
 from typing import Any
 
-from conformance.results import RED
+from conformance.judgement import RED
 
 _STATUS = {
     **dict.fromkeys(RED, "failed"),

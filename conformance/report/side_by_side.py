@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conformance.judgement import RED
 from conformance.report.matrix import MEANINGS, SEVERITY, ranked
 from conformance.report.page import environment
 from conformance.report.text import legible
 from conformance.report.verdict import parts
-from conformance.results import RED
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.clauses import LEVELS
+from conformance.judgement import RED
 from conformance.report.matrix import SEVERITY, ranked
 from conformance.report.speed import MISSING, REGRESSION, is_faster, is_slower
-from conformance.results import BAD_INPUT, RED
+from conformance.results import BAD_INPUT
 
 _WORDS = {
     "passed": "hold",

@@ -23,10 +23,11 @@ import torch._dynamo  # noqa: F401 the first step of an optimizer imports it, wh
 
 from conformance.clauses import HERE, all_clauses, clause_of
 from conformance.deadlines import Deadlines
+from conformance.judgement import RED
 from conformance.library import load_library
 from conformance.notes import Notes
 from conformance.ranks.handle import keep_fork_server, start_fork_server
-from conformance.results import RED, WorkerRecorder
+from conformance.results import WorkerRecorder
 from conformance.strength.order import Task, in_order
 
 LOG = "log"

@@ -14,10 +14,10 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
+from conformance.judgement import unavailable
 from conformance.library import Library
 from conformance.outcome import Outcome
 from conformance.ranks import RankPool
-from conformance.results import unavailable
 
 
 def assert_same(
