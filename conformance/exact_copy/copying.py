@@ -4,6 +4,9 @@ Imports of copied modules, and chains of public names such as `torch.amp.GradSca
 else leads to torch. Torch's own stay, since the rest of torch tells objects by them: enums, what `api` configures,
 `_FSDPState`, FSDP2 (whose operators can be registered once only), and private names in chains (Dynamo knows
 `torch.amp._enter_autocast` by identity).
+
+Dynamo knows the class that tracks optimizers by what it derives from: the copy derives from torch's, has every method
+of it anew, and what it calls of its base is the base's of torch's.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ _ON_THE_WAY = ("cpu", "cuda", "distributed", "nn")  # empty packages
 _WITH_MODULES = (*_PACKAGES, "nn.utils")
 _SHARED_MODULES = ("distributed.fsdp.api", "distributed.fsdp._fully_shard")
 _SHARED_CLASSES = ("_FSDPState",)
+_DERIVED_CLASSES = ("OptimizerVariable",)
+_ELSEWHERE = {"dynamo": "_dynamo.variables.optimizer"}  # what a subject has at another path than torch
 
 
 @functools.cache
 def copied() -> frozenset[str]:
     """The paths below torch of the modules that are copied."""
-    found = {*_PACKAGES, *_SINGLE}
+    found = {*_PACKAGES, *_SINGLE, *_ELSEWHERE}
     for package in _PACKAGES:
         folder = importlib.import_module(f"torch.{package}").__path__
         found |= {f"{package}.{file.name}" for file in pkgutil.iter_modules(folder)}
@@ -69,7 +74,7 @@ class Loader(importlib.abc.Loader):
 
 
 def source_of(name: str) -> Path:
-    spec = importlib.util.find_spec(f"torch.{name}")
+    spec = importlib.util.find_spec(_torchs(name))
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin)
@@ -77,8 +82,12 @@ def source_of(name: str) -> Path:
 
 def copy_of(name: str, tree: ast.Module) -> ast.Module:
     """The tree of torch's module `name`, its names leading to the copies."""
-    package = f"torch.{name}" if name in _WITH_MODULES else f"torch.{name}".rpartition(".")[0]
-    return ast.fix_missing_locations(_Redirected(f"torch.{name}", package).visit(tree))
+    package = _torchs(name) if name in _WITH_MODULES else _torchs(name).rpartition(".")[0]
+    return ast.fix_missing_locations(_Redirected(_torchs(name), package).visit(tree))
+
+
+def _torchs(name: str) -> str:
+    return f"torch.{_ELSEWHERE.get(name, name)}"
 
 
 class _Redirected(ast.NodeTransformer):
@@ -104,6 +113,17 @@ class _Redirected(ast.NodeTransformer):
         is_at_top = node.col_offset == 0
         if is_at_top and (is_enum or node.name in _SHARED_CLASSES):
             return ast.copy_location(ast.ImportFrom(self._module, [ast.alias(node.name)], 0), node)
+        if is_at_top and node.name in _DERIVED_CLASSES:
+            return self._derived(node)
+        return self.generic_visit(node)
+
+    def _derived(self, node: ast.ClassDef) -> ast.AST:
+        """The class on top of torch's, whose own methods are passed over where the class asks its base."""
+        torchs = f"__import__('importlib').import_module({self._module!r}).{node.name}"
+        node.bases = [ast.parse(torchs, mode="eval").body]
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and ast.unparse(call) == "super()":
+                call.args = ast.parse(f"f({torchs}, self)", mode="eval").body.args  # type: ignore[attr-defined]
         return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:

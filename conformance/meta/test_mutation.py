@@ -9,12 +9,15 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from conformance.exact_copy.copying import ROOT
+from conformance.judgement import unavailable
 from conformance.mutation import lines
 from conformance.mutation.__main__ import main
 from conformance.mutation.groups import (
     GROUPS,
+    clauses_of,
     diff,
     draw,
     file_of,
@@ -23,6 +26,7 @@ from conformance.mutation.groups import (
     mutant_called,
     parsed,
     proof_of,
+    stale_proofs,
 )
 from conformance.mutation.operators import OPERATORS, mutate, sites
 from conformance.mutation.reach import Reach
@@ -168,13 +172,18 @@ def test_lines_note_that_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lines._noted.cache_clear()
 
 
-def test_the_quickest_test_that_reaches_a_line_comes_first() -> None:
-    reach = Reach(
-        {"slow": 2.0, "quick": 1.0, "other": 0.5}, {"slow": [1, 2], "quick": [1], "other": [3]}, ["traced"]
-    )
-    assert reach.tests_of(1) == ("quick", "slow", "traced")
-    assert reach.tests_of(2) == ("slow", "traced")
-    assert reach.tests_of(4) == ("traced",)
+def test_each_clauses_quickest_test_that_reaches_a_line_comes_first() -> None:
+    value, other = sorted(clauses_of(GROUPS[2]))[:2]
+    clauses = {"slow": value, "quick": value, "same": value, "gone": value, "traced": value, "else": other}
+    seconds = {"slow": 3.0, "quick": 1.0, "same": 1.5, "else": 2.0, "forgotten": 0.1}
+    reached = {"slow": [1, 2], "quick": [1], "same": [3], "else": [1], "forgotten": [1]}
+    reach = Reach("", clauses, seconds, reached, ["traced"])
+    assert reach.tests_of(1, GROUPS[2]) == ["quick", "else", "slow", "traced"]
+    assert reach.tests_of(2, GROUPS[2]) == ["slow", "traced"]
+    assert reach.tests_of(4, GROUPS[2]) == ["traced"]
+    assert reach.tests_of(1, GROUPS[0]) == []
+    assert reach.within(["quick", "else", "slow", "traced"], 3.5) == ["quick", "else"]
+    assert reach.within(["slow", "quick"], 0.1) == ["slow"]
 
 
 @pytest.mark.parametrize("package", [ROOT, "impl"])
@@ -247,3 +256,25 @@ def test_the_score_counts_what_is_reached_and_not_equivalent() -> None:
     assert (score.killed, score.counted, score.unreached, score.equivalent) == (3, 4, 2, 1)
     assert str(score) == "75.0% [30.1%, 95.4%], 3 of 4 (2 unreached, 1 equivalent)"
     assert str(Score.of([UNREACHED])) == "nothing to count (1 unreached, 0 equivalent)"
+
+
+def test_a_proof_whose_lines_are_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [one] = draw(GROUPS[2], ROOT, 1, 1)
+    gone = [f"{key_of(ROOT, one)[:-12]}{'0' * 12}", "nn.utils.no_module:f:drop_wait:0"]
+    rows = "".join(f'"{key}" = "It does."\n' for key in (key_of(ROOT, one), *gone))
+    (tmp_path / "equivalent.toml").write_text(f'["{ROOT}"]\n{rows}')
+    monkeypatch.setattr("conformance.mutation.groups.__file__", str(tmp_path / "groups.py"))
+    assert stale_proofs(ROOT) == gone
+    assert stale_proofs("impl") == []
+
+
+@pytest.mark.parametrize("package", [ROOT, "impl"])
+def test_every_proof_is_of_the_installed_source(package: str) -> None:
+    if package == ROOT and not torch.__version__.startswith("2.13"):
+        unavailable("the proofs are of torch 2.13")
+    assert stale_proofs(package) == []
+
+
+def test_more_proofs_than_a_tenth_are_too_many() -> None:
+    assert not Score.of([KILLED] * 8 + [SURVIVED, EQUIVALENT, UNREACHED]).leans_on_proofs
+    assert Score.of([KILLED] * 8 + [EQUIVALENT, UNREACHED, UNREACHED]).leans_on_proofs

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +21,24 @@ from conformance import environment, mutation
 from conformance.errors import stop_by_hand
 from conformance.exact_copy.copying import ROOT
 from conformance.mutation import lines
-from conformance.mutation.groups import GROUPS, Group, Mutant, diff, draw, key_of, mutant_called, proof_of
-from conformance.mutation.reach import measure
-from conformance.mutation.score import EQUIVALENT, KILLED, SURVIVED, UNREACHED, Score
+from conformance.mutation.groups import (
+    GROUPS,
+    Group,
+    Mutant,
+    diff,
+    draw,
+    key_of,
+    mutant_called,
+    proof_of,
+    stale_proofs,
+)
+from conformance.mutation.reach import Reach, measure
+from conformance.mutation.score import EQUIVALENT, KILLED, MOST_EQUIVALENT, SURVIVED, UNREACHED, Score
 from conformance.strength.order import Task
 from conformance.strength.trials import RedWithoutFault, prove
 from conformance.strength.worker import Crew, Trial
 
-AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 2, 130
+AS_EXPECTED, DISPUTABLE, NOT_JUDGED, STOPPED = 0, 1, 2, 130
 _say = functools.partial(print, flush=True)
 
 
@@ -34,7 +46,7 @@ _say = functools.partial(print, flush=True)
 class Fate:
     mutant: Mutant
     fate: str
-    why: str = ""  # the test that killed it, or the proof that it does the same
+    why: str = ""  # the test that killed it, how many did not, or the proof that it does the same
     seconds: float = 0.0
 
 
@@ -47,10 +59,12 @@ def main(words: Sequence[str]) -> int:
     fates: dict[str, list[Fate]] = {}
     began = time.monotonic()
     try:
+        _say("measuring which lines each test reaches")
+        reach = measure(options.subject, options.groups, options.jobs, options.reach)
         with Crew(options.subject, options.jobs) as crew:
             for group in options.groups:
                 fates[group.name] = found = []
-                for fate in _judged(crew, options, group):
+                for fate in _judged(crew, options, group, reach):
                     found.append(fate)
                     _tell(fate, len(found))
     except RedWithoutFault as error:
@@ -61,7 +75,23 @@ def main(words: Sequence[str]) -> int:
         return STOPPED
     finally:
         _sum_up(options, fates, time.monotonic() - began)
-    return AS_EXPECTED
+    return DISPUTABLE if _disputes(options.subject, fates) else AS_EXPECTED
+
+
+def _disputes(subject: str, fates: dict[str, list[Fate]]) -> int:
+    """Tells each reason not to trust the proofs that the scores stand on; how many there are."""
+    said = [
+        f"STALE: no mutant of {subject} is {key}; look at its lines again, in equivalent.toml"
+        for key in stale_proofs(subject)
+    ]
+    for name, found in fates.items():
+        if Score.of([fate.fate for fate in found]).leans_on_proofs:
+            said.append(
+                f"TOO MANY EQUIVALENT: proofs leave out more than {MOST_EQUIVALENT:.0%} of what is reached in {name}"
+            )
+    for line in said:
+        _say(line)
+    return len(said)
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
@@ -77,6 +107,13 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     add("--group", action="append", choices=[group.name for group in GROUPS], help="default: all")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: one a core)")
     add("--show", metavar="MUTANT", help="only print the lines of one")
+    add("--reach", type=Path, help="a file that keeps which lines tests reach, for the next run")
+    add(
+        "--patience",
+        type=float,
+        default=math.inf,
+        help="seconds of tests, as measured, after which a mutant counts as a survivor (default: all that reach it)",
+    )
     add("--out", type=Path, default=Path("report/mutation.json"), help="where the fates go")
     options = parser.parse_args(words)
     options.groups = [group for group in GROUPS if not options.group or group.name in options.group]
@@ -85,27 +122,34 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _judged(crew: Crew, options: argparse.Namespace, group: Group) -> Iterable[Fate]:
-    _say(f"{group.name}: measuring which lines each test reaches")
-    reach = measure(options.subject, group, options.jobs)
-    numbers = lines.numbered(options.subject, group)
+def _judged(crew: Crew, options: argparse.Namespace, group: Group, reach: Reach) -> Iterable[Fate]:
+    _say(f"{group.name}:")
+    numbers = lines.numbered(options.subject)
     green: set[str] = set()
+    killers: Counter[str] = Counter()
     trials: list[Trial[Fate]] = []
     for mutant in draw(group, options.subject, options.sample, options.seed):
-        tests = reach.tests_of(numbers[mutant.module].start + mutant.site.line)
+        tests = reach.tests_of(numbers[mutant.module].start + mutant.site.line, group)
         if proof := proof_of(options.subject, mutant):
             yield Fate(mutant, EQUIVALENT, proof)
         elif not tests:
             yield Fate(mutant, UNREACHED)
         else:
-            trials.append(_killing(options.subject, mutant, tests, green))
+            within = reach.within(tests, options.patience)
+            trials.append(_killing(options.subject, mutant, within, len(tests), green, killers))
     yield from crew.run(trials)
 
 
-def _killing(package: str, mutant: Mutant, tests: tuple[str, ...], green: set[str]) -> Trial[Fate]:
-    ending = yield Task(f"{package}+{mutant.plant_id}", frozenset(), tests=tests)
+def _killing(
+    package: str, mutant: Mutant, tests: Sequence[str], reaching: int, green: set[str], killers: Counter[str]
+) -> Trial[Fate]:
+    first = sorted(tests, key=lambda test: -killers[test])  # what has killed others comes before the rest
+    ending = yield Task(f"{package}+{mutant.plant_id}", frozenset(), tests=tuple(first))
+    if not ending.how:
+        return Fate(mutant, SURVIVED, f"{len(tests)} of the {reaching} tests that reach it", ending.seconds)
     yield from prove(ending.nodeid, package, green)
-    return Fate(mutant, KILLED if ending.how else SURVIVED, ending.nodeid, ending.seconds)
+    killers[ending.nodeid] += 1
+    return Fate(mutant, KILLED, ending.nodeid, ending.seconds)
 
 
 def _tell(fate: Fate, number: int) -> None:

@@ -18,7 +18,7 @@ from conformance.clauses import all_clauses
 from conformance.exact_copy.copying import ROOT, copied, source_of
 from conformance.mutation.operators import OPERATORS, Site, mutate, sites
 
-MUTANT, LINES = "mutant:", "lines:"  # after the `+` of a subject's spec
+MUTANT, LINES = "mutant:", "lines:all"  # after the `+` of a subject's spec
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ GROUPS = (
         ("distributed.*",),
     ),
     Group("FSDP runtime", ("distributed.fsdp.*",), ("distributed.*",)),
+    Group("OptimizerVariable", ("dynamo", "dynamo.*"), ("dynamo.*",)),
 )
 
 
@@ -165,5 +166,22 @@ def key_of(package: str, mutant: Mutant) -> str:
 
 def proof_of(package: str, mutant: Mutant) -> str:
     """Why it does the same as what it was made of; empty if nobody has proven that."""
+    return _proofs(package).get(key_of(package, mutant), "")
+
+
+def stale_proofs(package: str) -> list[str]:
+    """The names of the rows that no mutant of the installed source has."""
+    found = []
+    for key in _proofs(package):
+        module, function, operator, _ = key.split(":")
+        known = module in _modules(package)
+        made = sites(parsed(package, module)) if known else []
+        like = [site for site in made if (site.function, site.operator) == (function, operator)]
+        if key not in (key_of(package, Mutant(GROUPS[0], module, site)) for site in like):
+            found.append(key)
+    return found
+
+
+def _proofs(package: str) -> dict[str, str]:
     proofs = tomllib.loads(Path(__file__).with_name("equivalent.toml").read_text(encoding="utf-8"))
-    return proofs.get(package, {}).get(key_of(package, mutant), "")
+    return proofs.get(package, {})

@@ -7,19 +7,20 @@ import functools
 import mmap
 import os
 
-from conformance.mutation.groups import Group, file_of, modules_of
+from conformance.mutation.groups import GROUPS, file_of, modules_of
 
 FILE = "CONFORMANCE_LINES"  # the environment variable that names the file: a byte for each line
 _NAME = "_note_line"
 
 
-def numbered(package: str, group: Group) -> dict[str, range]:
-    """The lines of each of the group's modules, counted through them all; a module's line 1 is the second of these."""
+def numbered(package: str) -> dict[str, range]:
+    """The lines of each module that is mutated, counted through them all; a module's line 1 is the second of these."""
     first, found = 0, {}
-    for module in modules_of(group, package):
-        count = len(file_of(package, module).read_text(encoding="utf-8").splitlines()) + 1
-        found[module] = range(first, first + count)
-        first += count
+    for group in GROUPS:
+        for module in modules_of(group, package):
+            count = len(file_of(package, module).read_text(encoding="utf-8").splitlines()) + 1
+            found[module] = range(first, first + count)
+            first += count
     return found
 
 

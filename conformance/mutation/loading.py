@@ -1,5 +1,5 @@
 """How a subject comes to run changed source: `package+mutant:amp.grad_scaler:drop_wait:0` names one mutant, and
-`package+lines:scaler` a group of files that note which of their lines run.
+`package+lines:all` source that notes which of its lines run.
 
 A spec is a string that every process resolves for itself, so ranks run the same source. The modules are executed anew
 from it.
@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 
 from conformance.exact_copy import copying
 from conformance.mutation import lines
-from conformance.mutation.groups import GROUPS, LINES, file_of, parsed
+from conformance.mutation.groups import LINES, MUTANT, file_of, parsed
 from conformance.mutation.operators import mutate
 
 Change = Callable[[ast.Module], object]
@@ -38,14 +38,12 @@ def change_source(package: str, plant_id: str) -> None:
 
 
 def _changes(package: str, plant_id: str) -> dict[str, Change]:
-    kind, _, what = plant_id.partition(":")
-    if f"{kind}:" == LINES:
-        [group] = [group for group in GROUPS if group.name == what]
+    if plant_id == LINES:
         return {
             module: functools.partial(lines.instrument, first=numbers.start)
-            for module, numbers in lines.numbered(package, group).items()
+            for module, numbers in lines.numbered(package).items()
         }
-    module, operator, number = what.split(":")
+    module, operator, number = plant_id.removeprefix(MUTANT).split(":")
     return {module: lambda tree: mutate(tree, operator, int(number))}
 
 

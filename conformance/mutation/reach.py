@@ -1,17 +1,23 @@
-"""Which lines each test reaches: one run of a group's tests on source whose lines note that they run.
+"""Which lines each test reaches: one run of the groups' tests on source whose lines note that they run.
+
+It takes as long as judging does, so it can be kept in a file: later only tests that are not in it are measured, as long
+as the source is the same. Whoever changes what a test does, deletes the file.
 
 Also the plugin of pytest that this run has in each of its processes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +26,86 @@ import pytest
 from conformance.clauses import HERE, clause_of
 from conformance.judgement import RED
 from conformance.mutation import lines
-from conformance.mutation.groups import GROUPS, LINES, Group, clauses_of
+from conformance.mutation.groups import GROUPS, LINES, Group, clauses_of, file_of
 from conformance.strength.fork import test_files
 
-_FOLDER, _GROUP = "CONFORMANCE_LINES_FOLDER", "CONFORMANCE_LINES_GROUP"
+_FOLDER, _GROUPS, _KNOWN = "CONFORMANCE_LINES_FOLDER", "CONFORMANCE_LINES_GROUPS", "CONFORMANCE_LINES_KNOWN"
+_COLLECTED = "collected.json"
 _GREEN = ("passed", "known", "reference cannot run here")
+_USUAL_CODES = (0, 1, 5)  # of pytest: all passed, some failed, none was left to run
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reach:
-    """Of one group. A test that cannot be measured, since noting disturbs it, is taken to reach everything."""
+    """A test that cannot be measured, since noting disturbs it, is taken to reach everything."""
 
-    seconds: dict[str, float]  # by test that is green on the subject
-    reached: dict[str, list[int]]  # by test, the lines as `lines.numbered` counts them
-    unmeasured: list[str]
+    source: str  # a digest of what was measured
+    clauses: dict[str, str] = field(default_factory=dict)  # by test
+    seconds: dict[str, float] = field(default_factory=dict)  # by test that is green on the subject
+    reached: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # by test, the lines as `lines.numbered` counts them
+    unmeasured: list[str] = field(default_factory=list)
 
-    def tests_of(self, number: int) -> tuple[str, ...]:
-        """Those that reach a line, the quickest first."""
-        found = [test for test in self.seconds if number in self.reached.get(test, ())]
-        return (*sorted(found, key=self.seconds.__getitem__), *self.unmeasured)
+    def tests_of(self, number: int, group: Group) -> list[str]:
+        """A group's tests that may reach a line: each clause's quickest first, then each one's second, and so on."""
+        clauses = clauses_of(group)
+        asked = [test for test, clause in self.clauses.items() if clause in clauses]
+        reaching = [test for test in asked if test in self.seconds and number in self.reached.get(test, ())]
+        place: dict[str, int] = {}
+        before: Counter[str] = Counter()
+        for test in sorted(reaching, key=self.seconds.__getitem__):
+            place[test] = before[self.clauses[test]]
+            before[self.clauses[test]] += 1
+        found = sorted(reaching, key=lambda test: (place[test], self.seconds[test]))
+        return found + [test for test in self.unmeasured if test in asked]
+
+    def within(self, tests: Sequence[str], seconds: float) -> list[str]:
+        """The first of them that together take no longer, and at least one."""
+        ends = itertools.accumulate(self.seconds.get(test, 0.0) for test in tests)
+        return [test for test, end in zip(tests, ends, strict=True) if end <= seconds] or [*tests[:1]]
 
 
-def measure(package: str, group: Group, jobs: int) -> Reach:
-    """Runs the group's tests once, and once more those that noting turns red."""
+def measure(package: str, groups: Sequence[Group], jobs: int, kept: Path | None = None) -> Reach:
+    """Runs the groups' tests once, and once more those that noting turns red.
+
+    Args:
+        kept: what was measured before; it is brought up to date.
+    """
+    reach = _kept(package, kept)
     with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
         folder = Path(directory)
-        noting = _judged(f"{package}+{LINES}{group.name}", folder, group, jobs, test_files())
+        environment = {_FOLDER: directory, _GROUPS: json.dumps([group.name for group in groups])}
+        known = folder / "known.json"
+        known.write_text(json.dumps([*reach.clauses]))
+        noting = _judged(f"{package}+{LINES}", folder, jobs, test_files(), environment | {_KNOWN: str(known)})
+        collected = json.loads((folder / _COLLECTED).read_text())
         red = [test["nodeid"] for test in noting if test["outcome"] in RED]
-        plain = _judged(package, folder, group, jobs, red) if red else []
-        reached = {}
+        plain = _judged(package, folder, jobs, red, environment) if red else []
         for file in folder.glob("lines-*.jsonl"):
-            reached |= dict(json.loads(line) for line in file.read_text().splitlines())
-    green = {test["nodeid"]: test["seconds"] for test in noting if test["outcome"] in _GREEN}
-    return Reach(green, reached, [test["nodeid"] for test in plain if test["outcome"] in _GREEN])
+            reach.reached |= dict(json.loads(line) for line in file.read_text().splitlines())
+    reach.clauses |= collected
+    reach.seconds |= {test["nodeid"]: test["seconds"] for test in noting if test["outcome"] in _GREEN}
+    reach.unmeasured += [test["nodeid"] for test in plain if test["outcome"] in _GREEN]
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(asdict(reach)))
+    reach.clauses = collected  # those that are gone are kept for whoever has them, and not asked
+    return reach
 
 
-def _judged(spec: str, folder: Path, group: Group, jobs: int, tests: Iterable[str]) -> list[dict[str, Any]]:
+def _kept(package: str, file: Path | None) -> Reach:
+    """What a file has of this source."""
+    source = hashlib.sha256(package.encode())
+    for module in lines.numbered(package):
+        source.update(file_of(package, module).read_bytes())
+    found = Reach(**json.loads(file.read_text())) if file and file.is_file() else None
+    return found if found and found.source == source.hexdigest() else Reach(source.hexdigest())
+
+
+def _judged(
+    spec: str, folder: Path, jobs: int, tests: Iterable[str], environment: dict[str, str]
+) -> list[dict[str, Any]]:
     command = [
         sys.executable,
         "-m",
@@ -69,11 +119,10 @@ def _judged(spec: str, folder: Path, group: Group, jobs: int, tests: Iterable[st
         str(jobs),
     ]
     command += ["--profile=quick", f"--subject={spec}", f"--report={folder}", "--no-shrink", *tests]
-    environment = os.environ | {_FOLDER: str(folder), _GROUP: group.name}
     ended = subprocess.run(
-        command, cwd=HERE.parent, env=environment, capture_output=True, text=True, check=False
+        command, cwd=HERE.parent, env=os.environ | environment, capture_output=True, text=True, check=False
     )
-    if ended.returncode not in (0, 1):
+    if ended.returncode not in _USUAL_CODES:
         raise RuntimeError(
             f"pytest ended with code {ended.returncode} on {spec}:\n{ended.stdout[-3000:]}{ended.stderr}"
         )
@@ -85,18 +134,21 @@ def pytest_configure(config: pytest.Config) -> None:
     package, _, plant_id = config.option.subject.partition("+")
     if plant_id.startswith(LINES):
         file = Path(os.environ[_FOLDER], f"lines-{os.getpid()}")
-        file.write_bytes(bytes(max(numbers.stop for numbers in lines.numbered(package, _group()).values())))
+        file.write_bytes(bytes(max(numbers.stop for numbers in lines.numbered(package).values())))
         os.environ[lines.FILE] = str(file)
         config.pluginmanager.register(_Noting(file.with_suffix(".jsonl")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    wanted = clauses_of(_group())
+    """The groups' tests that are not known already; all of them are noted, with their clauses."""
+    names = json.loads(os.environ[_GROUPS])
+    wanted = frozenset[str]().union(*(clauses_of(group) for group in GROUPS if group.name in names))
     items[:] = [item for item in items if clause_of(item) in wanted]
-
-
-def _group() -> Group:
-    return next(group for group in GROUPS if group.name == os.environ[_GROUP])
+    if file := os.environ.get(_KNOWN):
+        collected = json.dumps({item.nodeid: clause_of(item) for item in items})
+        Path(os.environ[_FOLDER], _COLLECTED).write_text(collected)
+        known = frozenset(json.loads(Path(file).read_text()))
+        items[:] = [item for item in items if item.nodeid not in known]
 
 
 class _Noting:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KILLED, SURVIVED, UNREACHED, EQUIVALENT = "killed", "survived", "unreached", "equivalent"
+MOST_EQUIVALENT = 0.1  # as a share of what is reached: beyond it a score says more of proofs than of tests
 _Z = 1.959964  # of the normal distribution, for 95%
 
 
@@ -22,6 +23,10 @@ class Score:
     def of(cls, fates: Sequence[str]) -> Score:
         count = Counter(fates)
         return cls(count[KILLED], count[KILLED] + count[SURVIVED], count[UNREACHED], count[EQUIVALENT])
+
+    @property
+    def leans_on_proofs(self) -> bool:
+        return self.equivalent > MOST_EQUIVALENT * (self.counted + self.equivalent)
 
     def __str__(self) -> str:
         left_out = f"{self.unreached} unreached, {self.equivalent} equivalent"

@@ -30,7 +30,9 @@ from conformance.tolerances import TRAINED, Tolerance
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 LOW = (torch.bfloat16, torch.float16)
-HOLLOW = ModuleTree(Group((Leaf("affine", 4), Leaf("affine"), Leaf("counted"))), dtype=torch.float32, head="none")
+HOLLOW = ModuleTree(
+    Group((Leaf("affine", 4), Leaf("affine"), Leaf("counted"))), dtype=torch.float32, head="none"
+)
 WITHOUT_STATISTICS = ("affine", "linear", "normed", "lookup", "scaled", "tied", "idle")
 
 
