@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conformance import seeding
 from conformance.ranks import Rank
 from impl.distributed.fsdp import _neighbours
-from impl.distributed.fsdp._agreement import agreement_about
+from impl.distributed.fsdp._collective_order import order_checker_of
 from impl.distributed.fsdp._neighbours import Neighbours
 
 
@@ -83,11 +83,11 @@ def lose_one_whose_memory_is_read(rank: Rank, *, victim: int) -> None:
             return
         mine = torch.zeros(5)
         whole = torch.empty(5 * rank.world_size)
-        agreement = agreement_about(group)
+        order_checker = order_checker_of(group)
         for late in (False, True):
             if late:
                 Neighbours._read = die if rank.rank == victim else read_too_late
-            agreement.exchange(
+            order_checker.exchange(
                 "gathered 'a'", group, True, functools.partial(found.gather, group, whole, mine)
             )
 

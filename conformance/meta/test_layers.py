@@ -33,9 +33,9 @@ LAYERS = (
 # Inside this package a module may import what stands in a row above its own, and nothing else of the package.
 SHARDING = "impl.distributed.fsdp"
 WITHIN_SHARDING = (
-    ("_board",),
-    ("_watch",),
-    ("api", "_agreement", "_division", "_flat_layout", "_nested", "_order", "_phase", "_streams"),
+    ("_group_store",),
+    ("_desync_monitor",),
+    ("api", "_collective_order", "_division", "_flat_layout", "_nested", "_order", "_phase", "_streams"),
     ("_full_precision", "_groups", "_neighbours", "_plan", "_showing", "_steps", "_whole"),
     ("_flat_param",),
     ("_collectives", "_managed", "wrap"),

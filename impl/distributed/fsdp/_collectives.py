@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from impl.distributed.fsdp._agreement import Complete, method_of_group
+from impl.distributed.fsdp._collective_order import Complete, method_of_group
+from impl.distributed.fsdp._desync_monitor import GATHERED, GATHERED_ANEW
 from impl.distributed.fsdp._flat_layout import FlatLayout
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._neighbours import is_enough, is_over_gloo, neighbours_in
-from impl.distributed.fsdp._watch import GATHERED, GATHERED_ANEW
 from impl.distributed.fsdp._whole import Whole
 from impl.kernels import copy_into_, placed
 
@@ -97,9 +97,9 @@ def _whole_of(mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str)
 
 
 def _gather_into(whole: Tensor, mine: Tensor, groups: Groups, group: dist.ProcessGroup, entry: str) -> None:
-    agreement = groups.agreements[group]
+    order_checker = groups.order_checkers[group]
     if not is_enough(whole, group):
-        agreement.run(entry, _all_gather, group, whole, mine)
+        order_checker.run(entry, _all_gather, group, whole, mine)
         return
 
     def steps(complete: Complete) -> None:
@@ -109,7 +109,7 @@ def _gather_into(whole: Tensor, mine: Tensor, groups: Groups, group: dist.Proces
         else:
             neighbours.gather(group, whole, mine, complete)
 
-    agreement.exchange(entry, group, True, steps)
+    order_checker.exchange(entry, group, True, steps)
 
 
 def join(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor) -> None:
@@ -155,8 +155,8 @@ class Reduction:
             return self._averaged(buffer, shard_numel, entry)
         if self.hook in _LOW_PRECISION:
             return self._averaged(buffer.to(_LOW_PRECISION[self.hook]), shard_numel, entry)
-        for group, agreement in self.groups.agreements.items():
-            agreement.note(entry, group, buffer.is_cpu)
+        for group, order_checker in self.groups.order_checkers.items():
+            order_checker.note(entry, group, buffer.is_cpu)
         if self.groups.shard is None:
             self.hook(self.hook_state, buffer)
             return buffer
@@ -177,7 +177,7 @@ class Reduction:
         if groups.shard is not None:
             output = self._scattered_sum(buffer, shard_numel, groups.shard, entry)
         if groups.replicate is not None:
-            groups.agreements[groups.replicate].run(entry, _all_reduce, groups.replicate, [output])
+            groups.order_checkers[groups.replicate].run(entry, _all_reduce, groups.replicate, [output])
         if divisor > 1:
             output.div_(divisor)
         return output
@@ -191,9 +191,9 @@ class Reduction:
         adds up itself what it reads or is sent, with one rounding where buffers are in low precision.
         """
         shard = buffer.new_empty(shard_numel)
-        agreement = self.groups.agreements[group]
+        order_checker = self.groups.order_checkers[group]
         if not (self._adds_itself and buffer.is_cpu):
-            agreement.run(entry, _reduce_scatter, group, shard, buffer)
+            order_checker.run(entry, _reduce_scatter, group, shard, buffer)
             return shard
 
         def steps(complete: Complete) -> None:
@@ -205,5 +205,5 @@ class Reduction:
             complete(all_to_all(group, parts, buffer, [], []))
             torch.sum(parts.view(group.size(), shard_numel), 0, out=shard)
 
-        agreement.exchange(entry, group, True, steps)
+        order_checker.exchange(entry, group, True, steps)
         return shard

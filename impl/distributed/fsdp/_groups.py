@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._agreement import Agreement, agreement_about
+from impl.distributed.fsdp._collective_order import CollectiveOrderChecker, order_checker_of
 from impl.distributed.fsdp.api import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -40,9 +40,9 @@ class Groups:
         return self.shard_size * (self.replicate.size() if self.replicate is not None else 1)
 
     @cached_property
-    def agreements(self) -> dict[dist.ProcessGroup, Agreement]:
+    def order_checkers(self) -> dict[dist.ProcessGroup, CollectiveOrderChecker]:
         """About the order of the collectives in each group."""
-        return {group: agreement_about(group) for group in (self.shard, self.replicate) if group is not None}
+        return {group: order_checker_of(group) for group in (self.shard, self.replicate) if group is not None}
 
 
 def frees_after_forward(strategy: ShardingStrategy) -> bool:

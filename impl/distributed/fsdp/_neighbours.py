@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._agreement import Complete, OwnFault
+from impl.distributed.fsdp._collective_order import Complete, OwnFault
 
 LEAST_BYTES = 1 << 19  # of all ranks' parts together
 _CHUNK_BYTES = 1 << 18  # of what is summed at once: it stays in the cache
@@ -89,7 +89,7 @@ class Neighbours:
     def _read(self, peer: int, address: int, into: Tensor) -> None:
         if not _is_read(self.pids[peer], address, into):
             why = os.strerror(ctypes.get_errno()) if ctypes.get_errno() else "it ends before what was offered"
-            # Not its own fault: the rank has ended or given up, and the watches name the one that is lost.
+            # Not its own fault: the rank has ended or given up, and the monitors name the one that is lost.
             raise RuntimeError(f"the memory of rank {peer} of the group cannot be read: {why}")
 
 

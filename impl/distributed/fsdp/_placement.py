@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from impl.distributed.fsdp._agreement import agreement_about, method_of_group
+from impl.distributed.fsdp._collective_order import method_of_group, order_checker_of
 from impl.distributed.fsdp._managed import Ignored, clean_name, is_managed
 from impl.distributed.fsdp._showing import Owned
 
@@ -234,6 +234,6 @@ def broadcast_states(module: nn.Module, owned: Sequence[Owned], groups: Iterable
         for name, state in states if group.size() > 1 else ():
             sent = state.contiguous()
             entry = f"broadcast '{kind}.{name}' of shape {tuple(state.shape)}"
-            agreement_about(group).run(entry, _broadcast, group, sent, _FIRST_RANK)
+            order_checker_of(group).run(entry, _broadcast, group, sent, _FIRST_RANK)
             if sent is not state:
                 state.copy_(sent)

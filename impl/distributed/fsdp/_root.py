@@ -68,7 +68,9 @@ class Root:
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._being_reduced: list[tuple[Tensor, Any]] = []
-        self._agreements = list({one: None for unit in units for one in unit.groups.agreements.values()})
+        self._order_checkers = list(
+            {one: None for unit in units for one in unit.groups.order_checkers.values()}
+        )
         for unit in units:
             unit.shared = self
 
@@ -126,8 +128,8 @@ class Root:
         self._end_step()
 
     def _end_step(self) -> None:
-        for agreement in self._agreements:
-            agreement.end_step()
+        for order_checker in self._order_checkers:
+            order_checker.end_step()
 
     def note_begun(self, unit: Unit) -> None:
         """A forward begins; an iteration too, if it is inside of no other."""

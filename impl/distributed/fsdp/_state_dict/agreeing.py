@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._agreement import Agreement
+from impl.distributed.fsdp._collective_order import CollectiveOrderChecker
 
 _TEXT_BYTES = 2048
 _NO_RANK = 2**31
@@ -26,7 +26,7 @@ def problem_of_any(wrappers: Sequence[Any], problem: str, given: Sequence[tuple[
         given: for the same keys in the same order on all ranks, what was given for them.
     Collectives: an all-reduce over each of the groups, and another one if there is a problem.
     """
-    groups = {group: how for one in wrappers for group, how in one._unit.groups.agreements.items()}
+    groups = {group: how for one in wrappers for group, how in one._unit.groups.order_checkers.items()}
     if not groups:
         return problem
     device = wrappers[0].compute_device
@@ -75,12 +75,12 @@ def told_by_all(
     return [said for _, said in by_rank]
 
 
-def _highest(values: Tensor, groups: Iterable[tuple[dist.ProcessGroup, Agreement]]) -> Tensor:
+def _highest(values: Tensor, groups: Iterable[tuple[dist.ProcessGroup, CollectiveOrderChecker]]) -> Tensor:
     """Over all ranks that any of the groups leads to."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    for group, agreement in groups:
-        agreement.run("agreed on a state dict", partial(_all_reduce, options), group, values)
+    for group, order_checker in groups:
+        order_checker.run("agreed on a state dict", partial(_all_reduce, options), group, values)
     return values
 
 

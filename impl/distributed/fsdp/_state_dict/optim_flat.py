@@ -207,7 +207,7 @@ class FlatState:
         def issue(group: dist.ProcessGroup, given: Tensor) -> Any:
             return dist.gather(given, parts, dst=destination, group=group, async_op=True)
 
-        self._groups.agreements[group].run(f"collected '{self._one.unit.name}'", issue, group, mine)
+        self._groups.order_checkers[group].run(f"collected '{self._one.unit.name}'", issue, group, mine)
         return whole
 
     def _parts(self, items: Sequence[_Item], wanted: Wanted) -> Iterator[tuple[_Item, Tensor]]:

@@ -196,7 +196,7 @@ class Resharding:
         sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
         received = sent.new_empty(sum(_lengths(incoming)))
         exchange = partial(_issue, _lengths(incoming), _lengths(outgoing))
-        self._groups.agreements[group].run(f"resharded '{self._name}'", exchange, group, received, sent)
+        self._groups.order_checkers[group].run(f"resharded '{self._name}'", exchange, group, received, sent)
         ranges = [one for ranges in incoming for one in ranges]
         if ranges:
             arrived = received.split_with_sizes([one.length for one in ranges])

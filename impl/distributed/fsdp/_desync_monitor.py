@@ -1,7 +1,7 @@
 """The thread that compares this rank's collectives with the others' while the main thread computes.
 
-`_agreement.py` says when; here stands how. What ranks compare are *stretches* of their collectives. The rank that ends
-a step first shows its stretch, the others compare digests with it and look at the stretch where those differ.
+`_collective_order.py` says when; here stands how. What ranks compare are *spans* of their collectives. The rank
+that ends a step first publishes its span, the others compare digests with it and look at the span where those differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from impl.distributed.fsdp._board import STORE_IS_GONE, Board
+from impl.distributed.fsdp._group_store import STORE_IS_GONE, GroupStore
 
 _log = logging.getLogger(__name__)
 
@@ -27,16 +27,16 @@ GATHERED = "gathered"  # how an all-gather's entry begins: where ranks differ in
 # Of a unit whose parameters were kept whole, and written to since.
 GATHERED_ANEW = "gathered anew, since its shard was written to,"
 
-_LOOK_S = 1.0  # between looks at the board
+_LOOK_S = 1.0  # between looks at the store
 _LOOKS_A_SECOND = 256  # of all ranks of a group, at most: one process serves the store
 _LONG_S = 5.0  # for a collective, and for a comparison
-_KEPT_STRETCHES = 64
+_KEPT_SPANS = 64
 _KEPT_STEPS = 8  # in the store, of those that this rank was the first to end
 _NAMED_RANKS = 4
 
 
 @dataclass(frozen=True)
-class Stretch:
+class CollectiveSpan:
     """Collectives in the order in which a rank issued them; `start` counts those before."""
 
     start: int
@@ -51,23 +51,23 @@ class Stretch:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-class Past:
-    """The last stretches of this rank. The thread that issues collectives writes, the watch reads."""
+class CollectiveHistory:
+    """The last spans of this rank. The thread that issues collectives writes, the monitor reads."""
 
     def __init__(self) -> None:
-        self.now = Stretch(0)
+        self.now = CollectiveSpan(0)
         self.meetings: set[int] = (
             set()
         )  # collectives before which this rank itself tells the others that it is there
-        self._kept = deque([self.now], maxlen=_KEPT_STRETCHES)
+        self._kept = deque([self.now], maxlen=_KEPT_SPANS)
 
-    def close(self) -> Stretch:
+    def close(self) -> CollectiveSpan:
         closed = self.now
-        self.now = Stretch(closed.stop)
+        self.now = CollectiveSpan(closed.stop)
         self._kept.append(self.now)
         return closed
 
-    def difference(self, other: Stretch) -> tuple[str, str] | None:
+    def difference(self, other: CollectiveSpan) -> tuple[str, str] | None:
         """Ours and theirs, where they first differ."""
         for mine in list(self._kept):
             for number in range(max(mine.start, other.start), min(mine.stop, other.stop)):
@@ -77,7 +77,7 @@ class Past:
         return None
 
 
-class Watch:
+class DesyncMonitor:
     """One process group's.
 
     Args:
@@ -85,31 +85,33 @@ class Watch:
         host_may_wait_unseen: the main thread may be where it cannot be told a verdict.
     """
 
-    def __init__(self, board: Board, past: Past, ranks: list[int], host_may_wait_unseen: bool) -> None:
-        self.board = board
+    def __init__(
+        self, store: GroupStore, history: CollectiveHistory, ranks: list[int], host_may_wait_unseen: bool
+    ) -> None:
+        self.store = store
         self.verdict = ""  # why this group's collectives are refused from now on
         self.has_lost_the_keeper = False  # a collective that is still waiting waits in vain
-        self._past = past
+        self._history = history
         self._ranks = ranks
         self._logs = host_may_wait_unseen
-        self._look_s = max(_LOOK_S, board.size / _LOOKS_A_SECOND)
-        self._closed: queue.SimpleQueue[Stretch | None] = queue.SimpleQueue()  # None: stop
+        self._look_s = max(_LOOK_S, store.size / _LOOKS_A_SECOND)
+        self._closed: queue.SimpleQueue[CollectiveSpan | None] = queue.SimpleQueue()  # None: stop
         self._turn = threading.Semaphore(1)
         self._is_over = False
         self._steps = 0
-        self._shown: deque[int] = deque()
-        self._pending: list[Any] = []  # stretches that this rank has not come to yet
+        self._published: deque[int] = deque()
+        self._pending: list[Any] = []  # spans that this rank has not come to yet
         self._position = (0, 0.0)  # how many collectives were issued, and since when
         self._thread = threading.Thread(target=self._run, name="FSDP's order of collectives", daemon=True)
         self._thread.start()
 
     # Called by the thread that issues collectives
 
-    def compare(self, stretch: Stretch) -> None:
-        """Compare in the background, once the stretch before is done with."""
+    def compare(self, span: CollectiveSpan) -> None:
+        """Compare in the background, once the span before is done with."""
         if not self._is_over:
             self._turn.acquire(timeout=_LONG_S)
-            self._closed.put(stretch)
+            self._closed.put(span)
 
     def stop(self) -> None:
         self._closed.put(None)
@@ -117,24 +119,24 @@ class Watch:
             self._thread.join(2 * _LOOK_S)
 
     def announce_meeting(self, number: int, entry: str) -> None:
-        """Have the watches of ranks that do something else at this number say so."""
+        """Have the monitors of ranks that do something else at this number say so."""
         self._post("meeting", start=number, entries=[entry])
 
     def tell_difference(self, ours: str, rank: int, theirs: str) -> None:
         what, cure = _difference((ours, theirs))
         self._tell(
-            f"{what}: rank {self._ranks[self.board.rank]} {ours} where rank {self._ranks[rank]} {theirs}; {cure}"
+            f"{what}: rank {self._ranks[self.store.rank]} {ours} where rank {self._ranks[rank]} {theirs}; {cure}"
         )
 
     def explained(self, entry: str) -> str:
         """The verdict about a collective that failed, or that waited until there was one."""
         if self.verdict:
             return self.verdict
-        failed = f"rank {self._ranks[self.board.rank]} {entry} in vain"
+        failed = f"rank {self._ranks[self.store.rank]} {entry} in vain"
         try:
-            now = self._past.now
-            self._post("stretch", start=now.start, entries=now.entries)
-            answers = self.board.answers(self._post("call"), within_s=3 * self._look_s)
+            now = self._history.now
+            self._post("span", start=now.start, entries=now.entries)
+            answers = self.store.answers(self._post("call"), within_s=3 * self._look_s)
             if not self.verdict:
                 self._tell(f"{failed}; {self._whereabouts(answers)}")
         except dist.DistError:
@@ -147,19 +149,19 @@ class Watch:
         try:
             while True:
                 try:
-                    stretch = self._closed.get(timeout=self._look_s)
+                    span = self._closed.get(timeout=self._look_s)
                 except queue.Empty:
                     self._look_at_the_clock()
-                    self._read_board()
+                    self._read_messages()
                     continue
-                if stretch is None:
+                if span is None:
                     return
-                self._compare(stretch)
-                self._read_board()
+                self._compare(span)
+                self._read_messages()
                 self._turn.release()
         except dist.DistError as error:
             _log.debug("the order of collectives is not compared any more: %s", error)
-            if isinstance(error, dist.DistNetworkError) and self.board.is_kept_by_rank_0 and 0 in self._ranks:
+            if isinstance(error, dist.DistNetworkError) and self.store.is_kept_by_rank_0 and 0 in self._ranks:
                 self._wait_for_what_was_sent()
                 self.has_lost_the_keeper = True
         finally:
@@ -173,41 +175,41 @@ class Watch:
             while self._closed.get(timeout=max(0.0, end - time.monotonic())) is not None:
                 self._turn.release()
 
-    def _compare(self, stretch: Stretch) -> None:
+    def _compare(self, span: CollectiveSpan) -> None:
         step, self._steps = self._steps, self._steps + 1
-        digest = stretch.digest()
-        rank, first = self.board.claim(f"step/{step}", digest)
-        if rank == self.board.rank:
-            self._show(step, stretch)
+        digest = span.digest()
+        rank, first = self.store.claim(f"step/{step}", digest)
+        if rank == self.store.rank:
+            self._publish(step, span)
         elif first != digest:
-            self._judge(rank, Stretch(**json.loads(self.board.shown(f"stretch/{step}"))))
+            self._judge(rank, CollectiveSpan(**json.loads(self.store.get(f"span/{step}"))))
 
-    def _show(self, step: int, stretch: Stretch) -> None:
-        self.board.show(f"stretch/{step}", json.dumps({"start": stretch.start, "entries": stretch.entries}))
-        self._shown.append(step)
-        if len(self._shown) > _KEPT_STEPS:
-            old = self._shown.popleft()
-            self.board.remove(f"step/{old}")
-            self.board.remove(f"stretch/{old}")
+    def _publish(self, step: int, span: CollectiveSpan) -> None:
+        self.store.set(f"span/{step}", json.dumps({"start": span.start, "entries": span.entries}))
+        self._published.append(step)
+        if len(self._published) > _KEPT_STEPS:
+            old = self._published.popleft()
+            self.store.delete(f"step/{old}")
+            self.store.delete(f"span/{old}")
 
-    def _judge(self, rank: int, other: Stretch) -> bool:
-        """Whether another rank's stretch is, as far as both have come, the same as ours."""
-        found = self._past.difference(other)
+    def _judge(self, rank: int, other: CollectiveSpan) -> bool:
+        """Whether another rank's span is, as far as both have come, the same as ours."""
+        found = self._history.difference(other)
         if found is not None:
             self.tell_difference(found[0], rank, found[1])
         return found is None
 
     def _look_at_the_clock(self) -> None:
         """Show the others a step that does not go on."""
-        now, (position, since_s) = self._past.now, self._position
+        now, (position, since_s) = self._history.now, self._position
         if now.stop != position:
             self._position = (now.stop, time.monotonic())
         elif now.entries and time.monotonic() - since_s > _LONG_S:
-            self._post("stretch", start=now.start, entries=now.entries)
+            self._post("span", start=now.start, entries=now.entries)
             self._position = (position, float("inf"))
 
-    def _read_board(self) -> None:
-        messages = [*self._pending, *self.board.news()]
+    def _read_messages(self) -> None:
+        messages = [*self._pending, *self.store.news()]
         self._pending = [message for message in messages if not self._is_done_with(*message)]
 
     def _is_done_with(self, number: int, message: Any) -> bool:
@@ -216,23 +218,25 @@ class Watch:
             case "verdict":
                 self._adopt(message["text"])
             case "call":
-                entries = self._past.now.entries
+                entries = self._history.now.entries
                 last = f"last {entries[-1]}" if entries else "stands between two steps"
-                self.board.answer(number, f"{self._past.now.stop} {last}")
-            case kind if rank != self.board.rank:
-                other = Stretch(message["start"], message["entries"])
-                has_come_to_it = self._past.now.stop >= other.stop  # asked first: this rank goes on meanwhile
+                self.store.answer(number, f"{self._history.now.stop} {last}")
+            case kind if rank != self.store.rank:
+                other = CollectiveSpan(message["start"], message["entries"])
+                has_come_to_it = (
+                    self._history.now.stop >= other.stop
+                )  # asked first: this rank goes on meanwhile
                 is_same = self._judge(rank, other)
                 if not has_come_to_it:
                     return not is_same
-                if kind == "meeting" and is_same and other.start not in self._past.meetings:
-                    self.board.count_up(f"met/{other.start}")
+                if kind == "meeting" and is_same and other.start not in self._history.meetings:
+                    self.store.count_up(f"met/{other.start}")
             case _:
                 pass
         return True
 
     def _post(self, kind: str, **content: Any) -> int:
-        return self.board.post({"kind": kind, "rank": self.board.rank, **content})
+        return self.store.post({"kind": kind, "rank": self.store.rank, **content})
 
     def _tell(self, verdict: str) -> None:
         self._adopt(verdict)
@@ -246,7 +250,7 @@ class Watch:
 
     def _whereabouts(self, answers: dict[int, str]) -> str:
         """Of the ranks that do not answer, or else of those that have not come as far."""
-        silent = [rank for rank in range(self.board.size) if rank not in answers]
+        silent = [rank for rank in range(self.store.size) if rank not in answers]
         if silent:
             return f"{self._named(silent)}: no answer, so ended or stopped"
         counts = {rank: int(answer.partition(" ")[0]) for rank, answer in answers.items()}

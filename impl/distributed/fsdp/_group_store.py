@@ -22,8 +22,8 @@ _LOOK_S = 0.01
 STORE_IS_GONE = "the process that keeps it has ended: rank 0's, unless a launcher keeps it"
 
 
-class Board:
-    """Made by `board_of`. Every method raises a RuntimeError when the store is gone."""
+class GroupStore:
+    """Made by `group_store_of`. Every method raises a RuntimeError when the store is gone."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank = rank
@@ -38,15 +38,15 @@ class Board:
         rank, _, first = self._store.compare_set(name, "", mine).decode().partition(" ")
         return int(rank), first
 
-    def show(self, name: str, value: str) -> None:
+    def set(self, name: str, value: str) -> None:
         self._store.set(name, value)
 
-    def shown(self, name: str) -> str:
-        """What some rank shows, or is about to."""
+    def get(self, name: str) -> str:
+        """What some rank has set, or is about to."""
         self._store.wait([name], _ARRIVES)
         return self._store.get(name).decode()
 
-    def remove(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         self._store.delete_key(name)
 
     def count_up(self, name: str) -> None:
@@ -97,7 +97,7 @@ def _answer(number: int, rank: int) -> str:
     return f"answer/{number}/{rank}"
 
 
-def board_of(group: dist.ProcessGroup) -> Board | None:
+def group_store_of(group: dist.ProcessGroup) -> GroupStore | None:
     """None where the store cannot serve: a fake process group's, or a backend's that keeps none.
 
     Raises:
@@ -112,4 +112,4 @@ def board_of(group: dist.ProcessGroup) -> Board | None:
         raise
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
-    return Board(dist.PrefixStore(f"impl.fsdp/{generation}", own), group.rank(), group.size())
+    return GroupStore(dist.PrefixStore(f"impl.fsdp/{generation}", own), group.rank(), group.size())

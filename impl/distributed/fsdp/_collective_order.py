@@ -4,19 +4,19 @@ Collectives have no names: when ranks issue them in another order, equal sizes g
 ones a hang or the end of a process. So each rank notes what it issues, `gathered 'blocks.1'`, and the ranks compare
 through the group's store. No collective is added.
 
-- *After each step* a thread, the watch, compares a digest of the step's collectives with that of the rank that was
+- *After each step* a thread, the monitor, compares a digest of the step's collectives with that of the rank that was
   first there. A step does not end before this rank has compared the step before it: the rank that finds a difference
   raises at most one step late, and the others in their next collective, which it does not enter.
 - *Before a collective* that never came after its predecessor yet, where waiting for collectives holds up the host
   (gloo): the first step, and any change of order. A difference is found before anything is sent. Where the predecessor
   was once followed by another collective, this rank waits until all have said what they do now, 10 s at most.
-- *In a collective* that takes longer than 5 s, the watches compare the step so far. One that fails, or reaches the
-  group's time-out, has the watches called: a rank that does not answer has ended or is stopped, and is named.
+- *In a collective* that takes longer than 5 s, the monitors compare the step so far. One that fails, or reaches the
+  group's time-out, has the monitors called: a rank that does not answer has ended or is stopped, and is named.
 
-The first difference is the verdict. The watches, which look once a second, carry it to all ranks, where it is raised at
-once from a collective that waits, else at the next one or at the end of the step; a group that differed stays refused.
-With nccl the host does not wait in collectives: the verdict is logged too, since a host that waits for the device
-cannot be interrupted, and a rank that died is nccl's own watchdog's to find, which does not name it.
+The first difference is the verdict. The monitors, which look once a second, carry it to all ranks, where it is raised
+at once from a collective that waits, else at the next one or at the end of the step; a group that differed stays
+refused. With nccl the host does not wait in collectives: the verdict is logged too, since a host that waits for the
+device cannot be interrupted, and a rank that died is nccl's own watchdog's to find, which does not name it.
 Orders that change in the same way on all ranks are right. Where ranks part at a collective after which all of them have
 gone either way before, the digests alone tell.
 Where the store cannot serve, or is gone while collectives go well, nothing is compared. Where rank 0, if it is of the
@@ -37,8 +37,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from impl.distributed.fsdp._board import STORE_IS_GONE, board_of
-from impl.distributed.fsdp._watch import Past, Watch
+from impl.distributed.fsdp._desync_monitor import CollectiveHistory, DesyncMonitor
+from impl.distributed.fsdp._group_store import STORE_IS_GONE, group_store_of
 
 _SLICE = timedelta(seconds=1)
 _MEETING_S = 10.0
@@ -52,15 +52,17 @@ class OwnFault(RuntimeError):
     """What went wrong is known here, and is no matter of collectives that fail."""
 
 
-_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+_order_checkers: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrderChecker] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-class Agreement:
+class CollectiveOrderChecker:
     """What one rank holds of it for one process group; opened by the first collective."""
 
     def __init__(self) -> None:
-        self._past = Past()
-        self._watch: Watch | None = None
+        self._history = CollectiveHistory()
+        self._monitor: DesyncMonitor | None = None
         self._is_open = False
         self._followers: dict[str, _Followers] = {}
         self._known: _Followers = {}  # what has come after the last collective
@@ -82,16 +84,16 @@ class Agreement:
     ) -> None:
         """Note what may take several collectives, and have `steps` issue them: each has to be completed in between."""
         self.note(entry, group, on_host)
-        watch = self._watch
-        if watch is None or not on_host:
+        monitor = self._monitor
+        if monitor is None or not on_host:
             steps(methodcaller("wait"))
             return
         try:
-            steps(functools.partial(_complete, watch))
+            steps(functools.partial(_complete, monitor))
         except OwnFault:
             raise
         except RuntimeError as error:
-            raise RuntimeError(watch.explained(entry)) from error
+            raise RuntimeError(monitor.explained(entry)) from error
 
     def note(self, entry: str, group: dist.ProcessGroup, on_host: bool) -> None:
         """
@@ -100,70 +102,72 @@ class Agreement:
         """
         if not self._is_open:
             self._open(entry, group, on_host)
-        watch = self._watch
-        if watch is None:
+        monitor = self._monitor
+        if monitor is None:
             return
-        if watch.verdict:
-            raise RuntimeError(watch.verdict)
+        if monitor.verdict:
+            raise RuntimeError(monitor.verdict)
         known = self._known.get(entry)
         if known is None:
             if on_host:
-                self._meet(entry, watch)
+                self._meet(entry, monitor)
             known = self._known[entry] = self._followers.setdefault(entry, {})
-        self._past.now.entries.append(entry)
+        self._history.now.entries.append(entry)
         self._known = known
 
     def end_step(self) -> None:
-        """Have the watch compare what came since the last end.
+        """Have the monitor compare what came since the last end.
 
         Raises:
             RuntimeError: the ranks issue different collectives.
         """
-        watch = self._watch
-        if watch is not None:
-            if self._past.now.entries:
-                watch.compare(self._past.close())
-            if watch.verdict:
-                raise RuntimeError(watch.verdict)
+        monitor = self._monitor
+        if monitor is not None:
+            if self._history.now.entries:
+                monitor.compare(self._history.close())
+            if monitor.verdict:
+                raise RuntimeError(monitor.verdict)
 
     def _open(self, entry: str, group: dist.ProcessGroup, on_host: bool) -> None:
         try:
-            board = board_of(group)
+            store = group_store_of(group)
         except dist.DistError as error:
             rank = _named_ranks(group)[group.rank()]
             raise RuntimeError(
                 f"rank {rank} {entry} in vain; the store does not answer, so {STORE_IS_GONE}"
             ) from error
         self._is_open = True
-        if board is not None:
-            self._watch = Watch(board, self._past, _named_ranks(group), host_may_wait_unseen=not on_host)
+        if store is not None:
+            self._monitor = DesyncMonitor(
+                store, self._history, _named_ranks(group), host_may_wait_unseen=not on_host
+            )
             # Also at exit: a thread that is inside the store when the interpreter ends would take the process down.
-            weakref.finalize(group, self._watch.stop)
+            weakref.finalize(group, self._monitor.stop)
 
-    def _meet(self, entry: str, watch: Watch) -> None:
+    def _meet(self, entry: str, monitor: DesyncMonitor) -> None:
         """Compare before anything is sent. Where no rank knows a follower yet, all of them come here and claim."""
-        number = self._past.now.stop
-        board = watch.board
+        number = self._history.now.stop
+        store = monitor.store
         try:
-            rank, first = board.claim(f"at/{number}", entry)
+            rank, first = store.claim(f"at/{number}", entry)
             if first != entry:
-                watch.tell_difference(entry, rank, first)
+                monitor.tell_difference(entry, rank, first)
             elif self._known:
-                self._past.meetings.add(number)
-                board.count_up(f"met/{number}")
-                if rank == board.rank:
-                    watch.announce_meeting(number, entry)
-                self._wait_for_all(number, watch)
+                self._history.meetings.add(number)
+                store.count_up(f"met/{number}")
+                if rank == store.rank:
+                    monitor.announce_meeting(number, entry)
+                self._wait_for_all(number, monitor)
         except dist.DistError:  # without a store, go on as without any check
             return
-        if watch.verdict:
-            raise RuntimeError(watch.verdict)
+        if monitor.verdict:
+            raise RuntimeError(monitor.verdict)
 
-    def _wait_for_all(self, number: int, watch: Watch) -> None:
+    def _wait_for_all(self, number: int, monitor: DesyncMonitor) -> None:
         end = time.monotonic() + _MEETING_S
         pause_s = _FIRST_PAUSE_S
-        while not watch.verdict and time.monotonic() < end:
-            if watch.board.counted(f"met/{number}") >= watch.board.size:
+        while not monitor.verdict and time.monotonic() < end:
+            if monitor.store.counted(f"met/{number}") >= monitor.store.size:
                 return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -191,12 +195,12 @@ def method_of_group(*names: str) -> Callable[..., dist.Work]:
     return issue
 
 
-def agreement_about(group: dist.ProcessGroup) -> Agreement:
+def order_checker_of(group: dist.ProcessGroup) -> CollectiveOrderChecker:
     """The one that all units over a group have."""
-    return _agreements.setdefault(group, Agreement())
+    return _order_checkers.setdefault(group, CollectiveOrderChecker())
 
 
-def _complete(watch: Watch, work: dist.Work) -> None:
+def _complete(monitor: DesyncMonitor, work: dist.Work) -> None:
     """Wait slice by slice; raises when there is a verdict, or what the collective failed with."""
     try:
         work.wait(_SLICE)
@@ -204,8 +208,8 @@ def _complete(watch: Watch, work: dist.Work) -> None:
     except RuntimeError:
         pass
     while not work.is_completed():
-        if watch.verdict or watch.has_lost_the_keeper:
-            raise RuntimeError(watch.verdict)
+        if monitor.verdict or monitor.has_lost_the_keeper:
+            raise RuntimeError(monitor.verdict)
         with contextlib.suppress(RuntimeError):
             work.wait(_SLICE)
     work.wait()
