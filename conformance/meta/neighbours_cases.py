@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from conformance import seeding
 from conformance.ranks import Rank
-from impl.distributed.fsdp import _neighbours
+from impl.distributed.fsdp import _same_host_peers
 from impl.distributed.fsdp._collective_order import order_checker_of
-from impl.distributed.fsdp._neighbours import Neighbours
+from impl.distributed.fsdp._same_host_peers import SameHostPeers
 
 
 def given_by(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -42,14 +42,14 @@ def exchange(rank: Rank, *, shard_numel: int, dtype: torch.dtype) -> tuple[torch
 
 def meet_one_that_cannot_read(rank: Rank, *, blind: int) -> bool:
     """Whether this rank would read the others' memory."""
-    reader = _neighbours._reader
+    reader = _same_host_peers._reader
     if rank.rank == blind:
-        _neighbours._reader = lambda: None
+        _same_host_peers._reader = lambda: None
     try:
         with _new_group() as (_, found):
             return found is not None
     finally:
-        _neighbours._reader = reader
+        _same_host_peers._reader = reader
 
 
 def offer_unequal_sizes(rank: Rank) -> str | None:
@@ -67,9 +67,9 @@ def offer_unequal_sizes(rank: Rank) -> str | None:
 
 def lose_one_whose_memory_is_read(rank: Rank, *, victim: int) -> None:
     """Kill one rank once it has told where its part lies, before the others read it; they raise."""
-    read = Neighbours._read
+    read = SameHostPeers._read
 
-    def read_too_late(self: Neighbours, peer: int, address: int, into: torch.Tensor) -> None:
+    def read_too_late(self: SameHostPeers, peer: int, address: int, into: torch.Tensor) -> None:
         read(self, peer, address, into)
         while peer == victim:
             time.sleep(0.01)
@@ -86,17 +86,17 @@ def lose_one_whose_memory_is_read(rank: Rank, *, victim: int) -> None:
         order_checker = order_checker_of(group)
         for late in (False, True):
             if late:
-                Neighbours._read = die if rank.rank == victim else read_too_late
+                SameHostPeers._read = die if rank.rank == victim else read_too_late
             order_checker.exchange(
                 "gathered 'a'", group, True, functools.partial(found.gather, group, whole, mine)
             )
 
 
 @contextmanager
-def _new_group() -> Generator[tuple[dist.ProcessGroup, Neighbours | None]]:
+def _new_group() -> Generator[tuple[dist.ProcessGroup, SameHostPeers | None]]:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     try:
-        yield group, _neighbours.neighbours_in(group, dist.Work.wait)
+        yield group, _same_host_peers.same_host_peers_in(group, dist.Work.wait)
     finally:
         dist.destroy_process_group(group)

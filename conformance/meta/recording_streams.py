@@ -32,7 +32,7 @@ from conformance.distributed.fsdp.happens_before import (
     Record,
     Wait,
 )
-from impl.distributed.fsdp._streams import Lane
+from impl.distributed.fsdp._streams import StreamRole
 
 # They describe memory, or ask for some, and touch none.
 _TOUCH_NOTHING = {
@@ -70,7 +70,7 @@ class RecordingStreams(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[Entry] = []
-        self._lanes = [Lane.COMPUTE.value]
+        self._lanes = [StreamRole.COMPUTE.value]
         self._numbers = itertools.count()
         self._events = itertools.count()
         self._memory: dict[int, _Memory] = {}
@@ -79,29 +79,29 @@ class RecordingStreams(TorchDispatchMode):
     # What the runtime calls
 
     @contextmanager
-    def on(self, lane: Lane) -> Generator[None]:
-        if lane is Lane.COMPUTE:
+    def on(self, role: StreamRole) -> Generator[None]:
+        if role is StreamRole.COMPUTE:
             yield
             return
-        with self._in(lane.value):
+        with self._in(role.value):
             yield
 
-    def record(self, lane: Lane) -> int:
-        return self._recorded(self._name(lane))
+    def record(self, role: StreamRole) -> int:
+        return self._recorded(self._name(role))
 
-    def wait(self, lane: Lane, event: int | None) -> None:
+    def wait(self, role: StreamRole, event: int | None) -> None:
         self._notice_freed()
         if event is not None:
-            self.log.append(Wait(self._name(lane), event))
+            self.log.append(Wait(self._name(role), event))
 
     def block(self, event: int | None) -> None:
         self._notice_freed()
         if event is not None:
             self.log.append(Block(event))
 
-    def _name(self, lane: Lane) -> str:
+    def _name(self, role: StreamRole) -> str:
         """COMPUTE is whatever stream is current."""
-        return self._lanes[-1] if lane is Lane.COMPUTE else lane.value
+        return self._lanes[-1] if role is StreamRole.COMPUTE else role.value
 
     def _recorded(self, lane: str) -> int:
         self._notice_freed()

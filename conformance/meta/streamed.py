@@ -22,7 +22,7 @@ from conformance.library import Library
 from conformance.meta.recording_streams import RecordingStreams
 from conformance.ranks import Rank
 from impl.distributed.fsdp import _root
-from impl.distributed.fsdp._streams import Lane
+from impl.distributed.fsdp._streams import StreamRole
 
 RANK = Rank(2, 4, torch.device("cpu"))
 PLAIN = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"), Leaf("lookup", 3))), dtype=torch.float32)
@@ -233,14 +233,14 @@ class Faulty(RecordingStreams):
         super().__init__()
         self._first: dict[str, int] = {}
 
-    def record(self, lane: Lane) -> int:
-        event = super().record(lane)
-        first = self._first.setdefault(lane.value, event)
-        return first if (lane.value, _asker()) == self.early else event
+    def record(self, role: StreamRole) -> int:
+        event = super().record(role)
+        first = self._first.setdefault(role.value, event)
+        return first if (role.value, _asker()) == self.early else event
 
-    def wait(self, lane: Lane, event: int | None) -> None:
-        if self._is_kept(lane.value):
-            super().wait(lane, event)
+    def wait(self, role: StreamRole, event: int | None) -> None:
+        if self._is_kept(role.value):
+            super().wait(role, event)
 
     def block(self, event: int | None) -> None:
         if self._is_kept("host"):

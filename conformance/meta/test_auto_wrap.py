@@ -31,7 +31,7 @@ from conformance.strategies.wrapping import (
     shape,
     trees,
 )
-from impl.distributed.fsdp._division import Division
+from impl.distributed.fsdp._param_assignment import ParamAssignment
 from impl.distributed.fsdp.wrap import auto_wrap
 
 OURS, TORCHS = load_library("impl"), load_library("torch")
@@ -201,11 +201,11 @@ def test_what_units_share_is_left_to_the_innermost_around_them(tree: Tree, polic
         for parameter, found in ways.items()
         if parameter not in built.ignored_params
     }
-    division = Division(built.root, chosen, built.ignored_params)
+    assignment = ParamAssignment(built.root, chosen, built.ignored_params)
     for unit in units:
         inside = set(unit.modules())
         left = {p for p in unit.parameters() if p in manager and manager[p] not in inside}
-        assert division.left_to_ancestors(unit) == left
+        assert assignment.left_to_ancestors(unit) == left
 
 
 def left_in(root: nn.Module, policy: Any, ignored_params: set[nn.Parameter]) -> dict[str, list[str]]:

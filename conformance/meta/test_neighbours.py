@@ -13,7 +13,7 @@ from conformance.judgement import unavailable
 from conformance.meta import neighbours_cases
 from conformance.meta.neighbours_cases import given_by
 from conformance.ranks import RankFault, RankPool
-from impl.distributed.fsdp import _neighbours
+from impl.distributed.fsdp import _same_host_peers
 
 pytestmark = [
     pytest.mark.deadline(120),
@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def test_what_is_read_is_what_is_there(
     ranks: Callable[..., RankPool], more_ranks: int, chunks: int, beyond: int, dtype: torch.dtype
 ) -> None:
-    shard_numel = chunks * _neighbours._CHUNK_BYTES // dtype.itemsize + beyond
+    shard_numel = chunks * _same_host_peers._CHUNK_BYTES // dtype.itemsize + beyond
     seen = ranks(more_ranks).run(f"{CASES}:exchange", shard_numel=shard_numel, dtype=dtype)
     if seen == [None] * more_ranks:
         unavailable(KEPT_APART)

@@ -15,7 +15,7 @@ from impl.distributed.fsdp._desync_monitor import GATHERED, GATHERED_ANEW
 from impl.distributed.fsdp._flat_layout import FlatLayout
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._groups import Groups, predivide_factor
-from impl.distributed.fsdp._neighbours import is_enough, is_over_gloo, neighbours_in
+from impl.distributed.fsdp._same_host_peers import is_enough, is_over_gloo, same_host_peers_in
 from impl.distributed.fsdp._whole import Whole
 from impl.kernels import copy_into_, placed
 
@@ -41,7 +41,7 @@ _PART_BYTES = 1 << 20
 def gather(flat: Flat, whole: Whole, groups: Groups, name: str, *, is_kept: bool = False) -> None:
     """Fill a whole of the unit `name` from every rank's shard; anew, if it `is_kept` and its shard was written to.
 
-    Collectives: one all-gather over the group that the flat is dealt to, or what paces `Neighbours`; none if it is
+    Collectives: one all-gather over the group that the flat is dealt to, or what paces `SameHostPeers`; none if it is
         dealt to nobody.
     """
     whole.allocate()
@@ -103,11 +103,11 @@ def _gather_into(whole: Tensor, mine: Tensor, groups: Groups, group: dist.Proces
         return
 
     def steps(complete: Complete) -> None:
-        neighbours = neighbours_in(group, complete)
-        if neighbours is None:
+        peers = same_host_peers_in(group, complete)
+        if peers is None:
             complete(_all_gather(group, whole, mine))
         else:
-            neighbours.gather(group, whole, mine, complete)
+            peers.gather(group, whole, mine, complete)
 
     order_checker.exchange(entry, group, True, steps)
 
@@ -147,8 +147,8 @@ class Reduction:
         """Average a buffer [padded_numel] of the unit `name` over all ranks; this rank's shard [shard_numel] of it.
 
         The buffer is overwritten. The result has its dtype, and lies in the buffer itself where nothing is dealt.
-        Collectives: a reduce-scatter where parameters are dealt (over gloo an all-to-all, or what paces `Neighbours`),
-            an all-reduce where they are replicated.
+        Collectives: a reduce-scatter where parameters are dealt (over gloo an all-to-all, or what paces
+            `SameHostPeers`), an all-reduce where they are replicated.
         """
         entry = f"reduced '{name}'"
         if self.hook is None:
@@ -197,9 +197,9 @@ class Reduction:
             return shard
 
         def steps(complete: Complete) -> None:
-            neighbours = neighbours_in(group, complete) if is_enough(buffer, group) else None
-            if neighbours is not None:
-                neighbours.scatter_sum(group, shard, buffer, complete)
+            peers = same_host_peers_in(group, complete) if is_enough(buffer, group) else None
+            if peers is not None:
+                peers.scatter_sum(group, shard, buffer, complete)
                 return
             parts = torch.empty_like(buffer)
             complete(all_to_all(group, parts, buffer, [], []))

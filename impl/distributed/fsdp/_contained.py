@@ -20,7 +20,9 @@ def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[Removable
     Args:
         prepare: a method, held weakly, that is called before; it finds the root.
     """
-    modules = {place.module: None for flat in unit.flats for one in flat.known for place in one.places}
+    modules = {
+        location.module: None for flat in unit.flats for one in flat.param_infos for location in one.locations
+    }
     entry = _Entry(unit, prepare)
     # First of all hooks, as those of weight_norm and the like read parameters.
     return [one.register_forward_pre_hook(entry.before, prepend=True, with_kwargs=True) for one in modules]

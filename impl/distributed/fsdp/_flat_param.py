@@ -25,7 +25,7 @@ from impl.distributed.fsdp._flat_layout import (
     split_sizes,
 )
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._showing import Known, Owned, ReleasedParameter, Showing
+from impl.distributed.fsdp._showing import ManagedParam, ParamInfo, ReleasedParameter, Showing
 from impl.distributed.fsdp._whole import Whole, laid_over
 from impl.distributed.fsdp.api import MixedPrecision
 
@@ -42,7 +42,7 @@ class Flat:
     """One flat buffer of a unit.
 
     Args:
-        owned: parameters of one dtype and one `requires_grad`, on one device.
+        managed: parameters of one dtype and one `requires_grad`, on one device.
         layout: of all of them.
         rank: in the group that the buffer is dealt to.
         compute_dtype: of the whole; None is the parameters' own.
@@ -54,7 +54,7 @@ class Flat:
 
     def __init__(  # noqa: PLR0913  made in one place, by keyword
         self,
-        owned: Sequence[Owned],
+        managed: Sequence[ManagedParam],
         layout: FlatLayout,
         rank: int,
         *,
@@ -64,7 +64,7 @@ class Flat:
         offloads: bool,
         use_orig_params: bool,
     ) -> None:
-        self.known: list[Known] = [one.known for one in owned]
+        self.param_infos: list[ParamInfo] = [one.info for one in managed]
         self.layout = layout
         self.rank = rank
         self.device = device
@@ -74,7 +74,7 @@ class Flat:
         self._wanted_reduce_dtype = reduce_dtype or compute_dtype
         self.pieces: list[Piece | None] = [layout.piece(slot, rank) for slot in layout.slots]
         self._sizes, self._numbers = split_sizes(self.pieces, layout.shard_numel)
-        given = [one.parameter for one in owned]
+        given = [one.parameter for one in managed]
         self.parameters = (
             given if use_orig_params else []
         )  # the user's own, whose memory the unit does without
@@ -82,8 +82,8 @@ class Flat:
             shard = self._shard_of([p.data for p in given])
         requires_grad = any(p.requires_grad for p in given)
         self.flat_param = FlatParameter(shard.to("cpu") if offloads else shard, requires_grad)
-        self.flat_param._fqns = tuple(one.name for one in self.known)
-        self._showing = Showing(self.known, as_parameters=use_orig_params)
+        self.flat_param._fqns = tuple(one.name for one in self.param_infos)
+        self._showing = Showing(self.param_infos, as_parameters=use_orig_params)
         self.resting: list[Tensor] = []
         self.is_shown = False
         self._summoned: Showing | None = None
@@ -207,7 +207,7 @@ class Flat:
         for index, shown in self._showing.shown() if not self.is_shown else ():
             if shown is not None and shown is not self.parameters[index]:
                 if not isinstance(shown, nn.Parameter):
-                    raise self._replaced(self.known[index].name)
+                    raise self._replaced(self.param_infos[index].name)
                 self.parameters[index] = shown
                 found = True
         is_at_home = self.flat_param.data_ptr() == self._address
@@ -222,7 +222,7 @@ class Flat:
     def _take_back_flat_param(self) -> bool:
         for index, shown in self._showing.shown() if not self.is_shown else ():
             if shown is not self.resting[index]:
-                raise self._replaced(self.known[index].name)
+                raise self._replaced(self.param_infos[index].name)
         if self._home is not None and self._home[0].get(self._home[1]) is not self.flat_param:
             raise self._replaced(self._home[1])
         data = self.flat_param.data
@@ -236,7 +236,7 @@ class Flat:
         shape = tuple(self.flat_param.shape)
         if shape != (self.layout.shard_numel,):
             raise RuntimeError(
-                f"the flat parameter with {self.known[0].name} was given {shape} elements, but this rank "
+                f"the flat parameter with {self.param_infos[0].name} was given {shape} elements, but this rank "
                 f"keeps {self.layout.shard_numel}; change whole parameters inside summon_full_params()"
             )
 
@@ -296,7 +296,7 @@ class Flat:
 
     def _register_instead(self, parameters: Sequence[Tensor]) -> None:
         self.unregister()
-        self._summoned = Showing(self.known, as_parameters=True)
+        self._summoned = Showing(self.param_infos, as_parameters=True)
         self._showing.hide()
         self._summoned.show(parameters)
 
@@ -352,8 +352,8 @@ class Flat:
         """
         if self.use_orig_params and change(self.flat_param.new_empty(0)).is_meta:
             raise NotImplementedError(
-                f"{self.known[0].name} stays the same object, since use_orig_params is set, and so cannot be moved to "
-                "the meta device; wrap the module without use_orig_params, or let go of it"
+                f"{self.param_infos[0].name} stays the same object, since use_orig_params is set, and so cannot be "
+                "moved to the meta device; wrap the module without use_orig_params, or let go of it"
             )
         if self.use_orig_params:
             self._showing.hide()
@@ -419,7 +419,7 @@ class Flat:
 
 
 def flats_of(  # noqa: PLR0913  what a unit was told
-    owned: Sequence[Owned],
+    managed: Sequence[ManagedParam],
     groups: Groups,
     mixed_precision: MixedPrecision,
     *,
@@ -428,15 +428,15 @@ def flats_of(  # noqa: PLR0913  what a unit was told
     use_orig_params: bool,
 ) -> list[Flat]:
     """One flat for each dtype, and one apart for what is frozen: nothing is kept ready for gradients it never has."""
-    kinds: dict[tuple[torch.dtype, bool], list[Owned]] = {}
-    for one in owned:
+    kinds: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
+    for one in managed:
         kinds.setdefault((one.parameter.dtype, one.parameter.requires_grad), []).append(one)
     flats: list[Flat] = []
     # What is trained comes first: the first flat parameter speaks for the unit to those who know of one.
     for (dtype, _), same in sorted(kinds.items(), key=lambda kind: not kind[0][1]):
         itemsize = (mixed_precision.param_dtype or dtype).itemsize
         alignment = aligned_elements(itemsize) if use_orig_params else 1
-        shapes = [(one.known.name, one.parameter.shape, _dense_stride(one.parameter)) for one in same]
+        shapes = [(one.info.name, one.parameter.shape, _dense_stride(one.parameter)) for one in same]
         flats.append(
             Flat(
                 same,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._flat_param import FlatParameter
-from impl.distributed.fsdp._showing import Known, Owned, Place
+from impl.distributed.fsdp._showing import ManagedParam, ParamInfo, ParamLocation
 
 # What wrappers put into names; the second one comes from activation checkpointing.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -119,44 +119,49 @@ def refuse_dealt(root: nn.Module, ignored: Ignored) -> None:
             )
 
 
-def owned_by(root: nn.Module, ignored: Ignored, left_to_ancestor: frozenset[nn.Parameter]) -> list[Owned]:
+def managed_params_of(
+    root: nn.Module, ignored: Ignored, left_to_ancestor: frozenset[nn.Parameter]
+) -> list[ManagedParam]:
     """The parameters a unit around `root` takes over, in `named_modules` order.
 
     Raises:
         ValueError: one has no dimensions or holds integers; or a unit elsewhere has taken it over already.
     """
     names: dict[nn.Parameter, str] = {}
-    places: dict[nn.Parameter, list[Place]] = {}
+    locations: dict[nn.Parameter, list[ParamLocation]] = {}
     for prefix, module in root.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is None or isinstance(parameter, FlatParameter):
                 continue
             if parameter in ignored.parameters or parameter in left_to_ancestor:
                 continue
-            name, place = (
+            name, location = (
                 clean_name(f"{prefix}.{attribute}" if prefix else attribute),
-                Place(module, attribute),
+                ParamLocation(module, attribute),
             )
             if is_managed(parameter):
-                _check_is_its_place(parameter, name, place)
+                _check_location(parameter, name, location)
                 continue
             names.setdefault(parameter, name)
-            places.setdefault(parameter, []).append(place)
-    owned = [Owned(Known(name, tuple(places[parameter])), parameter) for parameter, name in names.items()]
-    for one in owned:
+            locations.setdefault(parameter, []).append(location)
+    managed = [
+        ManagedParam(ParamInfo(name, tuple(locations[parameter])), parameter)
+        for parameter, name in names.items()
+    ]
+    for one in managed:
         if not one.parameter.shape:  # asked of a lazy module's, it raises what torch raises
             raise ValueError(
-                f"FSDP doesn't support scalar parameters. Change {one.known.name} to a 1D tensor with numel equal to 1."
+                f"FSDP doesn't support scalar parameters. Change {one.info.name} to a 1D tensor with numel equal to 1."
             )
         if not one.parameter.is_floating_point():
             raise ValueError("Cannot flatten integer dtype tensors")
-    return owned
+    return managed
 
 
-def mark_managed(root: nn.Module, ignored: Ignored, owned: Iterable[Owned]) -> None:
+def mark_managed(root: nn.Module, ignored: Ignored, managed: Iterable[ManagedParam]) -> None:
     """Say so of the parameters, and of the modules, by names that transformers and Dynamo ask for."""
-    for one in owned:
-        setattr(one.parameter, MANAGED, one.known)
+    for one in managed:
+        setattr(one.parameter, MANAGED, one.info)
     for module in root.modules():
         if module not in ignored.modules:
             # By the second Dynamo asks whether it may trace the module, which here does not depend on that argument.
@@ -164,11 +169,11 @@ def mark_managed(root: nn.Module, ignored: Ignored, owned: Iterable[Owned]) -> N
             vars(module).update({_MANAGED_MODULE: True, _USES_ORIG_PARAMS: True})
 
 
-def _check_is_its_place(parameter: nn.Parameter, name: str, place: Place) -> None:
+def _check_location(parameter: nn.Parameter, name: str, location: ParamLocation) -> None:
     """The modules of the unit that has it may keep a parameter; anywhere else it would go unheard of and untrained."""
-    holding: Known = getattr(parameter, MANAGED)
-    if place not in holding.places:
+    managed: ParamInfo = getattr(parameter, MANAGED)
+    if location not in managed.locations:
         raise ValueError(
-            f"{name} is the same parameter as {holding.name}, which another FullyShardedDataParallel has dealt to the "
+            f"{name} is the same parameter as {managed.name}, which another FullyShardedDataParallel has dealt to the "
             "ranks already; wrap one module that contains both, or let auto_wrap_policy choose what to wrap"
         )

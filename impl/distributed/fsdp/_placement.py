@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from impl.distributed.fsdp._collective_order import method_of_group, order_checker_of
 from impl.distributed.fsdp._managed import Ignored, clean_name, is_managed
-from impl.distributed.fsdp._showing import Owned
+from impl.distributed.fsdp._showing import ManagedParam
 
 _FIRST_RANK = 0  # of a group
 _broadcast = method_of_group("broadcast")
@@ -67,12 +67,12 @@ def place(  # noqa: PLR0913  what torch's constructor is told
         ValueError: `param_init_fn` cannot be called, or `device_id` is not where the parameters lie.
     """
     _check_on_one_device(module, ignored, device_id)
-    wanted = _indexed(device_id, device_type, rank)
-    _materialize(module, ignored, wanted or _current(device_type), param_init_fn, wrapper)
-    if wanted is not None:
-        _move(module, ignored, wanted, wrapper)
+    requested = _indexed(device_id, device_type, rank)
+    _materialize(module, ignored, requested or _current(device_type), param_init_fn, wrapper)
+    if requested is not None:
+        _move(module, ignored, requested, wrapper)
     first = next(managed_below(module, ignored), None)
-    if wanted is None and first is not None and first.device.type == "cpu" != device_type.type:
+    if requested is None and first is not None and first.device.type == "cpu" != device_type.type:
         warnings.warn(
             "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on CPU, which may "
             "be slower than on GPU. We recommend passing in the `device_id` argument for FSDP to move `module` to GPU "
@@ -81,8 +81,10 @@ def place(  # noqa: PLR0913  what torch's constructor is told
             stacklevel=3,
         )
     found = first.device if first is not None and first.device.type != "cpu" else _current(device_type)
-    if wanted is not None and found != wanted:
-        raise ValueError(f"Inconsistent compute device and `device_id` on rank {rank}: {found} vs {wanted}")
+    if requested is not None and found != requested:
+        raise ValueError(
+            f"Inconsistent compute device and `device_id` on rank {rank}: {found} vs {requested}"
+        )
     return found
 
 
@@ -214,7 +216,9 @@ def _move(module: nn.Module, ignored: Ignored, device: torch.device, wrapper: ty
 _SYNCED = "_fsdp_synced"
 
 
-def broadcast_states(module: nn.Module, owned: Sequence[Owned], groups: Iterable[dist.ProcessGroup]) -> None:
+def broadcast_states(
+    module: nn.Module, managed: Sequence[ManagedParam], groups: Iterable[dist.ProcessGroup]
+) -> None:
     """Have every rank hold what the first rank of the groups holds.
 
     Args:
@@ -224,7 +228,7 @@ def broadcast_states(module: nn.Module, owned: Sequence[Owned], groups: Iterable
         RuntimeError: the ranks wrap other modules, or in another order.
     Collectives: broadcasts over each group, one for each tensor; all ranks must call it.
     """
-    states: list[tuple[str, Tensor]] = [(one.known.name, one.parameter.detach()) for one in owned]
+    states: list[tuple[str, Tensor]] = [(one.info.name, one.parameter.detach()) for one in managed]
     for name, buffer in module.named_buffers():
         if not getattr(buffer, _SYNCED, False):
             setattr(buffer, _SYNCED, True)

@@ -18,7 +18,7 @@ from impl.distributed.fsdp._buffers import Buffers
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._managed import clean_name
 from impl.distributed.fsdp._order import Order
-from impl.distributed.fsdp._streams import Lane, Streams, streams_for
+from impl.distributed.fsdp._streams import StreamRole, Streams, streams_for
 from impl.distributed.fsdp._unit import Unit
 
 # The unit that computes, and the one that is gathered meanwhile.
@@ -93,7 +93,7 @@ class Root:
 
     def shards_were_written(self) -> None:
         """Gathers see what COMPUTE has written so far."""
-        self.streams.wait(Lane.GATHER, self.streams.record(Lane.COMPUTE))
+        self.streams.wait(StreamRole.GATHER, self.streams.record(StreamRole.COMPUTE))
 
     def _begin_iteration(self) -> None:
         for unit in self.units:
@@ -116,9 +116,11 @@ class Root:
         """Close every unit; COMPUTE waits for the gradients."""
         for unit in self.units:
             unit.close_backward()
-        self.streams.wait(Lane.COMPUTE, self.streams.record(Lane.REDUCE))
+        self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
         if any(flat.offloads for unit in self.units for flat in unit.flats):
-            self.streams.block(self.streams.record(Lane.COMPUTE))  # the host reads what was copied to it
+            self.streams.block(
+                self.streams.record(StreamRole.COMPUTE)
+            )  # the host reads what was copied to it
         self._being_reduced.clear()
         for unit in self.units:
             unit.show_gradients()
@@ -176,14 +178,14 @@ class Root:
         if not self.streams.is_async:
             unit.free()
             return
-        self._released[unit] = self.streams.record(Lane.COMPUTE)
+        self._released[unit] = self.streams.record(StreamRole.COMPUTE)
         if self._forwards == 0 and not self.is_in_backward:
             self._free_released()
 
     def buffer(self, flat: Flat, dtype: torch.dtype, is_lent: bool) -> tuple[Tensor, list[Tensor]]:
         """Memory for all gradients of a flat, [padded_numel], and views of it in the parameters' shapes.
 
-        In one lane the same tensor is lent to every unit, until it is reduced; what is not dealt keeps its buffer as
+        On one stream the same tensor is lent to every unit, until it is reduced; what is not dealt keeps its buffer as
         `.grad`.
         """
         numel = flat.layout.padded_numel
@@ -204,15 +206,15 @@ class Root:
     def keep_until_reduced(self, buffer: Tensor) -> None:
         """Hold a buffer that REDUCE reads until COMPUTE, which will reuse its memory, has waited for that.
 
-        In one lane it has been read, and the memory of what is lent is freed.
+        On one stream it has been read, and the memory of what is lent is freed.
         """
         if not self.streams.is_async:
             for shared in self._buffers.values():
                 shared.untyped_storage().resize_(0)
             return
         while len(self._being_reduced) >= _WHOLE_AT_ONCE:
-            self.streams.wait(Lane.COMPUTE, self._being_reduced.pop(0)[1])
-        self._being_reduced.append((buffer, self.streams.record(Lane.REDUCE)))
+            self.streams.wait(StreamRole.COMPUTE, self._being_reduced.pop(0)[1])
+        self._being_reduced.append((buffer, self.streams.record(StreamRole.REDUCE)))
 
     def _leave_forward(self) -> None:
         self._forwards -= 1
@@ -226,7 +228,7 @@ class Root:
             self._free(unit)
 
     def _free(self, unit: Unit) -> None:
-        self.streams.wait(Lane.GATHER, self._released.pop(unit))
+        self.streams.wait(StreamRole.GATHER, self._released.pop(unit))
         unit.free()
 
 

@@ -42,7 +42,7 @@ class ReleasedParameter(Tensor):
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamLocation:
     """Where a module keeps a parameter."""
 
     module: nn.Module
@@ -50,18 +50,18 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Known:
+class ParamInfo:
     """What a unit goes on knowing of a parameter that it took over: its name, and where its modules keep it."""
 
     name: str  # from the unit's module, cleaned of what wrappers put in
-    places: tuple[Place, ...]
+    locations: tuple[ParamLocation, ...]
 
 
 @dataclass(frozen=True)
-class Owned:
+class ManagedParam:
     """A parameter that a unit takes over."""
 
-    known: Known
+    info: ParamInfo
     parameter: nn.Parameter
 
 
@@ -69,24 +69,24 @@ class Showing:
     """Puts one tensor for each parameter where the unit's modules look for it.
 
     Args:
-        known: the parameters.
+        param_infos: the parameters.
         as_parameters: what is shown are registered parameters, rather than plain attributes.
     """
 
-    def __init__(self, known: Sequence[Known], as_parameters: bool) -> None:
+    def __init__(self, param_infos: Sequence[ParamInfo], as_parameters: bool) -> None:
         # A module that watches its attributes (recurrent ones keep a list of their weights) has to be told.
         self._watched: list[tuple[nn.Module, str, int]] = []
         self._plain: list[tuple[dict[str, Any], str, int]] = []
-        for index, one in enumerate(known):
-            for place in one.places:
-                module = place.module
+        for index, one in enumerate(param_infos):
+            for location in one.locations:
+                module = location.module
                 if not as_parameters:
-                    module._parameters.pop(place.attribute, None)
+                    module._parameters.pop(location.attribute, None)
                 if type(module).__setattr__ is nn.Module.__setattr__:
                     names = module._parameters if as_parameters else module.__dict__
-                    self._plain.append((cast("dict[str, Any]", names), place.attribute, index))
+                    self._plain.append((cast("dict[str, Any]", names), location.attribute, index))
                 else:
-                    self._watched.append((module, place.attribute, index))
+                    self._watched.append((module, location.attribute, index))
 
     def show(self, tensors: Sequence[Tensor]) -> None:
         for names, attribute, index in self._plain:

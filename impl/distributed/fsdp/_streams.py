@@ -1,6 +1,6 @@
 """One owner of streams and events: what may run beside what, and which waits hold it together.
 
-Work runs in three *lanes*. COMPUTE is the stream the user computes in. GATHER brings shards to the device, casts and
+Streams have three *roles*. COMPUTE is the stream the user computes in. GATHER brings shards to the device, casts and
 gathers them. REDUCE sums gradients over the ranks.
 
 What is written before it is read:
@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Lane(Enum):
+class StreamRole(Enum):
     COMPUTE = "compute"
     GATHER = "gather"
     REDUCE = "reduce"
@@ -53,16 +53,16 @@ class Streams(Protocol):
 
     is_async: bool
 
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """What is issued inside runs in the lane."""
+    def on(self, role: StreamRole) -> AbstractContextManager[Any]:
+        """What is issued inside runs on the role's stream."""
         ...
 
-    def record(self, lane: Lane) -> Any:
-        """An event for all that was issued to the lane so far."""
+    def record(self, role: StreamRole) -> Any:
+        """An event for all that was issued to the role's stream so far."""
         ...
 
-    def wait(self, lane: Lane, event: Any) -> None:
-        """What is issued to the lane from here on runs after the event."""
+    def wait(self, role: StreamRole, event: Any) -> None:
+        """What is issued to the role's stream from here on runs after the event."""
         ...
 
     def block(self, event: Any) -> None:
@@ -70,20 +70,20 @@ class Streams(Protocol):
         ...
 
 
-class OneLane:
+class OneStream:
     """For the CPU: everything runs in the order in which it is issued."""
 
     is_async = False
     _nothing = contextlib.nullcontext()
 
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        del lane
+    def on(self, role: StreamRole) -> AbstractContextManager[Any]:
+        del role
         return self._nothing
 
-    def record(self, lane: Lane) -> Any:
-        del lane
+    def record(self, role: StreamRole) -> Any:
+        del role
 
-    def wait(self, lane: Lane, event: Any) -> None: ...
+    def wait(self, role: StreamRole, event: Any) -> None: ...
 
     def block(self, event: Any) -> None: ...
 
@@ -95,29 +95,29 @@ class DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = {lane: torch.Stream(device) for lane in (Lane.GATHER, Lane.REDUCE)}
+        self._side = {role: torch.Stream(device) for role in (StreamRole.GATHER, StreamRole.REDUCE)}
 
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if lane is Lane.COMPUTE else self._side[lane]
+    def on(self, role: StreamRole) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if role is StreamRole.COMPUTE else self._side[role]
 
-    def record(self, lane: Lane) -> torch.Event:
+    def record(self, role: StreamRole) -> torch.Event:
         event = torch.Event(self._device)
-        event.record(self._stream(lane))
+        event.record(self._stream(role))
         return event
 
-    def wait(self, lane: Lane, event: torch.Event | None) -> None:
+    def wait(self, role: StreamRole, event: torch.Event | None) -> None:
         if event is not None:
-            event.wait(self._stream(lane))
+            event.wait(self._stream(role))
 
     def block(self, event: torch.Event | None) -> None:
         if event is not None:
             event.synchronize()
 
-    def _stream(self, lane: Lane) -> torch.Stream:
-        if lane is Lane.COMPUTE:
+    def _stream(self, role: StreamRole) -> torch.Stream:
+        if role is StreamRole.COMPUTE:
             return torch.accelerator.current_stream(self._device)
-        return self._side[lane]
+        return self._side[role]
 
 
 def streams_for(device: torch.device) -> Streams:
-    return OneLane() if device.type == "cpu" else DeviceStreams(device)
+    return OneStream() if device.type == "cpu" else DeviceStreams(device)

@@ -16,13 +16,13 @@ from impl.distributed.fsdp._collectives import gather, gathered_like
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._phase import Phase
-from impl.distributed.fsdp._streams import Lane
+from impl.distributed.fsdp._streams import StreamRole
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp._whole import Whole
 
 
 @dataclass(frozen=True)
-class Summoning:
+class FullParamsOptions:
     """What `summon_full_params` was asked for."""
 
     writeback: bool = True
@@ -31,21 +31,21 @@ class Summoning:
     with_grads: bool = False
 
 
-def check(wanted: Summoning, use_orig_params: bool, is_dealt: bool) -> None:
+def check(options: FullParamsOptions, use_orig_params: bool, is_dealt: bool) -> None:
     """
     Raises:
         NotImplementedError: a combination that torch refuses too.
     """
-    if wanted.with_grads and (wanted.offload_to_cpu or not use_orig_params):
+    if options.with_grads and (options.offload_to_cpu or not use_orig_params):
         raise NotImplementedError(
-            f"with_grads={wanted.with_grads}, use_orig_params={use_orig_params}, "
-            f"offload_to_cpu={wanted.offload_to_cpu} is not supported yet"
+            f"with_grads={options.with_grads}, use_orig_params={use_orig_params}, "
+            f"offload_to_cpu={options.offload_to_cpu} is not supported yet"
         )
-    if wanted.offload_to_cpu and not is_dealt:
+    if options.offload_to_cpu and not is_dealt:
         raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
-    if wanted.writeback and wanted.rank0_only:
+    if options.writeback and options.rank0_only:
         raise NotImplementedError("writeback=True and rank0_only=True is not supported yet")
-    if wanted.offload_to_cpu and not wanted.rank0_only:
+    if options.offload_to_cpu and not options.rank0_only:
         warnings.warn(
             "offload_to_cpu=True and rank0_only=False may result in theunsharded parameters being redundantly copied "
             "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
@@ -55,7 +55,7 @@ def check(wanted: Summoning, use_orig_params: bool, is_dealt: bool) -> None:
 
 
 @contextmanager
-def summoned(unit: Unit, wanted: Summoning, is_rank0: bool) -> Generator[None]:
+def summoned(unit: Unit, options: FullParamsOptions, is_rank0: bool) -> Generator[None]:
     """Whole parameters in the places of the unit's modules, in the dtype in which the optimizer keeps them.
 
     Raises:
@@ -71,17 +71,17 @@ def summoned(unit: Unit, wanted: Summoning, is_rank0: bool) -> Generator[None]:
         flat.take_back_changes()
     unit.root.shards_were_written()
     unit.root.admit(unit)
-    shows = is_rank0 or not wanted.rank0_only
-    keeps = shows and not wanted.offload_to_cpu
+    shows = is_rank0 or not options.rank0_only
+    keeps = shows and not options.offload_to_cpu
     exposures = [
-        _Exposure(unit, flat, gradients, wanted)
+        _Exposure(unit, flat, gradients, options)
         for flat, gradients in zip(unit.flats, unit.gradients, strict=True)
     ]
     for exposure in exposures:
         exposure.begin(shows)
     if not keeps:
         unit.root.note_released(unit)
-    unit.begin_summoning(exposures if shows else (), by_all=not wanted.rank0_only)
+    unit.begin_summoning(exposures if shows else (), by_all=not options.rank0_only)
     try:
         yield
     finally:
@@ -94,11 +94,11 @@ def summoned(unit: Unit, wanted: Summoning, is_rank0: bool) -> Generator[None]:
 class _Exposure:
     """One flat while it is summoned."""
 
-    def __init__(self, unit: Unit, flat: Flat, gradients: GradientShard, wanted: Summoning) -> None:
+    def __init__(self, unit: Unit, flat: Flat, gradients: GradientShard, options: FullParamsOptions) -> None:
         self._unit = unit
         self._flat = flat
         self._gradients = gradients
-        self._wanted = wanted
+        self._options = options
         self._whole = torch.empty(0)  # [padded_numel], what is shown
         self._views: list[Tensor] = []
         self._grad_shard: Tensor | None = None
@@ -114,14 +114,14 @@ class _Exposure:
         flat, unit = self._flat, self._unit
         whole = flat.whole(flat.dtype)
         streams = unit.root.streams
-        with streams.on(Lane.GATHER):
+        with streams.on(StreamRole.GATHER):
             gather(flat, whole, unit.groups, unit.name)
-        streams.wait(Lane.COMPUTE, streams.record(Lane.GATHER))
-        grads = self._gathered_grads() if self._wanted.with_grads else None
+        streams.wait(StreamRole.COMPUTE, streams.record(StreamRole.GATHER))
+        grads = self._gathered_grads() if self._options.with_grads else None
         if not shows:
             return
         self._whole = whole.flat
-        if self._wanted.offload_to_cpu and flat.is_dealt:
+        if self._options.offload_to_cpu and flat.is_dealt:
             self._whole = torch.empty_like(whole.flat, device="cpu").copy_(whole.flat)
         self._views = flat.views_of(self._whole)
         self._show()
@@ -169,7 +169,7 @@ class _Exposure:
     def end(self) -> None:
         self.take_back()  # a backward inside that raised has left it lent, perhaps in a lower precision
         flat = self._flat
-        keeps = self._wanted.writeback or not flat.is_dealt
+        keeps = self._options.writeback or not flat.is_dealt
         if keeps:
             self._take_in()
             self._write_back()
@@ -181,7 +181,7 @@ class _Exposure:
         else:
             flat.put_flat_param_back()
         flat.conceal()
-        if self._wanted.with_grads and self._grad_shard is not None:
+        if self._options.with_grads and self._grad_shard is not None:
             self._gradients.show(self._grad_shard)
 
     def _show(self) -> None:

@@ -24,11 +24,11 @@ from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
+from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._phase import Phase, TrainingState, torchs_name
-from impl.distributed.fsdp._plan import Plan
 from impl.distributed.fsdp._shared import Shared, Shown
-from impl.distributed.fsdp._steps import watch
-from impl.distributed.fsdp._streams import Lane
+from impl.distributed.fsdp._streams import StreamRole
+from impl.distributed.fsdp._unit_config import UnitConfig
 from impl.distributed.fsdp._whole import Whole
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.optim._shards import deal
@@ -40,13 +40,13 @@ _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: 
 class Unit:
     """The parameters that one FullyShardedDataParallel manages, and the hooks around its module."""
 
-    def __init__(self, module: nn.Module, flats: Sequence[Flat], groups: Groups, plan: Plan) -> None:
+    def __init__(self, module: nn.Module, flats: Sequence[Flat], groups: Groups, config: UnitConfig) -> None:
         self._module = weakref.ref(module)
         self.flats = list(flats)
         self.groups = groups
-        self.plan = plan
+        self.config = config
         self.reduction = Reduction(groups)
-        self.gradients = [GradientShard(flat, plan.keeps_low_precision_grads) for flat in flats]
+        self.gradients = [GradientShard(flat, config.keeps_low_precision_grads) for flat in flats]
         self.name = type(module).__name__
         self.phase = Phase.IDLE
         self.shows_whole = False  # to the user, on this rank
@@ -107,7 +107,7 @@ class Unit:
         self._lost_graph = any(whole.is_given_up for whole in self._in_graph)
         group = self.groups.shard
         for flat, gradients in zip(self.flats, self.gradients, strict=True):
-            watch(flat.stepped, gradients.are_there)
+            track_optimizer_writes(flat.stepped, gradients.are_there)
             if group is not None:
                 for parameter in flat.stepped:
                     deal(parameter, group)
@@ -124,7 +124,7 @@ class Unit:
             return tensor if tensor.device == device else tensor.to(device)
 
         args, kwargs = replaced(args, moved), replaced(kwargs, moved)
-        mixed = self.plan.mixed_precision
+        mixed = self.config.mixed_precision
         if mixed.param_dtype is None or not mixed.cast_root_forward_inputs or self._is_in_full_precision():
             return args, kwargs
         return cast_floats(args, mixed.param_dtype), cast_floats(kwargs, mixed.param_dtype)
@@ -150,7 +150,7 @@ class Unit:
             gradients.forget_if_cleared()
         self.make_whole()
         self._lost_graph = False
-        if self.plan.forward_prefetch:
+        if self.config.forward_prefetch:
             self._prefetch(self.root.next_in_forward(self))
         args, kwargs = self._cast(args, kwargs)
         if self.flats and torch.is_grad_enabled():
@@ -230,7 +230,7 @@ class Unit:
         self.make_whole()
         for gradients in self.gradients:
             gradients.begin_backward()
-        if self.plan.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_for_backward()
 
     def _refuse_lost_graph(self) -> None:
@@ -273,7 +273,7 @@ class Unit:
         for flat, gradients, mine in zip(self.flats, self.gradients, grads, strict=False):
             if any(grad is not None for grad in mine):
                 self._hand_over(flat, gradients, mine)
-        if self.plan.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_for_backward()
 
     def abandon_backward(self) -> None:
@@ -298,7 +298,7 @@ class Unit:
             self.release()  # prefetched, and not needed after all
         for flat, gradients in zip(self.flats, self.gradients, strict=True) if self.root.syncs else ():
             if gradients.still_wait():
-                self._hand_over(flat, gradients, [None] * len(flat.known))
+                self._hand_over(flat, gradients, [None] * len(flat.param_infos))
         self._forget_inputs()
 
     def _forget_inputs(self) -> None:
@@ -327,7 +327,7 @@ class Unit:
         if self.phase is Phase.BACKWARD:
             self._refuse_lost_graph()
         root = self.root
-        root.streams.wait(Lane.COMPUTE, self._gathered)
+        root.streams.wait(StreamRole.COMPUTE, self._gathered)
         self._gathered = None
         self._was_prefetched = False
         self._in_graph = [
@@ -335,7 +335,7 @@ class Unit:
         ]
 
     def gather(self) -> None:
-        """Fill the wholes, in the GATHER lane; nothing if they are filled with what the shards hold.
+        """Fill the wholes, as GATHER; nothing if they are filled with what the shards hold.
 
         If the shards were written to since, to graphs that read the leaves these are changed, also where they were kept
         for a backward.
@@ -345,18 +345,18 @@ class Unit:
         if any(changed):
             root.shards_were_written()
             self.announce_parameters()
-        wanted = [self._dtype_now(flat) for flat in self.flats]
-        is_kept = self._dtypes == wanted
+        dtypes = [self._dtype_now(flat) for flat in self.flats]
+        is_kept = self._dtypes == dtypes
         if self._dtypes is not None:
             if is_kept and not any(changed) and self._shards_are_as_gathered():
                 return
             self.release()
         root.admit(self)
-        with root.streams.on(Lane.GATHER):
-            for flat, dtype in zip(self.flats, wanted, strict=True):
+        with root.streams.on(StreamRole.GATHER):
+            for flat, dtype in zip(self.flats, dtypes, strict=True):
                 gather(flat, flat.whole(dtype), self.groups, self.name, is_kept=is_kept)
-        self._gathered = root.streams.record(Lane.GATHER)
-        self._dtypes = wanted
+        self._gathered = root.streams.record(StreamRole.GATHER)
+        self._dtypes = dtypes
 
     def release(self) -> None:
         """Do without the wholes; the modules see what rests in the leaves' place."""
@@ -369,7 +369,7 @@ class Unit:
         self._was_prefetched = False
         root = self.root
         # It may have been gathered for nothing: what COMPUTE does from here on may be to write to the shards.
-        root.streams.wait(Lane.COMPUTE, self._gathered)
+        root.streams.wait(StreamRole.COMPUTE, self._gathered)
         self._gathered = None
         root.note_released(self)
 
@@ -403,26 +403,26 @@ class Unit:
         return self._was_prefetched or all(flat.is_gathered_as_it_is(dtype) for flat, dtype in pairs)
 
     def _is_kept_after_forward(self) -> bool:
-        return not self.plan.frees_after_forward or self.root.is_root(self) or self.groups.shard is None
+        return not self.config.frees_after_forward or self.root.is_root(self) or self.groups.shard is None
 
     def _is_freed_in_backward(self) -> bool:
         if self.groups.shard is None:
-            return self.plan.mixed_precision.param_dtype is not None
-        return self.root.syncs or self.plan.frees_after_forward
+            return self.config.mixed_precision.param_dtype is not None
+        return self.root.syncs or self.config.frees_after_forward
 
     def _dtype_now(self, flat: Flat) -> torch.dtype:
         return flat.dtype if self._is_in_full_precision() else flat.compute_dtype
 
     def _is_in_full_precision(self) -> bool:
         module = self._module()
-        return self.plan.full_precision_in_eval and module is not None and not module.training
+        return self.config.full_precision_in_eval and module is not None and not module.training
 
     def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        mixed = self.plan.mixed_precision
-        wanted = mixed.param_dtype if self.flats and mixed.cast_forward_inputs else None
-        if wanted is None or self._is_in_full_precision():
+        mixed = self.config.mixed_precision
+        dtype = mixed.param_dtype if self.flats and mixed.cast_forward_inputs else None
+        if dtype is None or self._is_in_full_precision():
             return args, kwargs
-        return cast_floats(args, wanted), cast_floats(kwargs, wanted)
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
     # Gradients
 
@@ -473,8 +473,8 @@ class Unit:
             buffer, views = root.buffer(flat, dtype, is_lent=self.reduction.hook is None)
             join(flat.layout, grads, views, buffer)
         grads.clear()  # their memory serves the collective
-        root.streams.wait(Lane.REDUCE, root.streams.record(Lane.COMPUTE))
-        with root.streams.on(Lane.REDUCE):
+        root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
+        with root.streams.on(StreamRole.REDUCE):
             reduced = self.reduction(buffer, flat.layout.shard_numel, self.name)
             gradients.add(reduced)
         root.keep_until_reduced(buffer)

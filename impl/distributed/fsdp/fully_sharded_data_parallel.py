@@ -24,17 +24,17 @@ from impl.distributed.fsdp._groups import (
     groups_for,
     groups_of,
 )
-from impl.distributed.fsdp._managed import ignored_by, mark_managed, owned_by, refuse_dealt
+from impl.distributed.fsdp._managed import ignored_by, managed_params_of, mark_managed, refuse_dealt
 from impl.distributed.fsdp._phase import Phase, TrainingState
 from impl.distributed.fsdp._placement import broadcast_states, device_type_for, made_of, place
-from impl.distributed.fsdp._plan import Plan
 from impl.distributed.fsdp._private_names import PrivateNames
 from impl.distributed.fsdp._root import Root, root_over
 from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType
-from impl.distributed.fsdp._summon import Summoning, check, summoned
+from impl.distributed.fsdp._summon import FullParamsOptions, check, summoned
 from impl.distributed.fsdp._unit import Unit
+from impl.distributed.fsdp._unit_config import UnitConfig
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite
@@ -182,22 +182,22 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             self.rank,
             FullyShardedDataParallel,
         )
-        owned = owned_by(module, self._ignored, made_of(_left_to_ancestor))
+        managed = managed_params_of(module, self._ignored, made_of(_left_to_ancestor))
         self._groups = groups_of(self.sharding_strategy, *groups)
         if sync_module_states:
             outward_in = [group for group in reversed(groups) if group is not None]
-            broadcast_states(module, owned, outward_in)
+            broadcast_states(module, managed, outward_in)
         flats = flats_of(
-            owned,
+            managed,
             self._groups,
             self.mixed_precision,
             device=self.compute_device,
             offloads=self.cpu_offload.offload_params,
             use_orig_params=use_orig_params,
         )
-        self._unit = Unit(module, flats, self._groups, self._plan())
+        self._unit = Unit(module, flats, self._groups, self._unit_config())
         self._begin_state_dicts(module)
-        mark_managed(module, self._ignored, owned)
+        mark_managed(module, self._ignored, managed)
         self._fsdp_wrapped_module = module
         for name, flat in self._named_flats():
             flat.register_as(self.module, name)
@@ -267,7 +267,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         Collectives: an all-gather of each unit; all ranks must call it.
         """
         self._check_idle()
-        with self._summoned(Summoning()):
+        with self._summoned(FullParamsOptions()):
             return super().apply(fn)
 
     @staticmethod
@@ -298,11 +298,11 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             AssertionError: in the middle of a forward or backward, or inside another summoning.
         Collectives: an all-gather of each unit; with gradients an all-reduce and another one. All ranks must enter.
         """
-        wanted = Summoning(writeback, rank0_only, offload_to_cpu, with_grads)
+        options = FullParamsOptions(writeback, rank0_only, offload_to_cpu, with_grads)
         found = [one for one in FullyShardedDataParallel.fsdp_modules(module) if recurse or one is module]
         with contextlib.ExitStack() as stack:
             for one in found:
-                stack.enter_context(one._summoned(wanted))
+                stack.enter_context(one._summoned(options))
             yield
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -436,8 +436,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     # Ours
 
-    def _plan(self) -> Plan:
-        return Plan(
+    def _unit_config(self) -> UnitConfig:
+        return UnitConfig(
             frees_after_forward=frees_after_forward(self.sharding_strategy),
             mixed_precision=self.mixed_precision,
             backward_prefetch=self.backward_prefetch,
@@ -473,10 +473,10 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         return self._root
 
     @contextlib.contextmanager
-    def _summoned(self, wanted: Summoning) -> Generator[None]:
-        check(wanted, self._use_orig_params, self._groups.shard is not None or not self._unit.flats)
+    def _summoned(self, options: FullParamsOptions) -> Generator[None]:
+        check(options, self._use_orig_params, self._groups.shard is not None or not self._unit.flats)
         self._find_root().settle()
-        with summoned(self._unit, wanted, self.rank == 0):
+        with summoned(self._unit, options, self.rank == 0):
             yield
 
     def _cleaned(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -18,8 +18,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from impl.distributed.fsdp._division import Division, places
 from impl.distributed.fsdp._full_precision import FullPrecision
+from impl.distributed.fsdp._param_assignment import ParamAssignment, parents_of
 
 __all__ = [
     "CustomPolicy",
@@ -336,11 +336,11 @@ def auto_wrap(  # noqa: PLR0913 one for each thing that the constructor was told
     for module in chosen.keys() & set(alone):
         chosen[module] = chosen[module] | {"mixed_precision": None}
 
-    division = Division(root, chosen.keys(), ignored_params)
+    assignment = ParamAssignment(root, chosen.keys(), ignored_params)
     _warn_of_classes(alone)
     for module in alone:
         FullPrecision(module)
-    _wrap_each(root, chosen, division, wrapper_cls)
+    _wrap_each(root, chosen, assignment, wrapper_cls)
 
 
 def _refuse_wrapped(root: nn.Module, wrapper_cls: type[nn.Module]) -> None:
@@ -385,12 +385,14 @@ def _warn_of_classes(alone: Iterable[nn.Module]) -> None:
         )
 
 
-def _wrap_each(root: nn.Module, chosen: _Chosen, division: Division, wrapper_cls: type[nn.Module]) -> None:
-    places_of = places(root)
-    for module in division.order:
+def _wrap_each(
+    root: nn.Module, chosen: _Chosen, assignment: ParamAssignment, wrapper_cls: type[nn.Module]
+) -> None:
+    parents = parents_of(root)
+    for module in assignment.order:
         if module in chosen and module is not root:
-            left = division.left_to_ancestors(module)
+            left = assignment.left_to_ancestors(module)
             kwargs = chosen[module] | ({"_left_to_ancestor": left} if left else {})
             wrapper = wrapper_cls(module, **kwargs)
-            for parent, name in places_of[module]:
+            for parent, name in parents[module]:
                 setattr(parent, name, wrapper)

@@ -165,13 +165,13 @@ class UnitLoading:
             return []
         return [
             f"{flat.layout.slots[index].name}: rank {self._wrapper.rank} was given {_form_of(source)}, but keeps "
-            f"{wanted}"
+            f"{expected}"
             for flat, sources in self._sources.items()
             for index, source in enumerate(sources)
-            if source is not None and _form_of(source) != (wanted := self._wanted_form(flat, index))
+            if source is not None and _form_of(source) != (expected := self._expected_form(flat, index))
         ]
 
-    def _wanted_form(self, flat: Flat, index: int) -> str:
+    def _expected_form(self, flat: Flat, index: int) -> str:
         slot = flat.layout.slots[index]
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             chunk = chunk_of(slot, self._unit.groups.shard_rank, flat.layout.world)
@@ -213,13 +213,13 @@ class UnitLoading:
     def _hide_parts(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Put stand-ins for them into the dict, which nn.Module compares with those that the modules show."""
         problems: list[str] = []
-        wanted = DTensor if self._config._use_dtensor else ShardedTensor
+        expected = DTensor if self._config._use_dtensor else ShardedTensor
         for flat, index, name in self._names():
             key = prefix + WRAPPED + name
             if key not in state_dict:
                 continue
             value = state_dict[key]
-            chunk = chunk_in(value, wanted, self._wrapper.rank)
+            chunk = chunk_in(value, expected, self._wrapper.rank)
             slot = flat.layout.slots[index]
             problem = self._problem_of(value, chunk, slot, flat)
             problems += [f"{prefix}{name}: {problem}"] if problem else []
@@ -232,12 +232,12 @@ class UnitLoading:
         groups, mine = self._unit.groups, f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given"
         if tuple(shape_of(value)) != slot.shape:
             return f"{mine} {_form_of(value)} but the parameter has the shape {slot.shape}"
-        wanted = chunk_of(slot, groups.shard_rank, flat.layout.world).shape
+        expected = chunk_of(slot, groups.shard_rank, flat.layout.world).shape
         got = (0, *slot.shape[1:]) if chunk is None else tuple(chunk.shape)
-        if got == wanted:
+        if got == expected:
             return ""
         return (
-            f"{mine} a part of shape {got} but keeps {wanted}; what another number of ranks has saved is loaded by "
+            f"{mine} a part of shape {got} but keeps {expected}; what another number of ranks has saved is loaded by "
             "torch.distributed.checkpoint"
         )
 
@@ -281,13 +281,13 @@ class UnitLoading:
             (one.metadata.shard_offsets[0], one.tensor.numel()) for one in shards if not one.tensor.is_meta
         ]
         numel = own_numel(layout, rank)
-        wanted = [(rank * layout.shard_numel, numel)] if numel else []
+        expected = [(rank * layout.shard_numel, numel)] if numel else []
         found = shape_of(value).numel()
-        if got == wanted and found == layout.numel:
+        if got == expected and found == layout.numel:
             return "", shards[0].tensor if shards else flat.flat_param.detach()[:0]
         return (
             f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given (offset, elements) {got} of "
-            f"{found} but keeps {wanted} of {layout.numel}; LOCAL_STATE_DICT is loaded by as many "
+            f"{found} but keeps {expected} of {layout.numel}; LOCAL_STATE_DICT is loaded by as many "
             "ranks, wrapped alike, as have saved it"
         ), flat.flat_param.detach()[:0]
 
@@ -295,11 +295,11 @@ class UnitLoading:
 
     def _names(self) -> list[tuple[Flat, int, str]]:
         """Every name of every parameter, without what wrappers put in."""
-        places = {
-            (place.module, place.attribute): (flat, index)
+        locations = {
+            (location.module, location.attribute): (flat, index)
             for flat in self._unit.flats
-            for index, one in enumerate(flat.known)
-            for place in one.places
+            for index, one in enumerate(flat.param_infos)
+            for location in one.locations
         }
         modules = list(self._wrapper._fsdp_wrapped_module.named_modules(remove_duplicate=False))
         prefixes: dict[nn.Module, list[str]] = {}
@@ -307,7 +307,7 @@ class UnitLoading:
             prefixes.setdefault(module, []).append(clean_name(f"{name}.") if name else "")
         return [
             (*found, before + attribute)
-            for (module, attribute), found in places.items()
+            for (module, attribute), found in locations.items()
             for before in prefixes[module]
         ]
 

@@ -270,14 +270,14 @@ def _set(
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    wanted, optim_wanted = _CONFIGS[kind]
-    config = wanted() if config is None else config
-    optim_config = optim_wanted() if optim_config is None else optim_config
-    if type(config) is not wanted:
-        raise RuntimeError(f"Expected state_dict_config of type {wanted} but got {type(config)}")
-    if type(optim_config) is not optim_wanted:
+    expected, optim_expected = _CONFIGS[kind]
+    config = expected() if config is None else config
+    optim_config = optim_expected() if optim_config is None else optim_config
+    if type(config) is not expected:
+        raise RuntimeError(f"Expected state_dict_config of type {expected} but got {type(config)}")
+    if type(optim_config) is not optim_expected:
         raise RuntimeError(
-            f"Expected optim_state_dict_config of type {optim_wanted} but got {type(optim_config)}"
+            f"Expected optim_state_dict_config of type {optim_expected} but got {type(optim_config)}"
         )
     wrappers = wrappers_in(module)
     if len({one._state_dict_type for one in wrappers}) > 1:

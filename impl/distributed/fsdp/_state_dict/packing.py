@@ -96,14 +96,14 @@ def dtype_of(value: Any) -> torch.dtype:
     return value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
 
 
-def chunk_in(value: Any, wanted: type, rank: int) -> Tensor | None:
+def chunk_in(value: Any, expected: type, rank: int) -> Tensor | None:
     """What this rank holds of a ShardedTensor or DTensor; None if that is nothing.
 
     Raises:
-        AssertionError: it is not of the type wanted, or holds more than one part.
+        AssertionError: it is not of the type expected, or holds more than one part.
     """
-    if type(value) is not wanted:
-        raise AssertionError(f"Expected {wanted.__name__}, got {type(value)}")
+    if type(value) is not expected:
+        raise AssertionError(f"Expected {expected.__name__}, got {type(value)}")
     if isinstance(value, DTensor):
         return value.to_local()
     shards = value.local_shards()

@@ -28,7 +28,7 @@ def post_order(root: nn.Module) -> list[nn.Module]:
     return ordered
 
 
-def places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+def parents_of(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     """Every (parent, name) at which each submodule stands."""
     found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
@@ -38,7 +38,7 @@ def places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     return found
 
 
-class Division:
+class ParamAssignment:
     """The parameters of a tree dealt to its units: each to the innermost one around every use of it.
 
     So a parameter that two units share, neither inside the other, goes to a unit around both, or to the root; and

@@ -33,7 +33,7 @@ from impl.distributed.fsdp._collective_order import Complete, OwnFault
 
 LEAST_BYTES = 1 << 19  # of all ranks' parts together
 _CHUNK_BYTES = 1 << 18  # of what is summed at once: it stays in the cache
-_found: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, SameHostPeers | None] = weakref.WeakKeyDictionary()
 
 
 class _Span(ctypes.Structure):
@@ -41,7 +41,7 @@ class _Span(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class SameHostPeers:
     """The ranks of a group, each of which can read the memory of the others."""
 
     rank: int
@@ -79,12 +79,12 @@ class Neighbours:
     @contextmanager
     def _offered(self, group: dist.ProcessGroup, offered: Tensor, complete: Complete) -> Generator[list[int]]:
         """Where lies what each rank offers; left when all have read."""
-        told = _told_to_all(group, [offered.data_ptr(), offered.nbytes], complete)
-        for peer, (_, nbytes) in enumerate(told):
+        rows = _exchanged(group, [offered.data_ptr(), offered.nbytes], complete)
+        for peer, (_, nbytes) in enumerate(rows):
             if nbytes != offered.nbytes:
                 raise OwnFault(f"rank {peer} of the group offers {nbytes} bytes, this one {offered.nbytes}")
-        yield [address for address, _ in told]
-        _told_to_all(group, [0], complete)
+        yield [address for address, _ in rows]
+        _exchanged(group, [0], complete)
 
     def _read(self, peer: int, address: int, into: Tensor) -> None:
         if not _is_read(self.pids[peer], address, into):
@@ -105,32 +105,32 @@ def is_over_gloo(group: dist.ProcessGroup) -> bool:
         return False  # it has no backend for the CPU, or is one itself, or names none
 
 
-def neighbours_in(group: dist.ProcessGroup, complete: Complete) -> Neighbours | None:
+def same_host_peers_in(group: dist.ProcessGroup, complete: Complete) -> SameHostPeers | None:
     """None where a rank of the group cannot read another's memory.
 
     Collectives: two, of a few numbers, at the first call for a group.
     """
     if group not in _found:
-        _found[group] = _met(group, complete)
+        _found[group] = _probe(group, complete)
     return _found[group]
 
 
-def _met(group: dist.ProcessGroup, complete: Complete) -> Neighbours | None:
+def _probe(group: dist.ProcessGroup, complete: Complete) -> SameHostPeers | None:
     """Each rank shows a number in its memory, and tries to read those of the others."""
-    here = _place()
+    here = _kernel_id()
     token = torch.tensor([secrets.randbits(62)], device="cpu")
-    told = _told_to_all(group, [here, os.getpid(), token.data_ptr(), int(token)], complete)
+    rows = _exchanged(group, [here, os.getpid(), token.data_ptr(), int(token)], complete)
     seen = torch.zeros_like(token)
     reads_all = _reader() is not None and all(
-        place == here and _is_read(pid, address, seen) and int(seen) == number
-        for place, pid, address, number in told
+        kernel == here and _is_read(pid, address, seen) and int(seen) == number
+        for kernel, pid, address, number in rows
     )
-    if [0] in _told_to_all(group, [int(reads_all)], complete):
+    if [0] in _exchanged(group, [int(reads_all)], complete):
         return None
-    return Neighbours(group.rank(), tuple(pid for _, pid, _, _ in told))
+    return SameHostPeers(group.rank(), tuple(pid for _, pid, _, _ in rows))
 
 
-def _told_to_all(group: dist.ProcessGroup, numbers: Sequence[int], complete: Complete) -> list[list[int]]:
+def _exchanged(group: dist.ProcessGroup, numbers: Sequence[int], complete: Complete) -> list[list[int]]:
     """The numbers that each rank tells."""
     rows = torch.zeros(group.size(), len(numbers), dtype=torch.int64, device="cpu")
     rows[group.rank()] = torch.tensor(numbers, device="cpu")
@@ -147,14 +147,14 @@ def _add_up(terms: Tensor, rank: int, mine: Tensor, total: Tensor) -> None:
         torch.sum(terms, 0, out=total)
 
 
-def _place() -> int:
+def _kernel_id() -> int:
     """The same on all processes that know each other by their numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        told = boot + os.readlink("/proc/self/ns/pid")
+        identity = boot + os.readlink("/proc/self/ns/pid")
     except OSError:
-        told = secrets.token_hex()
-    return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=7).digest(), "big")
+        identity = secrets.token_hex()
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=7).digest(), "big")
 
 
 @functools.cache
@@ -175,9 +175,9 @@ def _is_read(pid: int, address: int, into: Tensor) -> bool:
     """Copy as much of a process's memory as `into` takes; False where that fails."""
     reader = _reader()
     assert reader is not None
-    done, wanted = 0, into.nbytes
-    while done < wanted:
-        here, there = (_Span(start + done, wanted - done) for start in (into.data_ptr(), address))
+    done, total = 0, into.nbytes
+    while done < total:
+        here, there = (_Span(start + done, total - done) for start in (into.data_ptr(), address))
         count = reader(pid, byref(here), 1, byref(there), 1, 0)
         if count <= 0:
             return False

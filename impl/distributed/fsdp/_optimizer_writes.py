@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-_watched: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by id
-_have_gradients: Any = WeakIdKeyDictionary()  # of each that is watched, weakly, what tells of all ranks
+_tracked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by id
+_have_gradients: Any = WeakIdKeyDictionary()  # of each that is tracked, weakly, what tells of all ranks
 
 
-def watch(parameters: Iterable[Tensor], have_gradients: Callable[[], bool]) -> None:
+def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callable[[], bool]) -> None:
     """From here on a step of any optimizer moves the version counters of those it writes to, however it does.
 
     Args:
@@ -28,7 +28,7 @@ def watch(parameters: Iterable[Tensor], have_gradients: Callable[[], bool]) -> N
     """
     _hook_steps()
     for parameter in parameters:
-        _watched[id(parameter)] = parameter
+        _tracked[id(parameter)] = parameter
         _have_gradients[parameter] = WeakMethod(have_gradients)
 
 
@@ -42,7 +42,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if torch.compiler.is_compiling():  # a graph moves the counters of what it writes to
         return
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ours = [parameter for parameter in stepped if _watched.get(id(parameter)) is parameter]
+    ours = [parameter for parameter in stepped if _tracked.get(id(parameter)) is parameter]
     # None is left where a hook of the optimizer's own has cleared them all.
     torch.autograd.graph.increment_version([p for p in ours if _is_written(p)] or ours)
 

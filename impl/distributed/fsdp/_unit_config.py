@@ -8,7 +8,7 @@ from impl.distributed.fsdp.api import BackwardPrefetch, MixedPrecision
 
 
 @dataclass(frozen=True)
-class Plan:
+class UnitConfig:
     """The same for all of the unit's flats."""
 
     frees_after_forward: bool
