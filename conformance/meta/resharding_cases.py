@@ -29,13 +29,13 @@ def there_and_back(rank: Rank, *, layout: FlatLayout, dtypes: list[torch.dtype])
         piece = layout.piece(slot, rank.rank)
         first = rank.rank * layout.shard_numel + piece.offset - slot.start if piece else 0
         pieces.append(in_memory(slot.numel, number, dtype)[first : first + (piece.numel if piece else 0)])
-    dealt = [
-        resharding.Dealt(number, piece.dtype, piece if piece.numel() else None)
+    sharded = [
+        resharding.ShardPiece(number, piece.dtype, piece if piece.numel() else None)
         for number, piece in enumerate(pieces)
     ]
     resharding.all_to_all = counting
     try:
-        chunks = exchanges.chunks_from(dealt)
+        chunks = exchanges.chunks_from(sharded)
         received_for_chunks = received
         held = [resharding.Held(number, chunk.contiguous()) for number, chunk in enumerate(chunks)]
         again = exchanges.pieces_from(held)

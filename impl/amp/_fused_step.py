@@ -238,12 +238,12 @@ def agree_in_one_group(norms: Norms, here: Found) -> tuple[Tensor, Found]:
         RuntimeError: there are several.
     Collectives: one all-gather.
     """
-    if len(norms.dealt) > 1:
+    if len(norms.sharded) > 1:
         raise RuntimeError(
-            f"the parameters are dealt to {len(norms.dealt)} process groups, none of which can decide for all; use a "
-            "ShardedGradScaler, with a process_group of all their ranks"
+            f"the parameters are sharded over {len(norms.sharded)} process groups, none of which can decide for all; "
+            "use a ShardedGradScaler, with a process_group of all their ranks"
         )
-    [group] = norms.dealt
+    [group] = norms.sharded
     device = norms.whole.device
     norm, flag = norms.gathered(group, joint_flag(here, device))
     return norm, {device: flag.float()}
@@ -258,12 +258,12 @@ def _agreed(
         parts: lists of parameters, and of this process's part of their gradients.
     """
     whole: list[Tensor] = []
-    dealt: dict[dist.ProcessGroup, list[Tensor]] = {group: [] for group in step.groups}
-    if dealt:
+    sharded: dict[dist.ProcessGroup, list[Tensor]] = {group: [] for group in step.groups}
+    if sharded:
         for params, grads in parts:
             for param, grad in zip(params, grads, strict=True):
                 group = shard_group(param)
-                (whole if group is None else dealt[group]).append(grad)
+                (whole if group is None else sharded[group]).append(grad)
     else:
         whole = joined([grads for _, grads in parts])
     here: Found = {}
@@ -276,7 +276,7 @@ def _agreed(
         return _norm(grads, step.wanted.norm_type, dtype, here, step.home)
 
     norms = Norms(
-        step.wanted.norm_type, norm_of(whole), {group: norm_of(some) for group, some in dealt.items()}
+        step.wanted.norm_type, norm_of(whole), {group: norm_of(some) for group, some in sharded.items()}
     )
     norm, found = step.scaler._agree(norms, here if step.known is None else step.known)
     if step.scale is not None and not found:

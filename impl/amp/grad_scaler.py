@@ -486,7 +486,7 @@ class GradScaler:
         self, norms: Norms, found_inf_per_device: dict[torch.device, Tensor]
     ) -> tuple[Tensor, dict[torch.device, Tensor]]:
         """Agree with other processes on a norm and on what a check found, in one collective, if any."""
-        if norms.dealt:
+        if norms.sharded:
             return agree_in_one_group(norms, found_inf_per_device)
         return norms.whole, self._reduce_found_inf(found_inf_per_device)
 

@@ -314,7 +314,7 @@ def _local_gradients(bucket: Bucket) -> list[Tensor]:
         return [*bucket.grads]
     for param, grad in zip(bucket.params, bucket.grads, strict=True):
         if getattr(param, "placements", None) != getattr(grad, "placements", None):
-            raise Unfused("a gradient is dealt otherwise than its parameter")
+            raise Unfused("a gradient is sharded otherwise than its parameter")
     return [local_part(grad) for grad in bucket.grads]
 
 

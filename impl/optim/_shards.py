@@ -14,12 +14,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from impl.kernels import PLAIN_TYPES, placed
 
-_dealt: Any = WeakIdKeyDictionary()
+_registered: Any = WeakIdKeyDictionary()
 
 
-def deal(parameter: Tensor, group: dist.ProcessGroup) -> None:
+def register_shard_group(parameter: Tensor, group: dist.ProcessGroup) -> None:
     """Note that `parameter` is one rank's part of what all ranks of `group` hold together."""
-    _dealt[parameter] = group
+    _registered[parameter] = group
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -39,26 +39,26 @@ def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
     """The ranks that hold `parameter` together, each element once; None if this rank holds all of it.
 
     Raises:
-        NotImplementedError: it is a DTensor that is dealt along several dimensions of its mesh, or has sums to take.
+        NotImplementedError: it is a DTensor that is sharded along several dimensions of its mesh, or has sums to take.
     """
     if not is_distributed(parameter):
-        return _dealt.get(parameter)
+        return _registered.get(parameter)
     whole: Any = parameter
     if any(placement.is_partial() for placement in whole.placements):
         raise NotImplementedError("a DTensor with partial sums is no parameter that can be stepped")
-    dealt = [dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()]
-    if len(dealt) > 1:
+    sharded = [dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()]
+    if len(sharded) > 1:
         raise NotImplementedError(
-            f"a DTensor with placements {whole.placements} is dealt along {len(dealt)} dimensions of its mesh, whose "
-            "ranks have no one process group; call unscale_, clip_grad_norm_, step and update instead"
+            f"a DTensor with placements {whole.placements} is sharded along {len(sharded)} dimensions of its mesh, "
+            "whose ranks have no one process group; call unscale_, clip_grad_norm_, step and update instead"
         )
-    return whole.device_mesh.get_group(dealt[0]) if dealt else None
+    return whole.device_mesh.get_group(sharded[0]) if sharded else None
 
 
 def shard_groups(parameters: Iterable[Tensor]) -> list[dist.ProcessGroup]:
     """The groups that hold these together, in order of appearance, which is the same on all ranks."""
     listed = list(parameters)
-    if not _dealt and PLAIN_TYPES.issuperset(map(type, listed)):
+    if not _registered and PLAIN_TYPES.issuperset(map(type, listed)):
         return []
     groups = dict.fromkeys(map(shard_group, listed))
     return [group for group in groups if group is not None]
@@ -70,7 +70,7 @@ class Norms:
 
     order: float
     whole: Tensor  # of what each rank holds all of
-    dealt: dict[dist.ProcessGroup, Tensor]  # of this rank's part of what a group holds
+    sharded: dict[dist.ProcessGroup, Tensor]  # of this rank's part of what a group holds
 
     def gathered(self, among: dist.ProcessGroup | None, flag: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of all, each element counted once, and the largest of the ranks' flags; f32 and f64, 0-dim.
@@ -78,11 +78,11 @@ class Norms:
         Collectives: one all-gather of a number for each group and one more, in `among`, to which all groups belong.
         """
         mine = torch.stack(
-            [flag.to(torch.float64), *(norm.to(torch.float64) for norm in self.dealt.values())]
+            [flag.to(torch.float64), *(norm.to(torch.float64) for norm in self.sharded.values())]
         )
         everyones = exchanged(mine, among)
         norms = [self.whole.to(torch.float64)]
-        for column, group in enumerate(self.dealt, start=1):
+        for column, group in enumerate(self.sharded, start=1):
             found, ranks = everyones[:, column], _ranks_in(among, group)
             if ranks != [*range(len(found))]:
                 # Not by a list of rows, for which a device would wait for the host.

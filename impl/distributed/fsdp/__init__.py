@@ -1,4 +1,4 @@
-"""Mirrors `torch.distributed.fsdp`: parameters, gradients and optimizer states dealt out to the ranks.
+"""Mirrors `torch.distributed.fsdp`: parameters, gradients and optimizer states sharded over the ranks.
 
 The words used here:
     unit      one wrapped module: the parameters below it that no inner unit manages travel together

@@ -1,4 +1,4 @@
-"""Buffers are not dealt to the ranks; they are only brought to the device and the dtype in which the unit computes."""
+"""Buffers are not sharded; they are only brought to the device and the dtype in which the unit computes."""
 
 from __future__ import annotations
 

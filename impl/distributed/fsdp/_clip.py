@@ -1,4 +1,4 @@
-"""The norm of gradients that are dealt to groups of ranks, and scaling them by it."""
+"""The norm of gradients that are sharded over groups of ranks, and scaling them by it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def joint_norm(
 
     Args:
         others: tensors that every rank holds whole.
-    Collectives: one all-gather of a number a rank for each group that gradients are dealt to.
+    Collectives: one all-gather of a number a rank for each group that gradients are sharded over.
     """
-    dealt: dict[dist.ProcessGroup, list[Tensor]] = {}
+    sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
     whole: list[Tensor] = []
     for unit in units:
         grads = [p.grad for flat in unit.flats for p in flat.stepped if p.grad is not None]
         if unit.groups.shard is None:
             whole += grads
         else:
-            dealt.setdefault(unit.groups.shard, []).extend(grads)
+            sharded.setdefault(unit.groups.shard, []).extend(grads)
     norms = [_norm(grads, norm_type, device) for grads in (whole, others) if grads]
-    for group, grads in dealt.items():
+    for group, grads in sharded.items():
         mine = _norm(grads, norm_type, device).reshape(1)
         parts = mine.new_empty(group.size())
         dist.all_gather(list(parts.split(1)), mine, group=group)

@@ -41,8 +41,8 @@ _PART_BYTES = 1 << 20
 def gather(flat: Flat, whole: Whole, groups: Groups, name: str, *, is_kept: bool = False) -> None:
     """Fill a whole of the unit `name` from every rank's shard; anew, if it `is_kept` and its shard was written to.
 
-    Collectives: one all-gather over the group that the flat is dealt to, or what paces `SameHostPeers`; none if it is
-        dealt to nobody.
+    Collectives: one all-gather over the group that the flat is sharded over, or what paces `SameHostPeers`; none if
+        it is not sharded.
     """
     whole.allocate()
     if whole.is_lasting:
@@ -65,7 +65,7 @@ def gather(flat: Flat, whole: Whole, groups: Groups, name: str, *, is_kept: bool
 
 @torch.no_grad()
 def gathered_like(flat: Flat, shard: Tensor, groups: Groups, name: str) -> Tensor:
-    """The whole [padded_numel] of any tensor that is dealt as the flat is; collectives as `gather`."""
+    """The whole [padded_numel] of any tensor that is sharded as the flat is; collectives as `gather`."""
     if groups.shard is None:
         return shard
     return _whole_of(shard.to(flat.device), groups, groups.shard, name)
@@ -73,7 +73,7 @@ def gathered_like(flat: Flat, shard: Tensor, groups: Groups, name: str) -> Tenso
 
 @torch.no_grad()
 def gathered_in_parts(flat: Flat, groups: Groups, name: str) -> Iterator[tuple[int, Tensor]]:
-    """All elements of a flat that is dealt, in runs that follow one another: where in the whole each begins, and it.
+    """All elements of a flat that is sharded, in runs that follow one another: where in the whole each begins, and it.
 
     No rank has more of the whole at a time than an eighth, unless that were less than a megabyte. Every rank has to
     take all of the runs.
@@ -146,8 +146,8 @@ class Reduction:
     def __call__(self, buffer: Tensor, shard_numel: int, name: str) -> Tensor:
         """Average a buffer [padded_numel] of the unit `name` over all ranks; this rank's shard [shard_numel] of it.
 
-        The buffer is overwritten. The result has its dtype, and lies in the buffer itself where nothing is dealt.
-        Collectives: a reduce-scatter where parameters are dealt (over gloo an all-to-all, or what paces
+        The buffer is overwritten. The result has its dtype, and lies in the buffer itself where nothing is sharded.
+        Collectives: a reduce-scatter where parameters are sharded (over gloo an all-to-all, or what paces
             `SameHostPeers`), an all-reduce where they are replicated.
         """
         entry = f"reduced '{name}'"

@@ -1,8 +1,8 @@
 """Where each parameter lies in a flat buffer, and which elements each rank owns: arithmetic on integers alone.
 
 The numbers are torch's, because shards written by one must load into the other: parameters follow each other in the
-order in which `named_modules` meets them, begin at multiples of `alignment` elements, and the buffer is dealt to the
-ranks in equal widths; the tail may be short or empty.
+order in which `named_modules` meets them, begin at multiples of `alignment` elements, and the buffer is sharded over
+the ranks in equal widths; the tail may be short or empty.
 """
 
 from __future__ import annotations

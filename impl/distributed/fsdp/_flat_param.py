@@ -44,7 +44,7 @@ class Flat:
     Args:
         managed: parameters of one dtype and one `requires_grad`, on one device.
         layout: of all of them.
-        rank: in the group that the buffer is dealt to.
+        rank: in the group that the buffer is sharded over.
         compute_dtype: of the whole; None is the parameters' own.
         reduce_dtype: of gradients on their way; None is `compute_dtype` or the parameters' own.
         device: where the whole lies, and the shard too unless it is offloaded.
@@ -107,7 +107,7 @@ class Flat:
         return self._wanted_reduce_dtype or self.dtype
 
     @property
-    def is_dealt(self) -> bool:
+    def is_sharded(self) -> bool:
         return self.layout.world > 1
 
     @property
@@ -154,7 +154,7 @@ class Flat:
         found = self._wholes.get(dtype)
         if found is None:
             shard = self.flat_param.data
-            serves = not self.is_dealt and dtype is self.dtype and shard.device == self.device
+            serves = not self.is_sharded and dtype is self.dtype and shard.device == self.device
             with torch.inference_mode(False):  # the leaves serve training too
                 found = Whole(self.layout, dtype, self.device, over=shard if serves else None)
                 found.leaves = [self._as_leaf(leaf) for leaf in found.leaves]
@@ -186,7 +186,7 @@ class Flat:
             whole.free()
 
     def rest_as_views(self) -> None:
-        """Point the user's parameters into the shard: 1-D pieces of it, and whole where nothing is dealt."""
+        """Point the user's parameters into the shard: 1-D pieces of it, and whole where nothing is sharded."""
         shard = self.flat_param.data
         nothing = shard.new_empty(0)
         views = [nothing if piece is None else piece for piece in self.pieces_of(shard)]
@@ -263,7 +263,7 @@ class Flat:
         shard = self.flat_param.data.clone()
         for parameter, slot, piece in zip(self.parameters, self.layout.slots, self.pieces, strict=True):
             numel = piece.numel if piece else 0
-            got = parameter.shape if self.is_dealt else torch.Size([parameter.numel()])
+            got = parameter.shape if self.is_sharded else torch.Size([parameter.numel()])
             if got != (numel,):
                 error = RuntimeError(
                     "Cannot writeback when the parameter shape changes\n"
@@ -271,7 +271,7 @@ class Flat:
                 )
                 error.add_note(f"{slot.name}; change whole parameters inside summon_full_params()")
                 raise error
-            if piece is not None and self.is_dealt:
+            if piece is not None and self.is_sharded:
                 shard.narrow(0, piece.offset, numel).copy_(parameter.data)
             elif piece is not None:
                 laid_over(shard, slot).copy_(parameter.data.reshape(slot.shape))
@@ -395,7 +395,7 @@ class Flat:
 
     def pieces_of(self, flat_shard: Tensor) -> list[Tensor | None]:
         """Cut a tensor like the shard into what belongs to each parameter, shaped as this rank's part of it."""
-        if not self.is_dealt:
+        if not self.is_sharded:
             return [*self.views_of(flat_shard)]
         parts = flat_shard.split_with_sizes(self._sizes)
         return [None if number is None else parts[number] for number in self._numbers]
@@ -412,7 +412,7 @@ class Flat:
         whole = tensors[0].new_zeros(self.layout.padded_numel)
         for tensor, slot in zip(tensors, self.layout.slots, strict=True):
             whole[slot.start : slot.stop].copy_(_in_memory_order(tensor))
-        if not self.is_dealt:
+        if not self.is_sharded:
             return whole
         width = self.layout.shard_numel
         return whole[self.rank * width : (self.rank + 1) * width].clone()

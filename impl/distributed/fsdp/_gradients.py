@@ -1,6 +1,6 @@
 """A rank's shard of a flat's gradient, as the optimizer sees it, and what has not been averaged yet.
 
-Between backwards `.grad` is the average, dealt as the parameters are. After a backward that did not synchronise it is
+Between backwards `.grad` is the average, sharded as the parameters are. After a backward that did not synchronise it is
 this rank's own sum over all elements, so that `zero_grad` does to it what it does everywhere; the average of earlier
 backwards waits aside.
 """
@@ -111,12 +111,12 @@ class GradientShard:
         """Add an average [shard_numel] of any dtype to those of this backward and before."""
         self._is_added_to = True
         flat = self._flat
-        keeps = self._keeps_low_precision and not flat.is_dealt
+        keeps = self._keeps_low_precision and not flat.is_sharded
         mine = reduced if keeps else reduced.to(flat.dtype)
         if flat.offloads:
             mine = mine.to("cpu")
         if self._averaged is None:
-            self._averaged = mine if mine is not reduced or flat.is_dealt else mine.clone()
+            self._averaged = mine if mine is not reduced or flat.is_sharded else mine.clone()
         else:
             self._averaged = self._averaged.to(mine.dtype).add_(mine)
 
@@ -129,7 +129,7 @@ class GradientShard:
         if self._averaged is None:
             return
         averaged, self._averaged = self._averaged, None
-        if self._keeps_low_precision and self._flat.is_dealt:
+        if self._keeps_low_precision and self._flat.is_sharded:
             averaged = averaged.to(self._flat.compute_dtype)
         self.show(averaged)
         if self._is_added_to:

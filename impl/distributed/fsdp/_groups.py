@@ -1,4 +1,4 @@
-"""Which ranks a unit deals its parameters to, and which hold copies of the same part."""
+"""Which ranks a unit shards its parameters over, and which hold copies of the same part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FREED_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHA
 class Groups:
     """`shard`: the ranks that share one copy of the parameters. `replicate`: those that hold the same part of it."""
 
-    shard: dist.ProcessGroup | None  # None: nothing is dealt
+    shard: dist.ProcessGroup | None  # None: nothing is sharded
     replicate: dist.ProcessGroup | None
 
     @property
@@ -63,7 +63,7 @@ def predivide_factor(size: int) -> float:
 def groups_of(
     strategy: ShardingStrategy, group: dist.ProcessGroup, between: dist.ProcessGroup | None
 ) -> Groups:
-    """Who a unit deals to and replicates over, in `group` and, for hybrid strategies, `between`; none of one rank."""
+    """Who a unit shards and replicates over, in `group` and, for hybrid strategies, `between`; none of one rank."""
     several = group if group.size() > 1 else None
     if between is not None:
         return Groups(several, between if between.size() > 1 else None)
@@ -97,7 +97,7 @@ def groups_for(
     device_mesh: DeviceMesh | None,
     device: torch.device,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The group that parameters are dealt to, and for hybrid strategies the one that replicates.
+    """The group that parameters are sharded over, and for hybrid strategies the one that replicates.
 
     Raises:
         ValueError: both a group and a mesh are given; a hybrid strategy has neither, nor a policy; or what is given
@@ -145,7 +145,7 @@ def _is_pair(given: Any) -> bool:
 
 
 def _by_host(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Deal inside each host, replicate between hosts; hosts have as many ranks as devices."""
+    """Shard inside each host, replicate between hosts; hosts have as many ranks as devices."""
     width = 1 if device.type == "cpu" else torch.accelerator.device_count()
     inside, _ = dist.new_subgroups(width)
     world, mine = dist.get_world_size(), dist.get_rank()

@@ -105,7 +105,7 @@ def _types_of(values: Iterable[Any]) -> list[type]:
     return sorted({type(value) for value in values}, key=repr)
 
 
-def refuse_dealt(root: nn.Module, ignored: Ignored) -> None:
+def refuse_dtensors(root: nn.Module, ignored: Ignored) -> None:
     """
     Raises:
         NotImplementedError: a parameter is a DTensor, as tensor parallelism makes it.
@@ -113,8 +113,8 @@ def refuse_dealt(root: nn.Module, ignored: Ignored) -> None:
     for name, parameter in root.named_parameters():
         if isinstance(parameter, DTensor) and parameter not in ignored.parameters:
             raise NotImplementedError(
-                f"{clean_name(name)} is a DTensor, dealt to ranks already as {parameter.placements} over "
-                f"{parameter.device_mesh}, and cannot be dealt by FullyShardedDataParallel once more; leave it to "
+                f"{clean_name(name)} is a DTensor, sharded already as {parameter.placements} over "
+                f"{parameter.device_mesh}, and cannot be sharded by FullyShardedDataParallel once more; leave it to "
                 "ignored_states, or shard this module with torch.distributed.fsdp"
             )
 
@@ -174,6 +174,6 @@ def _check_location(parameter: nn.Parameter, name: str, location: ParamLocation)
     managed: ParamInfo = getattr(parameter, MANAGED)
     if location not in managed.locations:
         raise ValueError(
-            f"{name} is the same parameter as {managed.name}, which another FullyShardedDataParallel has dealt to the "
-            "ranks already; wrap one module that contains both, or let auto_wrap_policy choose what to wrap"
+            f"{name} is the same parameter as {managed.name}, which another FullyShardedDataParallel has sharded "
+            "already; wrap one module that contains both, or let auto_wrap_policy choose what to wrap"
         )

@@ -24,7 +24,7 @@ def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callabl
     """From here on a step of any optimizer moves the version counters of those it writes to, however it does.
 
     Args:
-        have_gradients: a method, held weakly: whether, on some rank, there are any of what these are dealt with.
+        have_gradients: a method, held weakly: whether, on some rank, there are any of what these are sharded with.
     """
     _hook_steps()
     for parameter in parameters:

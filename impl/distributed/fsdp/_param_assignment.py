@@ -39,7 +39,7 @@ def parents_of(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
 
 
 class ParamAssignment:
-    """The parameters of a tree dealt to its units: each to the innermost one around every use of it.
+    """The parameters of a tree assigned to its units: each to the innermost one around every use of it.
 
     So a parameter that two units share, neither inside the other, goes to a unit around both, or to the root; and
     one in a module that stands in two units to a unit around both, if it is no unit itself.

@@ -1,4 +1,4 @@
-"""Getting a module ready to be dealt: on which device it computes, what is still to be made there, and by whom."""
+"""Getting a module ready to be sharded: on which device it computes, what is still to be made there, and by whom."""
 
 from __future__ import annotations
 

@@ -185,11 +185,11 @@ class Root:
     def buffer(self, flat: Flat, dtype: torch.dtype, is_lent: bool) -> tuple[Tensor, list[Tensor]]:
         """Memory for all gradients of a flat, [padded_numel], and views of it in the parameters' shapes.
 
-        On one stream the same tensor is lent to every unit, until it is reduced; what is not dealt keeps its buffer as
-        `.grad`.
+        On one stream the same tensor is lent to every unit, until it is reduced; what is not sharded keeps its buffer
+        as `.grad`.
         """
         numel = flat.layout.padded_numel
-        if self.streams.is_async or not flat.is_dealt or not is_lent:
+        if self.streams.is_async or not flat.is_sharded or not is_lent:
             made = torch.empty(numel, dtype=dtype, device=self.device)
             return made, flat.views_of(made)
         longest = self._buffers.get(dtype)

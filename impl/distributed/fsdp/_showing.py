@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class ReleasedParameter(Tensor):
-    """Stands in a module for a parameter whose elements are dealt to the ranks; has its shape, dtype and device."""
+    """Stands in a module for a parameter whose elements are sharded over the ranks; has its shape, dtype and device."""
 
     _name: str
 
@@ -36,7 +36,7 @@ class ReleasedParameter(Tensor):
         del types
         name = next((a._name for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls)), "a parameter")
         raise RuntimeError(
-            f"{func} was called with {name}, whose elements are dealt to the ranks; read it inside "
+            f"{func} was called with {name}, whose elements are sharded over the ranks; read it inside "
             "FullyShardedDataParallel.summon_full_params(module)"
         )
 

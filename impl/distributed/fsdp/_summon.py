@@ -31,7 +31,7 @@ class FullParamsOptions:
     with_grads: bool = False
 
 
-def check(options: FullParamsOptions, use_orig_params: bool, is_dealt: bool) -> None:
+def check(options: FullParamsOptions, use_orig_params: bool, is_sharded: bool) -> None:
     """
     Raises:
         NotImplementedError: a combination that torch refuses too.
@@ -41,7 +41,7 @@ def check(options: FullParamsOptions, use_orig_params: bool, is_dealt: bool) -> 
             f"with_grads={options.with_grads}, use_orig_params={use_orig_params}, "
             f"offload_to_cpu={options.offload_to_cpu} is not supported yet"
         )
-    if options.offload_to_cpu and not is_dealt:
+    if options.offload_to_cpu and not is_sharded:
         raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
     if options.writeback and options.rank0_only:
         raise NotImplementedError("writeback=True and rank0_only=True is not supported yet")
@@ -121,14 +121,14 @@ class _Exposure:
         if not shows:
             return
         self._whole = whole.flat
-        if self._options.offload_to_cpu and flat.is_dealt:
+        if self._options.offload_to_cpu and flat.is_sharded:
             self._whole = torch.empty_like(whole.flat, device="cpu").copy_(whole.flat)
         self._views = flat.views_of(self._whole)
         self._show()
         self._first_versions = self._versions = self._versions_shown()
         if grads is not None:
             self._show_grads(grads)
-            self._shows_grads = self._flat.is_dealt
+            self._shows_grads = self._flat.is_sharded
 
     def refuse_backward(self, name: str) -> None:
         """Called by a backward that reaches the unit while it is summoned.
@@ -169,7 +169,7 @@ class _Exposure:
     def end(self) -> None:
         self.take_back()  # a backward inside that raised has left it lent, perhaps in a lower precision
         flat = self._flat
-        keeps = self._options.writeback or not flat.is_dealt
+        keeps = self._options.writeback or not flat.is_sharded
         if keeps:
             self._take_in()
             self._write_back()
@@ -234,9 +234,9 @@ class _Exposure:
     @torch.no_grad()
     def _write_back(self) -> None:
         flat = self._flat
-        if not flat.is_dealt and self._whole.device == flat.flat_param.device:
+        if not flat.is_sharded and self._whole.device == flat.flat_param.device:
             return  # the shard is what was shown
-        first = flat.rank * flat.layout.shard_numel if flat.is_dealt else 0
+        first = flat.rank * flat.layout.shard_numel if flat.is_sharded else 0
         flat.flat_param.data.copy_(self._whole[first : first + flat.layout.shard_numel])
         if self._grad_shard is not None:
             grads = torch.zeros(flat.layout.padded_numel, dtype=self._grad_shard.dtype, device=flat.device)

@@ -31,7 +31,7 @@ from impl.distributed.fsdp._streams import StreamRole
 from impl.distributed.fsdp._unit_config import UnitConfig
 from impl.distributed.fsdp._whole import Whole
 from impl.distributed.fsdp.api import BackwardPrefetch
-from impl.optim._shards import deal
+from impl.optim._shards import register_shard_group
 
 # The number of the node that autograd makes next.
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  no stub
@@ -110,7 +110,7 @@ class Unit:
             track_optimizer_writes(flat.stepped, gradients.are_there)
             if group is not None:
                 for parameter in flat.stepped:
-                    deal(parameter, group)
+                    register_shard_group(parameter, group)
 
     # Forward
 

@@ -24,7 +24,7 @@ from impl.distributed.fsdp._groups import (
     groups_for,
     groups_of,
 )
-from impl.distributed.fsdp._managed import ignored_by, managed_params_of, mark_managed, refuse_dealt
+from impl.distributed.fsdp._managed import ignored_by, managed_params_of, mark_managed, refuse_dtensors
 from impl.distributed.fsdp._phase import Phase, TrainingState
 from impl.distributed.fsdp._placement import broadcast_states, device_type_for, made_of, place
 from impl.distributed.fsdp._private_names import PrivateNames
@@ -47,7 +47,7 @@ _ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
-    """Deals the parameters of a module, their gradients and what optimizers keep for them, to the ranks of a group.
+    """Shards the parameters of a module, their gradients and what optimizers keep for them, over the ranks of a group.
 
     Each wrapped module is a unit: its parameters are gathered before it computes, in forward and in backward, and
     released afterwards; each rank averages and keeps the gradients of its own part, which is what the optimizer steps.
@@ -59,10 +59,10 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     Args:
         module: what to wrap. Parameters may have several dtypes, and be frozen in part; none may be 0-dim.
-        process_group: the ranks to deal to, by default all. Hybrid strategies take two: to deal, and to replicate.
+        process_group: the ranks to shard over, by default all. Hybrid strategies take two: to shard, and to replicate.
         sharding_strategy: FULL_SHARD, the default, has parameters whole while the unit computes; SHARD_GRAD_OP from a
             forward with gradients to the end of backward; NO_SHARD always. HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are
-            the first two, dealt inside one group and averaged over another.
+            the first two, sharded inside one group and averaged over another.
         cpu_offload: keep parameters and gradients on the CPU, where the optimizer steps them.
         auto_wrap_policy: which inner modules become units; see `impl.distributed.fsdp.wrap`. A parameter that several
             of them share is left to a unit around them.
@@ -79,10 +79,11 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         use_orig_params: `parameters()` are the module's own, as views of this rank's part of them; without, they are
             one `FlatParameter` a unit.
         ignored_states: parameters, or modules, to leave alone.
-        device_mesh: instead of `process_group`: of one dimension, or of two, to replicate and to deal.
+        device_mesh: instead of `process_group`: of one dimension, or of two, to replicate and to shard over.
 
     Raises:
-        ValueError: arguments exclude each other; a parameter is 0-dim or integer, or dealt already by a unit elsewhere.
+        ValueError: arguments exclude each other; a parameter is 0-dim or integer, or sharded already by a unit
+            elsewhere.
         RuntimeError: parameters lie on several devices.
         NotImplementedError: a parameter is a DTensor, of tensor parallelism.
     Collectives: in the constructor, broadcasts if `sync_module_states`, and new groups for a hybrid strategy without
@@ -132,7 +133,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
                 stacklevel=2,
             )
         self._ignored = ignored_by(module, ignored_modules, ignored_states, FullyShardedDataParallel)
-        refuse_dealt(module, self._ignored)
+        refuse_dtensors(module, self._ignored)
         device_type = device_type_for(module, self._ignored, device_id)
         groups = groups_for(
             process_group, sharding_strategy, auto_wrap_policy is not None, device_mesh, device_type
@@ -228,8 +229,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
-            f"{type(self.module).__name__} cannot be copied, since its parameters are dealt to a group of ranks; copy "
-            "it before it is wrapped, or wrap another one and load this one's state_dict() into it"
+            f"{type(self.module).__name__} cannot be copied, since its parameters are sharded over a group of ranks; "
+            "copy it before it is wrapped, or wrap another one and load this one's state_dict() into it"
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +295,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
         Raises:
             NotImplementedError: `writeback` with `rank0_only`; `with_grads` without `use_orig_params` or with
-                `offload_to_cpu`; `offload_to_cpu` of what is not dealt.
+                `offload_to_cpu`; `offload_to_cpu` of what is not sharded.
             AssertionError: in the middle of a forward or backward, or inside another summoning.
         Collectives: an all-gather of each unit; with gradients an all-reduce and another one. All ranks must enter.
         """
@@ -359,9 +360,9 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         Raises:
             RuntimeError: this is not the outermost one; or the norm is not finite and that was to raise.
         Sync: none, unless `error_if_nonfinite` or offloading.
-        Collectives: one all-gather of a number a rank for each group that parameters are dealt to; all ranks must call.
+        Collectives: one all-gather of a number a rank for each group that parameters are sharded over; all must call.
         Source: torch's 2.13; differences: the last two arguments; the norm neither overflows nor underflows, and is
-            taken over the groups to which each unit is dealt, where torch takes the root's for all.
+            taken over the groups over which each unit is sharded, where torch takes the root's for all.
         """
         root = self._find_root()
         if not root.is_root(self._unit):

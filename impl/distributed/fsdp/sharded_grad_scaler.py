@@ -178,7 +178,7 @@ class ShardedGradScaler(GradScaler):
         Raises:
             TypeError: `optimizer` has no `param_groups`; the peers that were given an optimizer wait.
             RuntimeError: as `GradScaler.fused_step`; or another rank's check failed; or the group was not pickled; or a
-                parameter is dealt to ranks outside the group; or this rank's gradients, which others need not know,
+                parameter is sharded over ranks outside the group; or this rank's gradients, which others need not know,
                 allow no fused update of an optimizer that has one.
             AssertionError: there is no scale yet.
             ValueError: as `GradScaler.fused_step`; no process group is up; this rank is not in it.
@@ -196,7 +196,7 @@ class ShardedGradScaler(GradScaler):
         self, norms: Norms, found_inf_per_device: dict[torch.device, Tensor]
     ) -> tuple[Tensor, dict[torch.device, Tensor]]:
         """The norm and one verdict for all ranks, by one all-gather."""
-        if not self._enabled and not norms.dealt:
+        if not self._enabled and not norms.sharded:
             return norms.whole, found_inf_per_device
         self._owes_verdict = False
         device = norms.whole.device

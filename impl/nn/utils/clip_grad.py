@@ -346,7 +346,7 @@ def _norm_by_kernels(ordinary: dict[torch.device, list[Tensor]], norm_type: floa
 def _norm_by_operators(gradients: _Gradients, norm_type: float) -> Tensor:
     home = gradients.every[0].device
     norms: list[Tensor] = []
-    for tensors, whole in _dealt(gradients.every, gradients.foreach):
+    for tensors, whole in _by_kernel(gradients.every, gradients.foreach):
         if whole:
             norms += torch._foreach_norm(tensors, norm_type)
         else:
@@ -386,16 +386,16 @@ def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
-def _dealt(tensors: list[Tensor], foreach: bool | None) -> list[tuple[list[Tensor], bool]]:
+def _by_kernel(tensors: list[Tensor], foreach: bool | None) -> list[tuple[list[Tensor], bool]]:
     """`tensors` by device and dtype, each list with whether it goes to a foreach operator as a whole."""
-    dealt: list[tuple[list[Tensor], bool]] = []
+    lists: list[tuple[list[Tensor], bool]] = []
     for device, _, group in _by_device_and_dtype(tensors) if tensors else ():
         if foreach and not _device_has_foreach_support(device):
             raise RuntimeError(
                 f"foreach=True was passed, but can't use the foreach API on {device.type} tensors"
             )
-        dealt.append((group, _has_foreach_support(group, device) if foreach is None else bool(foreach)))
-    return dealt
+        lists.append((group, _has_foreach_support(group, device) if foreach is None else bool(foreach)))
+    return lists
 
 
 def _by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:
@@ -405,14 +405,14 @@ def _by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torc
 
 def _change_others_(gradients: _Gradients, change_: Callable[[list[Tensor], bool], None]) -> None:
     """Change those that are not ordinary, by `change_(tensors, whole)`; see "All or nothing" above."""
-    dealt = _dealt(gradients.others, gradients.foreach)
+    lists = _by_kernel(gradients.others, gradients.foreach)
     if torch.compiler.is_compiling():
         kept: list[tuple[Tensor, Tensor]] = []
     else:
         _refuse_hidden_overlap(gradients.others)
         kept = [(tensor, tensor.clone()) for tensor in gradients.others if type(tensor) in PLAIN_TYPES]
     try:
-        for tensors, whole in dealt:
+        for tensors, whole in lists:
             change_(tensors, whole)
     except Exception:
         # Tensors made in inference mode are written before they refuse, and only there can be written again.

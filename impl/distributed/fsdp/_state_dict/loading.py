@@ -393,5 +393,5 @@ def _piece_of(flat: Flat, index: int, whole: Tensor) -> Tensor | None:
     if piece is None:
         return None
     dense = laid_out_as(whole.detach(), slot)
-    first = flat.rank * flat.layout.shard_numel + piece.offset - slot.start if flat.is_dealt else 0
+    first = flat.rank * flat.layout.shard_numel + piece.offset - slot.start if flat.is_sharded else 0
     return dense.as_strided((slot.numel,), (1,)).narrow(0, first, piece.numel)

@@ -242,7 +242,7 @@ class StateDicts(nn.Module):
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
-        """What DTensors are dealt over."""
+        """What DTensors are sharded over."""
         return self._device_mesh or DeviceMesh.from_group(self.process_group, self.compute_device.type)
 
     def _kind_and_config(self, instead: str) -> tuple[StateDictType, StateDictConfig]:

@@ -41,7 +41,7 @@ class OptimStateDicts:
 
         FULL_STATE_DICT has whole tensors, with `rank0_only` on the group's first rank alone, and an empty dict on the
         others. SHARDED_STATE_DICT has each rank's rows, as ShardedTensor, or DTensor where a device mesh was given;
-        LOCAL_STATE_DICT is the same. What is not dealt to the ranks may share memory with the optimizer.
+        LOCAL_STATE_DICT is the same. What is not sharded over the ranks may share memory with the optimizer.
 
         Args:
             model: whose parameters the optimizer steps.

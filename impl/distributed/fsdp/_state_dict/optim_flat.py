@@ -17,7 +17,7 @@ from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._state_dict.optim_keys import NamedFlat, StateDict, Stepped, is_kept_whole
 from impl.distributed.fsdp._state_dict.packing import chunked, meshed
-from impl.distributed.fsdp._state_dict.resharding import Dealt, chunk_of
+from impl.distributed.fsdp._state_dict.resharding import ShardPiece, chunk_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def offloaded(state: StateDict) -> StateDict:
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor of one parameter's state, dealt as the parameter is."""
+    """A tensor of one parameter's state, sharded as the parameter is."""
 
     index: int  # of the parameter in the flat
     name: str
@@ -85,8 +85,8 @@ class FlatState:
         left_out = [rank for rank in self._peers if rank not in by_rank]
         if left_out:
             raise ValueError(
-                f"{one.unit.name} is dealt to ranks {self._peers}, but ranks {left_out} are not in the group that was "
-                "given; give one that has all of them"
+                f"{one.unit.name} is sharded over ranks {self._peers}, but ranks {left_out} are not in the group that "
+                "was given; give one that has all of them"
             )
         self._told = [by_rank[rank] for rank in self._peers]
 
@@ -107,9 +107,9 @@ class FlatState:
         state = self._mine[0]
         forms = forms_of(state)
         indices = range(len(self._one.names))
-        dealt = {name: form for name, form in forms.items() if isinstance(form, TensorForm)}
-        items = [_Item(index, name, form.dtype) for index in indices for name, form in dealt.items()]
-        rest = [name for name in forms if name not in dealt]
+        sharded = {name: form for name, form in forms.items() if isinstance(form, TensorForm)}
+        items = [_Item(index, name, form.dtype) for index in indices for name, form in sharded.items()]
+        rest = [name for name in forms if name not in sharded]
         return items, {index: {name: own_copy(state[name]) for name in rest} for index in indices}
 
     def _merged(self) -> tuple[list[_Item], dict[int, StateDict]]:
@@ -139,7 +139,7 @@ class FlatState:
         return self._flat.layout.piece(self._flat.layout.slots[index], rank) is not None
 
     def _dtypes(self, index: int, forms: Sequence[StateDict]) -> dict[str, torch.dtype]:
-        """Of each tensor that is dealt as the parameter is."""
+        """Of each tensor that is sharded as the parameter is."""
         found: dict[str, torch.dtype] = {}
         for state in forms:
             for name, form in state.items():
@@ -212,9 +212,9 @@ class FlatState:
 
     def _parts(self, items: Sequence[_Item], wanted: Wanted) -> Iterator[tuple[_Item, Tensor]]:
         """The rank's rows of each tensor, as a ShardedTensor or DTensor."""
-        if self._flat.is_dealt:
-            dealt = [Dealt(item.index, item.dtype, self._piece(item)) for item in items]
-            chunks = self._one.resharding().chunks_from(dealt)
+        if self._flat.is_sharded:
+            sharded = [ShardPiece(item.index, item.dtype, self._piece(item)) for item in items]
+            chunks = self._one.resharding().chunks_from(sharded)
         else:
             chunks = [self._own_chunk(item) for item in items]
         for item, chunk in zip(items, chunks, strict=True):
@@ -243,7 +243,7 @@ def own_copy(value: Any) -> Any:
 
 
 def hides_tensors(value: Any) -> bool:
-    """Whether it is a container of tensors that are more than a number: whether those are dealt nobody can tell."""
+    """Whether it is a container of tensors that are more than a number: whether those are sharded nobody can tell."""
     if isinstance(value, (Tensor, TensorForm)):
         return False
     leaves = tree_leaves(value)
@@ -251,7 +251,7 @@ def hides_tensors(value: Any) -> bool:
 
 
 def _agreed_values(forms: dict[int, StateDict]) -> StateDict:
-    """What is no dealt tensor, of ranks that should have the same.
+    """What is no sharded tensor, of ranks that should have the same.
 
     Raises:
         AssertionError: they do not.

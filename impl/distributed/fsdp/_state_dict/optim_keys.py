@@ -45,7 +45,7 @@ class NamedFlat:
 
 def is_kept_whole(one: NamedFlat) -> bool:
     """Whether its parameters are stepped whole and by themselves, so that their state may have any shape."""
-    return one.flat.use_orig_params and not one.flat.is_dealt
+    return one.flat.use_orig_params and not one.flat.is_sharded
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from impl.distributed.fsdp._state_dict.agreeing import told_by_all
-from impl.distributed.fsdp._state_dict.optim_deal import FlatLoad, Scatter, is_in_parts, whole_of
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Key,
@@ -31,6 +30,7 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     flattened_groups,
     is_kept_whole,
 )
+from impl.distributed.fsdp._state_dict.optim_shard import FlatLoad, Scatter, is_in_parts, whole_of
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
 
 
@@ -137,7 +137,7 @@ class Loading:
             self._groups = flattened_groups(self._forms["param_groups"], keys)
 
     def _states_of_flats(self) -> dict[NamedFlat, dict[int, StateDict]]:
-        """What is to be dealt to the ranks."""
+        """What is to be sharded over the ranks."""
         found: dict[NamedFlat, dict[int, StateDict]] = {}
         for stepped in self._names.stepped.values():
             one = stepped.within
@@ -175,7 +175,7 @@ class Loading:
     # Assembling
 
     def _loaded(self, scatters: dict[NamedFlat, Scatter]) -> StateDict:
-        dealt = {one: load.dealt(scatters.get(one)) for one, load in self._flats.items()}
+        sharded = {one: load.sharded(scatters.get(one)) for one, load in self._flats.items()}
         state: dict[Any, Any] = self._forms["state"]
         result: dict[Any, Any] = {}
         known: set[str] = set()
@@ -183,7 +183,7 @@ class Loading:
             if not any(name in state for name in stepped.names):
                 continue
             known.update(stepped.names)
-            found = self._state_of(parameter, stepped, dealt)
+            found = self._state_of(parameter, stepped, sharded)
             if found is not None:
                 result[self._key_of.get(parameter, stepped.names)] = found
         for key, form in state.items():
@@ -192,14 +192,14 @@ class Loading:
         return {"state": result} if self._groups is None else {"state": result, "param_groups": self._groups}
 
     def _state_of(
-        self, parameter: nn.Parameter, stepped: Stepped, dealt: dict[NamedFlat, dict[int, StateDict]]
+        self, parameter: nn.Parameter, stepped: Stepped, sharded: dict[NamedFlat, dict[int, StateDict]]
     ) -> StateDict | None:
         """None where nothing of the parameter is this rank's."""
         one = stepped.within
         if one is None or is_kept_whole(one):
             found = tree_map(self._fetched, self._forms["state"][stepped.name], self._values[stepped.name])
         else:
-            found = dealt[one].get(stepped.index)
+            found = sharded[one].get(stepped.index)
         if found or one is None:
             return found
         if self._keeper is None:

@@ -1,8 +1,8 @@
 """An optimizer's state as it is saved: by the names and in the shapes that parameters had before wrapping.
 
-What an optimizer keeps in the shape of what it steps is dealt to the ranks as that is; the rest, numbers and whatever
-else, every rank has whole. First all ranks tell each other what they have, by name, shape and dtype, so that all of
-them issue the same collectives, or raise the same error; then the tensors move.
+What an optimizer keeps in the shape of what it steps is sharded over the ranks as that is; the rest, numbers and
+whatever else, every rank has whole. First all ranks tell each other what they have, by name, shape and dtype, so that
+all of them issue the same collectives, or raise the same error; then the tensors move.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _place_of(rank: int, device: torch.device, group: dist.ProcessGroup) -> str:
 
 
 def meshed(chunk: Tensor, slot: Slot, mesh: DeviceMesh) -> DTensor:
-    """A DTensor of a parameter, dealt by rows over the last dimension of the mesh, of which `chunk` is this rank's."""
+    """A DTensor of a parameter, sharded by rows over the mesh's last dimension, of which `chunk` is this rank's."""
     placements: list[Placement] = [Replicate() for _ in range(mesh.ndim - 1)]
     return DTensor.from_local(
         chunk.contiguous(),

@@ -1,4 +1,4 @@
-"""Two ways of dealing a parameter: by the piece of it in a rank's shard, and by the rows that `torch.chunk` gives.
+"""Two ways of sharding a parameter: by the piece of it in a rank's shard, and by the rows that `torch.chunk` gives.
 
 Pieces are what units keep; chunks are what ShardedTensor and DTensor hold, and move between worlds by. Both sides of an
 exchange follow from the layout, so nothing is negotiated, and a rank receives the bytes of its chunks or pieces alone.
@@ -78,7 +78,7 @@ def _runs(slot: Slot, chunk: Chunk) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class ShardPiece:
     """A rank's piece of a tensor in a parameter's shape: the parameter itself, or what an optimizer keeps for it."""
 
     slot: int  # the parameter's number in the layout
@@ -108,7 +108,7 @@ _Route = list[list[_Range]]
 
 
 class Resharding:
-    """Exchanges within the group that a flat is dealt to.
+    """Exchanges within the group that a flat is sharded over.
 
     Args:
         layout: the flat's.
@@ -125,12 +125,12 @@ class Resharding:
         self._name = name
 
     @torch.no_grad()
-    def chunks_from(self, tensors: Sequence[Dealt]) -> list[Tensor]:
+    def chunks_from(self, tensors: Sequence[ShardPiece]) -> list[Tensor]:
         """The rank's chunk of each tensor, in memory of its own; no rows for the last ranks of many.
 
         Args:
             tensors: on all ranks the same slots and dtypes, in the same order.
-        Collectives: one all-to-all, in bytes; none if the flat is dealt to nobody.
+        Collectives: one all-to-all, in bytes; none if the flat is not sharded.
         """
         made = [self._chunk(one.slot) for one in tensors]
         chunks = [

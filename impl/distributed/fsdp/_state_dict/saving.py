@@ -19,7 +19,7 @@ from impl.distributed.fsdp._collectives import gathered_in_parts
 from impl.distributed.fsdp._flat_param import Flat
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
-from impl.distributed.fsdp._state_dict.resharding import Dealt, Resharding, chunk_of
+from impl.distributed.fsdp._state_dict.resharding import Resharding, ShardPiece, chunk_of
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp.api import StateDictType
@@ -31,7 +31,7 @@ class Saving:
     """
     Args:
         wrapper: the FullyShardedDataParallel.
-        kind: what is made of it; of what is not dealt, FULL_STATE_DICT.
+        kind: what is made of it; of what is not sharded, FULL_STATE_DICT.
         config: of that kind.
     """
 
@@ -131,8 +131,8 @@ class Saving:
                 for whole, chunk in zip(wholes, chunks, strict=True)
             ]
         pieces = flat.pieces_of(flat.flat_param.data)
-        dealt = [Dealt(index, flat.dtype, piece) for index, piece in enumerate(pieces)]
-        return Resharding(layout, groups, flat.device, self._unit.name).chunks_from(dealt)
+        sharded = [ShardPiece(index, flat.dtype, piece) for index, piece in enumerate(pieces)]
+        return Resharding(layout, groups, flat.device, self._unit.name).chunks_from(sharded)
 
     @property
     def _device(self) -> torch.device:

@@ -57,7 +57,7 @@ class StandIn(ReleasedParameter):
         """Of what is no tensor and becomes one where one is needed, as lazy loaders hand out, the owner keeps a part.
 
         Raises:
-            TypeError: it is dealt to ranks, where a whole tensor is wanted.
+            TypeError: it is sharded over ranks, where a whole tensor is wanted.
             NotImplementedError: it has no values.
         """
         if not isinstance(given, Tensor):

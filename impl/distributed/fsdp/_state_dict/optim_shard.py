@@ -1,4 +1,4 @@
-"""What a state dict holds for the parameters of one flat, dealt to the ranks as the flat is."""
+"""What a state dict holds for the parameters of one flat, sharded over the ranks as the flat is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_in_parts(value: Any) -> bool:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
-def is_dealt(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     return isinstance(value, TensorForm) or (isinstance(value, Tensor) and len(shape_of(value)) > 0)
 
 
@@ -56,7 +56,7 @@ class FlatLoad:
             if hiding is not None:
                 raise ValueError(
                     f"{hiding!r} of {self._one.names[index]} is a {type(state[hiding]).__name__} with tensors in it, "
-                    "which cannot be dealt to the ranks; keep each tensor under a name of its own"
+                    "which cannot be sharded over the ranks; keep each tensor under a name of its own"
                 )
         for index, name, value in self._tensors():
             slot = self._flat.layout.slots[index]
@@ -70,7 +70,7 @@ class FlatLoad:
         if not self._flat.use_orig_params:
             refuse_unlike(self._one.names, self._states)
 
-    def dealt(self, scatter: Scatter | None) -> dict[int, StateDict]:
+    def sharded(self, scatter: Scatter | None) -> dict[int, StateDict]:
         """Its part of them, in memory of its own: of a flat parameter one state, else one of each that it owns some of.
 
         Collectives: with `scatter` one for each of the tensors of a state; else one for all that are ShardedTensor or
@@ -81,7 +81,7 @@ class FlatLoad:
             return {0: self._joined(pieces)}
         return {
             index: {
-                name: pieces[index, name] if is_dealt(value) else own_copy(value)
+                name: pieces[index, name] if is_sharded(value) else own_copy(value)
                 for name, value in state.items()
             }
             for index, state in self._states.items()
@@ -92,7 +92,7 @@ class FlatLoad:
         for index in sorted(self._states):
             for name in sorted(self._states[index]):
                 value = self._states[index][name]
-                if is_dealt(value):
+                if is_sharded(value):
                     yield index, name, value
 
     def _joined(self, pieces: dict[tuple[int, str], Tensor]) -> StateDict:
@@ -117,7 +117,7 @@ class FlatLoad:
         held: dict[tuple[int, str], Held] = {}
         for index, name, value in self._tensors():
             slot = self._flat.layout.slots[index]
-            chunk = _chunk_in(value, slot, self._flat) if self._flat.is_dealt else None
+            chunk = _chunk_in(value, slot, self._flat) if self._flat.is_sharded else None
             if chunk is not None:
                 held[index, name] = Held(index, chunk)
             else:
@@ -128,9 +128,9 @@ class FlatLoad:
             yield from zip(held, pieces, strict=True)
 
     def _piece_of(self, whole: Tensor, index: int) -> Tensor:
-        """Its part of a tensor in the parameter's shape; all of it where nothing is dealt."""
+        """Its part of a tensor in the parameter's shape; all of it where nothing is sharded."""
         flat = self._flat
-        if not flat.is_dealt:
+        if not flat.is_sharded:
             return whole
         slot, piece = flat.layout.slots[index], flat.pieces[index]
         if piece is None:
@@ -223,13 +223,13 @@ def refuse_unlike(names: Sequence[str], states: dict[int, StateDict]) -> None:
 def _refuse_unlike_values(state_name: str, values: list[Any], names: list[str]) -> None:
     given = [value for value in values if value is not None]
     # Some may be in parts and some whole, as DCP reads those of one element.
-    kinds = {"dealt" if is_dealt(value) else type(value) for value in given}
+    kinds = {"sharded" if is_sharded(value) else type(value) for value in given}
     if len(kinds) > 1:
         raise ValueError(
             f"Differing optimizer state types for state {state_name}, values {given}, and unflattened parameter names "
             f"{names}"
         )
-    if is_dealt(given[0]):
+    if is_sharded(given[0]):
         dtypes = {dtype_of(value) for value in given}
         if len(dtypes) > 1:
             raise ValueError(
