@@ -27,7 +27,7 @@ def joint_norm(
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
     whole: list[Tensor] = []
     for unit in units:
-        grads = [p.grad for flat in unit.flats for p in flat.stepped if p.grad is not None]
+        grads = [p.grad for handle in unit.handles for p in handle.stepped if p.grad is not None]
         if unit.groups.shard is None:
             whole += grads
         else:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from impl.distributed.fsdp._collective_order import Complete, method_of_group
 from impl.distributed.fsdp._desync_monitor import GATHERED, GATHERED_ANEW
 from impl.distributed.fsdp._flat_layout import FlatLayout
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._same_host_peers import is_enough, is_over_gloo, same_host_peers_in
 from impl.distributed.fsdp._whole import Whole
@@ -38,17 +38,19 @@ _PART_BYTES = 1 << 20
 
 
 @torch.no_grad()
-def gather(flat: Flat, whole: Whole, groups: Groups, name: str, *, is_kept: bool = False) -> None:
+def gather(
+    handle: FlatParamHandle, whole: Whole, groups: Groups, name: str, *, is_kept: bool = False
+) -> None:
     """Fill a whole of the unit `name` from every rank's shard; anew, if it `is_kept` and its shard was written to.
 
-    Collectives: one all-gather over the group that the flat is sharded over, or what paces `SameHostPeers`; none if
-        it is not sharded.
+    Collectives: one all-gather over the group that the flat parameter is sharded over, or what paces `SameHostPeers`;
+        none if it is not sharded.
     """
     whole.allocate()
     if whole.is_lasting:
         return
-    written = whole.fill_from(flat.versions)
-    shard = flat.flat_param.data
+    written = whole.fill_from(handle.versions)
+    shard = handle.flat_param.data
     if groups.shard is None:
         copy_into_(whole.flat, shard)
         return
@@ -58,34 +60,35 @@ def gather(flat: Flat, whole: Whole, groups: Groups, name: str, *, is_kept: bool
         _gather_into(whole.flat, mine, groups, groups.shard, f"{how} '{name}'")
     except RuntimeError as error:
         if is_kept and written:
-            names = ", ".join(flat.layout.slots[index].name for index in written)
+            names = ", ".join(handle.layout.slots[index].name for index in written)
             error.add_note(f"This rank gathers {name} anew since {names} of it was written to.")
         raise
 
 
 @torch.no_grad()
-def gathered_like(flat: Flat, shard: Tensor, groups: Groups, name: str) -> Tensor:
-    """The whole [padded_numel] of any tensor that is sharded as the flat is; collectives as `gather`."""
+def gathered_like(handle: FlatParamHandle, shard: Tensor, groups: Groups, name: str) -> Tensor:
+    """The whole [padded_numel] of any tensor that is sharded as the flat parameter is; collectives as `gather`."""
     if groups.shard is None:
         return shard
-    return _whole_of(shard.to(flat.device), groups, groups.shard, name)
+    return _whole_of(shard.to(handle.device), groups, groups.shard, name)
 
 
 @torch.no_grad()
-def gathered_in_parts(flat: Flat, groups: Groups, name: str) -> Iterator[tuple[int, Tensor]]:
-    """All elements of a flat that is sharded, in runs that follow one another: where in the whole each begins, and it.
+def gathered_in_parts(handle: FlatParamHandle, groups: Groups, name: str) -> Iterator[tuple[int, Tensor]]:
+    """All elements of a flat parameter that is sharded, in runs that follow one another: where in the whole each
+    begins, and it.
 
     No rank has more of the whole at a time than an eighth, unless that were less than a megabyte. Every rank has to
     take all of the runs.
 
     Collectives: up to eight all-gathers, as `gather`.
     """
-    shard, layout, group = flat.flat_param.data, flat.layout, groups.shard
+    shard, layout, group = handle.flat_param.data, handle.layout, groups.shard
     assert group is not None
-    fewest = -(-_PART_BYTES // (flat.dtype.itemsize * layout.world))
+    fewest = -(-_PART_BYTES // (handle.dtype.itemsize * layout.world))
     width = max(-(-layout.shard_numel // _PARTS), fewest, 1)
     for first in range(0, layout.shard_numel, width):
-        part = _whole_of(shard[first : first + width].to(flat.device), groups, group, name)
+        part = _whole_of(shard[first : first + width].to(handle.device), groups, group, name)
         for rank, run in enumerate(part.view(layout.world, -1)):
             yield rank * layout.shard_numel + first, run
 

@@ -21,7 +21,10 @@ def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[Removable
         prepare: a method, held weakly, that is called before; it finds the root.
     """
     modules = {
-        location.module: None for flat in unit.flats for one in flat.param_infos for location in one.locations
+        location.module: None
+        for handle in unit.handles
+        for one in handle.param_infos
+        for location in one.locations
     }
     entry = _Entry(unit, prepare)
     # First of all hooks, as those of weight_norm and the like read parameters.

@@ -1,11 +1,11 @@
 """Parameters joined into one flat buffer: the shard that stays, the whole that comes and goes, and what modules see.
 
-A `Flat` holds the parameters of one unit that have one dtype and one `requires_grad`. This rank's part, the *shard*,
-is what the optimizer steps. The *whole* is storage for all elements; gathering fills it, releasing frees it. Its
-*leaves* are the tensors that the forward computes with: made once, they lie over the whole's storage for as long as the
-unit lives, so that neither gathering nor releasing touches a parameter. Modules are shown the leaves while the whole is
-live and what rests in their place otherwise: with `use_orig_params` the user's own parameters, as views of the shard,
-else a `ReleasedParameter`, which knows its shape and refuses to be read.
+A `FlatParamHandle` holds the parameters of one unit that have one dtype and one `requires_grad`. This rank's part, the
+*shard*, is what the optimizer steps. The *whole* is storage for all elements; gathering fills it, releasing frees it.
+Its *leaves* are the tensors that the forward computes with: made once, they lie over the whole's storage for as long as
+the unit lives, so that neither gathering nor releasing touches a parameter. Modules are shown the leaves while the
+whole is live and what rests in their place otherwise: with `use_orig_params` the user's own parameters, as views of the
+shard, else a `ReleasedParameter`, which knows its shape and refuses to be read.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class FlatParameter(nn.Parameter):
     _fqns: tuple[str, ...]
 
 
-class Flat:
-    """One flat buffer of a unit.
+class FlatParamHandle:
+    """One flat parameter of a unit: the buffer that its parameters are joined in, and who sees what of it.
 
     Args:
         managed: parameters of one dtype and one `requires_grad`, on one device.
@@ -284,7 +284,7 @@ class Flat:
         return self._showing.shown()
 
     def show_parameters(self, views: Sequence[Tensor]) -> None:
-        """Register whole parameters with the modules, and not the flat one; without `use_orig_params`."""
+        """Register unsharded parameters with the modules, and not the flat one; without `use_orig_params`."""
         self._register_instead([nn.Parameter(view, self.flat_param.requires_grad) for view in views])
 
     def show_again(self, parameters: Sequence[Tensor]) -> None:
@@ -400,9 +400,9 @@ class Flat:
         parts = flat_shard.split_with_sizes(self._sizes)
         return [None if number is None else parts[number] for number in self._numbers]
 
-    def views_of(self, flat: Tensor) -> list[Tensor]:
+    def views_of(self, buffer: Tensor) -> list[Tensor]:
         """Tensors in the parameters' shapes over a buffer of all elements."""
-        return [laid_over(flat, slot) for slot in self.layout.slots]
+        return [laid_over(buffer, slot) for slot in self.layout.slots]
 
     def _as_leaf(self, view: Tensor) -> Tensor:
         return nn.Parameter(view, requires_grad=False) if self.use_orig_params else view
@@ -418,7 +418,7 @@ class Flat:
         return whole[self.rank * width : (self.rank + 1) * width].clone()
 
 
-def flats_of(  # noqa: PLR0913  what a unit was told
+def handles_for(  # noqa: PLR0913  what a unit was told
     managed: Sequence[ManagedParam],
     groups: Groups,
     mixed_precision: MixedPrecision,
@@ -426,19 +426,19 @@ def flats_of(  # noqa: PLR0913  what a unit was told
     device: torch.device,
     offloads: bool,
     use_orig_params: bool,
-) -> list[Flat]:
-    """One flat for each dtype, and one apart for what is frozen: nothing is kept ready for gradients it never has."""
+) -> list[FlatParamHandle]:
+    """One handle for each dtype, and one apart for what is frozen: nothing is kept ready for gradients it never has."""
     kinds: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
     for one in managed:
         kinds.setdefault((one.parameter.dtype, one.parameter.requires_grad), []).append(one)
-    flats: list[Flat] = []
+    handles: list[FlatParamHandle] = []
     # What is trained comes first: the first flat parameter speaks for the unit to those who know of one.
     for (dtype, _), same in sorted(kinds.items(), key=lambda kind: not kind[0][1]):
         itemsize = (mixed_precision.param_dtype or dtype).itemsize
         alignment = aligned_elements(itemsize) if use_orig_params else 1
         shapes = [(one.info.name, one.parameter.shape, _dense_stride(one.parameter)) for one in same]
-        flats.append(
-            Flat(
+        handles.append(
+            FlatParamHandle(
                 same,
                 layout_of(shapes, groups.shard_size, alignment),
                 groups.shard_rank,
@@ -449,7 +449,7 @@ def flats_of(  # noqa: PLR0913  what a unit was told
                 use_orig_params=use_orig_params,
             )
         )
-    return flats
+    return handles
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A rank's shard of a flat's gradient, as the optimizer sees it, and what has not been averaged yet.
+"""A rank's shard of a flat parameter's gradient, as the optimizer sees it, and what has not been averaged yet.
 
 Between backwards `.grad` is the average, sharded as the parameters are. After a backward that did not synchronise it is
 this rank's own sum over all elements, so that `zero_grad` does to it what it does everywhere; the average of earlier
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from impl.distributed.fsdp._collectives import join
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 
 # Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
 _OPTIMIZERS = "_in_backward_optimizers"
@@ -31,10 +31,10 @@ class _ShownUnreduced:
 
 
 class GradientShard:
-    """`.grad` of one flat, of `flat_param` or of the user's own parameters."""
+    """`.grad` of one flat parameter, of `flat_param` or of the user's own parameters."""
 
-    def __init__(self, flat: Flat, keeps_low_precision: bool) -> None:
-        self._flat = flat
+    def __init__(self, handle: FlatParamHandle, keeps_low_precision: bool) -> None:
+        self._handle = handle
         self._keeps_low_precision = keeps_low_precision
         self._averaged: Tensor | None = None  # [shard_numel], of this and earlier backwards, not shown yet
         self._shown: Tensor | None = (
@@ -51,11 +51,11 @@ class GradientShard:
         Raises:
             RuntimeError: torch's helper is to step a flat parameter, of which it cannot know when it has its gradient.
         """
-        if not self._flat.use_orig_params and hasattr(self._flat.flat_param, _OPTIMIZERS):
+        if not self._handle.use_orig_params and hasattr(self._handle.flat_param, _OPTIMIZERS):
             raise RuntimeError("FSDP optimizer in backward only supported with use_orig_params=True!")
 
     def are_there(self) -> bool:
-        """Whether any rank has some to step by. If this rank has no element of the flat, it sees none cleared."""
+        """Whether any rank has some to step by. If this rank has no element of it, it sees none cleared."""
         return self._shown is not None and not (any(self._shown_places) and self._is_cleared())
 
     def still_wait(self) -> bool:
@@ -88,12 +88,12 @@ class GradientShard:
             self._averaged = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        flat = self._flat
+        handle = self._handle
         if self._unreduced is None:
             dtype = next(grad.dtype for grad in grads if grad is not None)
-            self._unreduced = torch.empty(flat.layout.padded_numel, dtype=dtype, device=flat.device)
-            self._unreduced_views = flat.views_of(self._unreduced)
-            join(flat.layout, grads, self._unreduced_views, self._unreduced)
+            self._unreduced = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
+            self._unreduced_views = handle.views_of(self._unreduced)
+            join(handle.layout, grads, self._unreduced_views, self._unreduced)
         else:
             self._shown_unreduced = []  # until the end of this backward
             self._add_to_unreduced(grads)
@@ -110,13 +110,13 @@ class GradientShard:
     def add(self, reduced: Tensor) -> None:
         """Add an average [shard_numel] of any dtype to those of this backward and before."""
         self._is_added_to = True
-        flat = self._flat
-        keeps = self._keeps_low_precision and not flat.is_sharded
-        mine = reduced if keeps else reduced.to(flat.dtype)
-        if flat.offloads:
+        handle = self._handle
+        keeps = self._keeps_low_precision and not handle.is_sharded
+        mine = reduced if keeps else reduced.to(handle.dtype)
+        if handle.offloads:
             mine = mine.to("cpu")
         if self._averaged is None:
-            self._averaged = mine if mine is not reduced or flat.is_sharded else mine.clone()
+            self._averaged = mine if mine is not reduced or handle.is_sharded else mine.clone()
         else:
             self._averaged = self._averaged.to(mine.dtype).add_(mine)
 
@@ -129,8 +129,8 @@ class GradientShard:
         if self._averaged is None:
             return
         averaged, self._averaged = self._averaged, None
-        if self._keeps_low_precision and self._flat.is_sharded:
-            averaged = averaged.to(self._flat.compute_dtype)
+        if self._keeps_low_precision and self._handle.is_sharded:
+            averaged = averaged.to(self._handle.compute_dtype)
         self.show(averaged)
         if self._is_added_to:
             self._call_hooks()
@@ -140,7 +140,7 @@ class GradientShard:
 
         After a backward that synchronised alone: a step from a rank's own sum would part the ranks.
         """
-        for parameter in self._flat.stepped:
+        for parameter in self._handle.stepped:
             if parameter.grad is None:
                 continue
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
@@ -153,14 +153,14 @@ class GradientShard:
 
     def show(self, shard: Tensor) -> None:
         """Make [shard_numel] the `.grad` of what the optimizer steps."""
-        flat = self._flat
-        if not flat.use_orig_params:
-            _set_grad(flat.flat_param, shard)
+        handle = self._handle
+        if not handle.use_orig_params:
+            _set_grad(handle.flat_param, shard)
             return
         self._shown = shard
-        parts = flat.pieces_of(shard)
+        parts = handle.pieces_of(shard)
         self._shown_places = [None if part is None else (part.data_ptr(), part.shape) for part in parts]
-        for parameter, part in zip(flat.parameters, parts, strict=True):
+        for parameter, part in zip(handle.parameters, parts, strict=True):
             if part is None or not parameter.requires_grad:
                 parameter.grad = None
             else:
@@ -169,20 +169,20 @@ class GradientShard:
     @contextmanager
     def on_flat_param(self) -> Generator[None]:
         """Inside, what `.grad` holds is `flat_param`'s, whatever it is moved or cast to there."""
-        flat = self._flat
+        handle = self._handle
         if self._unreduced is not None:
             self.begin_backward()
         waiting = self._unreduced
         shard = self.current() if waiting is None else waiting
-        if flat.use_orig_params:
-            for parameter in flat.parameters:
+        if handle.use_orig_params:
+            for parameter in handle.parameters:
                 parameter.grad = None
         if shard is not None:
-            _set_grad(flat.flat_param, shard)
+            _set_grad(handle.flat_param, shard)
         try:
             yield
         finally:
-            moved, flat.flat_param.grad = flat.flat_param.grad, None
+            moved, handle.flat_param.grad = handle.flat_param.grad, None
             if moved is not None:
                 self._show_moved(moved, is_unreduced=waiting is not None)
 
@@ -191,9 +191,9 @@ class GradientShard:
             self.show(moved)
             return
         self._unreduced = moved = moved.detach()
-        self._unreduced_views = self._flat.views_of(moved)
+        self._unreduced_views = self._handle.views_of(moved)
         if self._averaged is not None:
-            self._averaged = self._averaged.to(self._flat.flat_param)
+            self._averaged = self._averaged.to(self._handle.flat_param)
         self._show_unreduced()
 
     def current(self) -> Tensor | None:
@@ -203,13 +203,13 @@ class GradientShard:
         return self._taken_from_grad()
 
     def _is_cleared(self) -> bool:
-        return all(parameter.grad is None for parameter in self._flat.stepped)
+        return all(parameter.grad is None for parameter in self._handle.stepped)
 
     def _taken_from_grad(self) -> Tensor | None:
-        flat = self._flat
-        if not flat.use_orig_params:
-            return flat.flat_param.grad
-        present = [parameter.grad for parameter in flat.parameters]
+        handle = self._handle
+        if not handle.use_orig_params:
+            return handle.flat_param.grad
+        present = [parameter.grad for parameter in handle.parameters]
         if all(grad is None for grad in present):
             return None
         if self._shown is not None and self._is_as_shown(present):
@@ -224,10 +224,10 @@ class GradientShard:
 
     def _joined(self, present: Sequence[Tensor | None]) -> Tensor:
         """A user replaced some gradients or set some to None: what there is now, zeros elsewhere."""
-        flat = self._flat
+        handle = self._handle
         dtype = next(grad.dtype for grad in present if grad is not None)
-        shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=flat.flat_param.device)
-        for part, grad in zip(flat.pieces_of(shard), present, strict=True):
+        shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.flat_param.device)
+        for part, grad in zip(handle.pieces_of(shard), present, strict=True):
             if part is not None and grad is not None:
                 part.copy_(grad)
         return shard
@@ -241,10 +241,10 @@ class GradientShard:
 
     def _show_unreduced(self) -> None:
         assert self._unreduced is not None
-        flat = self._flat
-        views = self._unreduced_views if flat.use_orig_params else [self._unreduced]
+        handle = self._handle
+        views = self._unreduced_views if handle.use_orig_params else [self._unreduced]
         self._shown_unreduced = []
-        for index, (parameter, view) in enumerate(zip(flat.stepped, views, strict=True)):
+        for index, (parameter, view) in enumerate(zip(handle.stepped, views, strict=True)):
             if parameter.requires_grad:
                 _set_grad(parameter, view.detach())
                 assert parameter.grad is not None
@@ -252,9 +252,9 @@ class GradientShard:
 
     def _follow_unreduced(self) -> None:
         """Do to what is aside what a user did to the `.grad` shown of it: cleared, set to zero, or replaced."""
-        flat = self._flat
+        handle = self._handle
         for shown in self._shown_unreduced:
-            grad = flat.stepped[shown.index].grad
+            grad = handle.stepped[shown.index].grad
             is_there = grad is not None and grad.data_ptr() == shown.view.data_ptr()
             if grad is not None and is_there and grad._version == shown.version:
                 continue
@@ -267,7 +267,9 @@ class GradientShard:
     def _clear_averaged(self, index: int) -> None:
         if self._averaged is None:
             return
-        part = self._flat.pieces_of(self._averaged)[index] if self._flat.use_orig_params else self._averaged
+        part = (
+            self._handle.pieces_of(self._averaged)[index] if self._handle.use_orig_params else self._averaged
+        )
         if part is not None:
             part.zero_()
 

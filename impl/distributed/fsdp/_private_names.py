@@ -28,12 +28,12 @@ class PrivateNames:
 
     @property
     def _has_params(self) -> bool:
-        return bool(self._unit.flats)
+        return bool(self._unit.handles)
 
     @property
     def _flat_param(self) -> FlatParameter | None:
-        return self._unit.flats[0].flat_param if self._unit.flats else None
+        return self._unit.handles[0].flat_param if self._unit.handles else None
 
     @property
     def _handle(self) -> Unit | None:
-        return self._unit if self._unit.flats else None
+        return self._unit if self._unit.handles else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from impl.distributed.fsdp._buffers import Buffers
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._managed import clean_name
 from impl.distributed.fsdp._order import Order
 from impl.distributed.fsdp._streams import StreamRole, Streams, streams_for
@@ -117,7 +117,7 @@ class Root:
         for unit in self.units:
             unit.close_backward()
         self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
-        if any(flat.offloads for unit in self.units for flat in unit.flats):
+        if any(handle.offloads for unit in self.units for handle in unit.handles):
             self.streams.block(
                 self.streams.record(StreamRole.COMPUTE)
             )  # the host reads what was copied to it
@@ -182,25 +182,27 @@ class Root:
         if self._forwards == 0 and not self.is_in_backward:
             self._free_released()
 
-    def buffer(self, flat: Flat, dtype: torch.dtype, is_lent: bool) -> tuple[Tensor, list[Tensor]]:
-        """Memory for all gradients of a flat, [padded_numel], and views of it in the parameters' shapes.
+    def buffer(
+        self, handle: FlatParamHandle, dtype: torch.dtype, is_lent: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Memory for all gradients of a flat parameter, [padded_numel], and views of it in the parameters' shapes.
 
         On one stream the same tensor is lent to every unit, until it is reduced; what is not sharded keeps its buffer
         as `.grad`.
         """
-        numel = flat.layout.padded_numel
-        if self.streams.is_async or not flat.is_sharded or not is_lent:
+        numel = handle.layout.padded_numel
+        if self.streams.is_async or not handle.is_sharded or not is_lent:
             made = torch.empty(numel, dtype=dtype, device=self.device)
-            return made, flat.views_of(made)
+            return made, handle.views_of(made)
         longest = self._buffers.get(dtype)
         if longest is None or longest.numel() < numel:
             longest = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self.device)
             self._views.clear()
         longest.untyped_storage().resize_(longest.nbytes)
         buffer = longest[:numel]
-        views = self._views.get((id(flat), dtype))
+        views = self._views.get((id(handle), dtype))
         if views is None:
-            views = self._views[id(flat), dtype] = flat.views_of(buffer)
+            views = self._views[id(handle), dtype] = handle.views_of(buffer)
         return buffer, views
 
     def keep_until_reduced(self, buffer: Tensor) -> None:
@@ -255,14 +257,14 @@ def _check_device(unit: Unit, compute_device: torch.device) -> None:
     Raises:
         RuntimeError: the parameters were moved to where they cannot be gathered from, or not moved there.
     """
-    for flat in unit.flats:
-        device = flat.flat_param.device
-        if not flat.offloads and device != compute_device:
+    for handle in unit.handles:
+        device = handle.flat_param.device
+        if not handle.offloads and device != compute_device:
             raise RuntimeError(
                 f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move the module to "
                 f"{compute_device} before training."
             )
-        if flat.offloads and device.type != "cpu":
+        if handle.offloads and device.type != "cpu":
             raise RuntimeError(
                 "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
                 f"{device}. Make sure to not move the module from CPU when offloading parameters."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from impl.distributed.fsdp._buffers import Buffers
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._streams import Streams
 from impl.distributed.fsdp._whole import Whole
 
@@ -33,12 +33,14 @@ class Shared(Protocol):
     def shards_were_written(self) -> None: ...
     def admit(self, unit: Any) -> None: ...
     def note_released(self, unit: Any) -> None: ...
-    def buffer(self, flat: Flat, dtype: torch.dtype, is_lent: bool) -> tuple[Tensor, list[Tensor]]: ...
+    def buffer(
+        self, handle: FlatParamHandle, dtype: torch.dtype, is_lent: bool
+    ) -> tuple[Tensor, list[Tensor]]: ...
     def keep_until_reduced(self, buffer: Tensor) -> None: ...
 
 
 class Shown(Protocol):
-    """A flat of the unit inside `summon_full_params`, on a rank that is shown it."""
+    """A flat parameter of the unit inside `summon_full_params`, on a rank that is shown it."""
 
     was_lent: bool
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._collectives import gather, gathered_like
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._streams import StreamRole
@@ -60,22 +60,22 @@ def summoned(unit: Unit, options: FullParamsOptions, is_rank0: bool) -> Generato
 
     Raises:
         AssertionError: the unit is in the middle of a forward or backward, or summoned already.
-    Collectives: an all-gather for each flat, and with gradients an all-reduce and another all-gather.
+    Collectives: an all-gather for each flat parameter, and with gradients an all-reduce and another all-gather.
     """
     if unit.phase is Phase.SUMMONED:
         raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
     if unit.phase is not Phase.IDLE:
         raise AssertionError("Cannot manually unshard parameters during forward/backward")
     unit.release()
-    for flat in unit.flats:
-        flat.take_back_changes()
+    for handle in unit.handles:
+        handle.take_back_changes()
     unit.root.shards_were_written()
     unit.root.admit(unit)
     shows = is_rank0 or not options.rank0_only
     keeps = shows and not options.offload_to_cpu
     exposures = [
-        _Exposure(unit, flat, gradients, options)
-        for flat, gradients in zip(unit.flats, unit.gradients, strict=True)
+        _Exposure(unit, handle, gradients, options)
+        for handle, gradients in zip(unit.handles, unit.gradients, strict=True)
     ]
     for exposure in exposures:
         exposure.begin(shows)
@@ -92,11 +92,13 @@ def summoned(unit: Unit, options: FullParamsOptions, is_rank0: bool) -> Generato
 
 
 class _Exposure:
-    """One flat while it is summoned."""
+    """One flat parameter while it is summoned."""
 
-    def __init__(self, unit: Unit, flat: Flat, gradients: GradientShard, options: FullParamsOptions) -> None:
+    def __init__(
+        self, unit: Unit, handle: FlatParamHandle, gradients: GradientShard, options: FullParamsOptions
+    ) -> None:
         self._unit = unit
-        self._flat = flat
+        self._handle = handle
         self._gradients = gradients
         self._options = options
         self._whole = torch.empty(0)  # [padded_numel], what is shown
@@ -111,24 +113,24 @@ class _Exposure:
         self._first_versions: list[Any] = []
 
     def begin(self, shows: bool) -> None:
-        flat, unit = self._flat, self._unit
-        whole = flat.whole(flat.dtype)
+        handle, unit = self._handle, self._unit
+        whole = handle.whole(handle.dtype)
         streams = unit.root.streams
         with streams.on(StreamRole.GATHER):
-            gather(flat, whole, unit.groups, unit.name)
+            gather(handle, whole, unit.groups, unit.name)
         streams.wait(StreamRole.COMPUTE, streams.record(StreamRole.GATHER))
         grads = self._gathered_grads() if self._options.with_grads else None
         if not shows:
             return
         self._whole = whole.flat
-        if self._options.offload_to_cpu and flat.is_sharded:
+        if self._options.offload_to_cpu and handle.is_sharded:
             self._whole = torch.empty_like(whole.flat, device="cpu").copy_(whole.flat)
-        self._views = flat.views_of(self._whole)
+        self._views = handle.views_of(self._whole)
         self._show()
         self._first_versions = self._versions = self._versions_shown()
         if grads is not None:
             self._show_grads(grads)
-            self._shows_grads = self._flat.is_sharded
+            self._shows_grads = self._handle.is_sharded
 
     def refuse_backward(self, name: str) -> None:
         """Called by a backward that reaches the unit while it is summoned.
@@ -144,65 +146,65 @@ class _Exposure:
             )
 
     def lend(self, dtype: torch.dtype) -> Whole:
-        flat = self._flat
+        handle = self._handle
         if self._aside is None:
             self._take_in()
-            self._aside = dict(flat.shown())
-            if not flat.use_orig_params:
-                flat.put_flat_param_back()
-            whole = flat.whole(dtype)
+            self._aside = dict(handle.shown())
+            if not handle.use_orig_params:
+                handle.put_flat_param_back()
+            whole = handle.whole(dtype)
             if whole.flat.data_ptr() != self._whole.data_ptr():
                 whole.allocate()
                 whole.flat.copy_(self._whole)
-            whole.fill_from(flat.versions)
+            whole.fill_from(handle.versions)
         self.was_lent = True
-        return flat.expose(dtype)
+        return handle.expose(dtype)
 
     def take_back(self) -> None:
         if self._aside is None:
             return
-        self._flat.conceal()
+        self._handle.conceal()
         shown = [cast("Tensor", self._aside[index]) for index in range(len(self._aside))]
         self._aside = None
-        self._flat.show_again(shown)
+        self._handle.show_again(shown)
 
     def end(self) -> None:
         self.take_back()  # a backward inside that raised has left it lent, perhaps in a lower precision
-        flat = self._flat
-        keeps = self._options.writeback or not flat.is_sharded
+        handle = self._handle
+        keeps = self._options.writeback or not handle.is_sharded
         if keeps:
             self._take_in()
             self._write_back()
         elif self.was_lent and self._first_versions != self._versions_shown():
             # A graph may have been made of values that nobody has any more.
-            torch.autograd.graph.increment_version(flat.flat_param)
-        if flat.use_orig_params:
-            flat.rest_as_views()
+            torch.autograd.graph.increment_version(handle.flat_param)
+        if handle.use_orig_params:
+            handle.rest_as_views()
         else:
-            flat.put_flat_param_back()
-        flat.conceal()
+            handle.put_flat_param_back()
+        handle.conceal()
         if self._options.with_grads and self._grad_shard is not None:
             self._gradients.show(self._grad_shard)
 
     def _show(self) -> None:
-        flat = self._flat
-        if not flat.use_orig_params:
-            flat.show_parameters(self._views)
+        handle = self._handle
+        if not handle.use_orig_params:
+            handle.show_parameters(self._views)
             return
-        for parameter, view in zip(flat.parameters, self._views, strict=True):
+        for parameter, view in zip(handle.parameters, self._views, strict=True):
             parameter.data = view
 
     def _show_grads(self, grads: Tensor) -> None:
-        flat = self._flat
-        for parameter, grad in zip(flat.parameters, flat.views_of(grads), strict=True):
+        handle = self._handle
+        for parameter, grad in zip(handle.parameters, handle.views_of(grads), strict=True):
             parameter.grad = grad if parameter.requires_grad else None
 
     def _gathered_grads(self) -> Tensor | None:
         """Whole gradients [padded_numel]; None if no rank has any. Zeros stand for those of a rank without."""
-        flat, groups = self._flat, self._unit.groups
+        handle, groups = self._handle, self._unit.groups
         shard = self._gradients.current()
         if groups.shard is not None:
-            absent = torch.tensor([int(shard is None)], dtype=torch.int32, device=flat.device)
+            absent = torch.tensor([int(shard is None)], dtype=torch.int32, device=handle.device)
             dist.all_reduce(absent, group=groups.shard)
             if absent.item() == groups.shard_size:
                 return None
@@ -210,11 +212,11 @@ class _Exposure:
             return None
         self._grad_shard = shard
         if shard is None:
-            shard = flat.flat_param.new_zeros(flat.layout.shard_numel)
-        return gathered_like(flat, shard, groups, self._unit.name)
+            shard = handle.flat_param.new_zeros(handle.layout.shard_numel)
+        return gathered_like(handle, shard, groups, self._unit.name)
 
     def _versions_shown(self) -> list[Any]:
-        return [None if one is None else (one.data_ptr(), one._version) for _, one in self._flat.shown()]
+        return [None if one is None else (one.data_ptr(), one._version) for _, one in self._handle.shown()]
 
     @torch.no_grad()
     def _take_in(self) -> None:
@@ -222,25 +224,27 @@ class _Exposure:
 
         With original parameters it counts by their own names.
         """
-        flat = self._flat
-        for index, shown in flat.shown():
+        handle = self._handle
+        for index, shown in handle.shown():
             view = self._views[index]
             if shown is not None and shown.data_ptr() != view.data_ptr():
                 view.copy_(cast("nn.Parameter", shown).data)
         before, self._versions = self._versions, self._versions_shown()
-        if before != self._versions and not flat.use_orig_params:
-            torch.autograd.graph.increment_version(flat.flat_param)
+        if before != self._versions and not handle.use_orig_params:
+            torch.autograd.graph.increment_version(handle.flat_param)
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        flat = self._flat
-        if not flat.is_sharded and self._whole.device == flat.flat_param.device:
+        handle = self._handle
+        if not handle.is_sharded and self._whole.device == handle.flat_param.device:
             return  # the shard is what was shown
-        first = flat.rank * flat.layout.shard_numel if flat.is_sharded else 0
-        flat.flat_param.data.copy_(self._whole[first : first + flat.layout.shard_numel])
+        first = handle.rank * handle.layout.shard_numel if handle.is_sharded else 0
+        handle.flat_param.data.copy_(self._whole[first : first + handle.layout.shard_numel])
         if self._grad_shard is not None:
-            grads = torch.zeros(flat.layout.padded_numel, dtype=self._grad_shard.dtype, device=flat.device)
-            for parameter, target in zip(flat.parameters, flat.views_of(grads), strict=True):
+            grads = torch.zeros(
+                handle.layout.padded_numel, dtype=self._grad_shard.dtype, device=handle.device
+            )
+            for parameter, target in zip(handle.parameters, handle.views_of(grads), strict=True):
                 if parameter.grad is not None:
                     target.copy_(parameter.grad)
-            self._grad_shard.copy_(grads[first : first + flat.layout.shard_numel])
+            self._grad_shard.copy_(grads[first : first + handle.layout.shard_numel])

@@ -1,10 +1,11 @@
 """One wrapped module: when its parameters are whole, and what becomes of its gradients.
 
-A unit is a state machine; `Phase` says where it is. Forward: the flats are gathered, the module's forward sees their
-leaves, and unless they are kept for backward they are released. Backward: a hook on the forward's outputs gathers them
-again; a hook on its inputs asks whether every leaf has its gradient, so that nothing in the graph will read the leaves
-again; then the gradients are joined, averaged, and this rank's shard of them becomes the parameters' `.grad`.
-Whatever a graph leaves open (inputs that need no gradient, parameters that took no part) the end of backward closes.
+A unit is a state machine; `Phase` says where it is. Forward: the flat parameters are all-gathered, the module's forward
+sees their leaves, and unless they are kept for backward they are released. Backward: a hook on the forward's outputs
+gathers them again; a hook on its inputs asks whether every leaf has its gradient, so that nothing in the graph will
+read the leaves again; then the gradients are joined, averaged, and this rank's shard of them becomes the parameters'
+`.grad`. Whatever a graph leaves open (inputs that need no gradient, parameters that took no part) the end of backward
+closes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._collectives import Reduction, gather, join
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
@@ -40,18 +41,20 @@ _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: 
 class Unit:
     """The parameters that one FullyShardedDataParallel manages, and the hooks around its module."""
 
-    def __init__(self, module: nn.Module, flats: Sequence[Flat], groups: Groups, config: UnitConfig) -> None:
+    def __init__(
+        self, module: nn.Module, handles: Sequence[FlatParamHandle], groups: Groups, config: UnitConfig
+    ) -> None:
         self._module = weakref.ref(module)
-        self.flats = list(flats)
+        self.handles = list(handles)
         self.groups = groups
         self.config = config
         self.reduction = Reduction(groups)
-        self.gradients = [GradientShard(flat, config.keeps_low_precision_grads) for flat in flats]
+        self.gradients = [GradientShard(handle, config.keeps_low_precision_grads) for handle in handles]
         self.name = type(module).__name__
         self.phase = Phase.IDLE
         self.shows_whole = False  # to the user, on this rank
         self.all_show_whole = False
-        self.shown: Sequence[Shown] = ()  # of the flats, then
+        self.shown: Sequence[Shown] = ()  # of the handles, then
         self._resting = Phase.IDLE  # before and after a forward or backward
         self.shared: Shared | None = None
         self._depth = 0  # of calls of the module inside its own forward
@@ -84,15 +87,15 @@ class Unit:
     @property
     def _orig_param_dtype(self) -> torch.dtype:
         """In which the optimizer steps; accelerate sets it after casting the flat parameter, the frozen follow."""
-        return self.flats[0].dtype
+        return self.handles[0].dtype
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        for flat in self.flats:
-            flat.rest_in(dtype)
+        for handle in self.handles:
+            handle.rest_in(dtype)
 
     def begin_summoning(self, shown: Sequence[Shown], by_all: bool) -> None:
-        """Whole parameters are there for the user to read: of every flat on this rank, or of none; or on all ranks."""
+        """The user is shown unsharded parameters: all of the unit on this rank, or none; or on all ranks."""
         self.phase = self._resting = Phase.SUMMONED
         self.shown, self.all_show_whole = shown, by_all
         self.shows_whole = bool(shown) or by_all
@@ -106,10 +109,10 @@ class Unit:
         """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
         self._lost_graph = any(whole.is_given_up for whole in self._in_graph)
         group = self.groups.shard
-        for flat, gradients in zip(self.flats, self.gradients, strict=True):
-            track_optimizer_writes(flat.stepped, gradients.are_there)
+        for handle, gradients in zip(self.handles, self.gradients, strict=True):
+            track_optimizer_writes(handle.stepped, gradients.are_there)
             if group is not None:
-                for parameter in flat.stepped:
+                for parameter in handle.stepped:
                     register_shard_group(parameter, group)
 
     # Forward
@@ -134,7 +137,7 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the parameters whole and seen; the inputs, cast where the unit's mixed precision says so."""
         self.root.settle()
-        if self.phase is Phase.SUMMONED and self.flats and not self.all_show_whole:
+        if self.phase is Phase.SUMMONED and self.handles and not self.all_show_whole:
             raise RuntimeError(
                 f"the forward of {self.name} was called inside summon_full_params(rank0_only=True), which leaves the "
                 "other ranks without its parameters; leave the context first, or have every rank see them"
@@ -153,7 +156,7 @@ class Unit:
         if self.config.forward_prefetch:
             self._prefetch(self.root.next_in_forward(self))
         args, kwargs = self._cast(args, kwargs)
-        if self.flats and torch.is_grad_enabled():
+        if self.handles and torch.is_grad_enabled():
             self._watch_inputs(args, kwargs)
         self._first_node = _next_node()
         return args, kwargs
@@ -214,7 +217,7 @@ class Unit:
         self.root.settle()
         if self.phase is Phase.BACKWARD:
             return
-        is_of_inside = not self.flats or any(one.was_lent for one in self.shown)
+        is_of_inside = not self.handles or any(one.was_lent for one in self.shown)
         if self.phase is not Phase.IDLE and not (self.phase is Phase.SUMMONED and is_of_inside):
             raise RuntimeError(
                 f"backward reached {self.name} while it is in the middle of {self.phase.value}"
@@ -225,7 +228,7 @@ class Unit:
         self.root.begin_backward()
         self.phase = Phase.BACKWARD
         self.awaits_backward = False
-        if not self.flats:
+        if not self.handles:
             return
         self.make_whole()
         for gradients in self.gradients:
@@ -270,9 +273,9 @@ class Unit:
             self.release()
         elif self.is_gathered:
             self._conceal()
-        for flat, gradients, mine in zip(self.flats, self.gradients, grads, strict=False):
+        for handle, gradients, mine in zip(self.handles, self.gradients, grads, strict=False):
             if any(grad is not None for grad in mine):
-                self._hand_over(flat, gradients, mine)
+                self._hand_over(handle, gradients, mine)
         if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_for_backward()
 
@@ -296,9 +299,9 @@ class Unit:
             self.finish_backward()
         elif self.is_gathered and self._is_freed_in_backward():
             self.release()  # prefetched, and not needed after all
-        for flat, gradients in zip(self.flats, self.gradients, strict=True) if self.root.syncs else ():
+        for handle, gradients in zip(self.handles, self.gradients, strict=True) if self.root.syncs else ():
             if gradients.still_wait():
-                self._hand_over(flat, gradients, [None] * len(flat.param_infos))
+                self._hand_over(handle, gradients, [None] * len(handle.param_infos))
         self._forget_inputs()
 
     def _forget_inputs(self) -> None:
@@ -317,11 +320,11 @@ class Unit:
 
     def make_whole(self) -> None:
         """Gather what is not whole yet, and have the modules see it; COMPUTE waits."""
-        if not self.flats:
+        if not self.handles:
             return
         if self.shown:
-            pairs = zip(self.shown, self.flats, strict=True)
-            self._in_graph = [one.lend(self._dtype_now(flat)) for one, flat in pairs]
+            pairs = zip(self.shown, self.handles, strict=True)
+            self._in_graph = [one.lend(self._dtype_now(handle)) for one, handle in pairs]
             return
         self.gather()
         if self.phase is Phase.BACKWARD:
@@ -331,7 +334,7 @@ class Unit:
         self._gathered = None
         self._was_prefetched = False
         self._in_graph = [
-            flat.expose(dtype) for flat, dtype in zip(self.flats, self._dtypes or (), strict=True)
+            handle.expose(dtype) for handle, dtype in zip(self.handles, self._dtypes or (), strict=True)
         ]
 
     def gather(self) -> None:
@@ -341,11 +344,11 @@ class Unit:
         for a backward.
         """
         root = self.root
-        changed = [flat.take_back_changes() for flat in self.flats]
+        changed = [handle.take_back_changes() for handle in self.handles]
         if any(changed):
             root.shards_were_written()
             self.announce_parameters()
-        dtypes = [self._dtype_now(flat) for flat in self.flats]
+        dtypes = [self._dtype_now(handle) for handle in self.handles]
         is_kept = self._dtypes == dtypes
         if self._dtypes is not None:
             if is_kept and not any(changed) and self._shards_are_as_gathered():
@@ -353,8 +356,8 @@ class Unit:
             self.release()
         root.admit(self)
         with root.streams.on(StreamRole.GATHER):
-            for flat, dtype in zip(self.flats, dtypes, strict=True):
-                gather(flat, flat.whole(dtype), self.groups, self.name, is_kept=is_kept)
+            for handle, dtype in zip(self.handles, dtypes, strict=True):
+                gather(handle, handle.whole(dtype), self.groups, self.name, is_kept=is_kept)
         self._gathered = root.streams.record(StreamRole.GATHER)
         self._dtypes = dtypes
 
@@ -379,14 +382,14 @@ class Unit:
             self.release()
 
     def free(self) -> None:
-        for flat in self.flats:
-            flat.free()
+        for handle in self.handles:
+            handle.free()
 
     def _conceal(self) -> None:
         for one in self.shown:
             one.take_back()
-        for flat in () if self.shown else self.flats:
-            flat.conceal()
+        for handle in () if self.shown else self.handles:
+            handle.conceal()
 
     def _prefetch_for_backward(self) -> None:
         unit = self.root.next_in_backward(self)
@@ -394,13 +397,13 @@ class Unit:
             self._prefetch(unit)
 
     def _prefetch(self, unit: Unit | None) -> None:
-        if unit is not None and not unit.is_gathered and unit.phase is Phase.IDLE and unit.flats:
+        if unit is not None and not unit.is_gathered and unit.phase is Phase.IDLE and unit.handles:
             unit.gather()
             unit._was_prefetched = True
 
     def _shards_are_as_gathered(self) -> bool:
-        pairs = zip(self.flats, self._dtypes or (), strict=True)
-        return self._was_prefetched or all(flat.is_gathered_as_it_is(dtype) for flat, dtype in pairs)
+        pairs = zip(self.handles, self._dtypes or (), strict=True)
+        return self._was_prefetched or all(handle.is_gathered_as_it_is(dtype) for handle, dtype in pairs)
 
     def _is_kept_after_forward(self) -> bool:
         return not self.config.frees_after_forward or self.root.is_root(self) or self.groups.shard is None
@@ -410,8 +413,8 @@ class Unit:
             return self.config.mixed_precision.param_dtype is not None
         return self.root.syncs or self.config.frees_after_forward
 
-    def _dtype_now(self, flat: Flat) -> torch.dtype:
-        return flat.dtype if self._is_in_full_precision() else flat.compute_dtype
+    def _dtype_now(self, handle: FlatParamHandle) -> torch.dtype:
+        return handle.dtype if self._is_in_full_precision() else handle.compute_dtype
 
     def _is_in_full_precision(self) -> bool:
         module = self._module()
@@ -419,7 +422,7 @@ class Unit:
 
     def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mixed = self.config.mixed_precision
-        dtype = mixed.param_dtype if self.flats and mixed.cast_forward_inputs else None
+        dtype = mixed.param_dtype if self.handles and mixed.cast_forward_inputs else None
         if dtype is None or self._is_in_full_precision():
             return args, kwargs
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
@@ -455,36 +458,38 @@ class Unit:
         return self._open_inputs == 0 or not any(whole.has_frozen for whole in self._in_graph)
 
     @torch.no_grad()
-    def _hand_over(self, flat: Flat, gradients: GradientShard, grads: list[Tensor | None]) -> None:
+    def _hand_over(
+        self, handle: FlatParamHandle, gradients: GradientShard, grads: list[Tensor | None]
+    ) -> None:
         root = self.root
         if not root.syncs:
             gradients.accumulate_unreduced(grads)
             return
         waiting = gradients.take_unreduced(grads)
         dtype = (
-            flat.compute_dtype
+            handle.compute_dtype
             if self.reduction.casts_itself or self._is_in_full_precision()
-            else flat.reduce_dtype
+            else handle.reduce_dtype
         )
         if waiting is not None:
             buffer = waiting.to(dtype)
         else:
             # A user's hook may keep what it is given.
-            buffer, views = root.buffer(flat, dtype, is_lent=self.reduction.hook is None)
-            join(flat.layout, grads, views, buffer)
+            buffer, views = root.buffer(handle, dtype, is_lent=self.reduction.hook is None)
+            join(handle.layout, grads, views, buffer)
         grads.clear()  # their memory serves the collective
         root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
         with root.streams.on(StreamRole.REDUCE):
-            reduced = self.reduction(buffer, flat.layout.shard_numel, self.name)
+            reduced = self.reduction(buffer, handle.layout.shard_numel, self.name)
             gradients.add(reduced)
         root.keep_until_reduced(buffer)
 
     def _refuse_changes(self) -> None:
         """Nobody would ever see a change to a leaf: the next gather writes over it."""
-        for flat, dtype in zip(self.flats, self._dtypes or (), strict=False):
-            index = flat.whole(dtype).changed()
+        for handle, dtype in zip(self.handles, self._dtypes or (), strict=False):
+            index = handle.whole(dtype).changed()
             if index is not None:
-                name = flat.layout.slots[index].name
+                name = handle.layout.slots[index].name
                 self.release()
                 raise RuntimeError(
                     f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "

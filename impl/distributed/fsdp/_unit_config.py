@@ -9,7 +9,7 @@ from impl.distributed.fsdp.api import BackwardPrefetch, MixedPrecision
 
 @dataclass(frozen=True)
 class UnitConfig:
-    """The same for all of the unit's flats."""
+    """The same for all of the unit's handles."""
 
     frees_after_forward: bool
     mixed_precision: MixedPrecision

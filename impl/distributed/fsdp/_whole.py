@@ -1,4 +1,4 @@
-"""All elements of a flat: storage that comes and goes, and the leaves over it, which forward computes with."""
+"""A flat parameter's elements: storage that comes and goes, and the leaves over it, which forward computes with."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._clip import joint_norm, scale
 from impl.distributed.fsdp._contained import watch_contained
-from impl.distributed.fsdp._flat_param import flats_of
+from impl.distributed.fsdp._flat_param import handles_for
 from impl.distributed.fsdp._groups import (
     HYBRID,
     effective_strategy,
@@ -188,7 +188,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         if sync_module_states:
             outward_in = [group for group in reversed(groups) if group is not None]
             broadcast_states(module, managed, outward_in)
-        flats = flats_of(
+        handles = handles_for(
             managed,
             self._groups,
             self.mixed_precision,
@@ -196,12 +196,12 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             offloads=self.cpu_offload.offload_params,
             use_orig_params=use_orig_params,
         )
-        self._unit = Unit(module, flats, self._groups, self._unit_config())
+        self._unit = Unit(module, handles, self._groups, self._unit_config())
         self._begin_state_dicts(module)
         mark_managed(module, self._ignored, managed)
         self._fsdp_wrapped_module = module
-        for name, flat in self._named_flats():
-            flat.register_as(self.module, name)
+        for name, handle in self._named_handles():
+            handle.register_as(self.module, name)
         self._root: Root | None = None
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._claim_inner()
@@ -370,7 +370,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         self._check_idle()
         if all(unit.groups.shard is None for unit in root.units):
             return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
-        managed = {p for unit in root.units for flat in unit.flats for p in flat.stepped}
+        managed = {p for unit in root.units for handle in unit.handles for p in handle.stepped}
         others = [p for p in self.parameters() if p not in managed]
         loose = [p.grad for p in others if p.grad is not None]
         norm = joint_norm(root.units, loose, float(norm_type), self.compute_device)
@@ -392,8 +392,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
         Args:
             state: handed to the hook.
-            hook: `hook(state, gradient, output)`: the whole gradient of a flat, 1-D, and where this rank's part of the
-                average goes; of NO_SHARD `hook(state, gradient)`, which averages in place.
+            hook: `hook(state, gradient, output)`: the whole gradient of a flat parameter, 1-D, and where this rank's
+                part of the average goes; of NO_SHARD `hook(state, gradient)`, which averages in place.
 
         Raises:
             AssertionError: this is not the outermost one, there is a hook already, or a strategy is hybrid.
@@ -424,12 +424,12 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             raise RuntimeError(f"the parameters cannot be moved or cast in the middle of {unit.phase.value}")
         unit.release()
         with contextlib.ExitStack() as stack:
-            for flat, gradients in zip(unit.flats, unit.gradients, strict=True):
+            for handle, gradients in zip(unit.handles, unit.gradients, strict=True):
                 stack.enter_context(gradients.on_flat_param())
-                stack.enter_context(flat.being_changed(fn))
+                stack.enter_context(handle.being_changed(fn))
             super()._apply(fn, recurse)
         unit.announce_parameters()
-        devices = [flat.device for flat in unit.flats if not flat.offloads]
+        devices = [handle.device for handle in unit.handles if not handle.offloads]
         self.compute_device = next(iter(devices), self.compute_device)
         for one in self.fsdp_modules(self._outermost()):
             one._root = None
@@ -475,7 +475,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     @contextlib.contextmanager
     def _summoned(self, options: FullParamsOptions) -> Generator[None]:
-        check(options, self._use_orig_params, self._groups.shard is not None or not self._unit.flats)
+        check(options, self._use_orig_params, self._groups.shard is not None or not self._unit.handles)
         self._find_root().settle()
         with summoned(self._unit, options, self.rank == 0):
             yield

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._collectives import gathered_like
 from impl.distributed.fsdp._flat_layout import Slot
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._managed import clean_name, is_managed
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
@@ -109,9 +109,9 @@ class Loading:
         """For each parameter what decides on what the ranks send each other."""
         met = self._units.get(wrapper)
         return [
-            (f"{slot.name} of {wrapper._unit.name}", met.part_given(flat, index) if met else "nothing")
-            for flat in wrapper._unit.flats
-            for index, slot in enumerate(flat.layout.slots)
+            (f"{slot.name} of {wrapper._unit.name}", met.part_given(handle, index) if met else "nothing")
+            for handle in wrapper._unit.handles
+            for index, slot in enumerate(handle.layout.slots)
         ]
 
     def abandon(self) -> None:
@@ -138,7 +138,7 @@ class UnitLoading:
         self._kind = kind
         self._config = config
         self._shown = ExitStack()
-        self._sources: dict[Flat, list[Any]] = {}
+        self._sources: dict[FlatParamHandle, list[Any]] = {}
 
     def begin(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         bring_to_rest(self._unit, self._kind)
@@ -149,14 +149,14 @@ class UnitLoading:
         problems = []
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             problems = self._hide_parts(state_dict, prefix)
-        for flat in self._unit.flats:
-            self._shown.enter_context(flat.showing(stand_ins_for(flat, self)))
+        for handle in self._unit.handles:
+            self._shown.enter_context(handle.showing(stand_ins_for(handle, self)))
         return problems
 
     def end(self) -> None:
         """Take what the stand-ins were given; a second time there is nothing to do."""
         if not self._sources:
-            self._sources = {flat: _taken(flat) for flat in self._unit.flats}
+            self._sources = {handle: _taken(handle) for handle in self._unit.handles}
         self._shown.close()
 
     def unfit(self) -> list[str]:
@@ -164,47 +164,47 @@ class UnitLoading:
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             return []
         return [
-            f"{flat.layout.slots[index].name}: rank {self._wrapper.rank} was given {_form_of(source)}, but keeps "
+            f"{handle.layout.slots[index].name}: rank {self._wrapper.rank} was given {_form_of(source)}, but keeps "
             f"{expected}"
-            for flat, sources in self._sources.items()
+            for handle, sources in self._sources.items()
             for index, source in enumerate(sources)
-            if source is not None and _form_of(source) != (expected := self._expected_form(flat, index))
+            if source is not None and _form_of(source) != (expected := self._expected_form(handle, index))
         ]
 
-    def _expected_form(self, flat: Flat, index: int) -> str:
-        slot = flat.layout.slots[index]
+    def _expected_form(self, handle: FlatParamHandle, index: int) -> str:
+        slot = handle.layout.slots[index]
         if self._kind is StateDictType.SHARDED_STATE_DICT:
-            chunk = chunk_of(slot, self._unit.groups.shard_rank, flat.layout.world)
+            chunk = chunk_of(slot, self._unit.groups.shard_rank, handle.layout.world)
             return f"a tensor of shape {chunk.shape}"
         return f"a tensor of shape {slot.shape}"
 
-    def part_given(self, flat: Flat, index: int) -> str:
-        if self._kind is not StateDictType.SHARDED_STATE_DICT or self._sources[flat][index] is None:
+    def part_given(self, handle: FlatParamHandle, index: int) -> str:
+        if self._kind is not StateDictType.SHARDED_STATE_DICT or self._sources[handle][index] is None:
             return "nothing"
-        return f"a part in {self._sources[flat][index].dtype}"
+        return f"a part in {self._sources[handle][index].dtype}"
 
     @torch.no_grad()
     def write(self) -> None:
-        for flat, sources in self._sources.items():
+        for handle, sources in self._sources.items():
             given = [index for index, source in enumerate(sources) if source is not None]
             match self._kind:
                 case StateDictType.LOCAL_STATE_DICT:
                     for source in sources:
-                        flat.flat_param.detach()[: len(source)].copy_(source)
+                        handle.flat_param.detach()[: len(source)].copy_(source)
                 case StateDictType.SHARDED_STATE_DICT:
-                    self._write_chunks(flat, given, [sources[index] for index in given])
+                    self._write_chunks(handle, given, [sources[index] for index in given])
                 case _:
                     for index in given:
-                        _write_whole(flat, index, sources[index])
+                        _write_whole(handle, index, sources[index])
             if self._unit.phase is Phase.SUMMONED:
-                self._show_written(flat, given)
+                self._show_written(handle, given)
 
     def part_of(self, whole: Tensor, name: str) -> Part:
         """To be kept for a parameter, by its name."""
-        for flat in self._unit.flats:
-            for index, slot in enumerate(flat.layout.slots):
+        for handle in self._unit.handles:
+            for index, slot in enumerate(handle.layout.slots):
                 if slot.name == name:
-                    values = _piece_of(flat, index, whole)
+                    values = _piece_of(handle, index, whole)
                     return Part(whole.shape, None if values is None else values.clone())
         raise AssertionError(name)
 
@@ -214,25 +214,25 @@ class UnitLoading:
         """Put stand-ins for them into the dict, which nn.Module compares with those that the modules show."""
         problems: list[str] = []
         expected = DTensor if self._config._use_dtensor else ShardedTensor
-        for flat, index, name in self._names():
+        for handle, index, name in self._names():
             key = prefix + WRAPPED + name
             if key not in state_dict:
                 continue
             value = state_dict[key]
             chunk = chunk_in(value, expected, self._wrapper.rank)
-            slot = flat.layout.slots[index]
-            problem = self._problem_of(value, chunk, slot, flat)
+            slot = handle.layout.slots[index]
+            problem = self._problem_of(value, chunk, slot, handle)
             problems += [f"{prefix}{name}: {problem}"] if problem else []
             dtype = dtype_of(value)
             part = torch.empty(0, *slot.shape[1:], dtype=dtype) if chunk is None else chunk
             state_dict[key] = self._stand_in(torch.Size(slot.shape), dtype, name, part)
         return problems
 
-    def _problem_of(self, value: Any, chunk: Tensor | None, slot: Slot, flat: Flat) -> str:
+    def _problem_of(self, value: Any, chunk: Tensor | None, slot: Slot, handle: FlatParamHandle) -> str:
         groups, mine = self._unit.groups, f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given"
         if tuple(shape_of(value)) != slot.shape:
             return f"{mine} {_form_of(value)} but the parameter has the shape {slot.shape}"
-        expected = chunk_of(slot, groups.shard_rank, flat.layout.world).shape
+        expected = chunk_of(slot, groups.shard_rank, handle.layout.world).shape
         got = (0, *slot.shape[1:]) if chunk is None else tuple(chunk.shape)
         if got == expected:
             return ""
@@ -241,12 +241,12 @@ class UnitLoading:
             "torch.distributed.checkpoint"
         )
 
-    def _write_chunks(self, flat: Flat, given: Sequence[int], chunks: Sequence[Tensor]) -> None:
+    def _write_chunks(self, handle: FlatParamHandle, given: Sequence[int], chunks: Sequence[Tensor]) -> None:
         held = [Held(index, chunk) for index, chunk in zip(given, chunks, strict=True)]
-        resharding = Resharding(flat.layout, self._unit.groups, flat.device, self._unit.name)
-        shard = flat.flat_param.detach()
+        resharding = Resharding(handle.layout, self._unit.groups, handle.device, self._unit.name)
+        shard = handle.flat_param.detach()
         for index, values in zip(given, resharding.pieces_from(held), strict=True):
-            piece = flat.pieces[index]
+            piece = handle.pieces[index]
             if piece is not None:
                 shard.narrow(0, piece.offset, piece.numel).copy_(values)
 
@@ -257,7 +257,7 @@ class UnitLoading:
         if self._wrapper._use_orig_params:  # torch's dicts have these beside the shards
             for _, _, name in self._names():
                 state_dict.pop(prefix + WRAPPED + name, None)
-        for name, flat in self._wrapper._named_flats():
+        for name, handle in self._wrapper._named_handles():
             key = prefix + WRAPPED + name
             if key not in state_dict:
                 raise AssertionError(
@@ -266,16 +266,16 @@ class UnitLoading:
             value = state_dict[key]
             if not isinstance(value, ShardedTensor):
                 raise AssertionError("Tensors in local_state_dict should be ShardedTensor.")
-            problem, shard = self._shard_in(value, flat)
+            problem, shard = self._shard_in(value, handle)
             problems += [f"{prefix}{name}: {problem}"] if problem else []
-            self._sources[flat] = [shard]
-            shape = flat.flat_param.shape
+            self._sources[handle] = [shard]
+            shape = handle.flat_param.shape
             state_dict[key] = self._stand_in(shape, dtype_of(value), name)
-            self._shown.enter_context(flat.showing_flat(self._stand_in(shape, flat.dtype, name)))
+            self._shown.enter_context(handle.showing_flat(self._stand_in(shape, handle.dtype, name)))
         return problems
 
-    def _shard_in(self, value: ShardedTensor, flat: Flat) -> tuple[str, Tensor]:
-        rank, layout = self._unit.groups.shard_rank, flat.layout
+    def _shard_in(self, value: ShardedTensor, handle: FlatParamHandle) -> tuple[str, Tensor]:
+        rank, layout = self._unit.groups.shard_rank, handle.layout
         shards = value.local_shards()
         got = [
             (one.metadata.shard_offsets[0], one.tensor.numel()) for one in shards if not one.tensor.is_meta
@@ -284,21 +284,21 @@ class UnitLoading:
         expected = [(rank * layout.shard_numel, numel)] if numel else []
         found = shape_of(value).numel()
         if got == expected and found == layout.numel:
-            return "", shards[0].tensor if shards else flat.flat_param.detach()[:0]
+            return "", shards[0].tensor if shards else handle.flat_param.detach()[:0]
         return (
             f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given (offset, elements) {got} of "
             f"{found} but keeps {expected} of {layout.numel}; LOCAL_STATE_DICT is loaded by as many "
             "ranks, wrapped alike, as have saved it"
-        ), flat.flat_param.detach()[:0]
+        ), handle.flat_param.detach()[:0]
 
     # Both
 
-    def _names(self) -> list[tuple[Flat, int, str]]:
+    def _names(self) -> list[tuple[FlatParamHandle, int, str]]:
         """Every name of every parameter, without what wrappers put in."""
         locations = {
-            (location.module, location.attribute): (flat, index)
-            for flat in self._unit.flats
-            for index, one in enumerate(flat.param_infos)
+            (location.module, location.attribute): (handle, index)
+            for handle in self._unit.handles
+            for index, one in enumerate(handle.param_infos)
             for location in one.locations
         }
         modules = list(self._wrapper._fsdp_wrapped_module.named_modules(remove_duplicate=False))
@@ -315,13 +315,13 @@ class UnitLoading:
         like = torch.empty(shape, dtype=dtype, device="meta")
         return StandIn.made(like, name, device=self._wrapper.compute_device, owner=self, source=source)
 
-    def _show_written(self, flat: Flat, given: Sequence[int]) -> None:
+    def _show_written(self, handle: FlatParamHandle, given: Sequence[int]) -> None:
         """Inside `summon_full_params`, have the whole parameters be what was loaded."""
-        views = flat.views_of(
-            gathered_like(flat, flat.flat_param.detach(), self._unit.groups, self._unit.name)
+        views = handle.views_of(
+            gathered_like(handle, handle.flat_param.detach(), self._unit.groups, self._unit.name)
         )
         if self._unit.shows_whole:
-            shown = dict(flat.shown())
+            shown = dict(handle.shown())
             for index in given:
                 target = shown[index]
                 assert target is not None
@@ -332,7 +332,7 @@ class PlainStates:
     """Buffers, parameters that no unit manages, and extra states: what nn.Module itself loads, as it was before."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
-        summoned = {shown for unit in units for flat in unit.flats for _, shown in flat.shown()}
+        summoned = {shown for unit in units for handle in unit.handles for _, shown in handle.shown()}
         self._tensors: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
         self._extras: list[tuple[nn.Module, Any]] = []
         for module in root.modules():
@@ -362,10 +362,10 @@ def _has_extra_state(module: nn.Module) -> bool:
     )
 
 
-def _taken(flat: Flat) -> list[Any]:
+def _taken(handle: FlatParamHandle) -> list[Any]:
     """For each parameter what is to be loaded into it: what its stand-in has taken, or what was put in its place."""
-    found: list[Any] = [None] * len(flat.layout.slots)
-    for index, shown in flat.shown():
+    found: list[Any] = [None] * len(handle.layout.slots)
+    for index, shown in handle.shown():
         source = shown.source if isinstance(shown, StandIn) else shown
         if source is not None:
             found[index] = source
@@ -379,19 +379,19 @@ def _form_of(source: Any) -> str:
     return f"{kind} of shape {tuple(shape_of(source))}"
 
 
-def _write_whole(flat: Flat, index: int, source: Tensor | Part) -> None:
+def _write_whole(handle: FlatParamHandle, index: int, source: Tensor | Part) -> None:
     """Copy this rank's piece of a whole parameter into the shard."""
-    piece = flat.pieces[index]
-    values = source.values if isinstance(source, Part) else _piece_of(flat, index, source)
+    piece = handle.pieces[index]
+    values = source.values if isinstance(source, Part) else _piece_of(handle, index, source)
     if piece is not None and values is not None:
-        flat.flat_param.detach().narrow(0, piece.offset, piece.numel).copy_(values)
+        handle.flat_param.detach().narrow(0, piece.offset, piece.numel).copy_(values)
 
 
-def _piece_of(flat: Flat, index: int, whole: Tensor) -> Tensor | None:
+def _piece_of(handle: FlatParamHandle, index: int, whole: Tensor) -> Tensor | None:
     """What of a whole parameter lies in this rank's shard, [numel of the piece]."""
-    slot, piece = flat.layout.slots[index], flat.pieces[index]
+    slot, piece = handle.layout.slots[index], handle.pieces[index]
     if piece is None:
         return None
     dense = laid_out_as(whole.detach(), slot)
-    first = flat.rank * flat.layout.shard_numel + piece.offset - slot.start if flat.is_sharded else 0
+    first = handle.rank * handle.layout.shard_numel + piece.offset - slot.start if handle.is_sharded else 0
     return dense.as_strided((slot.numel,), (1,)).narrow(0, first, piece.numel)

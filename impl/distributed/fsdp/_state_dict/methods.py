@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._managed import Ignored, clean_name
 from impl.distributed.fsdp._root import Root
 from impl.distributed.fsdp._state_dict.loading import Loading
@@ -233,11 +233,12 @@ class StateDicts(nn.Module):
             "rank has whole; call impl.drop_in.install() before, or use impl.distributed.fsdp.checkpoint"
         )
 
-    def _named_flats(self) -> list[tuple[str, Flat]]:
+    def _named_handles(self) -> list[tuple[str, FlatParamHandle]]:
         """Under the names by which modules know the flat parameters."""
-        flats = self._unit.flats
+        handles = self._unit.handles
         return [
-            (f"{_FLAT_PARAM}_{index}" if index else _FLAT_PARAM, flat) for index, flat in enumerate(flats)
+            (f"{_FLAT_PARAM}_{index}" if index else _FLAT_PARAM, handle)
+            for index, handle in enumerate(handles)
         ]
 
     @functools.cached_property

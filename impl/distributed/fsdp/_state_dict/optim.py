@@ -53,7 +53,8 @@ class OptimStateDicts:
         Raises:
             RuntimeError: ranks do not have the states that others have, or some parameters of a unit have none.
             ValueError: a tensor is not shaped like what the optimizer steps.
-        Collectives: one of objects over `group`; for each flat a gather of each tensor (FULL), or one all-to-all.
+        Collectives: one of objects over `group`; for each flat parameter a gather of each tensor (FULL), or one
+            all-to-all.
         Source: torch's 2.13; differences: no two parameters share a number; sharded forms move each rank's rows alone.
         """
         settings: Any = wrappers_in(model)[0].get_state_dict_type(model)
@@ -92,8 +93,8 @@ class OptimStateDicts:
             ValueError: there is no state in it, or a tensor does not fit its parameter.
             KeyError: a parameter group names a parameter that the optimizer does not step.
             RuntimeError: another rank has raised; nothing was changed on any of them.
-        Collectives: one of objects over `group`; with `rank0_only` another one, and a scatter of each tensor of a flat;
-            of rows one all-to-all for each flat.
+        Collectives: one of objects over `group`; with `rank0_only` another one, and a scatter of each tensor of a flat
+            parameter; of rows one all-to-all for each flat parameter.
         Source: torch's 2.13; differences: what cannot be loaded raises on all ranks, before anything is changed; shapes
             are compared with `use_orig_params` too; what is loaded shares no memory with what was given.
         """

@@ -1,4 +1,4 @@
-"""What all ranks together keep for the parameters of one flat, collected for a state dict."""
+"""What all ranks together keep for the parameters of one flat parameter, collected for a state dict."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from impl.distributed.fsdp._collectives import gathered_like
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._state_dict.optim_keys import NamedFlat, StateDict, Stepped, is_kept_whole
+from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict, Stepped, is_kept_whole
 from impl.distributed.fsdp._state_dict.packing import chunked, meshed
 from impl.distributed.fsdp._state_dict.resharding import ShardPiece, chunk_of
 
@@ -66,17 +66,17 @@ def offloaded(state: StateDict) -> StateDict:
 class _Item:
     """A tensor of one parameter's state, sharded as the parameter is."""
 
-    index: int  # of the parameter in the flat
+    index: int  # of the parameter in the flat parameter
     name: str
     dtype: torch.dtype
 
 
-class FlatState:
-    """What this rank keeps for one flat, and what it knows of the others."""
+class FlatParamState:
+    """What this rank keeps for one flat parameter, and what it knows of the others."""
 
-    def __init__(self, one: NamedFlat, mine: dict[Stepped, StateDict], told: Sequence[Told]) -> None:
+    def __init__(self, one: NamedHandle, mine: dict[Stepped, StateDict], told: Sequence[Told]) -> None:
         self._one = one
-        self._flat: Flat = one.flat
+        self._handle: FlatParamHandle = one.handle
         self._groups: Groups = one.wrapper._groups
         self._mine = {stepped.index: state for stepped, state in mine.items() if stepped.within is one}
         shard = self._groups.shard
@@ -92,11 +92,11 @@ class FlatState:
 
     def collected(self, wanted: Wanted, destination: int) -> dict[str, StateDict]:
         """By name; nothing where the destination alone is to have it and this rank is another."""
-        flat, names = self._flat, self._one.names
+        handle, names = self._handle, self._one.names
         if is_kept_whole(self._one):
             copied = offloaded if wanted.offloads else copy.copy
             return {names[index]: copied(state) for index, state in self._mine.items()}
-        items, states = self._merged() if flat.use_orig_params else self._own()
+        items, states = self._merged() if handle.use_orig_params else self._own()
         tensors = self._wholes(items, wanted, destination) if wanted.is_full else self._parts(items, wanted)
         for item, tensor in tensors:
             states[item.index][item.name] = tensor
@@ -136,7 +136,7 @@ class FlatState:
         return items, states
 
     def _owns(self, index: int, rank: int) -> bool:
-        return self._flat.layout.piece(self._flat.layout.slots[index], rank) is not None
+        return self._handle.layout.piece(self._handle.layout.slots[index], rank) is not None
 
     def _dtypes(self, index: int, forms: Sequence[StateDict]) -> dict[str, torch.dtype]:
         """Of each tensor that is sharded as the parameter is."""
@@ -158,20 +158,20 @@ class FlatState:
 
     def _piece(self, item: _Item) -> Tensor | None:
         """Its part of a tensor, 1-D; None if it owns nothing of the parameter."""
-        piece = self._flat.pieces[item.index]
+        piece = self._handle.pieces[item.index]
         if piece is None:
             return None
-        if self._flat.use_orig_params:
+        if self._handle.use_orig_params:
             return self._mine[item.index][item.name].reshape(-1)
         return self._mine[0][item.name].narrow(0, piece.offset, piece.numel)
 
     def _shard(self, items: Sequence[_Item]) -> Tensor:
         """What this rank has of one tensor of the state, [shard_numel]."""
         first = items[0]
-        if not self._flat.use_orig_params:
+        if not self._handle.use_orig_params:
             return self._mine[0][first.name]
-        shard = torch.zeros(self._flat.layout.shard_numel, dtype=first.dtype, device=self._flat.device)
-        places = self._flat.pieces_of(shard)
+        shard = torch.zeros(self._handle.layout.shard_numel, dtype=first.dtype, device=self._handle.device)
+        places = self._handle.pieces_of(shard)
         for item in items:
             place, piece = places[item.index], self._piece(item)
             if place is not None and piece is not None:
@@ -190,17 +190,17 @@ class FlatState:
             if wanted.rank0_only and self._groups.shard is not None:
                 whole = self._gathered_at(destination, shard, self._groups.shard)
             else:
-                whole = gathered_like(self._flat, shard, self._groups, self._one.unit.name)
+                whole = gathered_like(self._handle, shard, self._groups, self._one.unit.name)
             if whole is not None:
-                views = self._flat.views_of(whole.cpu() if wanted.offloads else whole)
+                views = self._handle.views_of(whole.cpu() if wanted.offloads else whole)
                 yield from ((item, views[item.index]) for item in same)
 
     def _gathered_at(self, destination: int, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
         """The whole [padded_numel] on the destination, None elsewhere; nothing is sent among ranks without it."""
         if destination not in self._peers:
             return None
-        layout = self._flat.layout
-        mine = shard.to(self._flat.device)
+        layout = self._handle.layout
+        mine = shard.to(self._handle.device)
         whole = mine.new_empty(layout.padded_numel) if dist.get_rank() == destination else None
         parts = None if whole is None else [*whole.split(layout.shard_numel)]
 
@@ -212,7 +212,7 @@ class FlatState:
 
     def _parts(self, items: Sequence[_Item], wanted: Wanted) -> Iterator[tuple[_Item, Tensor]]:
         """The rank's rows of each tensor, as a ShardedTensor or DTensor."""
-        if self._flat.is_sharded:
+        if self._handle.is_sharded:
             sharded = [ShardPiece(item.index, item.dtype, self._piece(item)) for item in items]
             chunks = self._one.resharding().chunks_from(sharded)
         else:
@@ -223,12 +223,12 @@ class FlatState:
     def _own_chunk(self, item: _Item) -> Tensor:
         """Of a tensor that every rank has whole."""
         wrapper = self._one.wrapper
-        whole = self._flat.views_of(self._mine[0][item.name])[item.index]
-        chunk = chunk_of(self._flat.layout.slots[item.index], wrapper.rank, wrapper.world_size)
+        whole = self._handle.views_of(self._mine[0][item.name])[item.index]
+        chunk = chunk_of(self._handle.layout.slots[item.index], wrapper.rank, wrapper.world_size)
         return whole.narrow(0, chunk.first_row, chunk.shape[0]).clone()
 
     def _packed(self, item: _Item, chunk: Tensor, wanted: Wanted) -> Tensor:
-        wrapper, layout = self._one.wrapper, self._flat.layout
+        wrapper, layout = self._one.wrapper, self._handle.layout
         slot = layout.slots[item.index]
         if wanted.uses_dtensor:
             made: Tensor = meshed(chunk, slot, wrapper._mesh)

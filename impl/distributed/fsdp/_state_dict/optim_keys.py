@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._managed import clean_name
 from impl.distributed.fsdp._state_dict.resharding import Resharding
 from impl.distributed.fsdp._unit import Unit
@@ -28,10 +28,10 @@ class OptimStateKeyType(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class NamedFlat:
+class NamedHandle:
     """A flat buffer, and what its parameters are called in the model whose optimizer it is."""
 
-    flat: Flat
+    handle: FlatParamHandle
     wrapper: Any  # the FullyShardedDataParallel whose it is
     names: tuple[str, ...]
 
@@ -40,12 +40,12 @@ class NamedFlat:
         return self.wrapper._unit
 
     def resharding(self) -> Resharding:
-        return Resharding(self.flat.layout, self.wrapper._groups, self.flat.device, self.unit.name)
+        return Resharding(self.handle.layout, self.wrapper._groups, self.handle.device, self.unit.name)
 
 
-def is_kept_whole(one: NamedFlat) -> bool:
+def is_kept_whole(one: NamedHandle) -> bool:
     """Whether its parameters are stepped whole and by themselves, so that their state may have any shape."""
-    return one.flat.use_orig_params and not one.flat.is_sharded
+    return one.handle.use_orig_params and not one.handle.is_sharded
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Stepped:
     """One parameter of an optimizer: of a flat one without `use_orig_params` all names, else one."""
 
     names: tuple[str, ...]
-    within: NamedFlat | None  # None: no unit manages it
+    within: NamedHandle | None  # None: no unit manages it
     current: str  # what the model calls it now
 
     @property
@@ -62,7 +62,7 @@ class Stepped:
 
     @property
     def index(self) -> int:
-        """Of the first name among the flat's parameters."""
+        """Of the first name among the flat parameter's parameters."""
         assert self.within is not None
         return self.within.names.index(self.name)
 
@@ -78,13 +78,13 @@ class Names:
     def __init__(self, model: nn.Module, wrappers: Sequence[Any]) -> None:
         self._model = model
         prefixes = {module: clean_name(f"{name}.") if name else "" for name, module in model.named_modules()}
-        self.flats = [
-            NamedFlat(flat, one, tuple(prefixes[one] + slot.name for slot in flat.layout.slots))
+        self.handles = [
+            NamedHandle(handle, one, tuple(prefixes[one] + slot.name for slot in handle.layout.slots))
             for one in wrappers
-            for flat in one._unit.flats
+            for handle in one._unit.handles
         ]
-        self.flat_of = {name: one for one in self.flats for name in one.names}
-        managed = {tensor: found for one in self.flats for tensor, found in _managed_by(one)}
+        self.handle_of = {name: one for one in self.handles for name in one.names}
+        managed = {tensor: found for one in self.handles for tensor, found in _managed_by(one)}
         self.stepped: dict[nn.Parameter, Stepped] = {}
         for name, tensor in model.named_parameters():
             parameter, names, within = managed.get(tensor, (tensor, (clean_name(name),), None))
@@ -123,18 +123,20 @@ class Names:
         return dict(enumerate(parameters))
 
 
-def _managed_by(one: NamedFlat) -> Iterator[tuple[Tensor, tuple[nn.Parameter, tuple[str, ...], NamedFlat]]]:
+def _managed_by(
+    one: NamedHandle,
+) -> Iterator[tuple[Tensor, tuple[nn.Parameter, tuple[str, ...], NamedHandle]]]:
     """By what modules show: the parameter that an optimizer steps, and the names in it."""
-    flat = one.flat
-    if not flat.use_orig_params:
-        yield flat.flat_param, (flat.flat_param, one.names, one)
+    handle = one.handle
+    if not handle.use_orig_params:
+        yield handle.flat_param, (handle.flat_param, one.names, one)
         return
-    for parameter, name in zip(flat.parameters, one.names, strict=True):
+    for parameter, name in zip(handle.parameters, one.names, strict=True):
         yield parameter, (parameter, (name,), one)
-    for index, shown in flat.shown():
+    for index, shown in handle.shown():
         # While the unit is whole, a leaf.
         if shown is not None:
-            yield shown, (flat.parameters[index], (one.names[index],), one)
+            yield shown, (handle.parameters[index], (one.names[index],), one)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """An optimizer's state that was saved by names and in whole shapes, as the optimizer of a sharded model loads it.
 
 First everything is looked through, without its elements where another rank has them: what cannot be loaded raises on
-all ranks before anything moves. Then each flat gets its rank's part. What is loaded shares no memory with what was
-given.
+all ranks before anything moves. Then each flat parameter gets its rank's part. What is loaded shares no memory with
+what was given.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from impl.distributed.fsdp._state_dict.agreeing import told_by_all
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Key,
-    NamedFlat,
+    NamedHandle,
     Names,
     Source,
     StateDict,
@@ -30,7 +30,7 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     flattened_groups,
     is_kept_whole,
 )
-from impl.distributed.fsdp._state_dict.optim_shard import FlatLoad, Scatter, is_in_parts, whole_of
+from impl.distributed.fsdp._state_dict.optim_shard import FlatParamLoad, Scatter, is_in_parts, whole_of
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
 
 
@@ -67,7 +67,7 @@ class Loading:
         self._agrees = agrees
         self._given = given if not rank0_only or dist.get_rank(group) == 0 else {}
         self._forms: Any = _announced(self._given, group) if rank0_only else self._given
-        self._flats: dict[NamedFlat, FlatLoad] = {}
+        self._flats: dict[NamedHandle, FlatParamLoad] = {}
         self._key_of: dict[nn.Parameter, Key] = {}
         self._groups: list[StateDict] | None = None
 
@@ -84,17 +84,17 @@ class Loading:
             self._check()
         except Exception as error:
             problem = error
-        scatters: dict[NamedFlat, Scatter] = {}
+        scatters: dict[NamedHandle, Scatter] = {}
         if self._agrees:
             moves = self._moves() if problem is None else []
-            told = (moves, [one.flat.rank for one in self._names.flats])
+            told = (moves, [one.handle.rank for one in self._names.handles])
             by_rank = told_by_all(problem, self._group, told)
             self._refuse_different_moves([moves for moves, _ in by_rank])
             if self._rank0_only:
                 owners = zip(*(owned for _, owned in by_rank), strict=True)
                 scatters = {
                     one: Scatter(self._group, owned)
-                    for one, owned in zip(self._names.flats, owners, strict=True)
+                    for one, owned in zip(self._names.handles, owners, strict=True)
                 }
         elif problem is not None:
             raise problem
@@ -107,12 +107,12 @@ class Loading:
                 '`optim_state_dict` must have the keys "state"to be a valid optimizer state dict'
             )
         state: dict[Any, Any] = self._forms["state"]
-        for one, by_index in self._states_of_flats().items():
-            if not one.flat.use_orig_params and not any(by_index.values()):
+        for one, by_index in self._states_of_handles().items():
+            if not one.handle.use_orig_params and not any(by_index.values()):
                 raise RuntimeError(
                     f"The state of {_as_torch_says(one.names)} is empty. This should happen when use_orig_params=True."
                 )
-            self._flats[one] = FlatLoad(one, by_index)
+            self._flats[one] = FlatParamLoad(one, by_index)
             self._flats[one].check()
         keyed = self._names.keyed(self._source, self._keeper is not None)
         self._key_of = {parameter: key for key, parameter in keyed.items()}
@@ -136,9 +136,9 @@ class Loading:
             }
             self._groups = flattened_groups(self._forms["param_groups"], keys)
 
-    def _states_of_flats(self) -> dict[NamedFlat, dict[int, StateDict]]:
+    def _states_of_handles(self) -> dict[NamedHandle, dict[int, StateDict]]:
         """What is to be sharded over the ranks."""
-        found: dict[NamedFlat, dict[int, StateDict]] = {}
+        found: dict[NamedHandle, dict[int, StateDict]] = {}
         for stepped in self._names.stepped.values():
             one = stepped.within
             for name in stepped.names:
@@ -174,7 +174,7 @@ class Loading:
 
     # Assembling
 
-    def _loaded(self, scatters: dict[NamedFlat, Scatter]) -> StateDict:
+    def _loaded(self, scatters: dict[NamedHandle, Scatter]) -> StateDict:
         sharded = {one: load.sharded(scatters.get(one)) for one, load in self._flats.items()}
         state: dict[Any, Any] = self._forms["state"]
         result: dict[Any, Any] = {}
@@ -192,7 +192,7 @@ class Loading:
         return {"state": result} if self._groups is None else {"state": result, "param_groups": self._groups}
 
     def _state_of(
-        self, parameter: nn.Parameter, stepped: Stepped, sharded: dict[NamedFlat, dict[int, StateDict]]
+        self, parameter: nn.Parameter, stepped: Stepped, sharded: dict[NamedHandle, dict[int, StateDict]]
     ) -> StateDict | None:
         """None where nothing of the parameter is this rank's."""
         one = stepped.within

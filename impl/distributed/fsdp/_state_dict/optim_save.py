@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._state_dict.optim_flat import (
-    FlatState,
+    FlatParamState,
     Told,
     Wanted,
     forms_of,
@@ -53,8 +53,8 @@ def saved(  # noqa: PLR0913  what torch's functions are told
         RuntimeError: a rank lacks states that others have.
         ValueError: a tensor of a state is not shaped like what the optimizer steps. All of this is raised on all ranks.
         AssertionError: ranks differ in a number that they should all have.
-    Collectives: one of objects over `group`; then for each flat, as `wanted`, a gather or an all-gather for each of the
-        tensors of a state, or one all-to-all for all of them.
+    Collectives: one of objects over `group`; then for each flat parameter, as `wanted`, a gather or an all-gather for
+        each of the tensors of a state, or one all-to-all for all of them.
     """
     names = Names(model, wrappers)
     keyed = names.keyed(source, is_keyed_by_name(state_dict))
@@ -66,8 +66,8 @@ def saved(  # noqa: PLR0913  what torch's functions are told
     destination = dist.get_global_rank(group or _world(), 0)
     is_kept = not (wanted.is_full and wanted.rank0_only) or dist.get_rank() == destination
     states: dict[str, StateDict] = {}
-    for one in dict.fromkeys(names.flat_of[key[0]] for key in keys if key[0] in names.flat_of):
-        states.update(FlatState(one, mine, told).collected(wanted, destination))
+    for one in dict.fromkeys(names.handle_of[key[0]] for key in keys if key[0] in names.handle_of):
+        states.update(FlatParamState(one, mine, told).collected(wanted, destination))
     for stepped, state in mine.items():
         if stepped.within is None:
             states[stepped.name] = offloaded(state) if wanted.offloads else copy.copy(state)
@@ -124,8 +124,8 @@ def _problems_of(stepped: Stepped, state: StateDict) -> Iterable[str]:
     one = stepped.within
     if one is None or is_kept_whole(one):
         return
-    piece = one.flat.pieces[stepped.index]
-    owned = (piece.numel if piece else 0) if one.flat.use_orig_params else one.flat.layout.shard_numel
+    piece = one.handle.pieces[stepped.index]
+    owned = (piece.numel if piece else 0) if one.handle.use_orig_params else one.handle.layout.shard_numel
     for name, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.numel() != owned:
             yield (
@@ -151,23 +151,23 @@ def _merged_keys(told: Sequence[Told], names: Names) -> list[_Key]:
     found = sorted({key for one in told for key in one.forms})
     by_unit: dict[Any, list[_Key]] = {}
     for key in found:
-        if key[0] in names.flat_of:
-            by_unit.setdefault(names.flat_of[key[0]].wrapper, []).append(key)
+        if key[0] in names.handle_of:
+            by_unit.setdefault(names.handle_of[key[0]].wrapper, []).append(key)
     for wrapper, keys in by_unit.items():
         _refuse_missing(wrapper, {name for key in keys for name in key}, names)
     managed = [key for keys in by_unit.values() for key in keys]
-    return [key for key in found if key[0] not in names.flat_of] + managed
+    return [key for key in found if key[0] not in names.handle_of] + managed
 
 
 def _refuse_missing(wrapper: Any, present: set[str], names: Names) -> None:
-    flats = [one for one in names.flats if one.wrapper is wrapper]
-    for one in flats:
+    handles = [one for one in names.handles if one.wrapper is wrapper]
+    for one in handles:
         for index, name in enumerate(one.names):
-            if one.flat.wants_grad(index) and name not in present:
+            if one.handle.wants_grad(index) and name not in present:
                 raise RuntimeError(
                     f"{name} is not in the optimizer state. The FSDPParamInfo has the param keys "
-                    f"{sorted(name for other in flats for name in other.names)} while the optimizer has the param keys "
-                    f"{sorted(present)}."
+                    f"{sorted(name for other in handles for name in other.names)} while the optimizer has the param "
+                    f"keys {sorted(present)}."
                 )
 
 

@@ -1,4 +1,4 @@
-"""What a state dict holds for the parameters of one flat, sharded over the ranks as the flat is."""
+"""What a state dict holds for the parameters of one flat parameter, sharded over the ranks as the flat parameter is."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from impl.distributed.fsdp._flat_layout import Slot
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, hides_tensors, own_copy
-from impl.distributed.fsdp._state_dict.optim_keys import NamedFlat, StateDict
+from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
 from impl.distributed.fsdp._state_dict.resharding import Held, chunk_of, laid_out_as
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """The first rank of a group has every tensor; `owners` says whose part of the flat each rank of it has."""
+    """The first rank of a group has every tensor; `owners` says whose part of the parameter each rank of it has."""
 
     group: dist.ProcessGroup | None
     owners: Sequence[int]
@@ -37,12 +37,12 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, TensorForm) or (isinstance(value, Tensor) and len(shape_of(value)) > 0)
 
 
-class FlatLoad:
-    """The states of a flat's parameters by their number in it; of a tensor that another rank has there is the form."""
+class FlatParamLoad:
+    """States of a handle's parameters by their number in it; of a tensor that another rank has there is the form."""
 
-    def __init__(self, one: NamedFlat, states: dict[int, StateDict]) -> None:
+    def __init__(self, one: NamedHandle, states: dict[int, StateDict]) -> None:
         self._one = one
-        self._flat: Flat = one.flat
+        self._handle: FlatParamHandle = one.handle
         self._states = states
 
     def check(self) -> None:
@@ -59,7 +59,7 @@ class FlatLoad:
                     "which cannot be sharded over the ranks; keep each tensor under a name of its own"
                 )
         for index, name, value in self._tensors():
-            slot = self._flat.layout.slots[index]
+            slot = self._handle.layout.slots[index]
             if tuple(shape_of(value)) != slot.shape:
                 error = ValueError(
                     "Tensor optimizer state does not have same shape as its parameter: "
@@ -67,7 +67,7 @@ class FlatLoad:
                 )
                 error.add_note(f"rank {dist.get_rank()}: {name!r} of {self._one.names[index]}")
                 raise error
-        if not self._flat.use_orig_params:
+        if not self._handle.use_orig_params:
             refuse_unlike(self._one.names, self._states)
 
     def sharded(self, scatter: Scatter | None) -> dict[int, StateDict]:
@@ -77,7 +77,7 @@ class FlatLoad:
             DTensor.
         """
         pieces = dict(self._scattered(scatter) if scatter else self._local())
-        if not self._flat.use_orig_params:
+        if not self._handle.use_orig_params:
             return {0: self._joined(pieces)}
         return {
             index: {
@@ -85,7 +85,7 @@ class FlatLoad:
                 for name, value in state.items()
             }
             for index, state in self._states.items()
-            if self._flat.pieces[index] is not None
+            if self._handle.pieces[index] is not None
         }
 
     def _tensors(self) -> Iterator[tuple[int, str, Any]]:
@@ -102,9 +102,9 @@ class FlatLoad:
         for (index, name), piece in pieces.items():
             if name not in joined:
                 joined[name] = torch.zeros(
-                    self._flat.layout.shard_numel, dtype=piece.dtype, device=piece.device
+                    self._handle.layout.shard_numel, dtype=piece.dtype, device=piece.device
                 )
-                shards[name] = self._flat.pieces_of(joined[name])
+                shards[name] = self._handle.pieces_of(joined[name])
             place = shards[name][index]
             if place is not None:
                 place.copy_(piece)
@@ -116,8 +116,8 @@ class FlatLoad:
     def _local(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
         held: dict[tuple[int, str], Held] = {}
         for index, name, value in self._tensors():
-            slot = self._flat.layout.slots[index]
-            chunk = _chunk_in(value, slot, self._flat) if self._flat.is_sharded else None
+            slot = self._handle.layout.slots[index]
+            chunk = _chunk_in(value, slot, self._handle) if self._handle.is_sharded else None
             if chunk is not None:
                 held[index, name] = Held(index, chunk)
             else:
@@ -129,33 +129,33 @@ class FlatLoad:
 
     def _piece_of(self, whole: Tensor, index: int) -> Tensor:
         """Its part of a tensor in the parameter's shape; all of it where nothing is sharded."""
-        flat = self._flat
-        if not flat.is_sharded:
+        handle = self._handle
+        if not handle.is_sharded:
             return whole
-        slot, piece = flat.layout.slots[index], flat.pieces[index]
+        slot, piece = handle.layout.slots[index], handle.pieces[index]
         if piece is None:
             return whole.new_empty(0)
-        start = flat.rank * flat.layout.shard_numel + piece.offset - slot.start
+        start = handle.rank * handle.layout.shard_numel + piece.offset - slot.start
         return laid_out_as(whole, slot).as_strided((slot.numel,), (1,)).narrow(0, start, piece.numel)
 
     def _scattered(self, scatter: Scatter) -> Iterator[tuple[tuple[int, str], Tensor]]:
         """One of the tensors of a state after the other, so that one is on its way at a time."""
-        flat, layout = self._flat, self._flat.layout
+        handle, layout = self._handle, self._handle.layout
         alike: dict[tuple[str, torch.dtype], dict[int, Any]] = {}
         for index, name, value in self._tensors():
             alike.setdefault((name, dtype_of(value)), {})[index] = value
         for (name, dtype), values in alike.items():
-            mine = torch.empty(layout.shard_numel, dtype=dtype, device=flat.device)
+            mine = torch.empty(layout.shard_numel, dtype=dtype, device=handle.device)
             lots = None
             if dist.get_rank(scatter.group) == 0:
-                whole = torch.zeros(layout.padded_numel, dtype=dtype, device=flat.device)
-                views = flat.views_of(whole)
+                whole = torch.zeros(layout.padded_numel, dtype=dtype, device=handle.device)
+                views = handle.views_of(whole)
                 for index, value in values.items():
                     views[index].copy_(value)
                 parts = whole.split(layout.shard_numel)
                 lots = [parts[owner] for owner in scatter.owners]
             dist.scatter(mine, lots, group=scatter.group, group_src=0)
-            places = flat.pieces_of(mine)
+            places = handle.pieces_of(mine)
             for index in values:
                 place = places[index]
                 yield (index, name), mine.new_empty(0) if place is None else place.clone()
@@ -186,9 +186,9 @@ def _device_of(value: ShardedTensor) -> torch.device:
     return shards[0].tensor.device if shards else torch.device("cpu")
 
 
-def _chunk_in(value: Tensor, slot: Slot, flat: Flat) -> Tensor | None:
+def _chunk_in(value: Tensor, slot: Slot, handle: FlatParamHandle) -> Tensor | None:
     """The rows that this rank has of a tensor, if all ranks have those that `chunk_of` gives them."""
-    world = flat.layout.world
+    world = handle.layout.world
     if isinstance(value, DTensor):
         *outer, inner = value.placements
         is_chunked = inner == Shard(0) and all(one == Replicate() for one in outer)
@@ -200,7 +200,7 @@ def _chunk_in(value: Tensor, slot: Slot, flat: Flat) -> Tensor | None:
     if sizes != [shape[0] for shape in chunks if shape[0]]:
         return None
     shards = value.local_shards()
-    return shards[0].tensor if shards else torch.empty(chunks[flat.rank], dtype=dtype_of(value))
+    return shards[0].tensor if shards else torch.empty(chunks[handle.rank], dtype=dtype_of(value))
 
 
 # States of one flat parameter

@@ -32,7 +32,7 @@ def chunked(chunk: Tensor, slot: Slot, layout: FlatLayout, group: dist.ProcessGr
 
 
 def flattened(shard: Tensor, layout: FlatLayout, group: dist.ProcessGroup) -> ShardedTensor:
-    """A ShardedTensor of a flat without its tail, over this rank's shard [shard_numel] of it."""
+    """A ShardedTensor of a flat parameter without its tail, over this rank's shard [shard_numel] of it."""
     width = layout.shard_numel
     lengths = [own_numel(layout, rank) for rank in range(layout.world)]
     parts = [([rank * width], [length]) for rank, length in enumerate(lengths)]

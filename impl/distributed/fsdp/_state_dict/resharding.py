@@ -108,10 +108,10 @@ _Route = list[list[_Range]]
 
 
 class Resharding:
-    """Exchanges within the group that a flat is sharded over.
+    """Exchanges within the group that a flat parameter is sharded over.
 
     Args:
-        layout: the flat's.
+        layout: the flat parameter's.
         groups: its unit's.
         device: what is received lies there; the group's collectives can be run on it.
         name: the unit's.
@@ -130,7 +130,7 @@ class Resharding:
 
         Args:
             tensors: on all ranks the same slots and dtypes, in the same order.
-        Collectives: one all-to-all, in bytes; none if the flat is not sharded.
+        Collectives: one all-to-all, in bytes; none if the flat parameter is not sharded.
         """
         made = [self._chunk(one.slot) for one in tensors]
         chunks = [
@@ -228,7 +228,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def laid_out_as(tensor: Tensor, like: Chunk | Slot) -> Tensor:
-    """The same elements in the order of memory in which a flat has them; of no subclass of Tensor."""
+    """The same elements in the order of memory in which a flat parameter has them; of no subclass of Tensor."""
     if type(tensor) is Tensor and tensor.stride() == like.stride:
         return tensor
     laid_out = torch.empty_strided(like.shape, like.stride, dtype=tensor.dtype, device=tensor.device)

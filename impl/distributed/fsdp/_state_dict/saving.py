@@ -1,8 +1,8 @@
 """A unit's part of a state dict, while `nn.Module.state_dict` walks through its modules.
 
-Before the walk the unit's values are made, one flat after the other, and shown to the modules in the parameters' place;
-so they get their keys, and users' hooks see them, where nn.Module puts them. Where a rank is not to have a parameter
-whole, a stand-in is shown, and what it stands for takes its place after the walk.
+Before the walk the unit's values are made, one flat parameter after the other, and shown to the modules in the
+parameters' place; so they get their keys, and users' hooks see them, where nn.Module puts them. Where a rank is not to
+have a parameter whole, a stand-in is shown, and what it stands for takes its place after the walk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._collectives import gathered_in_parts
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
 from impl.distributed.fsdp._state_dict.resharding import Resharding, ShardPiece, chunk_of
@@ -51,15 +51,15 @@ class Saving:
         Raises:
             AssertionError: the unit is in the middle of a forward or backward.
             RuntimeError: LOCAL_STATE_DICT was asked for inside `summon_full_params`.
-        Collectives: for each flat up to eight all-gathers, or of SHARDED_STATE_DICT one all-to-all; none of
+        Collectives: for each flat parameter up to eight all-gathers, or of SHARDED_STATE_DICT one all-to-all; none of
             LOCAL_STATE_DICT.
         """
         bring_to_rest(self._unit, self._kind)
-        for flat in self._unit.flats:
+        for handle in self._unit.handles:
             if self._kind is not StateDictType.LOCAL_STATE_DICT:
-                self._shown.enter_context(flat.showing(self._values_of(flat)))
-            elif flat.use_orig_params:
-                self._shown.enter_context(flat.showing(stand_ins_for(flat, self)))
+                self._shown.enter_context(handle.showing(self._values_of(handle)))
+            elif handle.use_orig_params:
+                self._shown.enter_context(handle.showing(stand_ins_for(handle, self)))
 
     def abandon(self) -> None:
         """Show what was shown before."""
@@ -80,36 +80,36 @@ class Saving:
             if name != key:
                 del state_dict[key]
             state_dict[name] = self._own(value)
-        if not self._unit.flats:
+        if not self._unit.handles:
             return
         if self._kind is StateDictType.LOCAL_STATE_DICT:
-            self._put_flats(state_dict, prefix)
+            self._put_flat_params(state_dict, prefix)
         else:
             self._put_buffers(state_dict, prefix)
 
     # What is shown
 
-    def _values_of(self, flat: Flat) -> Sequence[Tensor]:
+    def _values_of(self, handle: FlatParamHandle) -> Sequence[Tensor]:
         if self._kind is StateDictType.SHARDED_STATE_DICT:
-            chunks = self._chunks_of(flat)
-            sources = [(chunk, flat, index) for index, chunk in enumerate(chunks)]
-            return stand_ins_for(flat, self, sources)
-        copies = self._whole_copies(flat)  # which takes every rank
+            chunks = self._chunks_of(handle)
+            sources = [(chunk, handle, index) for index, chunk in enumerate(chunks)]
+            return stand_ins_for(handle, self, sources)
+        copies = self._whole_copies(handle)  # which takes every rank
         if self._is_left_out:
-            return stand_ins_for(flat, self)
+            return stand_ins_for(handle, self)
         self._copies.update((_storage_of(copy), False) for copy in copies)
-        return [nn.Parameter(copy, flat.wants_grad(index)) for index, copy in enumerate(copies)]
+        return [nn.Parameter(copy, handle.wants_grad(index)) for index, copy in enumerate(copies)]
 
-    def _whole_copies(self, flat: Flat) -> list[Tensor]:
+    def _whole_copies(self, handle: FlatParamHandle) -> list[Tensor]:
         """None where this rank is left out. Beside them no rank has more than a part of the whole at a time."""
         is_shown = self._unit.all_show_whole
         if is_shown or self._unit.groups.shard is None:
-            wholes = _summoned_tensors(flat) if is_shown else flat.views_of(flat.flat_param.data)
+            wholes = _summoned_tensors(handle) if is_shown else handle.views_of(handle.flat_param.data)
             return [] if self._is_left_out else [self._copy(whole) for whole in wholes]
-        slots = () if self._is_left_out else flat.layout.slots
-        memories = [torch.empty(slot.numel, dtype=flat.dtype, device=self._device) for slot in slots]
+        slots = () if self._is_left_out else handle.layout.slots
+        memories = [torch.empty(slot.numel, dtype=handle.dtype, device=self._device) for slot in slots]
         stops = [slot.stop for slot in slots]
-        for first, run in gathered_in_parts(flat, self._unit.groups, self._unit.name):
+        for first, run in gathered_in_parts(handle, self._unit.groups, self._unit.name):
             end = first + run.numel()
             for index in range(bisect_right(stops, first), len(slots)):
                 slot, memory = slots[index], memories[index]
@@ -121,18 +121,18 @@ class Saving:
             memory.as_strided(slot.shape, slot.stride) for slot, memory in zip(slots, memories, strict=True)
         ]
 
-    def _chunks_of(self, flat: Flat) -> list[Tensor]:
-        groups, layout = self._unit.groups, flat.layout
+    def _chunks_of(self, handle: FlatParamHandle) -> list[Tensor]:
+        groups, layout = self._unit.groups, handle.layout
         if self._unit.all_show_whole:
             chunks = [chunk_of(slot, groups.shard_rank, layout.world) for slot in layout.slots]
-            wholes = _summoned_tensors(flat)
+            wholes = _summoned_tensors(handle)
             return [
                 self._copy(whole[chunk.first_row : chunk.stop_row])
                 for whole, chunk in zip(wholes, chunks, strict=True)
             ]
-        pieces = flat.pieces_of(flat.flat_param.data)
-        sharded = [ShardPiece(index, flat.dtype, piece) for index, piece in enumerate(pieces)]
-        return Resharding(layout, groups, flat.device, self._unit.name).chunks_from(sharded)
+        pieces = handle.pieces_of(handle.flat_param.data)
+        sharded = [ShardPiece(index, handle.dtype, piece) for index, piece in enumerate(pieces)]
+        return Resharding(layout, groups, handle.device, self._unit.name).chunks_from(sharded)
 
     @property
     def _device(self) -> torch.device:
@@ -151,8 +151,8 @@ class Saving:
         has_a_key, self._copies[storage] = self._copies[storage], True
         return value.detach().clone() if has_a_key else value.detach()
 
-    def _pack(self, chunk: Tensor, flat: Flat, index: int) -> Any:
-        slot = flat.layout.slots[index]
+    def _pack(self, chunk: Tensor, handle: FlatParamHandle, index: int) -> Any:
+        slot = handle.layout.slots[index]
         if id(chunk) in self._packed:
             chunk = chunk.clone()  # of a parameter with another name
         self._packed.add(id(chunk))
@@ -160,13 +160,13 @@ class Saving:
         if self._config._use_dtensor:
             packed = meshed(chunk, slot, self._wrapper._mesh)
         else:
-            packed = chunked(chunk, slot, flat.layout, self._wrapper.process_group)
+            packed = chunked(chunk, slot, handle.layout, self._wrapper.process_group)
         return packed.cpu() if self._config.offload_to_cpu else packed
 
-    def _put_flats(self, state_dict: dict[str, Any], prefix: str) -> None:
-        for name, flat in self._wrapper._named_flats():
-            shard = flat.flat_param
-            packed = flattened(shard, flat.layout, self._wrapper.process_group)
+    def _put_flat_params(self, state_dict: dict[str, Any], prefix: str) -> None:
+        for name, handle in self._wrapper._named_handles():
+            shard = handle.flat_param
+            packed = flattened(shard, handle.layout, self._wrapper.process_group)
             state_dict[prefix + name] = packed.cpu() if self._config.offload_to_cpu else packed
 
     def _put_buffers(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -203,14 +203,14 @@ def bring_to_rest(unit: Unit, kind: StateDictType) -> None:
         )
     if unit.phase is Phase.IDLE:
         unit.release()
-        for flat in unit.flats:
-            flat.take_back_changes()
+        for handle in unit.handles:
+            handle.take_back_changes()
 
 
-def _summoned_tensors(flat: Flat) -> list[Tensor]:
+def _summoned_tensors(handle: FlatParamHandle) -> list[Tensor]:
     """What the user sees as the whole parameters, and may have written to."""
-    shown = dict(flat.shown())
-    return [cast("Tensor", shown[index]).detach() for index in range(len(flat.layout.slots))]
+    shown = dict(handle.shown())
+    return [cast("Tensor", shown[index]).detach() for index in range(len(handle.layout.slots))]
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from impl.distributed.fsdp._flat_param import Flat
+from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._showing import ReleasedParameter
 
 
@@ -79,17 +79,21 @@ _ALIASES = (Tensor.detach, _data.__get__)
 _WRITES = (Tensor.copy_, _data.__set__)
 
 
-def stand_ins_for(flat: Flat, owner: Any, sources: Sequence[Any] = ()) -> list[StandIn]:
-    """One for each parameter of a flat."""
+def stand_ins_for(handle: FlatParamHandle, owner: Any, sources: Sequence[Any] = ()) -> list[StandIn]:
+    """One for each parameter of a flat parameter."""
     return [
         StandIn.made(
             torch.empty_strided(
-                slot.shape, slot.stride, dtype=flat.dtype, device="meta", requires_grad=flat.wants_grad(index)
+                slot.shape,
+                slot.stride,
+                dtype=handle.dtype,
+                device="meta",
+                requires_grad=handle.wants_grad(index),
             ),
             slot.name,
-            device=flat.device,
+            device=handle.device,
             owner=owner,
             source=sources[index] if sources else None,
         )
-        for index, slot in enumerate(flat.layout.slots)
+        for index, slot in enumerate(handle.layout.slots)
     ]
