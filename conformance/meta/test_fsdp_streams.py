@@ -95,25 +95,25 @@ WAITS = (
     ("gather", "gather"),
     ("gather", "summoned"),
     ("gather", "_free"),
-    ("compute", "make_whole"),
-    ("compute", "release"),
+    ("compute", "unshard"),
+    ("compute", "reshard"),
     ("compute", "begin"),
     ("compute", "keep_until_reduced"),
     ("compute", "end_backward"),
-    ("reduce", "_hand_over"),
+    ("reduce", "_reduce_gradients"),
     (HOST, "end_backward"),
 )
-# The host is held up for the sake of memory alone: no more than so many units are whole.
+# The host is held up for the sake of memory alone: no more than so many units are unsharded.
 BOUNDS_MEMORY = {(HOST, "admit")}
 RECORDS = (
     ("gather", "gather"),
-    ("compute", "_hand_over"),
+    ("compute", "_reduce_gradients"),
     ("reduce", "end_backward"),
-    ("compute", "note_released"),
+    ("compute", "note_resharded"),
 )
 FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
     "gradients that are reduced are not kept": ("keep_until_reduced", lambda self, buffer: None),
-    "released units are freed at once": ("note_released", lambda self, unit: unit.free()),
+    "resharded units are freed at once": ("note_resharded", lambda self, unit: unit.free()),
     "gathers wait for nothing": ("admit", lambda self, unit: None),
 }
 # Few that together ask for every wait.

@@ -244,7 +244,7 @@ def agree_in_one_group(norms: Norms, here: Found) -> tuple[Tensor, Found]:
             "use a ShardedGradScaler, with a process_group of all their ranks"
         )
     [group] = norms.sharded
-    device = norms.whole.device
+    device = norms.replicated.device
     norm, flag = norms.gathered(group, joint_flag(here, device))
     return norm, {device: flag.float()}
 
@@ -257,15 +257,15 @@ def _agreed(
     Args:
         parts: lists of parameters, and of this process's part of their gradients.
     """
-    whole: list[Tensor] = []
+    replicated: list[Tensor] = []
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {group: [] for group in step.groups}
     if sharded:
         for params, grads in parts:
             for param, grad in zip(params, grads, strict=True):
                 group = shard_group(param)
-                (whole if group is None else sharded[group]).append(grad)
+                (replicated if group is None else sharded[group]).append(grad)
     else:
-        whole = joined([grads for _, grads in parts])
+        replicated = joined([grads for _, grads in parts])
     here: Found = {}
     # Gradients of copies are worth more than their dtype: what they change is wide.
     dtype = (
@@ -276,7 +276,7 @@ def _agreed(
         return _norm(grads, step.wanted.norm_type, dtype, here, step.home)
 
     norms = Norms(
-        step.wanted.norm_type, norm_of(whole), {group: norm_of(some) for group, some in sharded.items()}
+        step.wanted.norm_type, norm_of(replicated), {group: norm_of(some) for group, some in sharded.items()}
     )
     norm, found = step.scaler._agree(norms, here if step.known is None else step.known)
     if step.scale is not None and not found:

@@ -488,7 +488,7 @@ class GradScaler:
         """Agree with other processes on a norm and on what a check found, in one collective, if any."""
         if norms.sharded:
             return agree_in_one_group(norms, found_inf_per_device)
-        return norms.whole, self._reduce_found_inf(found_inf_per_device)
+        return norms.replicated, self._reduce_found_inf(found_inf_per_device)
 
     def _place_of_norms(self, params: Sequence[Tensor]) -> torch.device:
         """Where numbers about all gradients of `params` meet."""

@@ -29,10 +29,10 @@ def is_distributed(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of `tensor`, as a plain tensor at the same address."""
-    whole: Any = tensor
+    part: Any = tensor
     if is_distributed(tensor):
-        return whole._local_tensor
-    return whole.data if type(tensor) not in PLAIN_TYPES and isinstance(tensor, Parameter) else tensor
+        return part._local_tensor
+    return part.data if type(tensor) not in PLAIN_TYPES and isinstance(tensor, Parameter) else tensor
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
@@ -43,16 +43,16 @@ def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
     """
     if not is_distributed(parameter):
         return _registered.get(parameter)
-    whole: Any = parameter
-    if any(placement.is_partial() for placement in whole.placements):
+    dtensor: Any = parameter
+    if any(placement.is_partial() for placement in dtensor.placements):
         raise NotImplementedError("a DTensor with partial sums is no parameter that can be stepped")
-    sharded = [dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()]
+    sharded = [dim for dim, placement in enumerate(dtensor.placements) if not placement.is_replicate()]
     if len(sharded) > 1:
         raise NotImplementedError(
-            f"a DTensor with placements {whole.placements} is sharded along {len(sharded)} dimensions of its mesh, "
+            f"a DTensor with placements {dtensor.placements} is sharded along {len(sharded)} dimensions of its mesh, "
             "whose ranks have no one process group; call unscale_, clip_grad_norm_, step and update instead"
         )
-    return whole.device_mesh.get_group(sharded[0]) if sharded else None
+    return dtensor.device_mesh.get_group(sharded[0]) if sharded else None
 
 
 def shard_groups(parameters: Iterable[Tensor]) -> list[dist.ProcessGroup]:
@@ -69,7 +69,7 @@ class Norms:
     """Of one order, 0-dim and on one device."""
 
     order: float
-    whole: Tensor  # of what each rank holds all of
+    replicated: Tensor  # of what each rank holds all of
     sharded: dict[dist.ProcessGroup, Tensor]  # of this rank's part of what a group holds
 
     def gathered(self, among: dist.ProcessGroup | None, flag: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class Norms:
             [flag.to(torch.float64), *(norm.to(torch.float64) for norm in self.sharded.values())]
         )
         everyones = exchanged(mine, among)
-        norms = [self.whole.to(torch.float64)]
+        norms = [self.replicated.to(torch.float64)]
         for column, group in enumerate(self.sharded, start=1):
             found, ranks = everyones[:, column], _ranks_in(among, group)
             if ranks != [*range(len(found))]:
@@ -89,7 +89,7 @@ class Norms:
                 numbers = found.unbind()
                 found = torch.stack([numbers[rank] for rank in ranks])
             norms.append(self._joined(found.contiguous()))
-        wide = torch.float64 if self.whole.dtype is torch.float64 else torch.float32
+        wide = torch.float64 if self.replicated.dtype is torch.float64 else torch.float32
         return self._joined(torch.stack(norms)).to(wide), everyones[:, 0].amax()
 
     def _joined(self, norms: Tensor) -> Tensor:

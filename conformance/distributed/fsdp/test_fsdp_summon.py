@@ -227,7 +227,7 @@ def test_a_backward_beside_whole_gradients(
     deviation: DeviationJudge, rank_pool: RankPool, setup: Setup
 ) -> None:
     def is_clear(seen: list[Outcome]) -> bool:
-        text = "inside summon_full_params(with_grads=True), where `.grad` holds whole gradients"
+        text = "inside summon_full_params(with_grads=True), where `.grad` holds unsharded gradients"
         return all(text in str(outcome.value) for outcome in seen)
 
     deviation.judge(

@@ -21,18 +21,18 @@ def joint_norm(
     """The norm of all gradients of `units`, each element counted once, with those in `others`; 0-dim f64.
 
     Args:
-        others: tensors that every rank holds whole.
+        others: tensors that every rank holds all of.
     Collectives: one all-gather of a number a rank for each group that gradients are sharded over.
     """
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
-    whole: list[Tensor] = []
+    replicated: list[Tensor] = []
     for unit in units:
         grads = [p.grad for handle in unit.handles for p in handle.stepped if p.grad is not None]
         if unit.groups.shard is None:
-            whole += grads
+            replicated += grads
         else:
             sharded.setdefault(unit.groups.shard, []).extend(grads)
-    norms = [_norm(grads, norm_type, device) for grads in (whole, others) if grads]
+    norms = [_norm(grads, norm_type, device) for grads in (replicated, others) if grads]
     for group, grads in sharded.items():
         mine = _norm(grads, norm_type, device).reshape(1)
         parts = mine.new_empty(group.size())

@@ -1,4 +1,4 @@
-"""What a unit's ranks tell each other: shards to make the whole of, gradients to sum; dtypes and divisions with it."""
+"""What a unit's ranks tell each other: shards to gather, gradients to sum; dtypes and divisions with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from impl.distributed.fsdp._flat_layout import FlatLayout
 from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._same_host_peers import is_enough, is_over_gloo, same_host_peers_in
-from impl.distributed.fsdp._whole import Whole
+from impl.distributed.fsdp._unsharded_buffer import UnshardedBuffer
 from impl.kernels import copy_into_, placed
 
 # From 2.13 on torch deprecates the older names, which are all that 2.11 and a group that is a mere backend have.
@@ -32,32 +32,33 @@ _LOW_PRECISION: dict[Any, torch.dtype] = {
 }
 _Hook = Callable[..., Any]
 
-# A whole that is wanted elsewhere is gathered in so many parts at most, each of so many bytes at least.
+# An unsharded buffer that is needed elsewhere is gathered in so many parts at most, each of so many bytes at least.
 _PARTS = 8
 _PART_BYTES = 1 << 20
 
 
 @torch.no_grad()
 def gather(
-    handle: FlatParamHandle, whole: Whole, groups: Groups, name: str, *, is_kept: bool = False
+    handle: FlatParamHandle, unsharded: UnshardedBuffer, groups: Groups, name: str, *, is_kept: bool = False
 ) -> None:
-    """Fill a whole of the unit `name` from every rank's shard; anew, if it `is_kept` and its shard was written to.
+    """Fill an unsharded buffer of the unit `name` from every rank's shard; anew, if it `is_kept` and its shard was
+    written to.
 
     Collectives: one all-gather over the group that the flat parameter is sharded over, or what paces `SameHostPeers`;
         none if it is not sharded.
     """
-    whole.allocate()
-    if whole.is_lasting:
+    unsharded.allocate()
+    if unsharded.aliases_shard:
         return
-    written = whole.fill_from(handle.versions)
+    written = unsharded.fill_from(handle.versions)
     shard = handle.flat_param.data
     if groups.shard is None:
-        copy_into_(whole.flat, shard)
+        copy_into_(unsharded.flat, shard)
         return
-    mine = placed(shard, whole.flat.device, whole.flat.dtype)
+    mine = placed(shard, unsharded.flat.device, unsharded.flat.dtype)
     how = GATHERED_ANEW if is_kept else GATHERED
     try:
-        _gather_into(whole.flat, mine, groups, groups.shard, f"{how} '{name}'")
+        _gather_into(unsharded.flat, mine, groups, groups.shard, f"{how} '{name}'")
     except RuntimeError as error:
         if is_kept and written:
             names = ", ".join(handle.layout.slots[index].name for index in written)
@@ -67,18 +68,18 @@ def gather(
 
 @torch.no_grad()
 def gathered_like(handle: FlatParamHandle, shard: Tensor, groups: Groups, name: str) -> Tensor:
-    """The whole [padded_numel] of any tensor that is sharded as the flat parameter is; collectives as `gather`."""
+    """All elements [padded_numel] of any tensor that is sharded as the flat parameter is; collectives as `gather`."""
     if groups.shard is None:
         return shard
-    return _whole_of(shard.to(handle.device), groups, groups.shard, name)
+    return _all_gathered(shard.to(handle.device), groups, groups.shard, name)
 
 
 @torch.no_grad()
 def gathered_in_parts(handle: FlatParamHandle, groups: Groups, name: str) -> Iterator[tuple[int, Tensor]]:
-    """All elements of a flat parameter that is sharded, in runs that follow one another: where in the whole each
-    begins, and it.
+    """All elements of a flat parameter that is sharded, in runs that follow one another: where in the unsharded buffer
+    each begins, and it.
 
-    No rank has more of the whole at a time than an eighth, unless that were less than a megabyte. Every rank has to
+    No rank has more of the buffer at a time than an eighth, unless that were less than a megabyte. Every rank has to
     take all of the runs.
 
     Collectives: up to eight all-gathers, as `gather`.
@@ -88,34 +89,36 @@ def gathered_in_parts(handle: FlatParamHandle, groups: Groups, name: str) -> Ite
     fewest = -(-_PART_BYTES // (handle.dtype.itemsize * layout.world))
     width = max(-(-layout.shard_numel // _PARTS), fewest, 1)
     for first in range(0, layout.shard_numel, width):
-        part = _whole_of(shard[first : first + width].to(handle.device), groups, group, name)
+        part = _all_gathered(shard[first : first + width].to(handle.device), groups, group, name)
         for rank, run in enumerate(part.view(layout.world, -1)):
             yield rank * layout.shard_numel + first, run
 
 
-def _whole_of(mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> Tensor:
-    whole = mine.new_empty(mine.numel() * group.size())
-    _gather_into(whole, mine, groups, group, f"{GATHERED} '{name}'")
-    return whole
+def _all_gathered(mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> Tensor:
+    unsharded = mine.new_empty(mine.numel() * group.size())
+    _gather_into(unsharded, mine, groups, group, f"{GATHERED} '{name}'")
+    return unsharded
 
 
-def _gather_into(whole: Tensor, mine: Tensor, groups: Groups, group: dist.ProcessGroup, entry: str) -> None:
+def _gather_into(
+    unsharded: Tensor, mine: Tensor, groups: Groups, group: dist.ProcessGroup, entry: str
+) -> None:
     order_checker = groups.order_checkers[group]
-    if not is_enough(whole, group):
-        order_checker.run(entry, _all_gather, group, whole, mine)
+    if not is_enough(unsharded, group):
+        order_checker.run(entry, _all_gather, group, unsharded, mine)
         return
 
     def steps(complete: Complete) -> None:
         peers = same_host_peers_in(group, complete)
         if peers is None:
-            complete(_all_gather(group, whole, mine))
+            complete(_all_gather(group, unsharded, mine))
         else:
-            peers.gather(group, whole, mine, complete)
+            peers.gather(group, unsharded, mine, complete)
 
     order_checker.exchange(entry, group, True, steps)
 
 
-def join(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor) -> None:
+def copy_in(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor) -> None:
     """Copy gradients into a buffer [padded_numel] that `views` lie over, casting; zeros where there is none."""
     present = [grad for grad in grads if grad is not None]
     if len(present) == len(views):

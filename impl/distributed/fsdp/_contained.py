@@ -1,4 +1,4 @@
-"""Calling a module inside a unit without the unit: its forward makes the unit whole, as the unit's own would."""
+"""Calling a module inside a unit without the unit: its forward unshards the unit, as the unit's own would."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Entry:
             )
         unit = self._unit()
         if unit is not None and unit.phase is Phase.BACKWARD:
-            unit.root.settle()
+            unit.root.handle_failed_backward()
         prepare = self._prepare()
         if unit is None or prepare is None or unit.phase is not Phase.IDLE:
             return None

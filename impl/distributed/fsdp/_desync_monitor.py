@@ -24,7 +24,7 @@ from impl.distributed.fsdp._group_store import STORE_IS_GONE, GroupStore
 _log = logging.getLogger(__name__)
 
 GATHERED = "gathered"  # how an all-gather's entry begins: where ranks differ in these, torch has words for it
-# Of a unit whose parameters were kept whole, and written to since.
+# Of a unit whose parameters were kept unsharded, and written to since.
 GATHERED_ANEW = "gathered anew, since its shard was written to,"
 
 _LOOK_S = 1.0  # between looks at the store
@@ -270,7 +270,7 @@ def _difference(entries: tuple[str, str]) -> tuple[str, str]:
     """What two ranks that issue these do wrong, and how to cure it."""
     if any(entry.startswith(GATHERED_ANEW) for entry in entries):
         return (
-            "parameters that were kept whole were written to on some ranks alone",
+            "parameters that were kept unsharded were written to on some ranks alone",
             "write to them on every rank or on none, and between a forward and its backward on none",
         )
     gathers = any(entry.startswith(GATHERED) for entry in entries)

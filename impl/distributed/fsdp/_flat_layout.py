@@ -86,7 +86,7 @@ def layout_of(
 ) -> FlatLayout:
     """Lay out (name, shape, stride) one behind the other, for `world` ranks.
 
-    With an `alignment` above 1 the whole is also filled up to a multiple of `world`, so that no rank's shard is short.
+    With an `alignment` above 1 the buffer is also filled up to a multiple of `world`, so that no rank's shard is short.
     """
     slots: list[Slot] = []
     end = 0

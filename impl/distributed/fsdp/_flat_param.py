@@ -1,11 +1,12 @@
-"""Parameters joined into one flat buffer: the shard that stays, the whole that comes and goes, and what modules see.
+"""Parameters flattened into one buffer: the shard that stays, the unsharded buffer that comes and goes, what modules
+see.
 
 A `FlatParamHandle` holds the parameters of one unit that have one dtype and one `requires_grad`. This rank's part, the
-*shard*, is what the optimizer steps. The *whole* is storage for all elements; gathering fills it, releasing frees it.
-Its *leaves* are the tensors that the forward computes with: made once, they lie over the whole's storage for as long as
-the unit lives, so that neither gathering nor releasing touches a parameter. Modules are shown the leaves while the
-whole is live and what rests in their place otherwise: with `use_orig_params` the user's own parameters, as views of the
-shard, else a `ReleasedParameter`, which knows its shape and refuses to be read.
+*shard*, is what the optimizer steps. The *unsharded buffer* is storage for all elements; unsharding fills it,
+resharding frees it. Its *views* are the tensors that the forward computes with: made once, they lie over its storage
+for as long as the unit lives, so that neither unsharding nor resharding touches a parameter. Modules are shown these
+*unsharded views* while the buffer is live and *sharded views* otherwise: with `use_orig_params` the user's own
+parameters, as views of the shard, else a `ShardedPlaceholder`, which knows its shape and refuses to be read.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ from impl.distributed.fsdp._flat_layout import (
     split_sizes,
 )
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._showing import ManagedParam, ParamInfo, ReleasedParameter, Showing
-from impl.distributed.fsdp._whole import Whole, laid_over
+from impl.distributed.fsdp._param_registration import (
+    ManagedParam,
+    ParamInfo,
+    ParamRegistration,
+    ShardedPlaceholder,
+)
+from impl.distributed.fsdp._unsharded_buffer import UnshardedBuffer, view_into
 from impl.distributed.fsdp.api import MixedPrecision
 
 
@@ -45,9 +51,9 @@ class FlatParamHandle:
         managed: parameters of one dtype and one `requires_grad`, on one device.
         layout: of all of them.
         rank: in the group that the buffer is sharded over.
-        compute_dtype: of the whole; None is the parameters' own.
+        compute_dtype: of the unsharded buffer; None is the parameters' own.
         reduce_dtype: of gradients on their way; None is `compute_dtype` or the parameters' own.
-        device: where the whole lies, and the shard too unless it is offloaded.
+        device: where the unsharded buffer lies, and the shard too unless it is offloaded.
         offloads: the shard lies on the CPU.
         use_orig_params: modules keep the user's parameters, as views of the shard.
     """
@@ -70,8 +76,8 @@ class FlatParamHandle:
         self.device = device
         self.offloads = offloads
         self.use_orig_params = use_orig_params
-        self._wanted_compute_dtype = compute_dtype
-        self._wanted_reduce_dtype = reduce_dtype or compute_dtype
+        self._given_compute_dtype = compute_dtype
+        self._given_reduce_dtype = reduce_dtype or compute_dtype
         self.pieces: list[Piece | None] = [layout.piece(slot, rank) for slot in layout.slots]
         self._sizes, self._numbers = split_sizes(self.pieces, layout.shard_numel)
         given = [one.parameter for one in managed]
@@ -83,12 +89,12 @@ class FlatParamHandle:
         requires_grad = any(p.requires_grad for p in given)
         self.flat_param = FlatParameter(shard.to("cpu") if offloads else shard, requires_grad)
         self.flat_param._fqns = tuple(one.name for one in self.param_infos)
-        self._showing = Showing(self.param_infos, as_parameters=use_orig_params)
-        self.resting: list[Tensor] = []
-        self.is_shown = False
-        self._summoned: Showing | None = None
+        self._registration = ParamRegistration(self.param_infos, as_parameters=use_orig_params)
+        self.sharded_views: list[Tensor] = []
+        self.uses_unsharded_views = False
+        self._summoned: ParamRegistration | None = None
         self._home: tuple[dict[str, Any], str] | None = None
-        self._wholes: dict[torch.dtype, Whole] = {}
+        self._unsharded: dict[torch.dtype, UnshardedBuffer] = {}
         self._address = 0
         self._refreshed_in = self.dtype
         self.refresh()
@@ -100,11 +106,11 @@ class FlatParamHandle:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return self._wanted_compute_dtype or self.dtype
+        return self._given_compute_dtype or self.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return self._wanted_reduce_dtype or self.dtype
+        return self._given_reduce_dtype or self.dtype
 
     @property
     def is_sharded(self) -> bool:
@@ -120,13 +126,13 @@ class FlatParamHandle:
         """Of the shard as one, and of the user's own parameters: they move when it is written to by these names."""
         return [self.flat_param._version, *[p._version for p in self.parameters]]
 
-    def rest_in(self, dtype: torch.dtype) -> None:
+    def set_param_dtype(self, dtype: torch.dtype) -> None:
         """Have the optimizer step another dtype; those to compute and to reduce in stay as they are.
 
         The shard may have been cast already; what is made of it follows with the next gather.
         """
-        self._wanted_compute_dtype = self._wanted_compute_dtype or self._refreshed_in
-        self._wanted_reduce_dtype = self._wanted_reduce_dtype or self._refreshed_in
+        self._given_compute_dtype = self._given_compute_dtype or self._refreshed_in
+        self._given_reduce_dtype = self._given_reduce_dtype or self._refreshed_in
         if self.dtype is not dtype:
             self.flat_param.data = self.flat_param.data.to(dtype)
 
@@ -137,74 +143,74 @@ class FlatParamHandle:
     def refresh(self) -> None:
         """Follow the shard after it was made, moved or cast."""
         if self.flat_param.data_ptr() != self._address or self.flat_param.is_meta:
-            for whole in self._wholes.values():
-                whole.is_given_up = True
-            self._wholes.clear()
+            for unsharded in self._unsharded.values():
+                unsharded.is_given_up = True
+            self._unsharded.clear()
         self._address, self._refreshed_in = self.flat_param.data_ptr(), self.dtype
         if self.use_orig_params:
-            self.rest_as_views()
+            self.point_params_into_shard()
         else:
-            leaves = self.whole(self.compute_dtype).leaves
-            pairs = zip(leaves, self.layout.slots, strict=True)
-            self.resting = [ReleasedParameter.of(leaf, slot.name) for leaf, slot in pairs]
-        self.conceal()
+            views = self.unsharded(self.compute_dtype).views
+            pairs = zip(views, self.layout.slots, strict=True)
+            self.sharded_views = [ShardedPlaceholder.of(view, slot.name) for view, slot in pairs]
+        self.use_sharded_views()
 
-    def whole(self, dtype: torch.dtype) -> Whole:
-        """The whole in a dtype; its storage is free until it is allocated."""
-        found = self._wholes.get(dtype)
+    def unsharded(self, dtype: torch.dtype) -> UnshardedBuffer:
+        """The buffer in a dtype; its storage is free until it is allocated."""
+        found = self._unsharded.get(dtype)
         if found is None:
             shard = self.flat_param.data
             serves = not self.is_sharded and dtype is self.dtype and shard.device == self.device
-            with torch.inference_mode(False):  # the leaves serve training too
-                found = Whole(self.layout, dtype, self.device, over=shard if serves else None)
-                found.leaves = [self._as_leaf(leaf) for leaf in found.leaves]
-            self._wholes[dtype] = found
+            with torch.inference_mode(False):  # the views serve training too
+                found = UnshardedBuffer(self.layout, dtype, self.device, over=shard if serves else None)
+                found.views = [self._as_param(view) for view in found.views]
+            self._unsharded[dtype] = found
         return found
 
-    def is_gathered_as_it_is(self, dtype: torch.dtype) -> bool:
-        """Whether the whole has what the shard holds now."""
-        whole = self.whole(dtype)
-        return whole.is_lasting or whole.is_filled_from(self.versions)
+    def is_up_to_date(self, dtype: torch.dtype) -> bool:
+        """Whether the buffer has what the shard holds now."""
+        unsharded = self.unsharded(dtype)
+        return unsharded.aliases_shard or unsharded.is_filled_from(self.versions)
 
-    def expose(self, dtype: torch.dtype) -> Whole:
-        """Have the modules see the whole's leaves."""
-        whole = self.whole(dtype)
-        if whole.is_lasting:
-            whole.fill_from(self.versions)
-        whole.follow([p.requires_grad for p in self.stepped])
-        self._showing.show(whole.leaves)
-        self.is_shown = True
-        return whole
+    def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedBuffer:
+        """Have the modules see the unsharded views."""
+        unsharded = self.unsharded(dtype)
+        if unsharded.aliases_shard:
+            unsharded.fill_from(self.versions)
+        unsharded.set_requires_grad([p.requires_grad for p in self.stepped])
+        self._registration.register(unsharded.views)
+        self.uses_unsharded_views = True
+        return unsharded
 
-    def conceal(self) -> None:
-        """Have the modules see what rests in the leaves' place."""
-        self._showing.show(self.resting)
-        self.is_shown = False
+    def use_sharded_views(self) -> None:
+        """Have the modules see the sharded views."""
+        self._registration.register(self.sharded_views)
+        self.uses_unsharded_views = False
 
     def free(self) -> None:
-        for whole in self._wholes.values():
-            whole.free()
+        for unsharded in self._unsharded.values():
+            unsharded.free()
 
-    def rest_as_views(self) -> None:
-        """Point the user's parameters into the shard: 1-D pieces of it, and whole where nothing is sharded."""
+    def point_params_into_shard(self) -> None:
+        """Point the user's parameters into the shard: 1-D pieces of it, and all of it where nothing is sharded."""
         shard = self.flat_param.data
         nothing = shard.new_empty(0)
         views = [nothing if piece is None else piece for piece in self.pieces_of(shard)]
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
-        self.resting = list(self.parameters)
+        self.sharded_views = list(self.parameters)
         self._addresses = [_address_of(view) for view in views]
 
-    def take_back_changes(self) -> bool:
+    def write_back_changes(self) -> bool:
         """Copy into the shard what a user put in a parameter's place, or a parameter's data; was there any?
 
         Raises:
             RuntimeError: it does not have the shape of what this rank owns; or no parameter was put there.
         """
         if not self.use_orig_params:
-            return self._take_back_flat_param()
+            return self._write_back_flat_param()
         found = False
-        for index, shown in self._showing.shown() if not self.is_shown else ():
+        for index, shown in self._registration.registered() if not self.uses_unsharded_views else ():
             if shown is not None and shown is not self.parameters[index]:
                 if not isinstance(shown, nn.Parameter):
                     raise self._replaced(self.param_infos[index].name)
@@ -216,12 +222,12 @@ class FlatParamHandle:
         self._check_shape()
         with torch.no_grad():
             self._copy_parameters_in()
-        self.rest_as_views()
+        self.point_params_into_shard()
         return True
 
-    def _take_back_flat_param(self) -> bool:
-        for index, shown in self._showing.shown() if not self.is_shown else ():
-            if shown is not self.resting[index]:
+    def _write_back_flat_param(self) -> bool:
+        for index, shown in self._registration.registered() if not self.uses_unsharded_views else ():
+            if shown is not self.sharded_views[index]:
                 raise self._replaced(self.param_infos[index].name)
         if self._home is not None and self._home[0].get(self._home[1]) is not self.flat_param:
             raise self._replaced(self._home[1])
@@ -237,7 +243,7 @@ class FlatParamHandle:
         if shape != (self.layout.shard_numel,):
             raise RuntimeError(
                 f"the flat parameter with {self.param_infos[0].name} was given {shape} elements, but this rank "
-                f"keeps {self.layout.shard_numel}; change whole parameters inside summon_full_params()"
+                f"keeps {self.layout.shard_numel}; change unsharded parameters inside summon_full_params()"
             )
 
     def _adopt(self, shard: Tensor) -> None:
@@ -248,15 +254,15 @@ class FlatParamHandle:
             self.refresh()
             return
         self._address = shard.data_ptr()
-        for whole in self._wholes.values():
-            if whole.is_lasting:
-                whole.lie_over(shard, self.layout)
+        for unsharded in self._unsharded.values():
+            if unsharded.aliases_shard:
+                unsharded.alias(shard, self.layout)
 
     @staticmethod
     def _replaced(name: str) -> RuntimeError:
         return RuntimeError(
             f"{name} was replaced by another tensor (as torch.func.functional_call does for a call), which the ranks "
-            "cannot gather; write to parameters in place, whole ones inside summon_full_params()"
+            "cannot gather; write to parameters in place, unsharded ones inside summon_full_params()"
         )
 
     def _copy_parameters_in(self) -> None:
@@ -269,79 +275,79 @@ class FlatParamHandle:
                     "Cannot writeback when the parameter shape changes\n"
                     f"Expects {torch.Size([numel])} but got {got}"
                 )
-                error.add_note(f"{slot.name}; change whole parameters inside summon_full_params()")
+                error.add_note(f"{slot.name}; change unsharded parameters inside summon_full_params()")
                 raise error
             if piece is not None and self.is_sharded:
                 shard.narrow(0, piece.offset, numel).copy_(parameter.data)
             elif piece is not None:
-                laid_over(shard, slot).copy_(parameter.data.reshape(slot.shape))
+                view_into(shard, slot).copy_(parameter.data.reshape(slot.shape))
         self._adopt(shard)
 
-    def shown(self) -> Iterator[tuple[int, Tensor | None]]:
+    def registered(self) -> Iterator[tuple[int, Tensor | None]]:
         """What stands in the modules now, with the number of the parameter it stands for."""
         if self._summoned is not None:
-            return self._summoned.shown()
-        return self._showing.shown()
+            return self._summoned.registered()
+        return self._registration.registered()
 
-    def show_parameters(self, views: Sequence[Tensor]) -> None:
+    def register_unsharded_params(self, views: Sequence[Tensor]) -> None:
         """Register unsharded parameters with the modules, and not the flat one; without `use_orig_params`."""
         self._register_instead([nn.Parameter(view, self.flat_param.requires_grad) for view in views])
 
-    def show_again(self, parameters: Sequence[Tensor]) -> None:
-        """Whole parameters that have been shown before."""
+    def register_again(self, parameters: Sequence[Tensor]) -> None:
+        """Unsharded parameters that have been registered before."""
         if self.use_orig_params:
-            self._showing.show(parameters)
+            self._registration.register(parameters)
         else:
             self._register_instead(parameters)
 
     def _register_instead(self, parameters: Sequence[Tensor]) -> None:
-        self.unregister()
-        self._summoned = Showing(self.param_infos, as_parameters=True)
-        self._showing.hide()
-        self._summoned.show(parameters)
+        self._unregister_flat_param()
+        self._summoned = ParamRegistration(self.param_infos, as_parameters=True)
+        self._registration.unregister()
+        self._summoned.register(parameters)
 
     @contextmanager
-    def showing(self, parameters: Sequence[Tensor]) -> Generator[None]:
+    def registering(self, parameters: Sequence[Tensor]) -> Generator[None]:
         """Inside, these are registered with the modules rather than whatever is now; the flat parameter is not."""
-        before = None if self._summoned is None else dict(self._summoned.shown())
+        before = None if self._summoned is None else dict(self._summoned.registered())
         if self.use_orig_params:
-            self._showing.show(parameters)
+            self._registration.register(parameters)
         elif self._summoned is not None:
-            self._summoned.show(parameters)
+            self._summoned.register(parameters)
         else:
             self._register_instead(parameters)
         try:
             yield
         finally:
             if self._summoned is not None and before is not None:
-                self._summoned.show([cast("Tensor", before[index]) for index in range(len(before))])
+                self._summoned.register([cast("Tensor", before[index]) for index in range(len(before))])
             else:
                 if not self.use_orig_params:
-                    self.put_flat_param_back()
-                self.conceal()
+                    self.restore_flat_param()
+                self.use_sharded_views()
 
     @contextmanager
-    def showing_flat(self, parameter: Tensor) -> Generator[None]:
+    def registering_flat_param(self, parameter: Tensor) -> Generator[None]:
         """Inside, this is registered as the flat parameter, and no other."""
         if self.use_orig_params:
-            self._showing.hide()
+            self._registration.unregister()
         if self._home is not None:
             self._home[0][self._home[1]] = cast("nn.Parameter", parameter)
         try:
             yield
         finally:
             if self.use_orig_params:
-                self.unregister()
-                self.conceal()
+                self._unregister_flat_param()
+                self.use_sharded_views()
             else:
-                self._register()
+                self._register_flat_param()
 
-    def put_flat_param_back(self) -> None:
+    def restore_flat_param(self) -> None:
         """The other way round again."""
         if self._summoned is not None:
-            self._summoned.hide()
+            self._summoned.unregister()
             self._summoned = None
-        self._register()
+        self._register_flat_param()
 
     @contextmanager
     def being_changed(self, change: Callable[[Tensor], Tensor]) -> Generator[None]:
@@ -356,15 +362,15 @@ class FlatParamHandle:
                 "moved to the meta device; wrap the module without use_orig_params, or let go of it"
             )
         if self.use_orig_params:
-            self._showing.hide()
-            self._register()
+            self._registration.unregister()
+            self._register_flat_param()
         try:
             yield
         finally:
             if self._home is not None:
                 self._follow_replacement(*self._home)
             if self.use_orig_params:
-                self.unregister()
+                self._unregister_flat_param()
             if not self.offloads and not self.flat_param.is_meta:
                 self.device = self.flat_param.device
             self.refresh()
@@ -379,17 +385,17 @@ class FlatParamHandle:
             self.flat_param._fqns = names
             home[name] = self.flat_param
 
-    def register_as(self, module: nn.Module, name: str) -> None:
+    def register_flat_param(self, module: nn.Module, name: str) -> None:
         """Say where the flat parameter is seen: without `use_orig_params` always, else while the others are hidden."""
         self._home = (cast("dict[str, Any]", module._parameters), name)
         if not self.use_orig_params:
-            self._register()
+            self._register_flat_param()
 
-    def _register(self) -> None:
+    def _register_flat_param(self) -> None:
         if self._home is not None:
             self._home[0][self._home[1]] = self.flat_param
 
-    def unregister(self) -> None:
+    def _unregister_flat_param(self) -> None:
         if self._home is not None:
             self._home[0].pop(self._home[1], None)
 
@@ -402,20 +408,20 @@ class FlatParamHandle:
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
         """Tensors in the parameters' shapes over a buffer of all elements."""
-        return [laid_over(buffer, slot) for slot in self.layout.slots]
+        return [view_into(buffer, slot) for slot in self.layout.slots]
 
-    def _as_leaf(self, view: Tensor) -> Tensor:
+    def _as_param(self, view: Tensor) -> Tensor:
         return nn.Parameter(view, requires_grad=False) if self.use_orig_params else view
 
     def _shard_of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The part of the joined tensors that is this rank's, in memory of its own."""
-        whole = tensors[0].new_zeros(self.layout.padded_numel)
+        """The part of the flattened tensors that is this rank's, in memory of its own."""
+        unsharded = tensors[0].new_zeros(self.layout.padded_numel)
         for tensor, slot in zip(tensors, self.layout.slots, strict=True):
-            whole[slot.start : slot.stop].copy_(_in_memory_order(tensor))
+            unsharded[slot.start : slot.stop].copy_(_in_memory_order(tensor))
         if not self.is_sharded:
-            return whole
+            return unsharded
         width = self.layout.shard_numel
-        return whole[self.rank * width : (self.rank + 1) * width].clone()
+        return unsharded[self.rank * width : (self.rank + 1) * width].clone()
 
 
 def handles_for(  # noqa: PLR0913  what a unit was told

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from impl.distributed.fsdp._collectives import join
+from impl.distributed.fsdp._collectives import copy_in
 from impl.distributed.fsdp._flat_param import FlatParamHandle
 
 # Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
@@ -93,19 +93,19 @@ class GradientShard:
             dtype = next(grad.dtype for grad in grads if grad is not None)
             self._unreduced = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
             self._unreduced_views = handle.views_of(self._unreduced)
-            join(handle.layout, grads, self._unreduced_views, self._unreduced)
+            copy_in(handle.layout, grads, self._unreduced_views, self._unreduced)
         else:
             self._shown_unreduced = []  # until the end of this backward
             self._add_to_unreduced(grads)
 
     def take_unreduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """All that has not been averaged, with `grads` added, [padded_numel]; None if there is nothing before them."""
-        whole = self._unreduced
-        if whole is None:
+        unsharded = self._unreduced
+        if unsharded is None:
             return None
         self._add_to_unreduced(grads)
         self._forget_unreduced()
-        return whole
+        return unsharded
 
     def add(self, reduced: Tensor) -> None:
         """Add an average [shard_numel] of any dtype to those of this backward and before."""
@@ -214,7 +214,7 @@ class GradientShard:
             return None
         if self._shown is not None and self._is_as_shown(present):
             return self._shown
-        return self._joined(present)
+        return self._copied_in(present)
 
     def _is_as_shown(self, present: Sequence[Tensor | None]) -> bool:
         for grad, place in zip(present, self._shown_places, strict=False):
@@ -222,7 +222,7 @@ class GradientShard:
                 return False
         return len(self._shown_places) == len(present)
 
-    def _joined(self, present: Sequence[Tensor | None]) -> Tensor:
+    def _copied_in(self, present: Sequence[Tensor | None]) -> Tensor:
         """A user replaced some gradients or set some to None: what there is now, zeros elsewhere."""
         handle = self._handle
         dtype = next(grad.dtype for grad in present if grad is not None)

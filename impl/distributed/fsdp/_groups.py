@@ -15,7 +15,7 @@ from impl.distributed.fsdp._collective_order import CollectiveOrderChecker, orde
 from impl.distributed.fsdp.api import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-# Parameters are whole only while the unit computes; the others keep them from forward to backward.
+# Parameters are unsharded only while the unit computes; the others keep them from forward to backward.
 _FREED_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 

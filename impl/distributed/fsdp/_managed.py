@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._flat_param import FlatParameter
-from impl.distributed.fsdp._showing import ManagedParam, ParamInfo, ParamLocation
+from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
 
 # What wrappers put into names; the second one comes from activation checkpointing.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

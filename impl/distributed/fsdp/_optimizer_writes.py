@@ -1,7 +1,7 @@
 """Steps of optimizers, told by the version counters of what they write to.
 
 torch's fused updates do not move those counters, nor do kernels of others that are handed addresses. A unit that is
-still whole would take its shard for unchanged then, and compute with parameters that are one step old.
+still unsharded would take its shard for unchanged then, and compute with parameters that are one step old.
 """
 
 from __future__ import annotations

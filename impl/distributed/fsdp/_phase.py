@@ -11,7 +11,7 @@ class Phase(Enum):
     IDLE = "idle"  # its forward may run, or a backward begin
     FORWARD = "forward"
     BACKWARD = "backward"  # its gradients are being computed
-    SUMMONED = "summoned"  # its parameters are whole for the user to read
+    SUMMONED = "summoned"  # its parameters are unsharded for the user to read
 
 
 class TrainingState(Enum):

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from impl.distributed.fsdp._collective_order import method_of_group, order_checker_of
 from impl.distributed.fsdp._managed import Ignored, clean_name, is_managed
-from impl.distributed.fsdp._showing import ManagedParam
+from impl.distributed.fsdp._param_registration import ManagedParam
 
 _FIRST_RANK = 0  # of a group
 _broadcast = method_of_group("broadcast")

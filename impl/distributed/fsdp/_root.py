@@ -22,7 +22,7 @@ from impl.distributed.fsdp._streams import StreamRole, Streams, streams_for
 from impl.distributed.fsdp._unit import Unit
 
 # The unit that computes, and the one that is gathered meanwhile.
-_WHOLE_AT_ONCE = 2
+_UNSHARDED_AT_ONCE = 2
 
 
 class _EndOfBackward:
@@ -63,7 +63,7 @@ class Root:
         self._limits_gathers = limits_gathers
         self._order: Order[Unit] = Order()
         self._forwards = 0  # that are under way, one inside the other
-        self._released: dict[Unit, Any] = {}  # whose memory is still theirs, with the event of its last use
+        self._resharded: dict[Unit, Any] = {}  # whose memory is still theirs, with the event of its last use
         self._ending: weakref.ref[_EndOfBackward] | None = None  # what autograd holds while a backward runs
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
@@ -76,16 +76,16 @@ class Root:
 
     @property
     def is_in_backward(self) -> bool:
-        self.settle()
+        self.handle_failed_backward()
         return self._ending is not None
 
-    def settle(self) -> None:
+    def handle_failed_backward(self) -> None:
         """A backward that raised is over without having ended: autograd has let go of what it was to call."""
         if self._ending is not None and self._ending() is None:
             self._ending = None
             for unit in self.units:
                 unit.abandon_backward()
-            self._free_released()
+            self._free_resharded()
             self._order.next_iteration()
 
     def is_root(self, unit: Unit) -> bool:
@@ -124,7 +124,7 @@ class Root:
         self._being_reduced.clear()
         for unit in self.units:
             unit.show_gradients()
-        self._free_released()
+        self._free_resharded()
         self._order.next_iteration()
         self._ending = None
         self._end_step()
@@ -161,33 +161,33 @@ class Root:
         return self._order.after_in_backward(unit)
 
     def admit(self, unit: Unit) -> None:
-        """Wait until a unit may become whole.
+        """Wait until a unit may be unsharded.
 
-        The memory of the unit that was released last is not what it gets: so it is gathered while that one computes.
+        The memory of the unit that was resharded last is not what it gets: so it is gathered while that one computes.
         """
-        if unit in self._released:
+        if unit in self._resharded:
             self._free(unit)
-        while len(self._released) >= _WHOLE_AT_ONCE:
-            oldest = next(iter(self._released))
+        while len(self._resharded) >= _UNSHARDED_AT_ONCE:
+            oldest = next(iter(self._resharded))
             if self._limits_gathers:
-                self.streams.block(self._released[oldest])
+                self.streams.block(self._resharded[oldest])
             self._free(oldest)
 
-    def note_released(self, unit: Unit) -> None:
+    def note_resharded(self, unit: Unit) -> None:
         """Free a unit's memory once GATHER, which fills it again, waits for COMPUTE, which may still read it."""
         if not self.streams.is_async:
             unit.free()
             return
-        self._released[unit] = self.streams.record(StreamRole.COMPUTE)
+        self._resharded[unit] = self.streams.record(StreamRole.COMPUTE)
         if self._forwards == 0 and not self.is_in_backward:
-            self._free_released()
+            self._free_resharded()
 
     def buffer(
         self, handle: FlatParamHandle, dtype: torch.dtype, is_lent: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Memory for all gradients of a flat parameter, [padded_numel], and views of it in the parameters' shapes.
 
-        On one stream the same tensor is lent to every unit, until it is reduced; what is not sharded keeps its buffer
+        On one stream every unit gets the same tensor, until it is reduced; what is not sharded keeps its buffer
         as `.grad`.
         """
         numel = handle.layout.padded_numel
@@ -208,13 +208,13 @@ class Root:
     def keep_until_reduced(self, buffer: Tensor) -> None:
         """Hold a buffer that REDUCE reads until COMPUTE, which will reuse its memory, has waited for that.
 
-        On one stream it has been read, and the memory of what is lent is freed.
+        On one stream it has been read, and the memory that units share is freed.
         """
         if not self.streams.is_async:
             for shared in self._buffers.values():
                 shared.untyped_storage().resize_(0)
             return
-        while len(self._being_reduced) >= _WHOLE_AT_ONCE:
+        while len(self._being_reduced) >= _UNSHARDED_AT_ONCE:
             self.streams.wait(StreamRole.COMPUTE, self._being_reduced.pop(0)[1])
         self._being_reduced.append((buffer, self.streams.record(StreamRole.REDUCE)))
 
@@ -222,15 +222,15 @@ class Root:
         self._forwards -= 1
         if self._forwards == 0:
             for unit in self.units:
-                unit.release_unused()
-            self._free_released()
+                unit.reshard_unused()
+            self._free_resharded()
 
-    def _free_released(self) -> None:
-        for unit in list(self._released):
+    def _free_resharded(self) -> None:
+        for unit in list(self._resharded):
             self._free(unit)
 
     def _free(self, unit: Unit) -> None:
-        self.streams.wait(StreamRole.GATHER, self._released.pop(unit))
+        self.streams.wait(StreamRole.GATHER, self._resharded.pop(unit))
         unit.free()
 
 

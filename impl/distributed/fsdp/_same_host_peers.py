@@ -47,9 +47,9 @@ class SameHostPeers:
     rank: int
     pids: tuple[int, ...]
 
-    def gather(self, group: dist.ProcessGroup, whole: Tensor, mine: Tensor, complete: Complete) -> None:
-        """Fill `whole` with every rank's `mine`, one behind the other."""
-        parts = whole.view(len(self.pids), -1)
+    def gather(self, group: dist.ProcessGroup, unsharded: Tensor, mine: Tensor, complete: Complete) -> None:
+        """Fill `unsharded` with every rank's `mine`, one behind the other."""
+        parts = unsharded.view(len(self.pids), -1)
         parts[self.rank].copy_(mine)
         with self._offered(group, mine, complete) as addresses:
             for peer in self._peers():
@@ -94,7 +94,7 @@ class SameHostPeers:
 
 
 def is_enough(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the exchange of a whole pays: asked on every rank, with the same answer."""
+    """Whether the exchange of a tensor pays: asked on every rank, with the same answer."""
     return tensor.nbytes >= LEAST_BYTES and tensor.is_cpu and is_over_gloo(group)
 
 

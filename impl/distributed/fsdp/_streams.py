@@ -7,18 +7,18 @@ What is written before it is read:
 
 - GATHER waits for COMPUTE when an outermost forward, a backward or summoning begins, and when the user put another
   tensor in a parameter's place: an optimizer or the user may have written the shards there.
-- COMPUTE waits for a unit's gather before it reads the whole: in forward, in backward, summoned.
-- REDUCE waits for COMPUTE, which joins a unit's gradients, before it reads them.
+- COMPUTE waits for a unit's gather before it reads the unsharded buffer: in forward, in backward, summoned.
+- REDUCE waits for COMPUTE, which copies in a unit's gradients, before it reads them.
 - COMPUTE waits for REDUCE at the end of backward, before `.grad` is shown; with parameters on the CPU the host waits
   for COMPUTE too.
 
 What is read before it is written again, or its memory given away:
 
-- GATHER waits for the last work that read a released unit before the unit's memory is freed. It is GATHER's own and
-  goes to the next gather, so the unit that was released last keeps it meanwhile: the next one is gathered while that
+- GATHER waits for the last work that read a resharded unit before the unit's memory is freed. It is GATHER's own and
+  goes to the next gather, so the unit that was resharded last keeps it meanwhile: the next one is gathered while that
   one still computes. Where gathers are limited, the host waits as well before it issues another.
-- COMPUTE waits for a gather that nothing used before the unit is released: what follows may write to the shards.
-- The buffer in which gradients were joined is COMPUTE's memory; it is kept until COMPUTE has waited for its reduction,
+- COMPUTE waits for a gather that nothing used before the unit is resharded: what follows may write to the shards.
+- The buffer that gradients were copied into is COMPUTE's memory; it is kept until COMPUTE has waited for its reduction,
   which it does before a third one is kept, or at the end of backward.
 
 What this rests on:

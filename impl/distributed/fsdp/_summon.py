@@ -1,4 +1,4 @@
-"""Whole parameters for the user to read and write, and their shards again afterwards."""
+"""Unsharded parameters for the user to read and write, and their shards again afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._streams import StreamRole
 from impl.distributed.fsdp._unit import Unit
-from impl.distributed.fsdp._whole import Whole
+from impl.distributed.fsdp._unsharded_buffer import UnshardedBuffer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def check(options: FullParamsOptions, use_orig_params: bool, is_sharded: bool) -
 
 @contextmanager
 def summoned(unit: Unit, options: FullParamsOptions, is_rank0: bool) -> Generator[None]:
-    """Whole parameters in the places of the unit's modules, in the dtype in which the optimizer keeps them.
+    """Unsharded parameters in the places of the unit's modules, in the dtype in which the optimizer keeps them.
 
     Raises:
         AssertionError: the unit is in the middle of a forward or backward, or summoned already.
@@ -66,32 +66,32 @@ def summoned(unit: Unit, options: FullParamsOptions, is_rank0: bool) -> Generato
         raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
     if unit.phase is not Phase.IDLE:
         raise AssertionError("Cannot manually unshard parameters during forward/backward")
-    unit.release()
+    unit.reshard()
     for handle in unit.handles:
-        handle.take_back_changes()
+        handle.write_back_changes()
     unit.root.shards_were_written()
     unit.root.admit(unit)
-    shows = is_rank0 or not options.rank0_only
-    keeps = shows and not options.offload_to_cpu
-    exposures = [
-        _Exposure(unit, handle, gradients, options)
+    is_shown_here = is_rank0 or not options.rank0_only
+    keeps = is_shown_here and not options.offload_to_cpu
+    summoned_handles = [
+        _SummonedHandle(unit, handle, gradients, options)
         for handle, gradients in zip(unit.handles, unit.gradients, strict=True)
     ]
-    for exposure in exposures:
-        exposure.begin(shows)
+    for summoned_handle in summoned_handles:
+        summoned_handle.begin(is_shown_here)
     if not keeps:
-        unit.root.note_released(unit)
-    unit.begin_summoning(exposures if shows else (), by_all=not options.rank0_only)
+        unit.root.note_resharded(unit)
+    unit.begin_summoning(summoned_handles if is_shown_here else (), by_all=not options.rank0_only)
     try:
         yield
     finally:
         unit.end_summoning()
-        for exposure in exposures if shows else ():
-            exposure.end()
-        unit.root.note_released(unit)
+        for summoned_handle in summoned_handles if is_shown_here else ():
+            summoned_handle.end()
+        unit.root.note_resharded(unit)
 
 
-class _Exposure:
+class _SummonedHandle:
     """One flat parameter while it is summoned."""
 
     def __init__(
@@ -101,106 +101,105 @@ class _Exposure:
         self._handle = handle
         self._gradients = gradients
         self._options = options
-        self._whole = torch.empty(0)  # [padded_numel], what is shown
+        self._shown_buffer = torch.empty(0)  # [padded_numel], what is shown
         self._views: list[Tensor] = []
         self._grad_shard: Tensor | None = None
-        self.was_lent = False
-        self._shows_grads = False
-        self._aside: dict[int, Tensor | None] | None = None  # what was shown, while leaves are
-        self._versions: list[
-            Any
-        ] = []  # of what was shown, in the beginning and when a forward was last lent it
+        self.was_computed_with = False
+        self._has_unsharded_grads = False
+        self._aside: dict[int, Tensor | None] | None = None  # what was shown, while views are
+        self._versions: list[Any] = []  # of what was shown, in the beginning and when a forward last used it
         self._first_versions: list[Any] = []
 
-    def begin(self, shows: bool) -> None:
+    def begin(self, is_shown_here: bool) -> None:
         handle, unit = self._handle, self._unit
-        whole = handle.whole(handle.dtype)
+        unsharded = handle.unsharded(handle.dtype)
         streams = unit.root.streams
         with streams.on(StreamRole.GATHER):
-            gather(handle, whole, unit.groups, unit.name)
+            gather(handle, unsharded, unit.groups, unit.name)
         streams.wait(StreamRole.COMPUTE, streams.record(StreamRole.GATHER))
         grads = self._gathered_grads() if self._options.with_grads else None
-        if not shows:
+        if not is_shown_here:
             return
-        self._whole = whole.flat
+        self._shown_buffer = unsharded.flat
         if self._options.offload_to_cpu and handle.is_sharded:
-            self._whole = torch.empty_like(whole.flat, device="cpu").copy_(whole.flat)
-        self._views = handle.views_of(self._whole)
-        self._show()
-        self._first_versions = self._versions = self._versions_shown()
+            self._shown_buffer = torch.empty_like(unsharded.flat, device="cpu").copy_(unsharded.flat)
+        self._views = handle.views_of(self._shown_buffer)
+        self._register()
+        self._first_versions = self._versions = self._versions_now()
         if grads is not None:
-            self._show_grads(grads)
-            self._shows_grads = self._handle.is_sharded
+            self._set_unsharded_grads(grads)
+            self._has_unsharded_grads = self._handle.is_sharded
 
     def refuse_backward(self, name: str) -> None:
         """Called by a backward that reaches the unit while it is summoned.
 
         Raises:
-            RuntimeError: it would add this rank's shard of an average to the whole gradients that are shown.
+            RuntimeError: it would add this rank's shard of an average to the unsharded gradients that are shown.
         """
-        if self._shows_grads:
+        if self._has_unsharded_grads:
             raise RuntimeError(
-                f"backward reached {name} inside summon_full_params(with_grads=True), where `.grad` holds whole "
+                f"backward reached {name} inside summon_full_params(with_grads=True), where `.grad` holds unsharded "
                 "gradients, to which what a backward leaves on this rank cannot be added; leave the context first, "
                 "summon without with_grads, or set the gradients to None before entering it"
             )
 
-    def lend(self, dtype: torch.dtype) -> Whole:
+    def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedBuffer:
         handle = self._handle
         if self._aside is None:
             self._take_in()
-            self._aside = dict(handle.shown())
+            self._aside = dict(handle.registered())
             if not handle.use_orig_params:
-                handle.put_flat_param_back()
-            whole = handle.whole(dtype)
-            if whole.flat.data_ptr() != self._whole.data_ptr():
-                whole.allocate()
-                whole.flat.copy_(self._whole)
-            whole.fill_from(handle.versions)
-        self.was_lent = True
-        return handle.expose(dtype)
+                handle.restore_flat_param()
+            unsharded = handle.unsharded(dtype)
+            if unsharded.flat.data_ptr() != self._shown_buffer.data_ptr():
+                unsharded.allocate()
+                unsharded.flat.copy_(self._shown_buffer)
+            unsharded.fill_from(handle.versions)
+        self.was_computed_with = True
+        return handle.use_unsharded_views(dtype)
 
-    def take_back(self) -> None:
+    def use_summoned_params(self) -> None:
         if self._aside is None:
             return
-        self._handle.conceal()
+        self._handle.use_sharded_views()
         shown = [cast("Tensor", self._aside[index]) for index in range(len(self._aside))]
         self._aside = None
-        self._handle.show_again(shown)
+        self._handle.register_again(shown)
 
     def end(self) -> None:
-        self.take_back()  # a backward inside that raised has left it lent, perhaps in a lower precision
+        # A backward inside that raised has left its views there, perhaps in a lower precision.
+        self.use_summoned_params()
         handle = self._handle
         keeps = self._options.writeback or not handle.is_sharded
         if keeps:
             self._take_in()
             self._write_back()
-        elif self.was_lent and self._first_versions != self._versions_shown():
+        elif self.was_computed_with and self._first_versions != self._versions_now():
             # A graph may have been made of values that nobody has any more.
             torch.autograd.graph.increment_version(handle.flat_param)
         if handle.use_orig_params:
-            handle.rest_as_views()
+            handle.point_params_into_shard()
         else:
-            handle.put_flat_param_back()
-        handle.conceal()
+            handle.restore_flat_param()
+        handle.use_sharded_views()
         if self._options.with_grads and self._grad_shard is not None:
             self._gradients.show(self._grad_shard)
 
-    def _show(self) -> None:
+    def _register(self) -> None:
         handle = self._handle
         if not handle.use_orig_params:
-            handle.show_parameters(self._views)
+            handle.register_unsharded_params(self._views)
             return
         for parameter, view in zip(handle.parameters, self._views, strict=True):
             parameter.data = view
 
-    def _show_grads(self, grads: Tensor) -> None:
+    def _set_unsharded_grads(self, grads: Tensor) -> None:
         handle = self._handle
         for parameter, grad in zip(handle.parameters, handle.views_of(grads), strict=True):
             parameter.grad = grad if parameter.requires_grad else None
 
     def _gathered_grads(self) -> Tensor | None:
-        """Whole gradients [padded_numel]; None if no rank has any. Zeros stand for those of a rank without."""
+        """Unsharded gradients [padded_numel]; None if no rank has any. Zeros stand for those of a rank without."""
         handle, groups = self._handle, self._unit.groups
         shard = self._gradients.current()
         if groups.shard is not None:
@@ -215,31 +214,33 @@ class _Exposure:
             shard = handle.flat_param.new_zeros(handle.layout.shard_numel)
         return gathered_like(handle, shard, groups, self._unit.name)
 
-    def _versions_shown(self) -> list[Any]:
-        return [None if one is None else (one.data_ptr(), one._version) for _, one in self._handle.shown()]
+    def _versions_now(self) -> list[Any]:
+        return [
+            None if one is None else (one.data_ptr(), one._version) for _, one in self._handle.registered()
+        ]
 
     @torch.no_grad()
     def _take_in(self) -> None:
-        """Have the whole hold what was put in a parameter's place; and what was written count as written to the shard.
+        """Have the buffer hold what was put in a parameter's place; and what was written count as written to the shard.
 
         With original parameters it counts by their own names.
         """
         handle = self._handle
-        for index, shown in handle.shown():
+        for index, shown in handle.registered():
             view = self._views[index]
             if shown is not None and shown.data_ptr() != view.data_ptr():
                 view.copy_(cast("nn.Parameter", shown).data)
-        before, self._versions = self._versions, self._versions_shown()
+        before, self._versions = self._versions, self._versions_now()
         if before != self._versions and not handle.use_orig_params:
             torch.autograd.graph.increment_version(handle.flat_param)
 
     @torch.no_grad()
     def _write_back(self) -> None:
         handle = self._handle
-        if not handle.is_sharded and self._whole.device == handle.flat_param.device:
+        if not handle.is_sharded and self._shown_buffer.device == handle.flat_param.device:
             return  # the shard is what was shown
         first = handle.rank * handle.layout.shard_numel if handle.is_sharded else 0
-        handle.flat_param.data.copy_(self._whole[first : first + handle.layout.shard_numel])
+        handle.flat_param.data.copy_(self._shown_buffer[first : first + handle.layout.shard_numel])
         if self._grad_shard is not None:
             grads = torch.zeros(
                 handle.layout.padded_numel, dtype=self._grad_shard.dtype, device=handle.device

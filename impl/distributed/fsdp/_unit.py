@@ -1,11 +1,11 @@
-"""One wrapped module: when its parameters are whole, and what becomes of its gradients.
+"""One wrapped module: when its parameters are unsharded, and what becomes of its gradients.
 
 A unit is a state machine; `Phase` says where it is. Forward: the flat parameters are all-gathered, the module's forward
-sees their leaves, and unless they are kept for backward they are released. Backward: a hook on the forward's outputs
-gathers them again; a hook on its inputs asks whether every leaf has its gradient, so that nothing in the graph will
-read the leaves again; then the gradients are joined, averaged, and this rank's shard of them becomes the parameters'
-`.grad`. Whatever a graph leaves open (inputs that need no gradient, parameters that took no part) the end of backward
-closes.
+sees views of them, and unless they are kept for backward they are resharded. Backward: a hook on the forward's outputs
+gathers them again; a hook on its inputs asks whether every view has its gradient, so that nothing in the graph will
+read the views again; then the gradients are copied into one buffer, averaged, and this rank's shard of them becomes the
+parameters' `.grad`. Whatever a graph leaves open (inputs that need no gradient, parameters that took no part) the end
+of backward closes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.distributed.fsdp._collectives import Reduction, gather, join
+from impl.distributed.fsdp._collectives import Reduction, copy_in, gather
 from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._gradients import GradientShard
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
 from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._phase import Phase, TrainingState, torchs_name
-from impl.distributed.fsdp._shared import Shared, Shown
+from impl.distributed.fsdp._shared import Shared, SummonedParams
 from impl.distributed.fsdp._streams import StreamRole
 from impl.distributed.fsdp._unit_config import UnitConfig
-from impl.distributed.fsdp._whole import Whole
+from impl.distributed.fsdp._unsharded_buffer import UnshardedBuffer
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.optim._shards import register_shard_group
 
@@ -52,28 +52,28 @@ class Unit:
         self.gradients = [GradientShard(handle, config.keeps_low_precision_grads) for handle in handles]
         self.name = type(module).__name__
         self.phase = Phase.IDLE
-        self.shows_whole = False  # to the user, on this rank
-        self.all_show_whole = False
-        self.shown: Sequence[Shown] = ()  # of the handles, then
-        self._resting = Phase.IDLE  # before and after a forward or backward
+        self.is_summoned = False  # to the user, on this rank
+        self.is_summoned_on_all_ranks = False
+        self.summoned: Sequence[SummonedParams] = ()  # of the handles, then
+        self._outer_phase = Phase.IDLE  # before and after a forward or backward
         self.shared: Shared | None = None
         self._depth = 0  # of calls of the module inside its own forward
         self._first_node = 0  # of the graph that the forward builds, by autograd's count
-        self._dtypes: list[torch.dtype] | None = None  # of the wholes that are live
+        self._dtypes: list[torch.dtype] | None = None  # of the unsharded buffers that are live
         self._gathered: Any = None  # the event of their gather
         self._was_prefetched = False
         self.awaits_backward = False
-        self._in_graph: list[Whole] = []  # whose leaves the last graph was built from
+        self._in_graph: list[UnshardedBuffer] = []  # whose views the last graph was built from
         self._lost_graph = False  # since they were given up
         self._open_inputs = 0  # differentiable inputs whose gradients have not come yet
         self._input_hooks: list[RemovableHandle] = []
         self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
         self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
-        self.announce_parameters()
+        self.register_params()
 
     @property
-    def is_gathered(self) -> bool:
-        return self._dtypes is not None or bool(self.shown)
+    def is_unsharded(self) -> bool:
+        return self._dtypes is not None or bool(self.summoned)
 
     @property
     def root(self) -> Shared:
@@ -92,22 +92,22 @@ class Unit:
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
         for handle in self.handles:
-            handle.rest_in(dtype)
+            handle.set_param_dtype(dtype)
 
-    def begin_summoning(self, shown: Sequence[Shown], by_all: bool) -> None:
+    def begin_summoning(self, summoned: Sequence[SummonedParams], by_all: bool) -> None:
         """The user is shown unsharded parameters: all of the unit on this rank, or none; or on all ranks."""
-        self.phase = self._resting = Phase.SUMMONED
-        self.shown, self.all_show_whole = shown, by_all
-        self.shows_whole = bool(shown) or by_all
+        self.phase = self._outer_phase = Phase.SUMMONED
+        self.summoned, self.is_summoned_on_all_ranks = summoned, by_all
+        self.is_summoned = bool(summoned) or by_all
 
     def end_summoning(self) -> None:
-        self.phase = self._resting = Phase.IDLE
-        self.shown, self.all_show_whole = (), False
-        self.shows_whole = False
+        self.phase = self._outer_phase = Phase.IDLE
+        self.summoned, self.is_summoned_on_all_ranks = (), False
+        self.is_summoned = False
 
-    def announce_parameters(self) -> None:
+    def register_params(self) -> None:
         """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
-        self._lost_graph = any(whole.is_given_up for whole in self._in_graph)
+        self._lost_graph = any(unsharded.is_given_up for unsharded in self._in_graph)
         group = self.groups.shard
         for handle, gradients in zip(self.handles, self.gradients, strict=True):
             track_optimizer_writes(handle.stepped, gradients.are_there)
@@ -135,14 +135,14 @@ class Unit:
     def before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make the parameters whole and seen; the inputs, cast where the unit's mixed precision says so."""
-        self.root.settle()
-        if self.phase is Phase.SUMMONED and self.handles and not self.all_show_whole:
+        """Unshard the parameters and have the modules see them; the inputs, cast where mixed precision says so."""
+        self.root.handle_failed_backward()
+        if self.phase is Phase.SUMMONED and self.handles and not self.is_summoned_on_all_ranks:
             raise RuntimeError(
                 f"the forward of {self.name} was called inside summon_full_params(rank0_only=True), which leaves the "
                 "other ranks without its parameters; leave the context first, or have every rank see them"
             )
-        if self.phase is Phase.BACKWARD:  # recomputed for it: the parameters are whole
+        if self.phase is Phase.BACKWARD:  # recomputed for it: the parameters are unsharded
             return self._cast(args, kwargs)
         self._depth += 1
         if self._depth > 1:
@@ -151,7 +151,7 @@ class Unit:
         self.root.note_begun(self)
         for gradients in self.gradients:
             gradients.forget_if_cleared()
-        self.make_whole()
+        self.unshard()
         self._lost_graph = False
         if self.config.forward_prefetch:
             self._prefetch(self.root.next_in_forward(self))
@@ -162,22 +162,24 @@ class Unit:
         return args, kwargs
 
     def after_forward(self, outputs: Any) -> Any:
-        """Watch for the gradients of the outputs, and release what is not kept for them.
+        """Watch for the gradients of the outputs, and reshard what is not kept for them.
 
         What is returned of parameters is a copy.
         """
-        outputs = apart_from({whole.memory for whole in self._in_graph}, outputs)
+        outputs = apart_from({unsharded.memory for unsharded in self._in_graph}, outputs)
         held: Sequence[Tensor] = ()
         if not isinstance(outputs, Tensor) and (objects := held_in(outputs)):
             # What lasts is the user's, which objects may hold as such.
-            held = set_apart({whole.memory for whole in self._in_graph if not whole.is_lasting}, objects)
+            held = set_apart(
+                {unsharded.memory for unsharded in self._in_graph if not unsharded.aliases_shard}, objects
+            )
         if self.phase is Phase.BACKWARD:
             return outputs
         self._depth -= 1
         if self._depth > 0:
             return outputs
         self.root.note_ended(self)
-        self.phase = self._resting
+        self.phase = self._outer_phase
         watched = self._entries(outputs, held) if torch.is_grad_enabled() else []
         for output in watched:
             output.register_hook(self.before_backward)
@@ -185,9 +187,9 @@ class Unit:
         self._refuse_changes()
         # Kept for a backward alone: what is written to a parameter's `.data` meanwhile moves no version counter.
         if watched and self._is_kept_after_forward():
-            self._conceal()
+            self._use_sharded_views()
         else:
-            self.release()
+            self.reshard()
         return outputs
 
     def _entries(self, outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
@@ -202,35 +204,35 @@ class Unit:
         """The forward raised: as if it had not been called."""
         if self.phase is Phase.FORWARD:
             self._depth = 0
-            self.phase = self._resting
+            self.phase = self._outer_phase
             self.root.note_abandoned()
-            self.release()
+            self.reshard()
 
     # Backward
 
     def before_backward(self, gradient: Tensor | None) -> None:
-        """Make the parameters whole for the gradients that are about to be computed.
+        """Unshard the parameters for the gradients that are about to be computed.
 
         Of an output that shares its node with others there may be none.
         """
         self.follow(gradient)
-        self.root.settle()
+        self.root.handle_failed_backward()
         if self.phase is Phase.BACKWARD:
             return
-        is_of_inside = not self.handles or any(one.was_lent for one in self.shown)
+        is_of_inside = not self.handles or any(one.was_computed_with for one in self.summoned)
         if self.phase is not Phase.IDLE and not (self.phase is Phase.SUMMONED and is_of_inside):
             raise RuntimeError(
                 f"backward reached {self.name} while it is in the middle of {self.phase.value}"
             )
         self._refuse_lost_graph()
-        for one in self.shown:
+        for one in self.summoned:
             one.refuse_backward(self.name)
         self.root.begin_backward()
         self.phase = Phase.BACKWARD
         self.awaits_backward = False
         if not self.handles:
             return
-        self.make_whole()
+        self.unshard()
         for gradients in self.gradients:
             gradients.begin_backward()
         if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
@@ -244,7 +246,7 @@ class Unit:
             )
 
     def follow(self, gradient: Tensor | None) -> None:
-        """Of an input or an output, or of such a gradient: to differentiate it will read the leaves once more."""
+        """Of an input or an output, or of such a gradient: to differentiate it will read the views once more."""
         if gradient is None or not gradient.requires_grad:
             return
         if gradient.is_leaf:  # the very tensor that a backward was begun with
@@ -253,40 +255,40 @@ class Unit:
             gradient.register_hook(self.before_backward_of_backward)
 
     def before_backward_of_backward(self, gradient: Tensor | None) -> None:
-        """A gradient is differentiated: what made it reads the leaves, and nothing tells when it has."""
+        """A gradient is differentiated: what made it reads the views, and nothing tells when it has."""
         self._finishes_at_end = True
         self.before_backward(gradient)
 
     def finish_if_complete(self, gradient: Tensor | None) -> None:
-        """An input has its gradient: finish as soon as nothing in the graph will read the leaves again."""
+        """An input has its gradient: finish as soon as nothing in the graph will read the views again."""
         del gradient
         self._open_inputs -= 1
         if self.phase is Phase.BACKWARD and not self._finishes_at_end and self._has_all_gradients():
             self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Hand over the gradients that came, release the parameters. Called again, it does what is left to do."""
+        """Reduce the gradients that came, reshard the parameters. Called again, it does what is left to do."""
         if self.phase is Phase.BACKWARD:
-            self.phase = self._resting
-        grads = [whole.take_gradients() for whole in self._in_graph]
+            self.phase = self._outer_phase
+        grads = [unsharded.take_gradients() for unsharded in self._in_graph]
         if self._is_freed_in_backward():
-            self.release()
-        elif self.is_gathered:
-            self._conceal()
+            self.reshard()
+        elif self.is_unsharded:
+            self._use_sharded_views()
         for handle, gradients, mine in zip(self.handles, self.gradients, grads, strict=False):
             if any(grad is not None for grad in mine):
-                self._hand_over(handle, gradients, mine)
+                self._reduce_gradients(handle, gradients, mine)
         if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_for_backward()
 
     def abandon_backward(self) -> None:
         """The backward raised: drop what it has not shown in `.grad`. No collective, since peers may go on."""
-        self.phase = self._resting
+        self.phase = self._outer_phase
         self.awaits_backward = False
-        for whole in self._in_graph:
-            for leaf in whole.trainable:
-                leaf.grad = None
-        self.release()
+        for unsharded in self._in_graph:
+            for view in unsharded.trainable:
+                view.grad = None
+        self.reshard()
         self._forget_inputs()
         for gradients in self.gradients:
             gradients.abandon_backward()
@@ -294,14 +296,14 @@ class Unit:
     def close_backward(self) -> None:
         """Do what the graph left open."""
         self.awaits_backward = False
-        has_grads = any(leaf.grad is not None for whole in self._in_graph for leaf in whole.trainable)
+        has_grads = any(view.grad is not None for unsharded in self._in_graph for view in unsharded.trainable)
         if self.phase is Phase.BACKWARD or has_grads:
             self.finish_backward()
-        elif self.is_gathered and self._is_freed_in_backward():
-            self.release()  # prefetched, and not needed after all
+        elif self.is_unsharded and self._is_freed_in_backward():
+            self.reshard()  # prefetched, and not needed after all
         for handle, gradients in zip(self.handles, self.gradients, strict=True) if self.root.syncs else ():
             if gradients.still_wait():
-                self._hand_over(handle, gradients, [None] * len(handle.param_infos))
+                self._reduce_gradients(handle, gradients, [None] * len(handle.param_infos))
         self._forget_inputs()
 
     def _forget_inputs(self) -> None:
@@ -316,15 +318,15 @@ class Unit:
         for gradients in self.gradients:
             gradients.end_backward(synced=self.root.syncs)
 
-    # Gathering and releasing
+    # Unsharding and resharding
 
-    def make_whole(self) -> None:
-        """Gather what is not whole yet, and have the modules see it; COMPUTE waits."""
+    def unshard(self) -> None:
+        """Gather what is not unsharded yet, and have the modules see it; COMPUTE waits."""
         if not self.handles:
             return
-        if self.shown:
-            pairs = zip(self.shown, self.handles, strict=True)
-            self._in_graph = [one.lend(self._dtype_now(handle)) for one, handle in pairs]
+        if self.summoned:
+            pairs = zip(self.summoned, self.handles, strict=True)
+            self._in_graph = [one.use_unsharded_views(self._dtype_now(handle)) for one, handle in pairs]
             return
         self.gather()
         if self.phase is Phase.BACKWARD:
@@ -334,39 +336,40 @@ class Unit:
         self._gathered = None
         self._was_prefetched = False
         self._in_graph = [
-            handle.expose(dtype) for handle, dtype in zip(self.handles, self._dtypes or (), strict=True)
+            handle.use_unsharded_views(dtype)
+            for handle, dtype in zip(self.handles, self._dtypes or (), strict=True)
         ]
 
     def gather(self) -> None:
-        """Fill the wholes, as GATHER; nothing if they are filled with what the shards hold.
+        """Fill the unsharded buffers, as GATHER; nothing if they are filled with what the shards hold.
 
-        If the shards were written to since, to graphs that read the leaves these are changed, also where they were kept
+        If the shards were written to since, to graphs that read the views these are changed, also where they were kept
         for a backward.
         """
         root = self.root
-        changed = [handle.take_back_changes() for handle in self.handles]
+        changed = [handle.write_back_changes() for handle in self.handles]
         if any(changed):
             root.shards_were_written()
-            self.announce_parameters()
+            self.register_params()
         dtypes = [self._dtype_now(handle) for handle in self.handles]
         is_kept = self._dtypes == dtypes
         if self._dtypes is not None:
             if is_kept and not any(changed) and self._shards_are_as_gathered():
                 return
-            self.release()
+            self.reshard()
         root.admit(self)
         with root.streams.on(StreamRole.GATHER):
             for handle, dtype in zip(self.handles, dtypes, strict=True):
-                gather(handle, handle.whole(dtype), self.groups, self.name, is_kept=is_kept)
+                gather(handle, handle.unsharded(dtype), self.groups, self.name, is_kept=is_kept)
         self._gathered = root.streams.record(StreamRole.GATHER)
         self._dtypes = dtypes
 
-    def release(self) -> None:
-        """Do without the wholes; the modules see what rests in the leaves' place."""
-        if not self.is_gathered:
+    def reshard(self) -> None:
+        """Free the unsharded buffers; the modules see the sharded views."""
+        if not self.is_unsharded:
             return
-        self._conceal()
-        if self.shown:
+        self._use_sharded_views()
+        if self.summoned:
             return
         self._dtypes = None
         self._was_prefetched = False
@@ -374,22 +377,22 @@ class Unit:
         # It may have been gathered for nothing: what COMPUTE does from here on may be to write to the shards.
         root.streams.wait(StreamRole.COMPUTE, self._gathered)
         self._gathered = None
-        root.note_released(self)
+        root.note_resharded(self)
 
-    def release_unused(self) -> None:
-        """Release what was gathered ahead for a forward that did not come: the shards may change before one does."""
+    def reshard_unused(self) -> None:
+        """Reshard what was gathered ahead for a forward that did not come: the shards may change before one does."""
         if self._was_prefetched:
-            self.release()
+            self.reshard()
 
     def free(self) -> None:
         for handle in self.handles:
             handle.free()
 
-    def _conceal(self) -> None:
-        for one in self.shown:
-            one.take_back()
-        for handle in () if self.shown else self.handles:
-            handle.conceal()
+    def _use_sharded_views(self) -> None:
+        for one in self.summoned:
+            one.use_summoned_params()
+        for handle in () if self.summoned else self.handles:
+            handle.use_sharded_views()
 
     def _prefetch_for_backward(self) -> None:
         unit = self.root.next_in_backward(self)
@@ -397,13 +400,13 @@ class Unit:
             self._prefetch(unit)
 
     def _prefetch(self, unit: Unit | None) -> None:
-        if unit is not None and not unit.is_gathered and unit.phase is Phase.IDLE and unit.handles:
+        if unit is not None and not unit.is_unsharded and unit.phase is Phase.IDLE and unit.handles:
             unit.gather()
             unit._was_prefetched = True
 
     def _shards_are_as_gathered(self) -> bool:
         pairs = zip(self.handles, self._dtypes or (), strict=True)
-        return self._was_prefetched or all(handle.is_gathered_as_it_is(dtype) for handle, dtype in pairs)
+        return self._was_prefetched or all(handle.is_up_to_date(dtype) for handle, dtype in pairs)
 
     def _is_kept_after_forward(self) -> bool:
         return not self.config.frees_after_forward or self.root.is_root(self) or self.groups.shard is None
@@ -450,15 +453,15 @@ class Unit:
             self._followed[tensor] = tensor.register_hook(partial(_follow_in, weakref.ref(self)))
 
     def _has_all_gradients(self) -> bool:
-        """Every node that reads a trainable leaf leads to its gradient; those that read frozen ones lead to inputs."""
-        for whole in self._in_graph:
-            for leaf in whole.trainable:
-                if leaf.grad is None:
+        """Every node that reads a trainable view leads to its gradient; those that read frozen ones lead to inputs."""
+        for unsharded in self._in_graph:
+            for view in unsharded.trainable:
+                if view.grad is None:
                     return False
-        return self._open_inputs == 0 or not any(whole.has_frozen for whole in self._in_graph)
+        return self._open_inputs == 0 or not any(unsharded.has_frozen for unsharded in self._in_graph)
 
     @torch.no_grad()
-    def _hand_over(
+    def _reduce_gradients(
         self, handle: FlatParamHandle, gradients: GradientShard, grads: list[Tensor | None]
     ) -> None:
         root = self.root
@@ -476,7 +479,7 @@ class Unit:
         else:
             # A user's hook may keep what it is given.
             buffer, views = root.buffer(handle, dtype, is_lent=self.reduction.hook is None)
-            join(handle.layout, grads, views, buffer)
+            copy_in(handle.layout, grads, views, buffer)
         grads.clear()  # their memory serves the collective
         root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
         with root.streams.on(StreamRole.REDUCE):
@@ -485,15 +488,15 @@ class Unit:
         root.keep_until_reduced(buffer)
 
     def _refuse_changes(self) -> None:
-        """Nobody would ever see a change to a leaf: the next gather writes over it."""
+        """Nobody would ever see a change to a view: the next gather writes over it."""
         for handle, dtype in zip(self.handles, self._dtypes or (), strict=False):
-            index = handle.whole(dtype).changed()
+            index = handle.unsharded(dtype).changed()
             if index is not None:
                 name = handle.layout.slots[index].name
-                self.release()
+                self.reshard()
                 raise RuntimeError(
                     f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "
-                    "parameter is released; change it inside summon_full_params()"
+                    "parameter is resharded; change it inside summon_full_params()"
                 )
 
 

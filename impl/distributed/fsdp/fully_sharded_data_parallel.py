@@ -50,18 +50,18 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     """Shards the parameters of a module, their gradients and what optimizers keep for them, over the ranks of a group.
 
     Each wrapped module is a unit: its parameters are gathered before it computes, in forward and in backward, and
-    released afterwards; each rank averages and keeps the gradients of its own part, which is what the optimizer steps.
+    resharded afterwards; each rank averages and keeps the gradients of its own part, which is what the optimizer steps.
     Wrap inner modules first, or say by `auto_wrap_policy` which; make the optimizer afterwards. Every rank has to build
     the same module, and to run its units in the same order. The module may be called through its inner modules too.
 
-    Between forward and backward nobody sees whole parameters: `parameters()` are this rank's parts, 1-D. To read or to
-    write whole ones, use `summon_full_params`.
+    Between forward and backward nobody sees unsharded parameters: `parameters()` are this rank's parts, 1-D. To read or
+    to write unsharded ones, use `summon_full_params`.
 
     Args:
         module: what to wrap. Parameters may have several dtypes, and be frozen in part; none may be 0-dim.
         process_group: the ranks to shard over, by default all. Hybrid strategies take two: to shard, and to replicate.
-        sharding_strategy: FULL_SHARD, the default, has parameters whole while the unit computes; SHARD_GRAD_OP from a
-            forward with gradients to the end of backward; NO_SHARD always. HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are
+        sharding_strategy: FULL_SHARD, the default, has parameters unsharded while the unit computes; SHARD_GRAD_OP from
+            a forward with gradients to the end of backward; NO_SHARD always. HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are
             the first two, sharded inside one group and averaged over another.
         cpu_offload: keep parameters and gradients on the CPU, where the optimizer steps them.
         auto_wrap_policy: which inner modules become units; see `impl.distributed.fsdp.wrap`. A parameter that several
@@ -92,7 +92,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         has an all-reduce alone.
     Source: torch.distributed.fsdp.FullyShardedDataParallel 2.13; differences: what torch's docstring lists as limits
         works, of gradients of gradients those with respect to inputs; parameters changed in place during forward are
-        refused, and reading a released one raises; no accelerator is needed.
+        refused, and reading a resharded one raises; no accelerator is needed.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -201,7 +201,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         mark_managed(module, self._ignored, managed)
         self._fsdp_wrapped_module = module
         for name, handle in self._named_handles():
-            handle.register_as(self.module, name)
+            handle.register_flat_param(self.module, name)
         self._root: Root | None = None
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._claim_inner()
@@ -234,7 +234,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module's forward with its parameters whole."""
+        """Run the wrapped module's forward with its parameters unsharded."""
         unit = self._unit
         root = self._root or self._find_root()
         if root.is_root(unit) and unit.phase is not Phase.FORWARD:
@@ -261,7 +261,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         return [one for one in found if one.check_is_root()] if root_only else found
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply `fn` to every submodule and to self, each with whole parameters; what it writes is kept.
+        """Apply `fn` to every submodule and to self, each with unsharded parameters; what it writes is kept.
 
         Raises:
             ValueError: in the middle of a forward or backward, or inside `summon_full_params`.
@@ -281,7 +281,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None]:
-        """Inside, parameters are whole and have the names they had before wrapping, and a forward computes with them.
+        """Inside, parameters are unsharded and have the names they had before wrapping, and a forward computes with
+        them.
 
         In mixed precision each unit that has computed keeps a copy in the lower precision beside them, to the end.
 
@@ -289,9 +290,9 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             module: any module; every FullyShardedDataParallel at and below it is summoned.
             recurse: False summons `module` alone.
             writeback: keep what is written to this rank's part. NO_SHARD keeps it in any case.
-            rank0_only: whole on the group's first rank alone; the others see their parts.
-            offload_to_cpu: whole on the CPU.
-            with_grads: gradients are whole too; with `use_orig_params`.
+            rank0_only: unsharded on the group's first rank alone; the others see their parts.
+            offload_to_cpu: unsharded on the CPU.
+            with_grads: gradients are unsharded too; with `use_orig_params`.
 
         Raises:
             NotImplementedError: `writeback` with `rank0_only`; `with_grads` without `use_orig_params` or with
@@ -320,7 +321,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     def no_sync(self) -> Generator[None]:
         """Backwards inside do not average gradients; the first one after it averages all that came together.
 
-        Meanwhile `.grad` is this rank's own, of whole parameters, so memory for it is needed.
+        Meanwhile `.grad` is this rank's own, of unsharded parameters, so memory for it is needed.
 
         Raises:
             RuntimeError: this is not the outermost FullyShardedDataParallel.
@@ -392,8 +393,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
         Args:
             state: handed to the hook.
-            hook: `hook(state, gradient, output)`: the whole gradient of a flat parameter, 1-D, and where this rank's
-                part of the average goes; of NO_SHARD `hook(state, gradient)`, which averages in place.
+            hook: `hook(state, gradient, output)`: the unsharded gradient of a flat parameter, 1-D, and where this
+                rank's part of the average goes; of NO_SHARD `hook(state, gradient)`, which averages in place.
 
         Raises:
             AssertionError: this is not the outermost one, there is a hook already, or a strategy is hybrid.
@@ -419,16 +420,16 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         """Move or cast: on the shards, which the parameters follow."""
         unit = self._unit
         if self._root is not None:
-            self._root.settle()
+            self._root.handle_failed_backward()
         if unit.phase is not Phase.IDLE:
             raise RuntimeError(f"the parameters cannot be moved or cast in the middle of {unit.phase.value}")
-        unit.release()
+        unit.reshard()
         with contextlib.ExitStack() as stack:
             for handle, gradients in zip(unit.handles, unit.gradients, strict=True):
                 stack.enter_context(gradients.on_flat_param())
                 stack.enter_context(handle.being_changed(fn))
             super()._apply(fn, recurse)
-        unit.announce_parameters()
+        unit.register_params()
         devices = [handle.device for handle in unit.handles if not handle.offloads]
         self.compute_device = next(iter(devices), self.compute_device)
         for one in self.fsdp_modules(self._outermost()):
@@ -476,7 +477,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     @contextlib.contextmanager
     def _summoned(self, options: FullParamsOptions) -> Generator[None]:
         check(options, self._use_orig_params, self._groups.shard is not None or not self._unit.handles)
-        self._find_root().settle()
+        self._find_root().handle_failed_backward()
         with summoned(self._unit, options, self.rank == 0):
             yield
 

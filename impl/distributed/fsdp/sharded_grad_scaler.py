@@ -169,7 +169,7 @@ class ShardedGradScaler(GradScaler):
         """Do what `unscale_`, the clipping of all ranks' gradients, `step` and `update` do, on all ranks alike.
 
         Args:
-            optimizer: owns the gradients, or none; the same parameters on every rank, whole or in parts.
+            optimizer: owns the gradients, or none; the same parameters on every rank, unsharded or sharded.
             max_norm, norm_type, copies, update: as for `GradScaler.fused_step`.
 
         Returns:
@@ -197,9 +197,9 @@ class ShardedGradScaler(GradScaler):
     ) -> tuple[Tensor, dict[torch.device, Tensor]]:
         """The norm and one verdict for all ranks, by one all-gather."""
         if not self._enabled and not norms.sharded:
-            return norms.whole, found_inf_per_device
+            return norms.replicated, found_inf_per_device
         self._owes_verdict = False
-        device = norms.whole.device
+        device = norms.replicated.device
         norm, verdict = norms.gathered(self._group, joint_flag(found_inf_per_device, device))
         return norm, self._refused(verdict.float())
 

@@ -122,9 +122,9 @@ class Loading:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank keeps of a whole parameter that nobody holds."""
+    """What a rank keeps of a parameter that nobody holds."""
 
-    shape: torch.Size  # of the whole
+    shape: torch.Size  # of all of it
     values: Tensor | None  # [numel of the piece]; None: the rank has none of it
     is_meta = False
 
@@ -150,7 +150,7 @@ class UnitLoading:
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             problems = self._hide_parts(state_dict, prefix)
         for handle in self._unit.handles:
-            self._shown.enter_context(handle.showing(stand_ins_for(handle, self)))
+            self._shown.enter_context(handle.registering(stand_ins_for(handle, self)))
         return problems
 
     def end(self) -> None:
@@ -195,17 +195,17 @@ class UnitLoading:
                     self._write_chunks(handle, given, [sources[index] for index in given])
                 case _:
                     for index in given:
-                        _write_whole(handle, index, sources[index])
+                        _write_unsharded(handle, index, sources[index])
             if self._unit.phase is Phase.SUMMONED:
                 self._show_written(handle, given)
 
-    def part_of(self, whole: Tensor, name: str) -> Part:
+    def part_of(self, unsharded: Tensor, name: str) -> Part:
         """To be kept for a parameter, by its name."""
         for handle in self._unit.handles:
             for index, slot in enumerate(handle.layout.slots):
                 if slot.name == name:
-                    values = _piece_of(handle, index, whole)
-                    return Part(whole.shape, None if values is None else values.clone())
+                    values = _piece_of(handle, index, unsharded)
+                    return Part(unsharded.shape, None if values is None else values.clone())
         raise AssertionError(name)
 
     # ShardedTensor and DTensor
@@ -271,7 +271,9 @@ class UnitLoading:
             self._sources[handle] = [shard]
             shape = handle.flat_param.shape
             state_dict[key] = self._stand_in(shape, dtype_of(value), name)
-            self._shown.enter_context(handle.showing_flat(self._stand_in(shape, handle.dtype, name)))
+            self._shown.enter_context(
+                handle.registering_flat_param(self._stand_in(shape, handle.dtype, name))
+            )
         return problems
 
     def _shard_in(self, value: ShardedTensor, handle: FlatParamHandle) -> tuple[str, Tensor]:
@@ -316,12 +318,12 @@ class UnitLoading:
         return StandIn.made(like, name, device=self._wrapper.compute_device, owner=self, source=source)
 
     def _show_written(self, handle: FlatParamHandle, given: Sequence[int]) -> None:
-        """Inside `summon_full_params`, have the whole parameters be what was loaded."""
+        """Inside `summon_full_params`, have the unsharded parameters be what was loaded."""
         views = handle.views_of(
             gathered_like(handle, handle.flat_param.detach(), self._unit.groups, self._unit.name)
         )
-        if self._unit.shows_whole:
-            shown = dict(handle.shown())
+        if self._unit.is_summoned:
+            shown = dict(handle.registered())
             for index in given:
                 target = shown[index]
                 assert target is not None
@@ -332,7 +334,7 @@ class PlainStates:
     """Buffers, parameters that no unit manages, and extra states: what nn.Module itself loads, as it was before."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
-        summoned = {shown for unit in units for handle in unit.handles for _, shown in handle.shown()}
+        summoned = {shown for unit in units for handle in unit.handles for _, shown in handle.registered()}
         self._tensors: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
         self._extras: list[tuple[nn.Module, Any]] = []
         for module in root.modules():
@@ -365,7 +367,7 @@ def _has_extra_state(module: nn.Module) -> bool:
 def _taken(handle: FlatParamHandle) -> list[Any]:
     """For each parameter what is to be loaded into it: what its stand-in has taken, or what was put in its place."""
     found: list[Any] = [None] * len(handle.layout.slots)
-    for index, shown in handle.shown():
+    for index, shown in handle.registered():
         source = shown.source if isinstance(shown, StandIn) else shown
         if source is not None:
             found[index] = source
@@ -379,19 +381,19 @@ def _form_of(source: Any) -> str:
     return f"{kind} of shape {tuple(shape_of(source))}"
 
 
-def _write_whole(handle: FlatParamHandle, index: int, source: Tensor | Part) -> None:
-    """Copy this rank's piece of a whole parameter into the shard."""
+def _write_unsharded(handle: FlatParamHandle, index: int, source: Tensor | Part) -> None:
+    """Copy this rank's piece of an unsharded parameter into the shard."""
     piece = handle.pieces[index]
     values = source.values if isinstance(source, Part) else _piece_of(handle, index, source)
     if piece is not None and values is not None:
         handle.flat_param.detach().narrow(0, piece.offset, piece.numel).copy_(values)
 
 
-def _piece_of(handle: FlatParamHandle, index: int, whole: Tensor) -> Tensor | None:
-    """What of a whole parameter lies in this rank's shard, [numel of the piece]."""
+def _piece_of(handle: FlatParamHandle, index: int, unsharded: Tensor) -> Tensor | None:
+    """What of an unsharded parameter lies in this rank's shard, [numel of the piece]."""
     slot, piece = handle.layout.slots[index], handle.pieces[index]
     if piece is None:
         return None
-    dense = laid_out_as(whole.detach(), slot)
+    dense = laid_out_as(unsharded.detach(), slot)
     first = handle.rank * handle.layout.shard_numel + piece.offset - slot.start if handle.is_sharded else 0
     return dense.as_strided((slot.numel,), (1,)).narrow(0, first, piece.numel)

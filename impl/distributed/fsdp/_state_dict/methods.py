@@ -91,7 +91,7 @@ class StateDicts(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state of the module as `state_dict_type` says; arguments as of any module.
 
-        FULL_STATE_DICT, the default, has whole parameters under the names they had before wrapping, as copies.
+        FULL_STATE_DICT, the default, has unsharded parameters under the names they had before wrapping, as copies.
         SHARDED_STATE_DICT has each rank's rows of them, as ShardedTensor, or DTensor where a device mesh was given.
         LOCAL_STATE_DICT has what the rank keeps, as it is; it is loaded only where as many ranks are wrapped alike.
         NO_SHARD has always FULL_STATE_DICT.
@@ -101,7 +101,7 @@ class StateDicts(nn.Module):
             RuntimeError: LOCAL_STATE_DICT with a device mesh, or inside `summon_full_params`.
         Collectives: for each unit an all-gather, or of SHARDED_STATE_DICT an all-to-all of what each rank has to hold.
         Source: torch's 2.13; differences: with `use_orig_params` too LOCAL_STATE_DICT has flat parameters alone. Of
-            SHARDED_STATE_DICT hooks of inner modules see no whole parameters.
+            SHARDED_STATE_DICT hooks of inner modules see no unsharded parameters.
         """
         try:
             return super().state_dict(*args, **kwargs)
@@ -118,7 +118,7 @@ class StateDicts(nn.Module):
         """Load what `state_dict` has made with the same `state_dict_type`; all of it on every rank, or nothing on any.
 
         Args:
-            state_dict: of FULL_STATE_DICT the whole one on each rank.
+            state_dict: of FULL_STATE_DICT the unsharded one on each rank.
             strict: its keys have to be those that `state_dict` has.
             assign: buffers, and parameters that no unit manages, become the dict's own tensors. The others are copied.
 
@@ -131,7 +131,7 @@ class StateDicts(nn.Module):
         Collectives: all-reduces of a number for each parameter; then of SHARDED_STATE_DICT an all-to-all a unit.
         Source: torch's 2.13; differences: a load that fails leaves everything as it was; `assign` loads what units
             manage; LOCAL_STATE_DICT is loaded with `use_orig_params` too. Modules that load in a way of their own may
-            copy into parameters as wholes, and cannot read them. If a module around this one is asked, what
+            copy into unsharded parameters, and cannot read them. If a module around this one is asked, what
             is missing or unexpected is told after the rest was loaded.
         """
         loading = Loading(wrappers_in(self))
@@ -224,13 +224,13 @@ class StateDicts(nn.Module):
 
         Raises:
             RuntimeError: this class does not stand there in the place of torch's, so that each rank's part would be
-                written as if it were the whole.
+                written as if it were all of it.
         """
         if isinstance(self, sys.modules["torch.distributed.checkpoint.state_dict"].FSDP):
             return {}
         raise RuntimeError(
             "torch.distributed.checkpoint.state_dict takes impl's FullyShardedDataParallel for a module that every "
-            "rank has whole; call impl.drop_in.install() before, or use impl.distributed.fsdp.checkpoint"
+            "rank has unsharded; call impl.drop_in.install() before, or use impl.distributed.fsdp.checkpoint"
         )
 
     def _named_handles(self) -> list[tuple[str, FlatParamHandle]]:
@@ -315,7 +315,7 @@ def _before_saving(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
     if wrapper._saving is not None:  # a walk that began at a module around it has raised
         wrapper._saving.abandon()
     kind, config = wrapper._kind_and_config(_INSTEAD_OF_SAVING)
-    wrapper._find_root().settle()
+    wrapper._find_root().handle_failed_backward()
     wrapper._saving = Saving(wrapper, kind, config)
     try:
         wrapper._saving.begin()
@@ -345,7 +345,7 @@ def _before_loading(  # noqa: PLR0913  nn.Module's eight
 ) -> None:
     del local_metadata, strict, missing_keys, unexpected_keys
     assert isinstance(wrapper, StateDicts)
-    wrapper._find_root().settle()
+    wrapper._find_root().handle_failed_backward()
     loading = wrapper._loading
     if loading is None or loading.is_walked_from(wrapper):
         if loading is not None:  # the walk has raised

@@ -24,7 +24,7 @@ _Group = dist.ProcessGroup | None
 class OptimStateDicts:
     """The state of an optimizer of a sharded model, as that of a model that was never wrapped, and back.
 
-    In what is saved, `state` and `param_groups` name parameters as they were named before wrapping, in whole, or each
+    In what is saved, `state` and `param_groups` name parameters as they were named before wrapping, unsharded, or each
     rank its rows; so it can be loaded into a model that is wrapped in another way, or on another number of ranks. All
     methods are static, take any module that has FullyShardedDataParallel at or below it, and are to be called on all
     ranks with the same arguments but where it says otherwise.
@@ -39,15 +39,15 @@ class OptimStateDicts:
     ) -> StateDict:
         """The optimizer's state as the state dict type that is set on the model says.
 
-        FULL_STATE_DICT has whole tensors, with `rank0_only` on the group's first rank alone, and an empty dict on the
-        others. SHARDED_STATE_DICT has each rank's rows, as ShardedTensor, or DTensor where a device mesh was given;
+        FULL_STATE_DICT has unsharded tensors, with `rank0_only` on the group's first rank alone, and an empty dict on
+        the others. SHARDED_STATE_DICT has each rank's rows, as ShardedTensor, or DTensor where a device mesh was given;
         LOCAL_STATE_DICT is the same. What is not sharded over the ranks may share memory with the optimizer.
 
         Args:
             model: whose parameters the optimizer steps.
             optim: any optimizer; one whose state is shaped neither like its parameters nor a number needs NO_SHARD.
             optim_state_dict: what to transform, by default `optim.state_dict()`. Of torch's `_NamedOptimizer` give its
-                own: by itself that is the rank's part, which torch.distributed.checkpoint would take for a whole.
+                own: by itself that is the rank's part, which torch.distributed.checkpoint would take for all of it.
             group: the ranks that take part, by default all.
 
         Raises:
@@ -82,8 +82,8 @@ class OptimStateDicts:
         Args:
             model: whose parameters the optimizer steps.
             optim: the optimizer that is to load it.
-            optim_state_dict: whole tensors, or the rank's rows. Where FULL_STATE_DICT is set with `rank0_only`, that of
-                the group's first rank alone counts.
+            optim_state_dict: unsharded tensors, or the rank's rows. Where FULL_STATE_DICT is set with `rank0_only`,
+                that of the group's first rank alone counts.
             is_named_optimizer: the optimizer's own state dict has parameters' names for keys. torch's `_NamedOptimizer`
                 calls this by itself only where `impl.drop_in` is installed, and skips names that it does not know.
             load_directly: load it, too: on all ranks, or where one rank cannot, on none.
@@ -120,7 +120,7 @@ class OptimStateDicts:
         rank0_only: bool = True,
         group: _Group = None,
     ) -> StateDict:
-        """Whole states on the CPU, by default on the group's first rank alone. Deprecated: use `optim_state_dict`.
+        """Unsharded states on the CPU, by default on the group's first rank alone. Deprecated: use `optim_state_dict`.
 
         Args:
             model: whose parameters the optimizer steps.
@@ -150,7 +150,8 @@ class OptimStateDicts:
         optim_input: _OptimInput = None,
         optim: Optimizer | None = None,
     ) -> StateDict:
-        """A rank's part of whole states that it has, without collectives. Deprecated: use `optim_state_dict_to_load`.
+        """A rank's part of unsharded states that it has, without collectives. Deprecated: use
+        `optim_state_dict_to_load`.
 
         Args:
             full_optim_state_dict: by names.
@@ -184,7 +185,7 @@ class OptimStateDicts:
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> StateDict:
-        """Each rank's part of whole states that the first rank has. Deprecated: use `optim_state_dict_to_load`.
+        """Each rank's part of unsharded states that the first rank has. Deprecated: use `optim_state_dict_to_load`.
 
         Args:
             full_optim_state_dict: by names; what other ranks give does not count.
@@ -214,7 +215,7 @@ class OptimStateDicts:
     ) -> StateDict:
         """An optimizer's state dict with names for numbers, or numbers for names; itself if it has them already.
 
-        So whole states go to and from a model that is not wrapped.
+        So unsharded states go to and from a model that is not wrapped.
 
         Args:
             optim_state_dict: by names or by numbers.

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from impl.distributed.fsdp._collectives import gathered_like
 from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict, Stepped, is_kept_whole
+from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict, Stepped, is_stepped_unsharded
 from impl.distributed.fsdp._state_dict.packing import chunked, meshed
 from impl.distributed.fsdp._state_dict.resharding import ShardPiece, chunk_of
 
@@ -93,11 +93,13 @@ class FlatParamState:
     def collected(self, wanted: Wanted, destination: int) -> dict[str, StateDict]:
         """By name; nothing where the destination alone is to have it and this rank is another."""
         handle, names = self._handle, self._one.names
-        if is_kept_whole(self._one):
+        if is_stepped_unsharded(self._one):
             copied = offloaded if wanted.offloads else copy.copy
             return {names[index]: copied(state) for index, state in self._mine.items()}
         items, states = self._merged() if handle.use_orig_params else self._own()
-        tensors = self._wholes(items, wanted, destination) if wanted.is_full else self._parts(items, wanted)
+        tensors = (
+            self._unsharded(items, wanted, destination) if wanted.is_full else self._parts(items, wanted)
+        )
         for item, tensor in tensors:
             states[item.index][item.name] = tensor
         return {names[index]: state for index, state in states.items()}
@@ -178,7 +180,7 @@ class FlatParamState:
                 place.copy_(piece)
         return shard
 
-    def _wholes(
+    def _unsharded(
         self, items: Sequence[_Item], wanted: Wanted, destination: int
     ) -> Iterator[tuple[_Item, Tensor]]:
         """One of the tensors of a state after the other, so that one is on its way at a time."""
@@ -188,27 +190,27 @@ class FlatParamState:
         for same in alike.values():
             shard = self._shard(same)
             if wanted.rank0_only and self._groups.shard is not None:
-                whole = self._gathered_at(destination, shard, self._groups.shard)
+                unsharded = self._gathered_at(destination, shard, self._groups.shard)
             else:
-                whole = gathered_like(self._handle, shard, self._groups, self._one.unit.name)
-            if whole is not None:
-                views = self._handle.views_of(whole.cpu() if wanted.offloads else whole)
+                unsharded = gathered_like(self._handle, shard, self._groups, self._one.unit.name)
+            if unsharded is not None:
+                views = self._handle.views_of(unsharded.cpu() if wanted.offloads else unsharded)
                 yield from ((item, views[item.index]) for item in same)
 
     def _gathered_at(self, destination: int, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-        """The whole [padded_numel] on the destination, None elsewhere; nothing is sent among ranks without it."""
+        """All elements [padded_numel] on the destination, None elsewhere; nothing is sent among ranks without it."""
         if destination not in self._peers:
             return None
         layout = self._handle.layout
         mine = shard.to(self._handle.device)
-        whole = mine.new_empty(layout.padded_numel) if dist.get_rank() == destination else None
-        parts = None if whole is None else [*whole.split(layout.shard_numel)]
+        unsharded = mine.new_empty(layout.padded_numel) if dist.get_rank() == destination else None
+        parts = None if unsharded is None else [*unsharded.split(layout.shard_numel)]
 
         def issue(group: dist.ProcessGroup, given: Tensor) -> Any:
             return dist.gather(given, parts, dst=destination, group=group, async_op=True)
 
         self._groups.order_checkers[group].run(f"collected '{self._one.unit.name}'", issue, group, mine)
-        return whole
+        return unsharded
 
     def _parts(self, items: Sequence[_Item], wanted: Wanted) -> Iterator[tuple[_Item, Tensor]]:
         """The rank's rows of each tensor, as a ShardedTensor or DTensor."""
@@ -221,11 +223,11 @@ class FlatParamState:
             yield item, self._packed(item, chunk, wanted)
 
     def _own_chunk(self, item: _Item) -> Tensor:
-        """Of a tensor that every rank has whole."""
+        """Of a tensor that every rank has all of."""
         wrapper = self._one.wrapper
-        whole = self._handle.views_of(self._mine[0][item.name])[item.index]
+        unsharded = self._handle.views_of(self._mine[0][item.name])[item.index]
         chunk = chunk_of(self._handle.layout.slots[item.index], wrapper.rank, wrapper.world_size)
-        return whole.narrow(0, chunk.first_row, chunk.shape[0]).clone()
+        return unsharded.narrow(0, chunk.first_row, chunk.shape[0]).clone()
 
     def _packed(self, item: _Item, chunk: Tensor, wanted: Wanted) -> Tensor:
         wrapper, layout = self._one.wrapper, self._handle.layout

@@ -43,8 +43,8 @@ class NamedHandle:
         return Resharding(self.handle.layout, self.wrapper._groups, self.handle.device, self.unit.name)
 
 
-def is_kept_whole(one: NamedHandle) -> bool:
-    """Whether its parameters are stepped whole and by themselves, so that their state may have any shape."""
+def is_stepped_unsharded(one: NamedHandle) -> bool:
+    """Whether its parameters are stepped unsharded and by themselves, so that their state may have any shape."""
     return one.handle.use_orig_params and not one.handle.is_sharded
 
 
@@ -133,8 +133,8 @@ def _managed_by(
         return
     for parameter, name in zip(handle.parameters, one.names, strict=True):
         yield parameter, (parameter, (name,), one)
-    for index, shown in handle.shown():
-        # While the unit is whole, a leaf.
+    for index, shown in handle.registered():
+        # While the unit is unsharded, a view.
         if shown is not None:
             yield shown, (handle.parameters[index], (one.names[index],), one)
 

@@ -1,4 +1,4 @@
-"""An optimizer's state that was saved by names and in whole shapes, as the optimizer of a sharded model loads it.
+"""An optimizer's state that was saved by names and in unsharded shapes, as the optimizer of a sharded model loads it.
 
 First everything is looked through, without its elements where another rank has them: what cannot be loaded raises on
 all ranks before anything moves. Then each flat parameter gets its rank's part. What is loaded shares no memory with
@@ -28,9 +28,9 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     StateDict,
     Stepped,
     flattened_groups,
-    is_kept_whole,
+    is_stepped_unsharded,
 )
-from impl.distributed.fsdp._state_dict.optim_shard import FlatParamLoad, Scatter, is_in_parts, whole_of
+from impl.distributed.fsdp._state_dict.optim_shard import FlatParamLoad, Scatter, full_tensor_of, is_in_parts
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
 
 
@@ -118,7 +118,7 @@ class Loading:
         self._key_of = {parameter: key for key, parameter in keyed.items()}
         if self._rank0_only and (moves := self._moves()):
             raise ValueError(
-                f"rank0_only loads what the first rank has whole, but it has rows of {moves[:2]}"
+                f"rank0_only loads what the first rank has unsharded, but it has rows of {moves[:2]}"
             )
         numbers = [key for key in state if not isinstance(key, str)]
         if numbers:
@@ -142,7 +142,7 @@ class Loading:
         for stepped in self._names.stepped.values():
             one = stepped.within
             for name in stepped.names:
-                if one is not None and not is_kept_whole(one) and name in self._forms["state"]:
+                if one is not None and not is_stepped_unsharded(one) and name in self._forms["state"]:
                     found.setdefault(one, {})[one.names.index(name)] = self._values[name]
         return found
 
@@ -196,7 +196,7 @@ class Loading:
     ) -> StateDict | None:
         """None where nothing of the parameter is this rank's."""
         one = stepped.within
-        if one is None or is_kept_whole(one):
+        if one is None or is_stepped_unsharded(one):
             found = tree_map(self._fetched, self._forms["state"][stepped.name], self._values[stepped.name])
         else:
             found = sharded[one].get(stepped.index)
@@ -213,14 +213,14 @@ class Loading:
         return copy.deepcopy(kept)
 
     def _fetched(self, form: Any, value: Any) -> Any:
-        """A value that each rank has whole, in memory of its own."""
+        """A value that each rank has all of, in memory of its own."""
         if isinstance(form, TensorForm):
             if not isinstance(value, Tensor):
                 value = torch.empty(form.shape, dtype=form.dtype, device=self._device)
             mine = value.detach().to(self._device, copy=True)
             dist.broadcast(mine, group=self._group, group_src=0)
             return mine
-        return own_copy(whole_of(value)) if isinstance(value, Tensor) else value
+        return own_copy(full_tensor_of(value)) if isinstance(value, Tensor) else value
 
 
 def _as_torch_says(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """An optimizer's state as it is saved: by the names and in the shapes that parameters had before wrapping.
 
 What an optimizer keeps in the shape of what it steps is sharded over the ranks as that is; the rest, numbers and
-whatever else, every rank has whole. First all ranks tell each other what they have, by name, shape and dtype, so that
+whatever else, every rank has all of. First all ranks tell each other what they have, by name, shape and dtype, so that
 all of them issue the same collectives, or raise the same error; then the tensors move.
 """
 
@@ -29,8 +29,8 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     Source,
     StateDict,
     Stepped,
-    is_kept_whole,
     is_keyed_by_name,
+    is_stepped_unsharded,
     unflattened_groups,
 )
 
@@ -122,7 +122,7 @@ def _states_of_all(mine: dict[Stepped, StateDict], group: dist.ProcessGroup | No
 def _problems_of(stepped: Stepped, state: StateDict) -> Iterable[str]:
     """Tensors that do not lie as the parameter does, in words."""
     one = stepped.within
-    if one is None or is_kept_whole(one):
+    if one is None or is_stepped_unsharded(one):
         return
     piece = one.handle.pieces[stepped.index]
     owned = (piece.numel if piece else 0) if one.handle.use_orig_params else one.handle.layout.shard_numel

@@ -78,7 +78,7 @@ class FlatParamLoad:
         """
         pieces = dict(self._scattered(scatter) if scatter else self._local())
         if not self._handle.use_orig_params:
-            return {0: self._joined(pieces)}
+            return {0: self._copied_in(pieces)}
         return {
             index: {
                 name: pieces[index, name] if is_sharded(value) else own_copy(value)
@@ -95,7 +95,7 @@ class FlatParamLoad:
                 if is_sharded(value):
                     yield index, name, value
 
-    def _joined(self, pieces: dict[tuple[int, str], Tensor]) -> StateDict:
+    def _copied_in(self, pieces: dict[tuple[int, str], Tensor]) -> StateDict:
         """Zeros stand for parameters without the tensor."""
         joined: StateDict = {}
         shards: dict[str, list[Tensor | None]] = {}
@@ -121,22 +121,22 @@ class FlatParamLoad:
             if chunk is not None:
                 held[index, name] = Held(index, chunk)
             else:
-                whole = whole_of(value)
-                yield (index, name), self._piece_of(whole, index).clone()
+                unsharded = full_tensor_of(value)
+                yield (index, name), self._piece_of(unsharded, index).clone()
         if held:
             pieces = self._one.resharding().pieces_from([*held.values()])
             yield from zip(held, pieces, strict=True)
 
-    def _piece_of(self, whole: Tensor, index: int) -> Tensor:
+    def _piece_of(self, unsharded: Tensor, index: int) -> Tensor:
         """Its part of a tensor in the parameter's shape; all of it where nothing is sharded."""
         handle = self._handle
         if not handle.is_sharded:
-            return whole
+            return unsharded
         slot, piece = handle.layout.slots[index], handle.pieces[index]
         if piece is None:
-            return whole.new_empty(0)
+            return unsharded.new_empty(0)
         start = handle.rank * handle.layout.shard_numel + piece.offset - slot.start
-        return laid_out_as(whole, slot).as_strided((slot.numel,), (1,)).narrow(0, start, piece.numel)
+        return laid_out_as(unsharded, slot).as_strided((slot.numel,), (1,)).narrow(0, start, piece.numel)
 
     def _scattered(self, scatter: Scatter) -> Iterator[tuple[tuple[int, str], Tensor]]:
         """One of the tensors of a state after the other, so that one is on its way at a time."""
@@ -148,11 +148,11 @@ class FlatParamLoad:
             mine = torch.empty(layout.shard_numel, dtype=dtype, device=handle.device)
             lots = None
             if dist.get_rank(scatter.group) == 0:
-                whole = torch.zeros(layout.padded_numel, dtype=dtype, device=handle.device)
-                views = handle.views_of(whole)
+                unsharded = torch.zeros(layout.padded_numel, dtype=dtype, device=handle.device)
+                views = handle.views_of(unsharded)
                 for index, value in values.items():
                     views[index].copy_(value)
-                parts = whole.split(layout.shard_numel)
+                parts = unsharded.split(layout.shard_numel)
                 lots = [parts[owner] for owner in scatter.owners]
             dist.scatter(mine, lots, group=scatter.group, group_src=0)
             places = handle.pieces_of(mine)
@@ -161,7 +161,7 @@ class FlatParamLoad:
                 yield (index, name), mine.new_empty(0) if place is None else place.clone()
 
 
-def whole_of(value: Tensor) -> Tensor:
+def full_tensor_of(value: Tensor) -> Tensor:
     """All of a tensor of any kind.
 
     Collectives: of a DTensor or ShardedTensor an all-gather over the ranks that have a part of it.
@@ -176,9 +176,9 @@ def whole_of(value: Tensor) -> Tensor:
     mine = torch.zeros(width, *rest, dtype=dtype_of(value), device=_device_of(value))
     for shard in value.local_shards():
         mine[: shard.tensor.shape[0]].copy_(shard.tensor)
-    whole = mine.new_empty(width * group.size(), *rest)
-    dist.all_gather([*whole.split(width)], mine, group=group)
-    return whole[:rows]
+    unsharded = mine.new_empty(width * group.size(), *rest)
+    dist.all_gather([*unsharded.split(width)], mine, group=group)
+    return unsharded[:rows]
 
 
 def _device_of(value: ShardedTensor) -> torch.device:
@@ -222,7 +222,7 @@ def refuse_unlike(names: Sequence[str], states: dict[int, StateDict]) -> None:
 
 def _refuse_unlike_values(state_name: str, values: list[Any], names: list[str]) -> None:
     given = [value for value in values if value is not None]
-    # Some may be in parts and some whole, as DCP reads those of one element.
+    # Some may be in parts and some unsharded, as DCP reads those of one element.
     kinds = {"sharded" if is_sharded(value) else type(value) for value in given}
     if len(kinds) > 1:
         raise ValueError(

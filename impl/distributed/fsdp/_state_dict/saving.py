@@ -2,7 +2,7 @@
 
 Before the walk the unit's values are made, one flat parameter after the other, and shown to the modules in the
 parameters' place; so they get their keys, and users' hooks see them, where nn.Module puts them. Where a rank is not to
-have a parameter whole, a stand-in is shown, and what it stands for takes its place after the walk.
+have a parameter unsharded, a stand-in is shown, and what it stands for takes its place after the walk.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Saving:
         bring_to_rest(self._unit, self._kind)
         for handle in self._unit.handles:
             if self._kind is not StateDictType.LOCAL_STATE_DICT:
-                self._shown.enter_context(handle.showing(self._values_of(handle)))
+                self._shown.enter_context(handle.registering(self._values_of(handle)))
             elif handle.use_orig_params:
-                self._shown.enter_context(handle.showing(stand_ins_for(handle, self)))
+                self._shown.enter_context(handle.registering(stand_ins_for(handle, self)))
 
     def abandon(self) -> None:
         """Show what was shown before."""
@@ -94,18 +94,18 @@ class Saving:
             chunks = self._chunks_of(handle)
             sources = [(chunk, handle, index) for index, chunk in enumerate(chunks)]
             return stand_ins_for(handle, self, sources)
-        copies = self._whole_copies(handle)  # which takes every rank
+        copies = self._unsharded_copies(handle)  # which takes every rank
         if self._is_left_out:
             return stand_ins_for(handle, self)
         self._copies.update((_storage_of(copy), False) for copy in copies)
         return [nn.Parameter(copy, handle.wants_grad(index)) for index, copy in enumerate(copies)]
 
-    def _whole_copies(self, handle: FlatParamHandle) -> list[Tensor]:
-        """None where this rank is left out. Beside them no rank has more than a part of the whole at a time."""
-        is_shown = self._unit.all_show_whole
+    def _unsharded_copies(self, handle: FlatParamHandle) -> list[Tensor]:
+        """None where this rank is left out. Beside them no rank has more than a part of the buffer at a time."""
+        is_shown = self._unit.is_summoned_on_all_ranks
         if is_shown or self._unit.groups.shard is None:
-            wholes = _summoned_tensors(handle) if is_shown else handle.views_of(handle.flat_param.data)
-            return [] if self._is_left_out else [self._copy(whole) for whole in wholes]
+            full_tensors = _summoned_tensors(handle) if is_shown else handle.views_of(handle.flat_param.data)
+            return [] if self._is_left_out else [self._copy(unsharded) for unsharded in full_tensors]
         slots = () if self._is_left_out else handle.layout.slots
         memories = [torch.empty(slot.numel, dtype=handle.dtype, device=self._device) for slot in slots]
         stops = [slot.stop for slot in slots]
@@ -123,12 +123,12 @@ class Saving:
 
     def _chunks_of(self, handle: FlatParamHandle) -> list[Tensor]:
         groups, layout = self._unit.groups, handle.layout
-        if self._unit.all_show_whole:
+        if self._unit.is_summoned_on_all_ranks:
             chunks = [chunk_of(slot, groups.shard_rank, layout.world) for slot in layout.slots]
-            wholes = _summoned_tensors(handle)
+            full_tensors = _summoned_tensors(handle)
             return [
-                self._copy(whole[chunk.first_row : chunk.stop_row])
-                for whole, chunk in zip(wholes, chunks, strict=True)
+                self._copy(unsharded[chunk.first_row : chunk.stop_row])
+                for unsharded, chunk in zip(full_tensors, chunks, strict=True)
             ]
         pieces = handle.pieces_of(handle.flat_param.data)
         sharded = [ShardPiece(index, handle.dtype, piece) for index, piece in enumerate(pieces)]
@@ -190,7 +190,7 @@ def bring_to_rest(unit: Unit, kind: StateDictType) -> None:
 
     Raises:
         AssertionError: the unit is in the middle of a forward or backward.
-        RuntimeError: its parameters are whole, and shards are asked for.
+        RuntimeError: its parameters are unsharded, and shards are asked for.
     """
     if unit.phase not in (Phase.IDLE, Phase.SUMMONED):
         raise AssertionError(
@@ -198,18 +198,18 @@ def bring_to_rest(unit: Unit, kind: StateDictType) -> None:
         )
     if unit.phase is Phase.SUMMONED and kind is StateDictType.LOCAL_STATE_DICT:
         raise RuntimeError(
-            f"LOCAL_STATE_DICT is of shards, but the parameters of {unit.name} are whole inside summon_full_params(); "
-            "leave the context first"
+            f"LOCAL_STATE_DICT is of shards, but the parameters of {unit.name} are unsharded inside "
+            "summon_full_params(); leave the context first"
         )
     if unit.phase is Phase.IDLE:
-        unit.release()
+        unit.reshard()
         for handle in unit.handles:
-            handle.take_back_changes()
+            handle.write_back_changes()
 
 
 def _summoned_tensors(handle: FlatParamHandle) -> list[Tensor]:
-    """What the user sees as the whole parameters, and may have written to."""
-    shown = dict(handle.shown())
+    """What the user sees as the unsharded parameters, and may have written to."""
+    shown = dict(handle.registered())
     return [cast("Tensor", shown[index]).detach() for index in range(len(handle.layout.slots))]
 
 

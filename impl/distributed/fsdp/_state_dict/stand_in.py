@@ -11,10 +11,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._flat_param import FlatParamHandle
-from impl.distributed.fsdp._showing import ReleasedParameter
+from impl.distributed.fsdp._param_registration import ShardedPlaceholder
 
 
-class StandIn(ReleasedParameter):
+class StandIn(ShardedPlaceholder):
     """Has a parameter's shape and no elements; what is copied into it, it keeps as its `source`."""
 
     source: Any
@@ -57,16 +57,16 @@ class StandIn(ReleasedParameter):
         """Of what is no tensor and becomes one where one is needed, as lazy loaders hand out, the owner keeps a part.
 
         Raises:
-            TypeError: it is sharded over ranks, where a whole tensor is wanted.
+            TypeError: it is sharded over ranks, where an unsharded tensor is expected.
             NotImplementedError: it has no values.
         """
         if not isinstance(given, Tensor):
-            whole = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="cpu")
-            self.source = self.owner.part_of(whole.copy_(given), self._name)
+            unsharded = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="cpu")
+            self.source = self.owner.part_of(unsharded.copy_(given), self._name)
             return
         if isinstance(given, (ShardedTensor, DTensor)):
             raise TypeError(
-                f"expected a whole tensor for {self._name} but got a {type(given).__name__}; load it with "
+                f"expected an unsharded tensor for {self._name} but got a {type(given).__name__}; load it with "
                 "SHARDED_STATE_DICT"
             )
         if given.is_meta and not isinstance(given, StandIn):

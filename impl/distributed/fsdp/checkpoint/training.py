@@ -296,7 +296,7 @@ def _undone_on_error() -> Generator[Callable[..., Any]]:
 @contextmanager
 def _sharded_state_dicts(model: nn.Module) -> Generator[None]:
     with warnings.catch_warnings():
-        # Of what torch advises against, and that units without sharding have whole tensors.
+        # Of what torch advises against, and that units without sharding have unsharded tensors.
         warnings.filterwarnings(
             "ignore", message=r"FSDP\.state_dict_type|Please use DTensor|When using ``NO_SHARD``"
         )

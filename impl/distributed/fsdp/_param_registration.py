@@ -1,4 +1,4 @@
-"""What modules see where their parameters were: leaves while the unit is whole, and something that rests meanwhile."""
+"""What modules see where their parameters were: views while the unit is unsharded, else a placeholder or a shard."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 
-class ReleasedParameter(Tensor):
+class ShardedPlaceholder(Tensor):
     """Stands in a module for a parameter whose elements are sharded over the ranks; has its shape, dtype and device."""
 
     _name: str
 
     @classmethod
-    def of(cls, leaf: Tensor, name: str, *, device: torch.device | None = None) -> Self:
+    def of(cls, view: Tensor, name: str, *, device: torch.device | None = None) -> Self:
         made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
             cls,
-            leaf.shape,
-            strides=leaf.stride(),
-            dtype=leaf.dtype,
-            device=device or leaf.device,
-            requires_grad=leaf.requires_grad,
+            view.shape,
+            strides=view.stride(),
+            dtype=view.dtype,
+            device=device or view.device,
+            requires_grad=view.requires_grad,
         )
         made._name = name
         return made
@@ -65,7 +65,7 @@ class ManagedParam:
     parameter: nn.Parameter
 
 
-class Showing:
+class ParamRegistration:
     """Puts one tensor for each parameter where the unit's modules look for it.
 
     Args:
@@ -88,20 +88,20 @@ class Showing:
                 else:
                     self._watched.append((module, location.attribute, index))
 
-    def show(self, tensors: Sequence[Tensor]) -> None:
+    def register(self, tensors: Sequence[Tensor]) -> None:
         for names, attribute, index in self._plain:
             names[attribute] = tensors[index]
         for module, attribute, index in self._watched:
             setattr(module, attribute, tensors[index])
 
-    def hide(self) -> None:
+    def unregister(self) -> None:
         """Take them away, names and all."""
         for names, attribute, _ in self._plain:
             names.pop(attribute, None)
         for module, attribute, _ in self._watched:
             delattr(module, attribute)
 
-    def shown(self) -> Iterator[tuple[int, Tensor | None]]:
+    def registered(self) -> Iterator[tuple[int, Tensor | None]]:
         """What stands there now, with the number of the parameter it stands for."""
         for names, attribute, index in self._plain:
             yield index, names.get(attribute)
