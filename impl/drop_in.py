@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from impl._placement import Placement
+from impl._patching import PatchSet
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -85,7 +85,7 @@ def install() -> None:
 
     Sync: none. Collectives: none. Imports Dynamo and `torch.distributed.fsdp`, which takes a second or two.
     """
-    _placement.install()
+    _patches.install()
 
 
 def uninstall() -> None:
@@ -93,7 +93,7 @@ def uninstall() -> None:
 
     A place that somebody else has written to since is left as it is. A call without `install()` changes nothing.
     """
-    _placement.uninstall()
+    _patches.uninstall()
 
 
 def installed() -> contextlib.AbstractContextManager[None]:
@@ -107,7 +107,7 @@ def installed() -> contextlib.AbstractContextManager[None]:
     >>> torch.nn.utils.clip_grad_norm_.__module__
     'torch.nn.utils.clip_grad'
     """
-    return _placement.installed()
+    return _patches.installed()
 
 
 def _pairs() -> list[tuple[Any, Any]]:
@@ -124,7 +124,7 @@ def _tracing() -> contextlib.AbstractContextManager[None]:
     return importlib.import_module("impl.dynamo").installed()
 
 
-_placement = Placement(_pairs, along=_tracing)
+_patches = PatchSet(_pairs, along=_tracing)
 
 
 def _found(package: str, name: str) -> Any:

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from conformance.ranks import Rank
 from impl.distributed.fsdp._flat_layout import FlatLayout
 from impl.distributed.fsdp._groups import Groups
-from impl.distributed.fsdp._state_dict import resharding
+from impl.distributed.fsdp._state_dict import redistribution
 
 
 def there_and_back(rank: Rank, *, layout: FlatLayout, dtypes: list[torch.dtype]) -> dict[str, Any]:
     groups = Groups(dist.group.WORLD if rank.world_size > 1 else None, None)
-    exchanges = resharding.Resharding(layout, groups, torch.device(rank.device), "tested")
+    exchanges = redistribution.Redistribution(layout, groups, torch.device(rank.device), "tested")
     received = 0
-    issued = resharding.all_to_all
+    issued = redistribution.all_to_all
 
     def counting(group: Any, output: torch.Tensor, *rest: Any) -> Any:
         nonlocal received
@@ -30,17 +30,17 @@ def there_and_back(rank: Rank, *, layout: FlatLayout, dtypes: list[torch.dtype])
         first = rank.rank * layout.shard_numel + piece.offset - slot.start if piece else 0
         pieces.append(in_memory(slot.numel, number, dtype)[first : first + (piece.numel if piece else 0)])
     sharded = [
-        resharding.ShardPiece(number, piece.dtype, piece if piece.numel() else None)
+        redistribution.ShardPiece(number, piece.dtype, piece if piece.numel() else None)
         for number, piece in enumerate(pieces)
     ]
-    resharding.all_to_all = counting
+    redistribution.all_to_all = counting
     try:
         chunks = exchanges.chunks_from(sharded)
         received_for_chunks = received
-        held = [resharding.Held(number, chunk.contiguous()) for number, chunk in enumerate(chunks)]
+        held = [redistribution.ShardChunk(number, chunk.contiguous()) for number, chunk in enumerate(chunks)]
         again = exchanges.pieces_from(held)
     finally:
-        resharding.all_to_all = issued
+        redistribution.all_to_all = issued
     return {
         "chunks": [chunk.clone() for chunk in chunks],
         "chunk_bytes": sum(chunk.nbytes for chunk in chunks),

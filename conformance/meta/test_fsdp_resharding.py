@@ -14,7 +14,7 @@ from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.meta import resharding_cases
 from conformance.ranks import RankPool
 from impl.distributed.fsdp._flat_layout import FlatLayout, Slot, layout_of
-from impl.distributed.fsdp._state_dict.resharding import chunk_of, overlaps
+from impl.distributed.fsdp._state_dict.redistribution import chunk_of, overlaps
 
 pytestmark = pytest.mark.deadline(120)
 

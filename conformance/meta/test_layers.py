@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 # Each may import itself and what stands above it in this list. The package's own __init__ holds nothing.
 LAYERS = (
-    ("impl._after_dynamo", "impl._placement"),
+    ("impl._after_dynamo", "impl._patching"),
     ("impl.kernels",),
     ("impl.optim",),
     ("impl.amp", "impl.nn"),
@@ -56,7 +56,7 @@ WITHIN_SHARDING = (
     ),
     ("_flat_param",),
     ("_collectives", "_managed", "wrap"),
-    ("_buffers", "_gradients", "_placement"),
+    ("_buffers", "_gradients", "_module_init"),
     ("_shared",),
     ("_unit",),
     ("_clip", "_contained", "_root", "_summon"),

@@ -6,10 +6,10 @@ import contextlib
 
 import torch._dynamo.variables.builder
 
-from impl._placement import Placement
+from impl._patching import PatchSet
 from impl.dynamo.optimizer import OptimizerVariable
 
-_placement = Placement(
+_patches = PatchSet(
     lambda: [(torch._dynamo.variables.builder.OptimizerVariable, OptimizerVariable)], within="torch._dynamo"
 )
 
@@ -20,12 +20,12 @@ def install() -> None:
     Code that is compiled already stays as it is: call `torch._dynamo.reset()` to have it compiled again.
     Sync: none. Collectives: none.
     """
-    _placement.install()
+    _patches.install()
 
 
 def uninstall() -> None:
     """Take back `install()`, once no `installed()` block is open. A call without `install()` changes nothing."""
-    _placement.uninstall()
+    _patches.uninstall()
 
 
 def installed() -> contextlib.AbstractContextManager[None]:
@@ -40,4 +40,4 @@ def installed() -> contextlib.AbstractContextManager[None]:
     >>> parameter.tolist()
     [0.5, 0.5]
     """
-    return _placement.installed()
+    return _patches.installed()

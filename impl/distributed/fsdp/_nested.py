@@ -33,7 +33,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """A tensor that an object has, in its attributes or in what stands there."""
 
     tensor: Tensor
@@ -41,9 +41,9 @@ class Held:
     key: Any
 
 
-def held_in(value: Any) -> list[Held]:
+def held_in(value: Any) -> list[HeldTensor]:
     """What the objects in `value` have that are neither containers nor tensors, at any depth and in circles too."""
-    found: list[Held] = []
+    found: list[HeldTensor] = []
     waiting: list[tuple[Any, bool]] = [(value, False)]  # and whether it stands in an object
     seen: set[int] = set()
     while waiting:
@@ -60,7 +60,7 @@ def held_in(value: Any) -> list[Held]:
             places, is_inside = holder.items(), is_inside or not _is_dataclass(each)
         for key, part in places:
             if isinstance(part, Tensor) and is_inside:
-                found.append(Held(part, holder, key))
+                found.append(HeldTensor(part, holder, key))
             else:
                 waiting.append((part, is_inside))
     return found
@@ -102,7 +102,7 @@ def apart_from(memory: set[int], value: Any) -> Any:
     return replaced(value, functools.partial(_apart, memory))
 
 
-def set_apart(memory: set[int], held: Sequence[Held]) -> list[Tensor]:
+def set_apart(memory: set[int], held: Sequence[HeldTensor]) -> list[Tensor]:
     """Have objects hold such copies; what they hold then."""
     tensors = [_apart(memory, one.tensor) for one in held]
     for one, tensor in zip(held, tensors, strict=True):

@@ -25,8 +25,13 @@ from impl.distributed.fsdp._groups import (
     groups_of,
 )
 from impl.distributed.fsdp._managed import ignored_by, managed_params_of, mark_managed, refuse_dtensors
+from impl.distributed.fsdp._module_init import (
+    broadcast_states,
+    device_type_for,
+    made_of,
+    materialize_and_move,
+)
 from impl.distributed.fsdp._phase import Phase, TrainingState
-from impl.distributed.fsdp._placement import broadcast_states, device_type_for, made_of, place
 from impl.distributed.fsdp._private_names import PrivateNames
 from impl.distributed.fsdp._root import Root, root_over
 from impl.distributed.fsdp._state_dict.methods import StateDicts
@@ -174,7 +179,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         self._use_orig_params = use_orig_params
         self._device_mesh = device_mesh
         self._use_full_prec_in_eval = os.environ.get(_FULL_PRECISION_IN_EVAL, "") == "1"
-        self.compute_device = place(
+        self.compute_device = materialize_and_move(
             module,
             self._ignored,
             device_id,

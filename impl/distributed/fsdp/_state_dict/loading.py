@@ -26,14 +26,14 @@ from impl.distributed.fsdp._managed import clean_name, is_managed
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
 from impl.distributed.fsdp._state_dict.packing import chunk_in, dtype_of, own_numel, shape_of
-from impl.distributed.fsdp._state_dict.resharding import Held, Resharding, chunk_of, laid_out_as
+from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardChunk, chunk_of, laid_out_as
 from impl.distributed.fsdp._state_dict.saving import WRAPPED, bring_to_rest
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp.api import StateDictType
 
 
-class Loading:
+class StateDictLoading:
     """One call of `load_state_dict`, as far as it concerns the units below and at a wrapper.
 
     Args:
@@ -242,10 +242,10 @@ class UnitLoading:
         )
 
     def _write_chunks(self, handle: FlatParamHandle, given: Sequence[int], chunks: Sequence[Tensor]) -> None:
-        held = [Held(index, chunk) for index, chunk in zip(given, chunks, strict=True)]
-        resharding = Resharding(handle.layout, self._unit.groups, handle.device, self._unit.name)
+        held = [ShardChunk(index, chunk) for index, chunk in zip(given, chunks, strict=True)]
+        redistribution = Redistribution(handle.layout, self._unit.groups, handle.device, self._unit.name)
         shard = handle.flat_param.detach()
-        for index, values in zip(given, resharding.pieces_from(held), strict=True):
+        for index, values in zip(given, redistribution.pieces_from(held), strict=True):
             piece = handle.pieces[index]
             if piece is not None:
                 shard.narrow(0, piece.offset, piece.numel).copy_(values)

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._managed import Ignored, clean_name
 from impl.distributed.fsdp._root import Root
-from impl.distributed.fsdp._state_dict.loading import Loading
-from impl.distributed.fsdp._state_dict.saving import Saving
+from impl.distributed.fsdp._state_dict.loading import StateDictLoading
+from impl.distributed.fsdp._state_dict.saving import StateDictSaving
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp.api import (
     FullOptimStateDictConfig,
@@ -81,8 +81,8 @@ class StateDicts(nn.Module):
         self._state_dict_config: StateDictConfig = FullStateDictConfig()
         self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
         self._buffer_dtypes = {clean_name(name): buffer.dtype for name, buffer in module.named_buffers()}
-        self._saving: Saving | None = None
-        self._loading: Loading | None = None
+        self._saving: StateDictSaving | None = None
+        self._loading: StateDictLoading | None = None
         self.register_state_dict_pre_hook(_before_saving)
         self._register_state_dict_hook(_after_saving)
         self._register_load_state_dict_pre_hook(_before_loading, with_module=True)
@@ -134,7 +134,7 @@ class StateDicts(nn.Module):
             copy into unsharded parameters, and cannot read them. If a module around this one is asked, what
             is missing or unexpected is told after the rest was loaded.
         """
-        loading = Loading(wrappers_in(self))
+        loading = StateDictLoading(wrappers_in(self))
         loading.begin()
         try:
             keys = super().load_state_dict(state_dict, strict, assign)
@@ -316,7 +316,7 @@ def _before_saving(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
         wrapper._saving.abandon()
     kind, config = wrapper._kind_and_config(_INSTEAD_OF_SAVING)
     wrapper._find_root().handle_failed_backward()
-    wrapper._saving = Saving(wrapper, kind, config)
+    wrapper._saving = StateDictSaving(wrapper, kind, config)
     try:
         wrapper._saving.begin()
     except BaseException:
@@ -350,7 +350,7 @@ def _before_loading(  # noqa: PLR0913  nn.Module's eight
     if loading is None or loading.is_walked_from(wrapper):
         if loading is not None:  # the walk has raised
             loading.abandon()
-        loading = Loading(wrappers_in(wrapper), error_msgs)
+        loading = StateDictLoading(wrappers_in(wrapper), error_msgs)
         loading.begin()
     kind, config = wrapper._kind_and_config(_INSTEAD_OF_LOADING)
     try:

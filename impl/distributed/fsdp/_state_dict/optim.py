@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from impl.distributed.fsdp._state_dict.methods import wrappers_in
-from impl.distributed.fsdp._state_dict.optim_flat import Wanted
+from impl.distributed.fsdp._state_dict.optim_flat import OptimSaveOptions
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType, Source, StateDict, rekeyed
-from impl.distributed.fsdp._state_dict.optim_load import Loading, load_together
+from impl.distributed.fsdp._state_dict.optim_load import OptimStateLoading, load_together
 from impl.distributed.fsdp._state_dict.optim_save import saved
 from impl.distributed.fsdp.api import StateDictType
 
@@ -59,14 +59,14 @@ class OptimStateDicts:
         """
         settings: Any = wrappers_in(model)[0].get_state_dict_type(model)
         config = settings.optim_state_dict_config
-        wanted = Wanted(
+        options = OptimSaveOptions(
             is_full=settings.state_dict_type == StateDictType.FULL_STATE_DICT,
             rank0_only=getattr(config, "rank0_only", False),
             offloads=getattr(config, "offload_to_cpu", True),
             uses_dtensor=getattr(config, "_use_dtensor", False),
         )
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return saved(model, _rooted(model), Source(optim), given, wanted, group)
+        return saved(model, _rooted(model), Source(optim), given, options, group)
 
     @staticmethod
     def optim_state_dict_to_load(  # noqa: PLR0913  torch's six
@@ -99,7 +99,7 @@ class OptimStateDicts:
             are compared with `use_orig_params` too; what is loaded shares no memory with what was given.
         """
         settings: Any = wrappers_in(model)[0].get_state_dict_type(model)
-        found = Loading(
+        found = OptimStateLoading(
             model,
             _rooted(model),
             Source(optim),
@@ -131,8 +131,8 @@ class OptimStateDicts:
         """
         _warn_of_legacy("full_optim_state_dict", "optim_state_dict")
         _warn_of_input(optim_input)
-        wanted = Wanted(is_full=True, rank0_only=rank0_only, offloads=True, uses_dtensor=False)
-        return saved(model, _rooted(model), Source(optim, optim_input), optim.state_dict(), wanted, group)
+        options = OptimSaveOptions(is_full=True, rank0_only=rank0_only, offloads=True, uses_dtensor=False)
+        return saved(model, _rooted(model), Source(optim, optim_input), optim.state_dict(), options, group)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: _Group = None) -> StateDict:
@@ -140,8 +140,8 @@ class OptimStateDicts:
         _warn_of_legacy("sharded_optim_state_dict", "optim_state_dict")
         wrappers = _rooted(model)
         uses_dtensor = getattr(wrappers[0]._optim_state_dict_config, "_use_dtensor", False)
-        wanted = Wanted(is_full=False, rank0_only=False, offloads=True, uses_dtensor=uses_dtensor)
-        return saved(model, wrappers, Source(optim), optim.state_dict(), wanted, group)
+        options = OptimSaveOptions(is_full=False, rank0_only=False, offloads=True, uses_dtensor=uses_dtensor)
+        return saved(model, wrappers, Source(optim), optim.state_dict(), options, group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -161,7 +161,7 @@ class OptimStateDicts:
         """
         _warn_of_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
         _warn_of_input(optim_input)
-        return Loading(
+        return OptimStateLoading(
             model,
             _rooted(model),
             Source(optim, optim_input),
@@ -175,7 +175,7 @@ class OptimStateDicts:
     ) -> StateDict:
         """The part that an optimizer loads of each rank's rows. Deprecated: use `optim_state_dict_to_load`."""
         _warn_of_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return Loading(model, _rooted(model), Source(optim), sharded_optim_state_dict).run()
+        return OptimStateLoading(model, _rooted(model), Source(optim), sharded_optim_state_dict).run()
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -196,7 +196,7 @@ class OptimStateDicts:
         """
         _warn_of_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         _warn_of_input(optim_input)
-        return Loading(
+        return OptimStateLoading(
             model,
             _rooted(model),
             Source(optim, optim_input),

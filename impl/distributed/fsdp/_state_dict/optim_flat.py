@@ -17,11 +17,11 @@ from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict, Stepped, is_stepped_unsharded
 from impl.distributed.fsdp._state_dict.packing import chunked, meshed
-from impl.distributed.fsdp._state_dict.resharding import ShardPiece, chunk_of
+from impl.distributed.fsdp._state_dict.redistribution import ShardPiece, chunk_of
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OptimSaveOptions:
     """How a state dict is to be saved."""
 
     is_full: bool  # rather than in parts, each rank its own
@@ -39,7 +39,7 @@ class TensorForm:
 
 
 @dataclass(frozen=True)
-class Told:
+class RankStates:
     """What a rank tells the others of its optimizer's state."""
 
     rank: int  # in the world
@@ -74,7 +74,7 @@ class _Item:
 class FlatParamState:
     """What this rank keeps for one flat parameter, and what it knows of the others."""
 
-    def __init__(self, one: NamedHandle, mine: dict[Stepped, StateDict], told: Sequence[Told]) -> None:
+    def __init__(self, one: NamedHandle, mine: dict[Stepped, StateDict], told: Sequence[RankStates]) -> None:
         self._one = one
         self._handle: FlatParamHandle = one.handle
         self._groups: Groups = one.wrapper._groups
@@ -90,15 +90,15 @@ class FlatParamState:
             )
         self._told = [by_rank[rank] for rank in self._peers]
 
-    def collected(self, wanted: Wanted, destination: int) -> dict[str, StateDict]:
+    def collected(self, options: OptimSaveOptions, destination: int) -> dict[str, StateDict]:
         """By name; nothing where the destination alone is to have it and this rank is another."""
         handle, names = self._handle, self._one.names
         if is_stepped_unsharded(self._one):
-            copied = offloaded if wanted.offloads else copy.copy
+            copied = offloaded if options.offloads else copy.copy
             return {names[index]: copied(state) for index, state in self._mine.items()}
         items, states = self._merged() if handle.use_orig_params else self._own()
         tensors = (
-            self._unsharded(items, wanted, destination) if wanted.is_full else self._parts(items, wanted)
+            self._unsharded(items, options, destination) if options.is_full else self._parts(items, options)
         )
         for item, tensor in tensors:
             states[item.index][item.name] = tensor
@@ -181,7 +181,7 @@ class FlatParamState:
         return shard
 
     def _unsharded(
-        self, items: Sequence[_Item], wanted: Wanted, destination: int
+        self, items: Sequence[_Item], options: OptimSaveOptions, destination: int
     ) -> Iterator[tuple[_Item, Tensor]]:
         """One of the tensors of a state after the other, so that one is on its way at a time."""
         alike: dict[tuple[str, torch.dtype], list[_Item]] = {}
@@ -189,12 +189,12 @@ class FlatParamState:
             alike.setdefault((item.name, item.dtype), []).append(item)
         for same in alike.values():
             shard = self._shard(same)
-            if wanted.rank0_only and self._groups.shard is not None:
+            if options.rank0_only and self._groups.shard is not None:
                 unsharded = self._gathered_at(destination, shard, self._groups.shard)
             else:
                 unsharded = gathered_like(self._handle, shard, self._groups, self._one.unit.name)
             if unsharded is not None:
-                views = self._handle.views_of(unsharded.cpu() if wanted.offloads else unsharded)
+                views = self._handle.views_of(unsharded.cpu() if options.offloads else unsharded)
                 yield from ((item, views[item.index]) for item in same)
 
     def _gathered_at(self, destination: int, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
@@ -212,15 +212,15 @@ class FlatParamState:
         self._groups.order_checkers[group].run(f"collected '{self._one.unit.name}'", issue, group, mine)
         return unsharded
 
-    def _parts(self, items: Sequence[_Item], wanted: Wanted) -> Iterator[tuple[_Item, Tensor]]:
+    def _parts(self, items: Sequence[_Item], options: OptimSaveOptions) -> Iterator[tuple[_Item, Tensor]]:
         """The rank's rows of each tensor, as a ShardedTensor or DTensor."""
         if self._handle.is_sharded:
             sharded = [ShardPiece(item.index, item.dtype, self._piece(item)) for item in items]
-            chunks = self._one.resharding().chunks_from(sharded)
+            chunks = self._one.redistribution().chunks_from(sharded)
         else:
             chunks = [self._own_chunk(item) for item in items]
         for item, chunk in zip(items, chunks, strict=True):
-            yield item, self._packed(item, chunk, wanted)
+            yield item, self._packed(item, chunk, options)
 
     def _own_chunk(self, item: _Item) -> Tensor:
         """Of a tensor that every rank has all of."""
@@ -229,14 +229,14 @@ class FlatParamState:
         chunk = chunk_of(self._handle.layout.slots[item.index], wrapper.rank, wrapper.world_size)
         return unsharded.narrow(0, chunk.first_row, chunk.shape[0]).clone()
 
-    def _packed(self, item: _Item, chunk: Tensor, wanted: Wanted) -> Tensor:
+    def _packed(self, item: _Item, chunk: Tensor, options: OptimSaveOptions) -> Tensor:
         wrapper, layout = self._one.wrapper, self._handle.layout
         slot = layout.slots[item.index]
-        if wanted.uses_dtensor:
+        if options.uses_dtensor:
             made: Tensor = meshed(chunk, slot, wrapper._mesh)
-            return made.cpu() if wanted.offloads else made
+            return made.cpu() if options.offloads else made
         over_all = replace(layout, world=wrapper.world_size)
-        return chunked(chunk.cpu() if wanted.offloads else chunk, slot, over_all, wrapper.process_group)
+        return chunked(chunk.cpu() if options.offloads else chunk, slot, over_all, wrapper.process_group)
 
 
 def own_copy(value: Any) -> Any:

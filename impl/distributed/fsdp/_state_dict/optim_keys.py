@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._managed import clean_name
-from impl.distributed.fsdp._state_dict.resharding import Resharding
+from impl.distributed.fsdp._state_dict.redistribution import Redistribution
 from impl.distributed.fsdp._unit import Unit
 
 Key = int | str
@@ -39,8 +39,8 @@ class NamedHandle:
     def unit(self) -> Unit:
         return self.wrapper._unit
 
-    def resharding(self) -> Resharding:
-        return Resharding(self.handle.layout, self.wrapper._groups, self.handle.device, self.unit.name)
+    def redistribution(self) -> Redistribution:
+        return Redistribution(self.handle.layout, self.wrapper._groups, self.handle.device, self.unit.name)
 
 
 def is_stepped_unsharded(one: NamedHandle) -> bool:

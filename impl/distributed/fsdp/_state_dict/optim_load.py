@@ -34,7 +34,7 @@ from impl.distributed.fsdp._state_dict.optim_shard import FlatParamLoad, Scatter
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
 
 
-class Loading:
+class OptimStateLoading:
     """One state dict on its way into an optimizer, on one rank.
 
     Args:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from impl.distributed.fsdp._state_dict.optim_flat import (
     FlatParamState,
-    Told,
-    Wanted,
+    OptimSaveOptions,
+    RankStates,
     forms_of,
     hides_tensors,
     offloaded,
@@ -44,17 +44,17 @@ def saved(  # noqa: PLR0913  what torch's functions are told
     wrappers: Sequence[Any],
     source: Source,
     state_dict: StateDict,
-    wanted: Wanted,
+    options: OptimSaveOptions,
     group: dist.ProcessGroup | None,
 ) -> StateDict:
-    """An optimizer's state dict as `wanted`; empty on a rank that is to have none.
+    """An optimizer's state dict as `options` say; empty on a rank that is to have none.
 
     Raises:
         RuntimeError: a rank lacks states that others have.
         ValueError: a tensor of a state is not shaped like what the optimizer steps. All of this is raised on all ranks.
         AssertionError: ranks differ in a number that they should all have.
-    Collectives: one of objects over `group`; then for each flat parameter, as `wanted`, a gather or an all-gather for
-        each of the tensors of a state, or one all-to-all for all of them.
+    Collectives: one of objects over `group`; then for each flat parameter, as `options` say, a gather or an all-gather
+        for each of the tensors of a state, or one all-to-all for all of them.
     """
     names = Names(model, wrappers)
     keyed = names.keyed(source, is_keyed_by_name(state_dict))
@@ -64,13 +64,13 @@ def saved(  # noqa: PLR0913  what torch's functions are told
     merges = wrappers[0]._use_orig_params
     keys = _merged_keys(told, names) if merges else _first_ranks_keys(told)
     destination = dist.get_global_rank(group or _world(), 0)
-    is_kept = not (wanted.is_full and wanted.rank0_only) or dist.get_rank() == destination
+    is_kept = not (options.is_full and options.rank0_only) or dist.get_rank() == destination
     states: dict[str, StateDict] = {}
     for one in dict.fromkeys(names.handle_of[key[0]] for key in keys if key[0] in names.handle_of):
-        states.update(FlatParamState(one, mine, told).collected(wanted, destination))
+        states.update(FlatParamState(one, mine, told).collected(options, destination))
     for stepped, state in mine.items():
         if stepped.within is None:
-            states[stepped.name] = offloaded(state) if wanted.offloads else copy.copy(state)
+            states[stepped.name] = offloaded(state) if options.offloads else copy.copy(state)
     if not is_kept:
         return {}
     result: StateDict = {"state": {name: states[name] for key in keys for name in key if name in states}}
@@ -101,12 +101,12 @@ def _warn_of_unknown(key: Any) -> None:
 # What the ranks have, between them
 
 
-def _states_of_all(mine: dict[Stepped, StateDict], group: dist.ProcessGroup | None) -> list[Told]:
+def _states_of_all(mine: dict[Stepped, StateDict], group: dist.ProcessGroup | None) -> list[RankStates]:
     """
     Raises:
         ValueError: a rank cannot save what it has.
     """
-    told = Told(
+    told = RankStates(
         dist.get_rank(),
         {stepped.names: forms_of(state) for stepped, state in mine.items()},
         [problem for stepped, state in mine.items() for problem in _problems_of(stepped, state)],
@@ -140,7 +140,7 @@ def _problems_of(stepped: Stepped, state: StateDict) -> Iterable[str]:
             )
 
 
-def _merged_keys(told: Sequence[Told], names: Names) -> list[_Key]:
+def _merged_keys(told: Sequence[RankStates], names: Names) -> list[_Key]:
     """With `use_orig_params`: what any rank has, since one whose part of a parameter is empty has no state for it.
 
     Those that no unit manages come first, then unit by unit.
@@ -171,7 +171,7 @@ def _refuse_missing(wrapper: Any, present: set[str], names: Names) -> None:
                 )
 
 
-def _first_ranks_keys(told: Sequence[Told]) -> list[_Key]:
+def _first_ranks_keys(told: Sequence[RankStates]) -> list[_Key]:
     """Without `use_orig_params`: what the first rank has; every rank steps a part of each flat parameter.
 
     Raises:

@@ -17,7 +17,7 @@ from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
-from impl.distributed.fsdp._state_dict.resharding import Held, chunk_of, laid_out_as
+from impl.distributed.fsdp._state_dict.redistribution import ShardChunk, chunk_of, laid_out_as
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,17 @@ class FlatParamLoad:
     # Moving
 
     def _local(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
-        held: dict[tuple[int, str], Held] = {}
+        held: dict[tuple[int, str], ShardChunk] = {}
         for index, name, value in self._tensors():
             slot = self._handle.layout.slots[index]
             chunk = _chunk_in(value, slot, self._handle) if self._handle.is_sharded else None
             if chunk is not None:
-                held[index, name] = Held(index, chunk)
+                held[index, name] = ShardChunk(index, chunk)
             else:
                 unsharded = full_tensor_of(value)
                 yield (index, name), self._piece_of(unsharded, index).clone()
         if held:
-            pieces = self._one.resharding().pieces_from([*held.values()])
+            pieces = self._one.redistribution().pieces_from([*held.values()])
             yield from zip(held, pieces, strict=True)
 
     def _piece_of(self, unsharded: Tensor, index: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
 from impl.distributed.fsdp._flat_layout import FlatLayout, Slot
-from impl.distributed.fsdp._state_dict.resharding import chunk_of
+from impl.distributed.fsdp._state_dict.redistribution import chunk_of
 
 
 def chunked(chunk: Tensor, slot: Slot, layout: FlatLayout, group: dist.ProcessGroup) -> ShardedTensor:

@@ -19,7 +19,7 @@ from impl.distributed.fsdp._collectives import gathered_in_parts
 from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
-from impl.distributed.fsdp._state_dict.resharding import Resharding, ShardPiece, chunk_of
+from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardPiece, chunk_of
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp.api import StateDictType
@@ -27,7 +27,7 @@ from impl.distributed.fsdp.api import StateDictType
 WRAPPED = "_fsdp_wrapped_module."
 
 
-class Saving:
+class StateDictSaving:
     """
     Args:
         wrapper: the FullyShardedDataParallel.
@@ -132,7 +132,7 @@ class Saving:
             ]
         pieces = handle.pieces_of(handle.flat_param.data)
         sharded = [ShardPiece(index, handle.dtype, piece) for index, piece in enumerate(pieces)]
-        return Resharding(layout, groups, handle.device, self._unit.name).chunks_from(sharded)
+        return Redistribution(layout, groups, handle.device, self._unit.name).chunks_from(sharded)
 
     @property
     def _device(self) -> torch.device:

@@ -51,7 +51,7 @@ def device_type_for(
     return found or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def place(  # noqa: PLR0913  what torch's constructor is told
+def materialize_and_move(  # noqa: PLR0913  what torch's constructor is told
     module: nn.Module,
     ignored: Ignored,
     device_id: int | torch.device | None,

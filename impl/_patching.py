@@ -10,11 +10,11 @@ from typing import Any
 
 Pair = tuple[Any, Any]  # (torch's object, ours)
 
-# One for all placements: what they change is the process's.
+# One for all patch sets: what they change is the process's.
 _lock = threading.RLock()
 
 
-class Placement:
+class PatchSet:
     """Some objects, torch's or ours in torch's places: ours from `install` to `uninstall`, and in `installed` blocks.
 
     Args:

@@ -87,7 +87,7 @@ class ShardPiece:
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardChunk:
     """A rank's chunk of such a tensor."""
 
     slot: int
@@ -107,7 +107,7 @@ class _Range:
 _Route = list[list[_Range]]
 
 
-class Resharding:
+class Redistribution:
     """Exchanges within the group that a flat parameter is sharded over.
 
     Args:
@@ -143,7 +143,7 @@ class Resharding:
         return chunks
 
     @torch.no_grad()
-    def pieces_from(self, tensors: Sequence[Held]) -> list[Tensor]:
+    def pieces_from(self, tensors: Sequence[ShardChunk]) -> list[Tensor]:
         """The rank's piece of each tensor, 1-D, in memory of its own; as `chunks_from` in the other direction."""
         found = [self._layout.piece(self._layout.slots[one.slot], self._rank) for one in tensors]
         pieces = [
