@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import swap_tensors
 
 from conformance.kernels.native import the_library
-from impl.kernels import Addresses, Formed, formed, joined
+from impl.kernels import Addresses, KnownLayoutList, formed, joined
 from impl.kernels._native import CODES, memory
 
 
@@ -98,7 +98,7 @@ def test_a_copy_is_about_the_copied_tensors(way: str) -> None:
 def test_what_is_known_of_lists_is_known_of_all_together() -> None:
     some, others = [torch.zeros(3), torch.zeros(2, 3)], [torch.zeros(4)]
     whole = joined([known(some), known(others)])
-    assert isinstance(whole, Formed)
+    assert isinstance(whole, KnownLayoutList)
     assert all(map(is_, whole, [*some, *others]))
     assert list(whole.form.numels.numbers) == [3, 6, 4]
     assert whole.form.code == CODES[torch.float32]
@@ -109,7 +109,7 @@ def test_what_is_not_known_of_one_list_is_not_known_of_all(other: Tensor) -> Non
     """Of another dtype, or not looked at."""
     some = [torch.zeros(3)]
     whole = joined([known(some), known([other]) if other.dtype is torch.bfloat16 else [other]])
-    assert not isinstance(whole, Formed)
+    assert not isinstance(whole, KnownLayoutList)
     assert all(map(is_, whole, [*some, other]))
 
 

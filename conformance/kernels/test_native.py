@@ -19,7 +19,7 @@ from torch import Tensor
 from conformance.kernels.calls import Spec, assert_same_bits, build, every_pattern_of_bits
 from conformance.kernels.native import the_library
 from impl import kernels
-from impl.kernels import AdamRule, Parameters, SGDRule, _native, _route, fused_step
+from impl.kernels import AdamRule, Parameters, SGDRule, _dispatch, _native, fused_step
 from impl.kernels._native import CHUNK, CODES
 from impl.kernels._native.norm import sum_of_squares
 
@@ -239,7 +239,7 @@ def test_another_interface_is_not_called() -> None:
 
 
 def test_without_it_only_who_asks_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_route, "library", lambda: None)
+    monkeypatch.setattr(_dispatch, "library", lambda: None)
     param = torch.zeros(3)
     kernels.fused_step_(SGD, Parameters([param], []), [torch.ones(3)], torch.tensor(1.0))
     assert param.tolist() == [-1.0] * 3

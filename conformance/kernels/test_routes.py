@@ -428,10 +428,10 @@ def test_triton_on_the_cpu_wants_the_interpreter(monkeypatch):
 
 
 def test_the_variable_sets_the_route():
-    program = "import torch; from impl.kernels._route import plan_for; print(plan_for([torch.ones(1)]).way)"
-    for name, way in (("plain", "plain"), ("cached", "cached"), ("auto", "cached")):
+    program = "import torch; from impl.kernels._dispatch import dispatch_for as of; print(of([torch.ones(1)]).backend)"
+    for name, backend in (("plain", "plain"), ("cached", "cached"), ("auto", "cached")):
         done = subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, "TANDEM_KERNELS": name}, text=True,
             capture_output=True, timeout=120, check=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
-        assert done.stdout.strip() == way
+        assert done.stdout.strip() == backend

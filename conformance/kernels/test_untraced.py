@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from impl.kernels import untraced
+from impl.kernels import dynamo_disable
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def below(x: Tensor) -> Tensor:
 
 
 def adding(number: float) -> Callable[[Tensor], Tensor]:
-    @untraced
+    @dynamo_disable
     def add(x: Tensor) -> Tensor:
         return below(x) + number
 
@@ -41,7 +41,7 @@ def adding(number: float) -> Callable[[Tensor], Tensor]:
 
 
 class Callee:
-    @untraced
+    @dynamo_disable
     def __call__(self, x: Tensor) -> Tensor:
         return below(x) + 1.0
 
@@ -66,7 +66,7 @@ def test_the_graph_breaks_and_nothing_below_is_compiled(operators: list[list[str
 def test_what_is_compiled_by_itself_stays_compiled_below(operators: list[list[str]]) -> None:
     inner = compiled(below, operators)
 
-    @untraced
+    @dynamo_disable
     def around(x: Tensor) -> Tensor:
         return inner(x) + 1.0
 

@@ -105,7 +105,7 @@ def test_a_fused_step_is_the_plain_one(kind: str, script: str) -> None:
 
 
 def in_profile(kind: str) -> str:
-    """Which profile plays all scripts on it: of the optimizers whose lists the plan only hands on, one in each form."""
+    """Which profile plays all scripts on it: of optimizers whose lists the cache only hands on, one in each form."""
     return (
         "full" if kind in ("Adam foreach", "SGD momentum", "RMSprop", "Adagrad", "ASGD", *EAGER) else "deep"
     )

@@ -11,9 +11,9 @@ import torch
 from conformance.meta.captured_twins import Twins
 from conformance.meta.planted import Faults, Patch, first_failure
 from conformance.meta.test_captured import SCRIPTS, play
-from impl.optim import _counters, _fused_operators, _plan, captured
+from impl.optim import _counters, _fused_operators, _list_cache, captured
 from impl.optim._counters import Counters
-from impl.optim._plan import Bucket, GroupPlan, Plan
+from impl.optim._list_cache import Bucket, GroupLists, ListCache
 
 pytestmark = [pytest.mark.deadline(120), pytest.mark.profile("full")]
 
@@ -25,12 +25,12 @@ def replaced(owner: Any, name: str, new: Any) -> Patch:
 
 
 def deaf_to(*reasons: str) -> Patch:
-    """A plan that does not hear a guard: it goes on with the lists that it has."""
+    """A list cache that does not hear a guard: it goes on with the lists that it has."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        real = GroupPlan.take_gradients
+        real = GroupLists.take_gradients
 
-        def take(self: GroupPlan) -> str | None:
+        def take(self: GroupLists) -> str | None:
             why = real(self)
             if why is None or not any(reason in why for reason in reasons):
                 return why
@@ -43,7 +43,7 @@ def deaf_to(*reasons: str) -> Patch:
             self.replays = True
             return None
 
-        patch.setattr(GroupPlan, "take_gradients", take)
+        patch.setattr(GroupLists, "take_gradients", take)
 
     return plant
 
@@ -56,7 +56,7 @@ FAULTS["other parameters are not noticed"] = deaf_to("other parameters")
 FAULTS["a switch of the group is not noticed"] = deaf_to("changed")
 FAULTS["sparse gradients and other dtypes are not noticed"] = deaf_to("mismatch")
 FAULTS["another dictionary of state is not noticed"] = replaced(
-    Plan, "_check_state", lambda self, optimizer: None
+    ListCache, "_check_state", lambda self, optimizer: None
 )
 FAULTS["step counters are not advanced"] = replaced(Counters, "advance", lambda self: None)
 FAULTS["step counters count skipped steps"] = replaced(Counters, "take_back", lambda self, found_inf: None)
@@ -67,9 +67,9 @@ FAULTS["found_inf and grad_scale are forgotten"] = replaced(
 
 @FAULTS.named("gradients of an earlier step are used")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = GroupPlan.take_gradients
+    real = GroupLists.take_gradients
 
-    def take(self: GroupPlan) -> str | None:
+    def take(self: GroupLists) -> str | None:
         kept = self.attached_grads = getattr(self, "attached_grads", None) or [p.grad for p in self.params]
         why = real(self)
         if why is None:
@@ -78,7 +78,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
                 bucket.grads[:] = bucket._own(kept)
         return why
 
-    patch.setattr(GroupPlan, "take_gradients", take)
+    patch.setattr(GroupLists, "take_gradients", take)
 
 
 @FAULTS.named("gradients are those of the bucket before")
@@ -101,10 +101,10 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = captured._Capture._run
 
-    def run(self: Any, optimizer: Any, planned: Any, lists: Any) -> None:
-        own, planned.group = planned.group, optimizer.param_groups[0]
-        real(self, optimizer, planned, lists)
-        planned.group = own
+    def run(self: Any, optimizer: Any, group_lists: Any, lists: Any) -> None:
+        own, group_lists.group = group_lists.group, optimizer.param_groups[0]
+        real(self, optimizer, group_lists, lists)
+        group_lists.group = own
 
     patch.setattr(captured._Capture, "_run", run)
 
@@ -131,7 +131,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_counters, "moved_together", moved)
 
 
-@FAULTS.named("a copy goes on sharing the plan")
+@FAULTS.named("a copy goes on sharing the list cache")
 def _(patch: pytest.MonkeyPatch) -> None:
     real = torch.optim.Optimizer.__getstate__
     patch.setattr(
@@ -154,7 +154,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @FAULTS.named("numbers are guarded by nothing")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_plan, "_shape_of", lambda value: None)
+    patch.setattr(_list_cache, "_shape_of", lambda value: None)
 
 
 def share_counters(side: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from impl.kernels import placed, untracked
+from impl.kernels import no_grad_fast, placed
 
 # What an optimizer keeps things in: its attributes, its groups, its states.
 _Keeper = MutableMapping[Any, Any]
@@ -19,7 +19,7 @@ _Keeper = MutableMapping[Any, Any]
 _stateless: WeakSet[Optimizer] = WeakSet()
 
 
-@untracked
+@no_grad_fast
 def step_unless(optimizer: Optimizer, found_inf: Tensor) -> bool | None:
     """Call `optimizer.step()`; where `found_inf` is 1.0, all that it keeps is put back as it was.
 

@@ -31,9 +31,9 @@ from impl import kernels
 from impl.amp._conditional_step import step_unless
 from impl.amp._gradients import coalesced
 from impl.amp._loss_scale import inverse
-from impl.kernels import Formed, joined, placed
+from impl.kernels import KnownLayoutList, joined, placed
 from impl.nn.utils.clip_grad import clip_coefficient, clip_grads_with_norm_, get_total_norm
-from impl.optim._fused_updates import Unfused, Update, step_by, updates_of
+from impl.optim._fused_updates import NoFusedUpdate, Update, step_by, updates_of
 from impl.optim._shards import Norms, local_part, shard_group, shard_groups
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 where there is inf or nan
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FusedStepOptions:
     """What a fused step is asked for.
 
     Raises:
@@ -65,7 +65,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Done:
+class FusedStepResult:
     """What a fused step found and did."""
 
     norm: Tensor  # of the unscaled gradients
@@ -80,7 +80,7 @@ class _Step:
 
     scaler: GradScaler
     optimizer: _Optimizer
-    wanted: Wanted
+    options: FusedStepOptions
     params: list[Tensor]
     scale: Tensor | None  # f32, 0-dim; None of a scaler that is switched off: nothing is looked for
     known: Found | None  # what a check found already that has unscaled the gradients
@@ -95,11 +95,15 @@ class _Step:
         return self.scaler._place_of_norms(self.params)
 
 
-@kernels.untraced  # Dynamo would keep, of what `step_by` has the optimizer do, that of the step it was traced in
-@kernels.untracked
+@kernels.dynamo_disable  # Dynamo would keep, of what `step_by` has the optimizer do, that of the step it was traced in
+@kernels.no_grad_fast
 def fused_step(
-    scaler: GradScaler, optimizer: _Optimizer, wanted: Wanted, scale: Tensor | None, known: Found | None
-) -> Done:
+    scaler: GradScaler,
+    optimizer: _Optimizer,
+    options: FusedStepOptions,
+    scale: Tensor | None,
+    known: Found | None,
+) -> FusedStepResult:
     """Step `optimizer` by gradients over `scale`, clipped, unless inf or nan is found; the arguments as in `_Step`.
 
     Raises:
@@ -107,13 +111,13 @@ def fused_step(
         Nothing was changed then.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    step = _Step(scaler, optimizer, wanted, params, scale, known)
-    with lent(params, wanted.copies):
+    step = _Step(scaler, optimizer, options, params, scale, known)
+    with borrowed_grads(params, options.copies):
         try:
-            copies = dict(zip(map(id, params), wanted.copies, strict=False))
+            copies = dict(zip(map(id, params), options.copies, strict=False))
             with updates_of(optimizer, copies) as updates:
                 return _by_updates(step, updates)
-        except Unfused as why:
+        except NoFusedUpdate as why:
             has_peers = bool(step.groups) or (scaler._has_peers and scale is not None)
             if has_peers and why.is_of_this_rank:
                 # Others may have found no reason, and wait.
@@ -125,7 +129,7 @@ def fused_step(
 
 
 @contextmanager
-def lent(params: Sequence[Tensor], copies: Sequence[Tensor]) -> Generator[None]:
+def borrowed_grads(params: Sequence[Tensor], copies: Sequence[Tensor]) -> Generator[None]:
     """Parameters that have no gradient have that of their copy, whatever its dtype.
 
     Raises:
@@ -159,16 +163,16 @@ def lent(params: Sequence[Tensor], copies: Sequence[Tensor]) -> Generator[None]:
             param.grad_dtype = dtype
 
 
-def _by_updates(step: _Step, updates: Sequence[Update]) -> Done:
+def _by_updates(step: _Step, updates: Sequence[Update]) -> FusedStepResult:
     norm, here, found = _agreed(step, [(update.params, update.grads) for update in updates])
     unscales = step.scale is not None and step.known is None
     inv_scale = inverse(step.scale) if unscales and step.scale is not None else None
-    if inv_scale is not None and step.wanted.norm_type != 0:
+    if inv_scale is not None and step.options.norm_type != 0:
         norm = (norm * placed(inv_scale, norm.device)).to(norm.dtype)
     flag = None if step.scale is None else joint_flag(found, step.home)
     is_bad = False if flag is None else kernels.known_on_host(flag)
     if not is_bad:
-        factor = _factor(step.wanted, norm, inv_scale)
+        factor = _factor(step.options, norm, inv_scale)
 
         def apply(update: Update) -> None:
             device = update.bucket.device
@@ -176,13 +180,13 @@ def _by_updates(step: _Step, updates: Sequence[Update]) -> Done:
             update.apply(step.optimizer, placed(factor, device), undecided)
 
         step_by(step.optimizer, updates, apply)
-    return Done(norm, here, found, None if is_bad is None else not is_bad)
+    return FusedStepResult(norm, here, found, None if is_bad is None else not is_bad)
 
 
-def _by_optimizer(step: _Step) -> Done:
+def _by_optimizer(step: _Step) -> FusedStepResult:
     """By the optimizer's own step, from gradients that are unscaled and clipped in place."""
-    scaler, optimizer, wanted = step.scaler, step.optimizer, step.wanted
-    with _widened(step.params, wanted.copies):
+    scaler, optimizer, options = step.scaler, step.optimizer, step.options
+    with _widened(step.params, options.copies):
         if step.scale is not None and step.known is None:
             scaler.unscale_(optimizer)
         having = [(param, coalesced(param)) for param in step.params if param.grad is not None]
@@ -193,17 +197,17 @@ def _by_optimizer(step: _Step) -> Done:
                 scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         else:
             norm = get_total_norm(
-                [numbers for _, grad in having for numbers in _numbers_in(grad)], wanted.norm_type
+                [numbers for _, grad in having for numbers in _numbers_in(grad)], options.norm_type
             )
-        if wanted.max_norm < math.inf:
-            clip_grads_with_norm_(step.params, wanted.max_norm, norm)
+        if options.max_norm < math.inf:
+            clip_grads_with_norm_(step.params, options.max_norm, norm)
         taken = _call_step(step)
-        if wanted.copies and taken is not False:
-            torch._foreach_copy_([*wanted.copies], step.params)
+        if options.copies and taken is not False:
+            torch._foreach_copy_([*options.copies], step.params)
     if step.scale is None:
-        return Done(norm, {}, {}, taken)
-    verdicts = scaler._verdicts_on(optimizer)
-    return Done(norm, verdicts.here or {}, scaler._found_inf_per_device(optimizer), taken)
+        return FusedStepResult(norm, {}, {}, taken)
+    check_results = scaler._check_results_on(optimizer)
+    return FusedStepResult(norm, check_results.here or {}, scaler._found_inf_per_device(optimizer), taken)
 
 
 def _numbers_in(grad: Tensor) -> list[Tensor]:
@@ -227,7 +231,7 @@ def _call_step(step: _Step) -> bool | None:
         return False
     if is_bad is False or getattr(optimizer, "_step_supports_amp_scaling", False):
         scaler.step(optimizer)
-        return scaler._verdicts_on(optimizer).taken
+        return scaler._check_results_on(optimizer).taken
     return step_unless(optimizer, flag)
 
 
@@ -269,14 +273,14 @@ def _agreed(
     here: Found = {}
     # Gradients of copies are worth more than their dtype: what they change is wide.
     dtype = (
-        functools.reduce(torch.promote_types, {p.dtype for p in step.params}) if step.wanted.copies else None
+        functools.reduce(torch.promote_types, {p.dtype for p in step.params}) if step.options.copies else None
     )
 
     def norm_of(grads: list[Tensor]) -> Tensor:
-        return _norm(grads, step.wanted.norm_type, dtype, here, step.home)
+        return _norm(grads, step.options.norm_type, dtype, here, step.home)
 
     norms = Norms(
-        step.wanted.norm_type, norm_of(replicated), {group: norm_of(some) for group, some in sharded.items()}
+        step.options.norm_type, norm_of(replicated), {group: norm_of(some) for group, some in sharded.items()}
     )
     norm, found = step.scaler._agree(norms, here if step.known is None else step.known)
     if step.scale is not None and not found:
@@ -291,7 +295,7 @@ def _norm(
     norms: list[Tensor] = []
     filled = (
         grads
-        if isinstance(grads, Formed) or all(map(Tensor.numel, grads))
+        if isinstance(grads, KnownLayoutList) or all(map(Tensor.numel, grads))
         else [grad for grad in grads if grad.numel()]
     )
     for device, batch in _by_device(filled).items():
@@ -308,7 +312,7 @@ def _norm(
 
 
 def _by_device(grads: Sequence[Tensor]) -> Mapping[torch.device, Sequence[Tensor]]:
-    if isinstance(grads, Formed) or (grads and kernels.are_on(grads[0].device, grads)):
+    if isinstance(grads, KnownLayoutList) or (grads and kernels.are_on(grads[0].device, grads)):
         return {grads[0].device: grads}
     batches: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
@@ -324,7 +328,7 @@ def joint_flag(found: Found, home: torch.device) -> Tensor:
     )
 
 
-def _factor(wanted: Wanted, norm: Tensor, inv_scale: Tensor | None) -> Tensor:
+def _factor(options: FusedStepOptions, norm: Tensor, inv_scale: Tensor | None) -> Tensor:
     """By what a scaled gradient is multiplied, 0-dim: f64 if the norm is, else f32."""
     wide = torch.float64 if norm.dtype is torch.float64 else torch.float32
     factor = (
@@ -332,12 +336,12 @@ def _factor(wanted: Wanted, norm: Tensor, inv_scale: Tensor | None) -> Tensor:
         if inv_scale is None
         else placed(inv_scale, norm.device, wide)
     )
-    return factor * clip_coefficient(wanted.max_norm, norm) if wanted.max_norm < math.inf else factor
+    return factor * clip_coefficient(options.max_norm, norm) if options.max_norm < math.inf else factor
 
 
 @contextmanager
 def _widened(params: Sequence[Tensor], copies: Sequence[Tensor]) -> Generator[None]:
-    """Gradients lent by copies are, in here, copies in the dtype of their parameter."""
+    """Gradients borrowed from copies are, in here, copies in the dtype of their parameter."""
     narrow = [(param, param.grad) for param in params if copies and param.grad is not None]
     try:
         for param, grad in narrow:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from impl import kernels
-from impl.amp._fused_step import Wanted, fused_step
+from impl.amp._fused_step import FusedStepOptions, fused_step
 from impl.amp._loss_scale import FloorWatch, PerDevice, check_new_scale, inverse, read_state, times
 from impl.amp._opt_state import OptState, advance, refresh_per_optimizer_state
 
@@ -30,7 +30,7 @@ _Optimizer = torch.optim.Optimizer
 
 
 @dataclass(slots=True)
-class Verdicts:
+class CheckResults:
     """What was found about one optimizer, kept beyond `update`."""
 
     checked: dict[torch.device, Tensor] | None = None  # by its last check
@@ -71,10 +71,10 @@ class Scaling:
         scaler._check_scale_growth_tracker("step")
         stage = stage_of(scaler, optimizer)
         stepped = advance(stage, "step")
-        verdicts = scaler._verdicts_on(optimizer)
-        verdicts.taken = None
+        check_results = scaler._check_results_on(optimizer)
+        check_results.taken = None
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            result = _step_if_finite(scaler, optimizer, stage, verdicts, *args, **kwargs)
+            result = _step_if_finite(scaler, optimizer, stage, check_results, *args, **kwargs)
         elif _takes_scaler(optimizer.step):
             # stacklevel: the caller of the scaler's step.
             warnings.warn(
@@ -89,21 +89,23 @@ class Scaling:
             result = _step_with_attributes(scaler, optimizer, stage, *args, **kwargs)
         state = scaler._per_optimizer_states[id(optimizer)]
         state["stage"] = stepped
-        verdicts.checked = verdicts.stepped = state["found_inf_per_device"]
+        check_results.checked = check_results.stepped = state["found_inf_per_device"]
         return result
 
-    def fused_step(self, scaler: GradScaler, optimizer: _Optimizer, wanted: Wanted, update: bool) -> Tensor:
+    def fused_step(
+        self, scaler: GradScaler, optimizer: _Optimizer, options: FusedStepOptions, update: bool
+    ) -> Tensor:
         _recall_scale(scaler, optimizer)
         scale, _ = scaler._check_scale_growth_tracker("fused_step")
         stage = stage_of(scaler, optimizer)
         stepped = advance(stage, "step")
         known = scaler._found_inf_per_device(optimizer) if stage is OptState.UNSCALED else None
-        done = fused_step(scaler, optimizer, wanted, scale, known)
+        done = fused_step(scaler, optimizer, options, scale, known)
         state = scaler._per_optimizer_states[id(optimizer)]
         state["stage"], state["found_inf_per_device"] = stepped, done.found
-        verdicts = scaler._verdicts_on(optimizer)
-        verdicts.checked = verdicts.stepped = done.found
-        verdicts.here, verdicts.taken, verdicts.copies = done.here, done.taken, wanted.copies
+        check_results = scaler._check_results_on(optimizer)
+        check_results.checked = check_results.stepped = done.found
+        check_results.here, check_results.taken, check_results.copies = done.here, done.taken, options.copies
         if update:
             scaler.update()
         return done.norm
@@ -119,7 +121,7 @@ class Scaling:
         scaler._per_optimizer_states = defaultdict(refresh_per_optimizer_state)
 
     def found_inf(self, scaler: GradScaler, optimizer: _Optimizer) -> Tensor:
-        found = scaler._verdicts_on(optimizer).checked
+        found = scaler._check_results_on(optimizer).checked
         if found is None:
             raise RuntimeError(
                 "this scaler has not checked the gradients of this optimizer; call unscale_(optimizer) or "
@@ -129,15 +131,15 @@ class Scaling:
         return torch.stack([torch.zeros_like(scale), *_at(scale.device, found)]).amax()
 
     def step_was_taken(self, scaler: GradScaler, optimizer: _Optimizer) -> bool:
-        verdicts = scaler._verdicts_on(optimizer)
-        if verdicts.stepped is None:
+        check_results = scaler._check_results_on(optimizer)
+        if check_results.stepped is None:
             raise RuntimeError(
                 "this scaler has not stepped this optimizer (or cannot know, if it takes no weak references); call "
                 "step(optimizer) before step_was_taken(optimizer)"
             )
-        if verdicts.taken is None:
-            verdicts.taken = not any(flag.item() for flag in verdicts.stepped.values())
-        return verdicts.taken
+        if check_results.taken is None:
+            check_results.taken = not any(flag.item() for flag in check_results.stepped.values())
+        return check_results.taken
 
     def get_scale(self, scaler: GradScaler) -> float:
         scale = scaler._get_scale_async()
@@ -198,8 +200,10 @@ class PassingThrough:
     def step(self, scaler: GradScaler, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
         return cast("float | None", optimizer.step(*args, **kwargs))
 
-    def fused_step(self, scaler: GradScaler, optimizer: _Optimizer, wanted: Wanted, update: bool) -> Tensor:
-        return fused_step(scaler, optimizer, wanted, scale=None, known=None).norm
+    def fused_step(
+        self, scaler: GradScaler, optimizer: _Optimizer, options: FusedStepOptions, update: bool
+    ) -> Tensor:
+        return fused_step(scaler, optimizer, options, scale=None, known=None).norm
 
     def update(self, scaler: GradScaler, new_scale: float | Tensor | None) -> None:
         return None
@@ -277,16 +281,21 @@ def _at(device: torch.device, found_inf: dict[torch.device, Tensor]) -> list[Ten
 
 
 def _step_if_finite(
-    scaler: GradScaler, optimizer: _Optimizer, stage: OptState, verdicts: Verdicts, *args: Any, **kwargs: Any
+    scaler: GradScaler,
+    optimizer: _Optimizer,
+    stage: OptState,
+    check_results: CheckResults,
+    *args: Any,
+    **kwargs: Any,
 ) -> float | None:
-    before = verdicts.checked, verdicts.here
+    before = check_results.checked, check_results.here
     if stage is OptState.READY:
         scaler.unscale_(optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
     if not state["found_inf_per_device"]:
         if stage is OptState.READY:
             del scaler._per_optimizer_states[id(optimizer)]
-            verdicts.checked, verdicts.here = before
+            check_results.checked, check_results.here = before
         raise AssertionError("No inf checks were recorded for this optimizer.")
     return scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
 
@@ -326,7 +335,7 @@ def _step_with_attributes(
 
 def _place_of_attributes(scaler: GradScaler, optimizer: _Optimizer, scale: Tensor) -> torch.device:
     """The scale's device; the host where there are gradients, since torch's fused updates copy without blocking."""
-    devices = scaler._verdicts_on(optimizer).here or {}
+    devices = scaler._check_results_on(optimizer).here or {}
     return next((device for device in devices if device.type == "cpu"), scale.device)
 
 

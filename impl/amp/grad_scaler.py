@@ -18,7 +18,7 @@ from torch import Tensor
 
 from impl import kernels
 from impl.amp._availability import amp_definitely_not_available
-from impl.amp._fused_step import Wanted, agree_in_one_group, lent
+from impl.amp._fused_step import FusedStepOptions, agree_in_one_group, borrowed_grads
 from impl.amp._gradients import nonfinite_parameters, sorted_gradients
 from impl.amp._loss_scale import (
     SMALLEST_SCALE,
@@ -32,7 +32,7 @@ from impl.amp._opt_state import OptimizerState, OptState
 
 # torch's name: pickles of torch's scalers ask for it.
 from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_optimizer_state
-from impl.amp._scaling import PASSING_THROUGH, SCALING, PassingThrough, Scaling, Verdicts
+from impl.amp._scaling import PASSING_THROUGH, SCALING, CheckResults, PassingThrough, Scaling
 from impl.optim._refusals import refuse_what_has_no_groups
 from impl.optim._shards import Norms
 
@@ -271,8 +271,8 @@ class GradScaler:
         tensor([0.7000, 0.6000])
         """
         refuse_what_has_no_groups(optimizer)
-        wanted = Wanted(float(max_norm), float(norm_type), tuple(copies))
-        return self._policy.fused_step(self, optimizer, wanted, update)
+        options = FusedStepOptions(float(max_norm), float(norm_type), tuple(copies))
+        return self._policy.fused_step(self, optimizer, options, update)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by what this iteration's checks found; to be called once, after the last `step`.
@@ -353,9 +353,9 @@ class GradScaler:
         """
         refuse_what_has_no_groups(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        with lent(params, self._verdicts_on(optimizer).copies):
+        with borrowed_grads(params, self._check_results_on(optimizer).copies):
             names = nonfinite_parameters(optimizer)
-        if not names and any(flag.item() for flag in (self._verdicts_on(optimizer).here or {}).values()):
+        if not names and any(flag.item() for flag in (self._check_results_on(optimizer).here or {}).values()):
             raise RuntimeError(
                 "the last check of this optimizer found inf or nan, but none of its gradients holds any now: they were "
                 "cleared or overwritten; call nonfinite_parameters(optimizer) after unscale_() or step() and before "
@@ -514,7 +514,7 @@ class GradScaler:
         """Call `optimizer.step` if the check found nothing. Sync: one for each device."""
         taken = not sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
         result = cast("float | None", optimizer.step(*args, **kwargs)) if taken else None
-        self._verdicts_on(optimizer).taken = taken
+        self._check_results_on(optimizer).taken = taken
         return result
 
     def _get_scale_async(self) -> Tensor | None:
@@ -525,7 +525,7 @@ class GradScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_verdicts"], state["_watch"]
+        del state["_check_results"], state["_watch"]
         return self._policy.at_rest(self, state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -539,16 +539,16 @@ class GradScaler:
         return SCALING if self._enabled else PASSING_THROUGH
 
     def _start_watching(self) -> None:
-        self._verdicts: WeakKeyDictionary[_Optimizer, Verdicts] = WeakKeyDictionary()
+        self._check_results: WeakKeyDictionary[_Optimizer, CheckResults] = WeakKeyDictionary()
         self._watch = FloorWatch()
 
-    def _verdicts_on(self, optimizer: _Optimizer) -> Verdicts:
+    def _check_results_on(self, optimizer: _Optimizer) -> CheckResults:
         try:
-            return self._verdicts[optimizer]
+            return self._check_results[optimizer]
         except KeyError:
-            return self._verdicts.setdefault(optimizer, Verdicts())
+            return self._check_results.setdefault(optimizer, CheckResults())
         except TypeError:  # it allows no weak references: nothing is kept that could be told from another's
-            return Verdicts()
+            return CheckResults()
 
     def _checked(
         self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool
@@ -556,6 +556,6 @@ class GradScaler:
         found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
         here = self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = self._reduce_found_inf(here)
-        verdicts = self._verdicts_on(optimizer)
-        verdicts.checked, verdicts.here = found, here
+        check_results = self._check_results_on(optimizer)
+        check_results.checked, check_results.here = found, here
         return found

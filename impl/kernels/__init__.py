@@ -24,12 +24,12 @@ Cost for N f32 elements, launches counted on CUDA:
 """
 
 from impl.kernels._copies import HostCopy, copy_into_, has_host_copies, placed
+from impl.kernels._dispatch import known_on_host, route
+from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
-from impl.kernels._native.memory import Addresses, Form, Formed, formed, joined
-from impl.kernels._route import known_on_host, route
+from impl.kernels._native.memory import Addresses, Form, KnownLayoutList, formed, joined
+from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._storage_order import OVERLAP, laid_out_as, overlaps_itself
-from impl.kernels._untraced import untraced
-from impl.kernels._untracked import untracked
 from impl.kernels.checked_norm import checked_norm, nonfinite_flag
 from impl.kernels.clamp import clamp_
 from impl.kernels.fused_step import Parameters, fused_step_
@@ -47,8 +47,8 @@ __all__ = [
     "AdamRule",
     "Addresses",
     "Form",
-    "Formed",
     "HostCopy",
+    "KnownLayoutList",
     "Parameters",
     "Rule",
     "SGDRule",
@@ -57,6 +57,7 @@ __all__ = [
     "clamp_",
     "copy_into_",
     "dtypes_of",
+    "dynamo_disable",
     "formed",
     "fused_step_",
     "has_host_copies",
@@ -64,6 +65,7 @@ __all__ = [
     "known_on_host",
     "laid_out_as",
     "layouts_of",
+    "no_grad_fast",
     "nonfinite_flag",
     "nonfinite_mask",
     "overlaps_itself",
@@ -72,7 +74,5 @@ __all__ = [
     "scale_",
     "total_norm",
     "unscale_",
-    "untraced",
-    "untracked",
     "update_scale_",
 ]

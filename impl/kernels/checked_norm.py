@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._route import plan_for
-from impl.kernels._untracked import untracked
+from impl.kernels._dispatch import dispatch_for
+from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels.norm import result_dtype, squares_by_library, total_norm
 
 # Orders whose norm of f32 and narrower tensors, summed in f64, is finite where every element is.
 _TELLING = (1.0, 2.0, math.inf)
 
 
-@untracked
+@no_grad_fast
 def checked_norm(
     tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -34,24 +34,26 @@ def checked_norm(
         RuntimeError: torch's: inf or negative `norm_type` with an empty tensor, integer tensors.
     Sync: none. Collectives: none.
     """
-    plan = plan_for(tensors)
-    if plan.way == "triton" and norm_type in _TELLING and torch.float64 not in plan.dtypes:
+    dispatch = dispatch_for(tensors)
+    if dispatch.backend == "triton" and norm_type in _TELLING and torch.float64 not in dispatch.dtypes:
         from impl.kernels._triton.norm import launch_norm  # noqa: PLC0415  optional, and slow to import
 
         found_inf = torch.empty((), dtype=torch.float32, device=tensors[0].device)
-        norm = launch_norm(tensors, norm_type, dtype or result_dtype(plan.dtypes), found_inf)
+        norm = launch_norm(tensors, norm_type, dtype or result_dtype(dispatch.dtypes), found_inf)
         if norm is not None:
             return norm, found_inf
-    if plan.way == "cached" and norm_type == 2.0:
+    if dispatch.backend == "cached" and norm_type == 2.0:
         squares = squares_by_library(tensors, even_if_few=True)
         if squares is not None:
-            norm = torch.tensor(math.sqrt(squares), dtype=dtype or result_dtype(plan.dtypes), device="cpu")
+            norm = torch.tensor(
+                math.sqrt(squares), dtype=dtype or result_dtype(dispatch.dtypes), device="cpu"
+            )
             return norm, _flag(not math.isfinite(squares), norm.device)
     norm = total_norm(tensors, norm_type, dtype)
     # Neither an inf nor a nan can hide from a finite norm of positive order; on the CPU a look costs nothing.
-    if plan.way == "cached" and norm_type > 0 and math.isfinite(norm.item()):
+    if dispatch.backend == "cached" and norm_type > 0 and math.isfinite(norm.item()):
         return norm, _flag(False, norm.device)
-    return norm, _found_inf_plain(by_dtype(tensors, plan.dtypes))
+    return norm, _found_inf_plain(by_dtype(tensors, dispatch.dtypes))
 
 
 def _found_inf_plain(groups: list[list[Tensor]]) -> Tensor:

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._dispatch import asked_backend, cpu_library, dispatch_for, is_eager
 from impl.kernels._native.clamp import clamp
-from impl.kernels._route import asked_route, cpu_library, is_eager, plan_for
-from impl.kernels._untracked import untracked
+from impl.kernels._no_grad_fast import no_grad_fast
 
 # From here on a tensor is worth an operator call of its own.
 _LARGE = 1 << 14
 
 
-@untracked
+@no_grad_fast
 def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
     """Clamp every element in place to [`low`, `high`]; nan stays nan.
 
@@ -25,16 +25,16 @@ def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
 
     Sync: none. Collectives: none.
     """
-    if tensors[0].is_cpu and asked_route() in ("auto", "cached", "native") and is_eager(tensors):
+    if tensors[0].is_cpu and asked_backend() in ("auto", "cached", "native") and is_eager(tensors):
         _clamp_cached(tensors, low, high)
         return
-    plan = plan_for(tensors)
-    if plan.way == "triton":
+    dispatch = dispatch_for(tensors)
+    if dispatch.backend == "triton":
         from impl.kernels._triton.clamp import launch_clamp  # noqa: PLC0415  optional, and slow to import
 
         if launch_clamp(tensors, low, high):
             return
-    _clamp_plain(by_dtype(tensors, plan.dtypes), low, high)
+    _clamp_plain(by_dtype(tensors, dispatch.dtypes), low, high)
 
 
 def _clamp_plain(groups: list[list[Tensor]], low: float, high: float) -> None:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from impl.kernels._dispatch import cpu_library, dispatch_for, one_of_each_kind
 from impl.kernels._lists import HALVES
 from impl.kernels._native.fused_step import Memory, fused_step
-from impl.kernels._route import cpu_library, one_of_each_kind, plan_for
+from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._storage_order import flat_view, laid_out_as
-from impl.kernels._untracked import untracked
 from impl.kernels.rules import Rule
 
 # Longer parameters are updated a piece at a time, shorter ones many at a time, their gradients joined.
@@ -97,7 +97,7 @@ class _Long:
         return self.width != _width() or self.addresses != _addresses(parameters, self.place)
 
 
-@untracked
+@no_grad_fast
 def fused_step_(
     rule: Rule,
     parameters: Parameters,
@@ -112,19 +112,20 @@ def fused_step_(
         parameters: overwritten, but for the counters, which stand at this update already.
         grads: one for each parameter and of its shape, of any floating dtype; left as they are. For parameters in
             f16 and bf16 they are multiplied in f32 and not rounded again, for others in the parameter's dtype. Those
-            that are `Formed` lie in memory as their parameters do, which have not moved since `have_moved` was asked.
+            that are `KnownLayoutList` lie in memory as their parameters do, which have not moved since `have_moved` was
+            asked.
         factor: f32 or f64, 0-dim, on the parameters' device.
         found_inf: f32, 0-dim, there too; where it is 1.0 nothing is changed. None: it is known to be 0.0.
 
     Sync: none. Collectives: none.
     """
-    way = plan_for([parameters.params[0], *one_of_each_kind(grads)]).way
-    if way == "triton":
+    backend = dispatch_for([parameters.params[0], *one_of_each_kind(grads)]).backend
+    if backend == "triton":
         from impl.kernels._triton.fused_step import launch_fused_step  # noqa: PLC0415  optional, and slow to import
 
         if launch_fused_step(rule, parameters, grads, factor, found_inf):
             return
-    if way == "cached" and found_inf is None:
+    if backend == "cached" and found_inf is None:
         library = cpu_library()
         if library is None or not fused_step(library, rule, parameters.memory, grads, factor):
             _step_cached(rule, parameters, grads, factor)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._dispatch import cpu_library, dispatch_for
 from impl.kernels._native.norm import sum_of_squares
-from impl.kernels._route import cpu_library, plan_for
+from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._storage_order import flat_runs
-from impl.kernels._untracked import untracked
 
 # A sum in f32 loses what is far smaller than itself, so no sum is longer than a row: small gradients that stand in one
 # buffer with large ones count. Besides, torch takes the norm of a whole tensor on one thread, those of rows on all.
@@ -27,7 +27,7 @@ _PART = 1 << 17
 _SAFE_ABOVE = 2.0**-30
 
 
-@untracked
+@no_grad_fast
 def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
     """Joint p-norm, as if all elements stood in one vector.
 
@@ -48,30 +48,30 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
     Source: torch.nn.utils.get_total_norm 2.13; differences: f32 for f16, and the safety. Where values may not be
         looked at and Triton does not run (tensor subclasses, traced code, other devices) torch's limits hold.
     """
-    plan = plan_for(tensors)
-    wanted = dtype or result_dtype(plan.dtypes)
-    if plan.way == "triton":
+    dispatch = dispatch_for(tensors)
+    wanted = dtype or result_dtype(dispatch.dtypes)
+    if dispatch.backend == "triton":
         from impl.kernels._triton.norm import launch_norm  # noqa: PLC0415  optional, and slow to import
 
         norm = launch_norm(tensors, norm_type, wanted)
         if norm is not None:
             return norm
-    elif plan.way == "cached" and norm_type == math.inf and _is_worth_a_search(tensors):
-        return _largest(by_dtype(tensors, plan.dtypes)).to(wanted)
+    elif dispatch.backend == "cached" and norm_type == math.inf and _is_worth_a_search(tensors):
+        return _largest(by_dtype(tensors, dispatch.dtypes)).to(wanted)
     elif (
-        plan.way == "cached"
+        dispatch.backend == "cached"
         and norm_type == 2
         and (squares := squares_by_library(tensors, even_if_few=False)) is not None
     ):
         return torch.tensor(math.sqrt(squares), dtype=wanted, device="cpu")
-    groups = by_dtype(tensors, plan.dtypes)
+    groups = by_dtype(tensors, dispatch.dtypes)
     if norm_type != 2:
         return _norm_plain(groups, norm_type, dtype)
-    if plan.way == "cached":
+    if dispatch.backend == "cached":
         norm = _two_norm_cached(groups, wanted, widens=dtype is not None)
     else:
         norm = _norm_plain(groups, norm_type, dtype)
-    if plan.is_eager and norm.is_cpu:
+    if dispatch.is_eager and norm.is_cpu:
         value = norm.item()
         if value < _SAFE_ABOVE or value == math.inf:
             return _two_norm_by_largest(tensors).to(norm.dtype)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._dispatch import cpu_library, dispatch_for
 from impl.kernels._lists import HALVES
 from impl.kernels._native.scale import scale
-from impl.kernels._route import cpu_library, plan_for
-from impl.kernels._untracked import untracked
+from impl.kernels._no_grad_fast import no_grad_fast
 
 # The operator that unscales is the faster one for lists of tensors of these dtypes that are longer than _FEW and hold
 # tensors shorter than _LONG.
@@ -17,7 +17,7 @@ _FEW = 4
 _LONG = 1 << 17
 
 
-@untracked
+@no_grad_fast
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by `factor`.
 
@@ -27,16 +27,16 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
     Sync: none. Collectives: none.
     """
-    plan = plan_for(tensors)
-    if plan.way == "triton":
+    dispatch = dispatch_for(tensors)
+    if dispatch.backend == "triton":
         from impl.kernels._triton.scale import launch_scale  # noqa: PLC0415  optional, and slow to import
 
         if launch_scale(tensors, factor):
             return
-    if plan.way == "cached":
-        _scale_cached(tensors, plan.dtypes, factor)
+    if dispatch.backend == "cached":
+        _scale_cached(tensors, dispatch.dtypes, factor)
     else:
-        _scale_plain(by_dtype(tensors, plan.dtypes), factor)
+        _scale_plain(by_dtype(tensors, dispatch.dtypes), factor)
 
 
 def _scale_plain(groups: list[list[Tensor]], factor: Tensor) -> None:

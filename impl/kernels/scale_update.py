@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from impl.kernels._route import asked_route, plan_for
+from impl.kernels._dispatch import asked_backend, dispatch_for
 
 
 def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor is the seventh
@@ -29,7 +29,7 @@ def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor i
     Sync: none. Collectives: none.
     Source: torch._amp_update_scale_; differences: the floor.
     """
-    if scale.is_cpu and asked_route() != "triton":
+    if scale.is_cpu and asked_backend() != "triton":
         torch._amp_update_scale_(
             scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
         )
@@ -39,7 +39,7 @@ def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor i
         return
     # Numbers of another type are for torch's operator to refuse, in its words.
     are_numbers = type(growth_interval) is int and type(growth_factor) is type(backoff_factor) is float
-    if are_numbers and plan_for([scale, found_inf]).way == "triton":
+    if are_numbers and dispatch_for([scale, found_inf]).backend == "triton":
         from impl.kernels._triton.scale_update import launch_update_scale  # noqa: PLC0415  as the other kernels
 
         launch_update_scale(

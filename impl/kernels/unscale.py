@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype
-from impl.kernels._route import asked_route, plan_for
-from impl.kernels._untracked import untracked
+from impl.kernels._dispatch import asked_backend, dispatch_for
+from impl.kernels._no_grad_fast import no_grad_fast
 
 
-@untracked
+@no_grad_fast
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply gradients in place by `inv_scale` and set `found_inf` if any held inf or nan.
 
@@ -22,21 +22,21 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     Sync: none. Collectives: none.
     Source: torch._amp_foreach_non_finite_check_and_unscale_; differences: mixed dtypes in one call.
     """
-    if grads[0].is_cpu and asked_route() != "triton":
+    if grads[0].is_cpu and asked_backend() != "triton":
         # There torch's operator takes mixed dtypes, and no other code is faster.
         torch._amp_foreach_non_finite_check_and_unscale_([*grads], found_inf, inv_scale)
         return
-    plan = plan_for(grads)
-    if plan.way == "triton":
+    dispatch = dispatch_for(grads)
+    if dispatch.backend == "triton":
         from impl.kernels._triton.unscale import launch_unscale  # noqa: PLC0415  optional, and slow to import
 
         if launch_unscale(grads, inv_scale, found_inf):
             return
-    for same_dtype in by_dtype(grads, plan.dtypes):
+    for same_dtype in by_dtype(grads, dispatch.dtypes):
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
 
 
-@untracked
+@no_grad_fast
 def nonfinite_mask(tensors: Sequence[Tensor]) -> Tensor:
     """Tell, tensor by tensor, where inf or nan lies.
 

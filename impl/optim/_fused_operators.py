@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from impl.kernels import PLAIN_TYPES, placed
-from impl.optim._plan import Bucket, GroupPlan
+from impl.optim._list_cache import Bucket, GroupLists
 
 Update = Callable[[Bucket, dict[str, Any], Tensor | None, Tensor | None], None]
 
@@ -86,18 +86,18 @@ def _adagrad(
 _UPDATES: dict[type[Optimizer], Update] = {Adam: _adam, SGD: _sgd, Adagrad: _adagrad}
 
 
-def update_for(optimizer: Optimizer, planned: GroupPlan) -> Update | None:
+def update_for(optimizer: Optimizer, group_lists: GroupLists) -> Update | None:
     """What updates a bucket of this group by the fused operator; None where torch's own function has to do it."""
-    group = planned.group
+    group = group_lists.group
     if not group.get("fused") or group["foreach"] or _has_tensors_for_numbers(group):
         return None
-    tensors = chain.from_iterable(planned.lists)
+    tensors = chain.from_iterable(group_lists.lists)
     if not all(map(_is_plain, tensors)):
         return None
     update = next((update for kind, update in _UPDATES.items() if isinstance(optimizer, kind)), None)
-    if update is not None and planned.params:
+    if update is not None and group_lists.params:
         # For what it raises: torch groups before it updates anything.
-        Optimizer._group_tensors_by_device_and_dtype(planned.lists)
+        Optimizer._group_tensors_by_device_and_dtype(group_lists.lists)
     return update
 
 

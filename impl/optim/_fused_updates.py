@@ -1,4 +1,4 @@
-"""What a fused step of an optimizer works on: from its groups the rules, from its plan the lists.
+"""What a fused step of an optimizer works on: from its groups the rules, from its list cache the lists.
 
 The optimizers of `torch.optim` that have a fused update are known here by their exact types, since a subclass may step
 in its own way. How an optimizer was told to step (`foreach`, `fused`, `capturable`) does not matter.
@@ -27,7 +27,7 @@ from impl.kernels import (
     AdagradRule,
     AdamRule,
     Form,
-    Formed,
+    KnownLayoutList,
     Parameters,
     Rule,
     SGDRule,
@@ -36,7 +36,7 @@ from impl.kernels import (
     laid_out_as,
     placed,
 )
-from impl.optim._plan import Bucket, GroupPlan, Plan, cannot_plan, same, tensor_guards
+from impl.optim._list_cache import Bucket, GroupLists, ListCache, cannot_cache_lists, same, tensor_guards
 from impl.optim._refusals import name_of
 from impl.optim._shards import local_part
 
@@ -84,7 +84,7 @@ _KINDS: dict[type[Optimizer], _Kind] = {
 }
 
 
-class Unfused(Exception):
+class NoFusedUpdate(Exception):
     """An optimizer, or what it holds, has no fused update; the message says why."""
 
     def __init__(self, why: str, is_of_this_rank: bool = True) -> None:
@@ -143,7 +143,7 @@ def _objection_to(optimizer: Optimizer) -> str | None:
         return "hooks before its step may read and replace unscaled gradients"
     if not _steps_as_torch(optimizer):
         return "what stands in the place of its step may do the same"
-    return cannot_plan(optimizer)
+    return cannot_cache_lists(optimizer)
 
 
 @contextmanager
@@ -158,14 +158,14 @@ def updates_of(optimizer: Optimizer, copies: Mapping[int, Tensor]) -> Generator[
     """
     objection = _objection_to(optimizer)
     if objection is not None:
-        raise Unfused(objection, is_of_this_rank=False)
+        raise NoFusedUpdate(objection, is_of_this_rank=False)
     lists = _lists_of.get(optimizer)
     if lists is None:
         lists = _lists_of[optimizer] = _Lists(optimizer)
     try:
         yield lists.collect(optimizer, copies)
     finally:
-        lists.plan.let_go_of_gradients()
+        lists.list_cache.let_go_of_gradients()
 
 
 def step_by(optimizer: Optimizer, updates: Sequence[Update], apply: Callable[[Update], None]) -> None:
@@ -203,7 +203,7 @@ def _steps_as_torch(optimizer: Optimizer) -> bool:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What an update of a bucket works on: it stands while guards hold, those of the plan too, and nothing moves."""
+    """What an update of a bucket works on: it stands while guards hold, the list cache's too, and nothing moves."""
 
     parameters: Parameters
     form: Form | None  # of the gradients, where the CPU library reads them as they are
@@ -218,7 +218,7 @@ class _Prepared:
         return cls(parameters, None if known is None else known.form, copies)
 
     def stands(self, copies: list[Tensor]) -> bool:
-        """Asked where the plan's guards have held: of tensors without memory their address cannot be asked."""
+        """Asked where the list cache's guards have held: of tensors without memory their address cannot be asked."""
         return (
             len(copies) == len(self.parameters.copies)
             and same(copies, self.parameters.copies)
@@ -232,32 +232,38 @@ class _Lists:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._kind = _KINDS[type(optimizer)]
-        self.plan = Plan(optimizer, with_forms=True)  # attached to a group: its buckets' `_Prepared`
+        self.list_cache = ListCache(
+            optimizer, with_forms=True
+        )  # attached to a group: its buckets' `_Prepared`
 
     def collect(self, optimizer: Optimizer, copies: Mapping[int, Tensor]) -> list[Update]:
-        groups = self.plan.groups()
-        built = [bucket for planned in groups if not planned.replays for bucket in planned.buckets]
+        groups = self.list_cache.groups()
+        built = [
+            bucket for group_lists in groups if not group_lists.replays for bucket in group_lists.buckets
+        ]
         if sum(_place_counters(optimizer, bucket) for bucket in built):
-            groups = self.plan.groups()
+            groups = self.list_cache.groups()
         self._join_counters(groups)
         updates: list[Update] = []
-        for planned in groups:
-            for bucket in planned.buckets:
-                updates += self._of_bucket(planned, bucket, copies)
+        for group_lists in groups:
+            for bucket in group_lists.buckets:
+                updates += self._of_bucket(group_lists, bucket, copies)
         return updates
 
-    def _join_counters(self, groups: Sequence[GroupPlan]) -> None:
-        buckets = [bucket for planned in groups if planned.replays for bucket in planned.buckets]
+    def _join_counters(self, groups: Sequence[GroupLists]) -> None:
+        buckets = [bucket for group_lists in groups if group_lists.replays for bucket in group_lists.buckets]
         # All of them are asked to join: one that two share leaves the buffer of the first for that of the second.
         if sum(bucket.counters.join() for bucket in buckets):
             for bucket in buckets:
                 bucket.counters.part_if_moved()
 
-    def _of_bucket(self, planned: GroupPlan, bucket: Bucket, copies: Mapping[int, Tensor]) -> list[Update]:
-        group, mine = planned.group, _copies_of(bucket.params, copies)
-        if planned.attached is None:
-            planned.attached = {}
-        prepared: _Prepared | None = planned.attached.pop(bucket, None)
+    def _of_bucket(
+        self, group_lists: GroupLists, bucket: Bucket, copies: Mapping[int, Tensor]
+    ) -> list[Update]:
+        group, mine = group_lists.group, _copies_of(bucket.params, copies)
+        if group_lists.attached is None:
+            group_lists.attached = {}
+        prepared: _Prepared | None = group_lists.attached.pop(bucket, None)
         if prepared is not None and prepared.stands(mine):
             grads, is_plain = bucket.grads, True
         else:
@@ -268,8 +274,8 @@ class _Lists:
             prepared = _Prepared.of(_prepared(bucket.params, states, bucket, grads, mine), grads)
             is_plain = PLAIN_TYPES.issuperset(map(type, chain(bucket.params, bucket.grads)))
         if is_plain:  # what is not is looked through anew, since its part may lie elsewhere then
-            planned.attached[bucket] = prepared
-        some = [*grads] if prepared.form is None else Formed(grads, prepared.form)
+            group_lists.attached[bucket] = prepared
+        some = [*grads] if prepared.form is None else KnownLayoutList(grads, prepared.form)
         return [Update(self._kind, group, bucket.params, prepared.parameters, some, bucket, False)]
 
     def _of_unfilled(
@@ -297,7 +303,7 @@ def _place_counters(optimizer: Optimizer, bucket: Bucket) -> bool:
     """Put step counters where a fused update reads them; whether one lay elsewhere."""
     steps: list[Any] = bucket.counters.steps
     if not all(isinstance(step, Tensor) for step in steps):
-        raise Unfused("a step counter is a number and no tensor")
+        raise NoFusedUpdate("a step counter is a number and no tensor")
     misplaced = [
         param
         for param, step in zip(bucket.params, bucket.counters.steps, strict=False)
@@ -314,7 +320,7 @@ def _local_gradients(bucket: Bucket) -> list[Tensor]:
         return [*bucket.grads]
     for param, grad in zip(bucket.params, bucket.grads, strict=True):
         if getattr(param, "placements", None) != getattr(grad, "placements", None):
-            raise Unfused("a gradient is sharded otherwise than its parameter")
+            raise NoFusedUpdate("a gradient is sharded otherwise than its parameter")
     return [local_part(grad) for grad in bucket.grads]
 
 
@@ -346,21 +352,21 @@ def _check_memory(alike: list[Tensor], grad: Tensor, copy: Tensor | None) -> Non
     param = alike[0]
     for tensor in (*alike, grad, *([] if copy is None else [copy])):
         if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
-            raise Unfused(f"it holds a {type(tensor).__name__} with layout {tensor.layout}")
+            raise NoFusedUpdate(f"it holds a {type(tensor).__name__} with layout {tensor.layout}")
         if tensor.device != param.device:
-            raise Unfused(f"a tensor on {tensor.device} belongs to a parameter on {param.device}")
+            raise NoFusedUpdate(f"a tensor on {tensor.device} belongs to a parameter on {param.device}")
         if tensor.dtype not in KERNEL_DTYPES:
-            raise Unfused(f"it holds a tensor of {tensor.dtype}")
+            raise NoFusedUpdate(f"it holds a tensor of {tensor.dtype}")
         if tensor is not grad and tensor.is_neg():
-            raise Unfused("it holds a view whose memory holds the opposites")
+            raise NoFusedUpdate("it holds a view whose memory holds the opposites")
         if tensor.shape != param.shape:
-            raise Unfused(
+            raise NoFusedUpdate(
                 f"a tensor of shape {tuple(tensor.shape)} belongs to a parameter of {tuple(param.shape)}"
             )
     if not torch.ops.aten.is_non_overlapping_and_dense(param):
-        raise Unfused("a parameter has gaps, or elements that share memory")
+        raise NoFusedUpdate("a parameter has gaps, or elements that share memory")
     for tensor in (*alike[1:], *([] if copy is None else [copy])):
         if tensor.stride() != param.stride() and not (tensor.is_contiguous() and param.is_contiguous()):
-            raise Unfused("a state is laid out otherwise than its parameter")
+            raise NoFusedUpdate("a state is laid out otherwise than its parameter")
     if any(tensor.dtype is not param.dtype for tensor in alike):
-        raise Unfused("a state has another dtype than its parameter")
+        raise NoFusedUpdate("a state has another dtype than its parameter")

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from impl.kernels import copy_into_
 from impl.optim._fused_operators import Update, step_bucket
 from impl.optim._graphs import Graph, captured, graphs_for
-from impl.optim._plan import Bucket, tensor_guards
+from impl.optim._list_cache import Bucket, tensor_guards
 
 _WORTH = 8  # replays, of which each saves most of a step's launches
 # The device reads a learning rate in float32, in which these compute.

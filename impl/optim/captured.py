@@ -2,9 +2,9 @@
 
 The optimizer stays the object that it is, and its `step` stays torch's: hooks, closures, schedulers, the profiler and a
 scaler's attributes are served by the code that always served them. What is replaced is `_init_group`, which `step`
-calls for each group. It gives the lists that are kept (`impl.optim._plan`), or, for a group whose implementation is
-fused, does the update by one operator, or on CUDA by a graph (`impl.optim._graphed_update`), and leaves `step` nothing
-to do.
+calls for each group. It gives the lists that are kept (`impl.optim._list_cache`), or, for a group whose implementation
+is fused, does the update by one operator, or on CUDA by a graph (`impl.optim._graphed_update`), and leaves `step`
+nothing to do.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 from torch._guards import TracingContext
 from torch.optim import Optimizer
 
-from impl.kernels import untraced
+from impl.kernels import dynamo_disable
 from impl.optim._fused_operators import step_bucket, update_for
 from impl.optim._graphed_update import Backoff, GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
-from impl.optim._plan import GroupPlan, Plan, cannot_plan, plain_init_group
+from impl.optim._list_cache import GroupLists, ListCache, cannot_cache_lists, plain_init_group
 from impl.optim._refusals import refuse_other_types
 
 # Lists that have changed in so many steps in succession are not worth it: so many steps are eager then.
@@ -83,7 +83,7 @@ class _Capture:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.plan = Plan(optimizer)
+        self.list_cache = ListCache(optimizer)
         self.wants_graphs = False
         self.pause = 0  # for how many more steps no lists are kept
         self._pausing = False
@@ -95,67 +95,69 @@ class _Capture:
         """For optimizers that copy or pickle their whole `__dict__`: what they make is captured, and begins anew."""
         return type(self), (self._optimizer(),), {"wants_graphs": self.wants_graphs}
 
-    @untraced
+    @dynamo_disable
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None
         self.compiled = TracingContext.try_get() is not None
         if self.compiled or ((self.pause or self._pausing) and self._pauses(optimizer, group)):
             return plain_init_group(optimizer)(group, *lists)
-        planned = self.plan.group(group)
-        if planned.changes_in_a_row >= _RESTLESS:
+        group_lists = self.list_cache.group(group)
+        if group_lists.changes_in_a_row >= _RESTLESS:
             self.pause = _PAUSE
         try:
-            self._run(optimizer, planned, lists)
+            self._run(optimizer, group_lists, lists)
         finally:
-            planned.let_go_of_gradients()
-        return planned.returned
+            group_lists.let_go_of_gradients()
+        return group_lists.returned
 
     def _pauses(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
         if group is optimizer.param_groups[0]:
             self._pausing = self.pause > 0
             if self._pausing:
                 self.pause -= 1
-                self.plan.forget(f"none were kept in the {_PAUSE} steps before")
+                self.list_cache.forget(f"none were kept in the {_PAUSE} steps before")
         return self._pausing
 
-    def _run(self, optimizer: Optimizer, planned: GroupPlan, lists: tuple[list[Any], ...]) -> None:
-        if planned.attached is None:
-            planned.attached = self._chosen(optimizer, planned)
-        steps = planned.attached.steps
+    def _run(self, optimizer: Optimizer, group_lists: GroupLists, lists: tuple[list[Any], ...]) -> None:
+        if group_lists.attached is None:
+            group_lists.attached = self._chosen(optimizer, group_lists)
+        steps = group_lists.attached.steps
         if steps is None:
-            for wanted, kept in zip(lists, planned.lists, strict=True):
+            for wanted, kept in zip(lists, group_lists.lists, strict=True):
                 wanted.extend(kept)
             return
         grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        for bucket, step in zip(planned.buckets, steps, strict=True):
-            if planned.replays:
+        for bucket, step in zip(group_lists.buckets, steps, strict=True):
+            if group_lists.replays:
                 bucket.counters.join()
-            step(planned.group, grad_scale, found_inf)
+            step(group_lists.group, grad_scale, found_inf)
 
-    def _chosen(self, optimizer: Optimizer, planned: GroupPlan) -> _Chosen:
-        update = update_for(optimizer, planned)
+    def _chosen(self, optimizer: Optimizer, group_lists: GroupLists) -> _Chosen:
+        update = update_for(optimizer, group_lists)
         if update is None:
             return _Chosen(None, [])
         if self.wants_graphs:
             places = {id(group): place for place, group in enumerate(optimizer.param_groups)}
-            place = places.get(id(planned.group))
+            place = places.get(id(group_lists.group))
             graphed = [
                 GraphedUpdate(update, bucket, optimizer, self._backoffs[place, number])
-                for number, bucket in enumerate(planned.buckets)
+                for number, bucket in enumerate(group_lists.buckets)
             ]
             return _Chosen([each.step for each in graphed], graphed)
-        return _Chosen([functools.partial(step_bucket, update, bucket) for bucket in planned.buckets], [])
+        return _Chosen([functools.partial(step_bucket, update, bucket) for bucket in group_lists.buckets], [])
 
     def want_graphs(self, wants: bool) -> None:
         if wants != self.wants_graphs:
             self.wants_graphs = wants
             self._backoffs.clear()
-            self.plan.forget("graphs were asked for" if wants else "graphs are not wanted any more")
+            self.list_cache.forget("graphs were asked for" if wants else "graphs are not wanted any more")
 
     def graphed(self) -> list[GraphedUpdate] | None:
         """The updates that graphs were asked for, a bucket each; None if torch's own function does one."""
-        chosen = [planned.attached for planned in self.plan.kept() if planned.attached is not None]
+        chosen = [
+            group_lists.attached for group_lists in self.list_cache.kept() if group_lists.attached is not None
+        ]
         if any(each.steps is None for each in chosen):
             return None
         return [graphed for each in chosen for graphed in each.graphed]
@@ -236,7 +238,7 @@ def capture(
 def _why_not(optimizer: Optimizer) -> str | None:
     if "_init_group" in vars(optimizer):
         return "somebody else has replaced its _init_group"
-    return cannot_plan(optimizer)
+    return cannot_cache_lists(optimizer)
 
 
 def release(optimizer: AnyOptimizer) -> AnyOptimizer:
@@ -268,17 +270,17 @@ def explain(optimizer: Optimizer) -> Explanation:
         graph = _NOT_CAPTURED if eager.wants_graphs else None
         return Explanation(False, implementation, eager.reason, graph=graph)
     captured = _capture_of(optimizer)
-    plan = captured.plan
+    list_cache = captured.list_cache
     graph = _explained_graph(captured, implementation) if captured.wants_graphs else None
     if captured.compiled:
-        return Explanation(False, implementation, _COMPILED, plan.builds, graph, compiled=True)
+        return Explanation(False, implementation, _COMPILED, list_cache.builds, graph, compiled=True)
     if captured.pause:
-        why = f"its lists changed {_RESTLESS} times in succession, the last time because {plan.because}"
+        why = f"its lists changed {_RESTLESS} times in succession, the last time because {list_cache.because}"
         why += f"; it is tried again after {captured.pause} steps"
-        return Explanation(False, implementation, why, plan.builds, graph)
+        return Explanation(False, implementation, why, list_cache.builds, graph)
     if any(each.reads_settings for each in captured.graphed() or ()):
         implementation += ", lr a float32 on the device"
-    return Explanation(True, implementation, plan.because, plan.builds, graph)
+    return Explanation(True, implementation, list_cache.because, list_cache.builds, graph)
 
 
 def _explained_graph(captured: _Capture, implementation: str) -> GraphExplanation:
@@ -296,7 +298,7 @@ def _explained_graph(captured: _Capture, implementation: str) -> GraphExplanatio
             False, "torch's own function updates a group: its tensors or numbers are not plain"
         )
     if not graphed:
-        if captured.plan.kept():
+        if captured.list_cache.kept():
             return GraphExplanation(False, "no parameter had a gradient")
         return GraphExplanation(False, "there was no step since graphs were asked for")
     captures = sum(each.captures for each in graphed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from impl.kernels._native import CODES, STATES, Column, Library, List, Settings, Update
-from impl.kernels._native.memory import Addresses, Formed, Tensors, memory_of, tensors_to_read
+from impl.kernels._native.memory import Addresses, KnownLayoutList, Tensors, memory_of, tensors_to_read
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import lie_apart, on_host
 from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
@@ -118,19 +118,19 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     """Update what `memory` holds by `rule` from gradients times `factor`, as `impl.kernels.fused_step_`.
 
     Args:
-        grads: if they are `Formed`, each of them is laid out as its parameter, and `memory` has not moved since it was
-            asked.
+        grads: if they are `KnownLayoutList`, each of them is laid out as its parameter, and `memory` has not moved
+            since it was asked.
 
     Returns:
         False if the library cannot take these tensors; nothing is changed then.
     Sync: none, but for a learning rate or factor on another device.
     """
-    if not isinstance(grads, Formed):
+    if not isinstance(grads, KnownLayoutList):
         memory.have_moved()
     settings, places = _settings_of(rule), memory.places()
     if settings is None or places is None:
         return False
-    if not isinstance(grads, Formed) and not (
+    if not isinstance(grads, KnownLayoutList) and not (
         places.are_contiguous and all(map(Tensor.is_contiguous, grads))
     ):
         grads = list(map(laid_out_as, memory.params, grads))

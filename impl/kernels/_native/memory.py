@@ -80,7 +80,7 @@ class Form:
         return None if addresses is None else Tensors(addresses, self)
 
 
-class Formed(list[Tensor]):
+class KnownLayoutList(list[Tensor]):
     """Plain tensors on the CPU, none empty, whose form is known: it was looked at, or guards say that it has stayed.
 
     It is for one operation or a few in succession, between which nothing moves: where they lie is looked up once.
@@ -102,7 +102,7 @@ def form_of(tensors: Sequence[Tensor]) -> Form | None:
     Args:
         tensors: plain dense ones on the CPU; not empty.
     """
-    if isinstance(tensors, Formed):
+    if isinstance(tensors, KnownLayoutList):
         return tensors.form
     code = CODES.get(tensors[0].dtype)
     if code is None or len(dtypes_of(tensors)) > 1 or not _lie_plainly(tensors):
@@ -110,19 +110,19 @@ def form_of(tensors: Sequence[Tensor]) -> Form | None:
     return Form(Column(map(Tensor.numel, tensors)), code)
 
 
-def formed(tensors: Sequence[Tensor]) -> Formed | None:
+def formed(tensors: Sequence[Tensor]) -> KnownLayoutList | None:
     """The tensors, with their form; None if the library cannot take them, as `form_of` says, or one is empty.
 
     Args:
         tensors: plain dense ones on the CPU; not empty.
     """
     form = form_of(tensors)
-    return None if form is None or 0 in form.numels.numbers else Formed(tensors, form)
+    return None if form is None or 0 in form.numels.numbers else KnownLayoutList(tensors, form)
 
 
 def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
     """None if the library cannot take them: `form_of` says why, or one has no memory."""
-    if isinstance(tensors, Formed):
+    if isinstance(tensors, KnownLayoutList):
         return tensors.located
     form = form_of(tensors)
     return None if form is None else form.at(tensors)
@@ -133,10 +133,10 @@ def joined(lists: Sequence[list[Tensor]]) -> list[Tensor]:
     if len(lists) == 1:
         return lists[0]
     tensors = [*chain.from_iterable(lists)]
-    forms = [tensors.form for tensors in lists if isinstance(tensors, Formed)]
+    forms = [tensors.form for tensors in lists if isinstance(tensors, KnownLayoutList)]
     if len(forms) < len(lists) or len({form.code for form in forms}) != 1:
         return tensors
-    return Formed(
+    return KnownLayoutList(
         tensors, Form(Column(chain.from_iterable(form.numels.numbers for form in forms)), forms[0].code)
     )
 

@@ -40,14 +40,14 @@ from impl.kernels import (
     dtypes_of,
     formed,
     layouts_of,
+    no_grad_fast,
     overlaps_itself,
-    untracked,
 )
 
 __all__ = ["clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"]
 
 
-@untracked
+@no_grad_fast
 def get_total_norm(
     tensors: Tensor | Iterable[Tensor],
     norm_type: float = 2.0,
@@ -79,7 +79,7 @@ def get_total_norm(
     return _norm_of(_sorted_out(listed, foreach), float(norm_type), error_if_nonfinite)
 
 
-@untracked
+@no_grad_fast
 def clip_grads_with_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -110,7 +110,7 @@ def clip_grads_with_norm_(
     _scale_to_norm_(_sorted_out(_gradients_of(parameters), foreach), float(max_norm), total_norm)
 
 
-@untracked
+@no_grad_fast
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -150,7 +150,7 @@ def clip_grad_norm_(
         is_generator = isinstance(parameters, types.GeneratorType)
         parameters = list(parameters)
         if is_generator and not parameters:
-            # Two frames lie between here and the caller: this one and that of `untracked`.
+            # Two frames lie between here and the caller: this one and that of `no_grad_fast`.
             warnings.warn(
                 "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
             )
@@ -186,7 +186,7 @@ def clip_grad_norm(
     return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-@untracked
+@no_grad_fast
 def clip_grad_value_(
     parameters: Tensor | Iterable[Tensor],
     clip_value: float,

@@ -10,7 +10,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def untracked(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+def no_grad_fast(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """As `torch.no_grad()` does it, in a fifth of its time: small lists take less than it otherwise adds."""
 
     @wraps(function)

@@ -14,10 +14,10 @@ from torch._C._functorch import peek_interpreter_stack
 
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES
 from impl.kernels._native import Library, library
-from impl.kernels._native.memory import Formed
+from impl.kernels._native.memory import KnownLayoutList
 
 Route = Literal["auto", "plain", "cached", "native", "triton"]
-Carrier = Literal["plain", "cached", "triton"]
+Backend = Literal["plain", "cached", "triton"]
 
 _NAMES: tuple[str, ...] = get_args(Route)
 _MANY = 8
@@ -56,18 +56,18 @@ def route(name: Route) -> Generator[None]:
         _asked.reset(token)
 
 
-class Plan(NamedTuple):
-    way: Carrier
+class Dispatch(NamedTuple):
+    backend: Backend
     dtypes: set[torch.dtype]  # of the tensors
     is_eager: bool  # addresses may be read and, on the CPU, values looked at
 
 
-def asked_route() -> str:
+def asked_backend() -> str:
     """The name asked for: all that an operation need know for which the CPU has one route, or takes mixed dtypes."""
     return _asked.get()
 
 
-def plan_for(tensors: Sequence[Tensor]) -> Plan:
+def dispatch_for(tensors: Sequence[Tensor]) -> Dispatch:
     """The route these tensors go by: what was asked for, or "plain" where that cannot take them.
 
     Raises:
@@ -76,19 +76,19 @@ def plan_for(tensors: Sequence[Tensor]) -> Plan:
     tensors = one_of_each_kind(tensors)
     dtypes = {t.dtype for t in tensors}
     if not is_eager(tensors):
-        return Plan("plain", dtypes, is_eager=False)
+        return Dispatch("plain", dtypes, is_eager=False)
     asked = _asked.get()
     if asked == "plain" or not dtypes <= KERNEL_DTYPES:
-        return Plan("plain", dtypes, is_eager=True)
-    return Plan(_fastest(asked, tensors[0]), dtypes, is_eager=True)
+        return Dispatch("plain", dtypes, is_eager=True)
+    return Dispatch(_fastest(asked, tensors[0]), dtypes, is_eager=True)
 
 
 def one_of_each_kind(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Of tensors whose form is known one stands for all."""
-    return tensors[:1] if isinstance(tensors, Formed) else tensors
+    return tensors[:1] if isinstance(tensors, KnownLayoutList) else tensors
 
 
-def _fastest(asked: str, tensor: Tensor) -> Carrier:
+def _fastest(asked: str, tensor: Tensor) -> Backend:
     if asked == "triton":
         _demand_triton(tensor.device.type)
     if tensor.is_cuda:
@@ -122,7 +122,7 @@ def cpu_library(tensors: Sequence[Tensor] | None = None) -> Library | None:
 
 def known_on_host(flag: Tensor) -> bool | None:
     """Whether `flag` is not zero, where a look at it costs nothing; None where it would be a synchronisation."""
-    return flag.item() != 0 if plan_for([flag]).way == "cached" else None
+    return flag.item() != 0 if dispatch_for([flag]).backend == "cached" else None
 
 
 def is_eager(tensors: Sequence[Tensor]) -> bool:

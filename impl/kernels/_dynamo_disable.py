@@ -10,7 +10,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SKIP_IT_AND_ITS_CALLS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
-def untraced(function: _Function) -> _Function:
+def dynamo_disable(function: _Function) -> _Function:
     """As `torch.compiler.disable` does it, at no cost in a call: Dynamo breaks graphs at it, and skips all below.
 
     The code itself says so, and no wrapper that sets the thread's state in each call. For functions that compiled code

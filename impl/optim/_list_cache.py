@@ -1,17 +1,17 @@
 """The lists that an optimizer's `_init_group` builds anew in every step, kept, with guards on what they depend on.
 
-    plan = Plan(optimizer)          # holds it weakly; `cannot_plan(optimizer)` says why not, where it cannot be
-    for planned in plan.groups():   # one `GroupPlan` for each of `optimizer.param_groups`, up to date, gradients too
-        for bucket in planned.buckets:
+    cache = ListCache(optimizer)     # holds it weakly; `cannot_cache_lists(optimizer)` says why not, where it cannot be
+    for lists in cache.groups():     # one `GroupLists` for each of `optimizer.param_groups`, up to date, gradients too
+        for bucket in lists.buckets:
             bucket.params, bucket.grads, bucket["exp_avgs"], bucket["state_steps"], bucket.counters
-    plan.let_go_of_gradients()      # after the step: kept, they would live through the next forward
+    cache.let_go_of_gradients()      # after the step: kept, they would live through the next forward
 
 `groups()` (or `group(g)` for one of them, the first one first) checks the guards, builds again what a guard says has
 changed, and puts this step's gradients in; a build calls the optimizer's own `_init_group`, which initialises state and
-raises what it raises. `plan.builds` counts builds, `plan.because` says why the last one was made.
+raises what it raises. `cache.builds` counts builds, `cache.because` says why the last one was made.
 
-The lists of a `GroupPlan` are named like the parameters of `_init_group` (`params_with_grad`, `grads`, `exp_avgs`, …);
-only parameters with a gradient are in them. Hyperparameters are not kept: read them from `planned.group`, each time.
+The lists of a `GroupLists` are named like the parameters of `_init_group` (`params_with_grad`, `grads`, `exp_avgs`, …);
+only parameters with a gradient are in them. Hyperparameters are not kept: read them from `lists.group`, each time.
 A `Bucket` is the part of them with one device and dtype. Its `counters` are the step counters, advanced together by
 `counters.advance()` before the update and `counters.take_back(found_inf)` after it. Where the group `replays` (its
 guards have held once), call `counters.join()` first: they are one buffer from then on, while `state["step"]` stays the
@@ -19,9 +19,9 @@ tensor object that it was.
 
 Guarded: the group's parameters and gradients (which have one; type, device, dtype, layout), the values of the group as
 far as they shape the lists, and the identity of the state: of its keys, of each parameter's dictionary and of what that
-holds; for joined counters their addresses. A plan `with_forms` guards the states' tensors as it does gradients, and the
-shapes and strides of all. The other addresses are not guarded: torch's operators ask each tensor for its own, in every
-call. Where parameters and states are handed on by address, ask for forms and compare `data_ptr()` too.
+holds; for joined counters their addresses. A cache `with_forms` guards the states' tensors as it does gradients, and
+the shapes and strides of all. The other addresses are not guarded: torch's operators ask each tensor for its own, in
+every call. Where parameters and states are handed on by address, ask for forms and compare `data_ptr()` too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _END = (
 )  # after what is compared item by item: the one that goes on where the other ends differs too
 
 
-def cannot_plan(optimizer: Optimizer) -> str | None:
+def cannot_cache_lists(optimizer: Optimizer) -> str | None:
     """Why the lists of this optimizer cannot be kept; None if they can."""
     kind = type(optimizer)
     home = next(
@@ -105,7 +105,7 @@ class Bucket:
         return [tensors[place] for place in self.places]
 
 
-class GroupPlan:
+class GroupLists:
     """The lists of one group, as `_init_group` gave them."""
 
     def __init__(
@@ -117,7 +117,7 @@ class GroupPlan:
         self.params, self.grads = self.lists[:2]
         self.replays = False  # whether the guards have held once since
         self.changes_in_a_row = 0  # in how many steps in succession the lists of this group have changed
-        self.attached: Any = None  # for the plan's user: what follows from these lists and goes with them
+        self.attached: Any = None  # for the cache's user: what follows from these lists and goes with them
         self._shape, self._seen = shape_of(group), list(group.values())
         self._all_params: list[Tensor] = list(group["params"])
         self._without = [param for param in self._all_params if param.grad is None]
@@ -193,67 +193,67 @@ class GroupPlan:
         return str(told).splitlines()[0]
 
 
-class Plan:
+class ListCache:
     """The lists of an optimizer, group by group; see this file's head."""
 
     def __init__(self, optimizer: Optimizer, with_forms: bool = False) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._with_forms = with_forms
         self._names = list_names(type(optimizer))
-        self._planned: dict[int, GroupPlan] = {}  # by the id of the group, which it keeps alive
+        self._by_group: dict[int, GroupLists] = {}  # by the id of the group, which it keeps alive
         # The keys and values of `optimizer.state` when each group's part of it was last found to be the kept one.
         self._seen_state: tuple[list[Any], list[Any]] | None = None
         self._why_none = self._why_empty = "it is the first step"
         self.builds = 0
         self.because = "there was no step yet"
 
-    def groups(self) -> list[GroupPlan]:
+    def groups(self) -> list[GroupLists]:
         """Every group's lists, up to date."""
         return [self.group(group) for group in self._alive().param_groups]
 
-    def group(self, group: dict[str, Any]) -> GroupPlan:
+    def group(self, group: dict[str, Any]) -> GroupLists:
         """One group's lists, up to date. Ask for the first group first: with it the state is looked at as a whole."""
         optimizer = self._alive()
         if group is optimizer.param_groups[0]:
             self._check_state(optimizer)
-        planned = self._planned.get(id(group))
-        if planned is None:
+        group_lists = self._by_group.get(id(group))
+        if group_lists is None:
             return self._build(optimizer, group, self._why_none)
-        if (why := planned.take_gradients()) is not None:
+        if (why := group_lists.take_gradients()) is not None:
             return self._build(optimizer, group, why)
-        return planned
+        return group_lists
 
-    def kept(self) -> list[GroupPlan]:
+    def kept(self) -> list[GroupLists]:
         """The lists that are there, as they are."""
-        return [*self._planned.values()]
+        return [*self._by_group.values()]
 
     def let_go_of_gradients(self) -> None:
-        for planned in self._planned.values():
-            planned.let_go_of_gradients()
+        for group_lists in self._by_group.values():
+            group_lists.let_go_of_gradients()
 
     def forget(self, why: str) -> None:
         """Let go of all lists; the next step builds new ones, for this reason."""
-        self._planned.clear()
+        self._by_group.clear()
         if self.builds:
             self._why_empty = why
 
-    def _build(self, optimizer: Optimizer, group: dict[str, Any], why: str) -> GroupPlan:
-        before = self._planned.pop(id(group), None)
+    def _build(self, optimizer: Optimizer, group: dict[str, Any], why: str) -> GroupLists:
+        before = self._by_group.pop(id(group), None)
         self._seen_state = None
         self._why_empty = why  # where this fails, the next step has the same reason
-        planned = GroupPlan(optimizer, group, self._names, self._with_forms)
+        group_lists = GroupLists(optimizer, group, self._names, self._with_forms)
         if before is not None:
-            planned.changes_in_a_row = 1 if before.replays else before.changes_in_a_row + 1
-        self._planned[id(group)] = planned
+            group_lists.changes_in_a_row = 1 if before.replays else before.changes_in_a_row + 1
+        self._by_group[id(group)] = group_lists
         self.builds += 1
         self.because = why
-        return planned
+        return group_lists
 
     def _check_state(self, optimizer: Optimizer) -> None:
         """Drop the lists of groups that are gone, and those of parameters whose state is another dictionary now."""
         state = optimizer.state
-        self._why_none = "a group was added" if self._planned else self._why_empty
-        if len(self._planned) > len(optimizer.param_groups):
+        self._why_none = "a group was added" if self._by_group else self._why_empty
+        if len(self._by_group) > len(optimizer.param_groups):
             self._keep(set(map(id, optimizer.param_groups)), "there are fewer groups")
         if self._seen_state is not None:
             keys, values = self._seen_state
@@ -261,20 +261,20 @@ class Plan:
                 return
         held = {
             key
-            for key, planned in self._planned.items()
-            if same(map(state.get, planned.params), planned.states)
+            for key, group_lists in self._by_group.items()
+            if same(map(state.get, group_lists.params), group_lists.states)
         }
         self._keep(held, "a parameter's state was replaced")
         self._seen_state = list(state), list(state.values())
 
     def _keep(self, held: set[int], why: str) -> None:
-        if held != self._planned.keys():
-            self._planned = {key: planned for key, planned in self._planned.items() if key in held}
+        if held != self._by_group.keys():
+            self._by_group = {key: group_lists for key, group_lists in self._by_group.items() if key in held}
             self._why_none = why
 
     def _alive(self) -> Optimizer:
         optimizer = self._optimizer()
-        assert optimizer is not None, "the plan of an optimizer that is gone was asked for"
+        assert optimizer is not None, "the list cache of an optimizer that is gone was asked for"
         return optimizer
 
 
