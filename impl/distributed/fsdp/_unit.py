@@ -170,9 +170,7 @@ class Unit:
         held: Sequence[Tensor] = ()
         if not isinstance(outputs, Tensor) and (objects := held_in(outputs)):
             # What lasts is the user's, which objects may hold as such.
-            held = set_apart(
-                {unsharded.memory for unsharded in self._in_graph if not unsharded.aliases_shard}, objects
-            )
+            held = set_apart({one.memory for one in self._in_graph if not one.aliases_shard}, objects)
         if self.phase is Phase.BACKWARD:
             return outputs
         self._depth -= 1
@@ -335,10 +333,8 @@ class Unit:
         root.streams.wait(StreamRole.COMPUTE, self._gathered)
         self._gathered = None
         self._was_prefetched = False
-        self._in_graph = [
-            handle.use_unsharded_views(dtype)
-            for handle, dtype in zip(self.handles, self._dtypes or (), strict=True)
-        ]
+        pairs = zip(self.handles, self._dtypes or (), strict=True)
+        self._in_graph = [handle.use_unsharded_views(dtype) for handle, dtype in pairs]
 
     def gather(self) -> None:
         """Fill the unsharded buffers, as GATHER; nothing if they are filled with what the shards hold.
@@ -469,11 +465,8 @@ class Unit:
             gradients.accumulate_unreduced(grads)
             return
         waiting = gradients.take_unreduced(grads)
-        dtype = (
-            handle.compute_dtype
-            if self.reduction.casts_itself or self._is_in_full_precision()
-            else handle.reduce_dtype
-        )
+        is_as_computed = self.reduction.casts_itself or self._is_in_full_precision()
+        dtype = handle.compute_dtype if is_as_computed else handle.reduce_dtype
         if waiting is not None:
             buffer = waiting.to(dtype)
         else:
