@@ -21,6 +21,7 @@ SPOT_CHECK_ATOL = 1e-6  # clipped to norm 1, an element of the largest list is a
 
 
 FEWEST_PAIRS = 5  # however slow the machine
+LONG_S = 0.25  # a call that is warmed up twice, not three times
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,10 @@ class CudaStopwatch:
 
 def _calls_per_chunk(work: Workload, stopwatch: HostStopwatch | CudaStopwatch, chunk_s: float) -> int:
     calls = 1
-    stopwatch.per_call(work, 3)  # first calls build caches and compile
+    stopwatch.per_call(work, 1)  # first calls build caches and compile
+    if stopwatch.per_call(work, 1) >= LONG_S:  # and what they leave undone is lost in a call this long
+        return calls
+    stopwatch.per_call(work, 1)
     while (took_s := stopwatch.per_call(work, calls) * calls) < chunk_s and calls < 1 << 16:
         calls = max(calls + 1, int(calls * min(10.0, chunk_s / max(took_s, 1e-9))))
     return calls

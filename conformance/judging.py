@@ -114,10 +114,9 @@ def _file_of(test: str) -> Path:
 
 
 def _everything(subject: str) -> list[str]:
-    """The whole suite of a checkout where its own parts are judged along; for others what may concern them."""
-    if heading.CHECKOUT and package_of(subject) in ("impl", "torch"):
-        return [str(HERE)]
-    return [str(HERE / name) for name in (*AREAS, "test_surface.py") if (HERE / name).exists()]
+    """What judges any subject, and the kernels of the project's own; not the suite's own tests, which judge none."""
+    kernels = ("kernels",) if heading.CHECKOUT and package_of(subject) in ("impl", "torch") else ()
+    return [str(HERE / name) for name in (*AREAS, *kernels, "test_surface.py") if (HERE / name).exists()]
 
 
 def _command(options: argparse.Namespace, out: Path) -> list[str]:

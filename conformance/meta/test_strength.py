@@ -395,11 +395,10 @@ def test_the_nearest_clauses_come_first() -> None:
     assert distance("nn.utils.clip_grad.refusal_is_whole", "amp.GradScaler.unscale_") == 2
 
 
-@pytest.mark.parametrize("clause_id", list(all_clauses()))
-def test_every_clause_has_faults_to_try(clause_id: str) -> None:
-    tried = candidates(clause_id)
-    assert tried
-    assert len(set(tried)) == len(tried)
+def test_every_clause_has_faults_to_try() -> None:
+    tried = {clause_id: candidates(clause_id) for clause_id in all_clauses()}
+    assert [clause_id for clause_id, faults in tried.items() if not faults] == []
+    assert [clause_id for clause_id, faults in tried.items() if len(set(faults)) < len(faults)] == []
 
 
 def test_the_likest_fault_is_tried_first_unless_another_is_known() -> None:

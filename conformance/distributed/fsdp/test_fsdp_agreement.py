@@ -218,6 +218,7 @@ def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int,
 
 @clause("distributed.fsdp.fsdp_agreement.lost_rank")
 @pytest.mark.deviation("fsdp.lost_rank_is_named")
+@FULL
 @pytest.mark.deadline(120)
 def test_a_lost_rank_is_named_by_those_who_wait_for_another(deviation: DeviationJudge) -> None:
     """In a ring of four the third receives from the second, which has raised and lives on, and sends to the fourth."""
