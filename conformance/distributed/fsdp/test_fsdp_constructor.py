@@ -87,7 +87,9 @@ def test_torch_cannot_synchronise_on_a_cpu() -> None:
 @clause("distributed.fsdp.fully_sharded_data_parallel.sync_module_states")
 @pytest.mark.parametrize("wrap", ["root", "leaves"])
 @pytest.mark.parametrize(
-    ("setup", "all_ranks"), [(Setup(), 1), (Setup(), 2), (Setup("NO_SHARD"), 3), (HYBRID, 4)], ids=str
+    ("setup", "all_ranks"),
+    [(Setup(), 1), (Setup(), 2), (Setup("NO_SHARD"), 3), (HYBRID, 4)],
+    ids=["1", "2", "3-NO_SHARD", "4-HYBRID_SHARD"],
 )
 def test_every_rank_begins_with_the_first_ones_states(
     subject: Library, ranks: Callable[..., RankPool], setup: Setup, all_ranks: int, wrap: str
