@@ -154,7 +154,9 @@ class CudaStopwatch:
 def _calls_per_chunk(work: Workload, stopwatch: HostStopwatch | CudaStopwatch, chunk_s: float) -> int:
     calls = 1
     stopwatch.per_call(work, 1)  # first calls build caches and compile
-    if stopwatch.per_call(work, 1) >= LONG_S:  # and what they leave undone is lost in a call this long
+    if (
+        stopwatch.per_call(work, 1) >= LONG_S
+    ):  # a chunk of its own, and more warming up costs more than it gives
         return calls
     stopwatch.per_call(work, 1)
     while (took_s := stopwatch.per_call(work, calls) * calls) < chunk_s and calls < 1 << 16:

@@ -104,7 +104,7 @@ def chosen_tests(what: Sequence[str], subject: str) -> tuple[list[str], list[str
             "python -m conformance.catalogue lists them"
         )
     if not what:
-        return _everything(subject), []
+        return everything(subject), []
     folders = {HERE.joinpath(*found.area.split(".")).parent for found in asked}
     return [*sorted(map(str, folders)), *(str(_ROOT / word) for word in tests)], clauses
 
@@ -113,7 +113,7 @@ def _file_of(test: str) -> Path:
     return _ROOT / test.partition("::")[0]
 
 
-def _everything(subject: str) -> list[str]:
+def everything(subject: str) -> list[str]:
     """What judges any subject, and the kernels of the project's own; not the suite's own tests, which judge none."""
     kernels = ("kernels",) if heading.CHECKOUT and package_of(subject) in ("impl", "torch") else ()
     return [str(HERE / name) for name in (*AREAS, *kernels, "test_surface.py") if (HERE / name).exists()]

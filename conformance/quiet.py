@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from conformance import environment
-from conformance.clauses import AREAS, HERE
+from conformance.clauses import HERE
 from conformance.judgement import RED
+from conformance.judging import everything
 from conformance.options import PROFILES
 from conformance.results import broken_clauses
 
 _ROOT = HERE.parent
-_FOLDERS = (*AREAS, "kernels", "test_surface.py")
-_JUDGING = [f"conformance/{name}" for name in _FOLDERS if (HERE / name).exists()]
 
 
 def main(words: Sequence[str]) -> int:
@@ -62,7 +61,9 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first of them")
     parser.add_argument("--twice", action="store_true", help="run each seed again and compare every outcome")
     parser.add_argument("--log", type=Path, default=Path("report/quiet.jsonl"))
-    parser.add_argument("tests", nargs="*", default=_JUDGING, help="default: all that judge a subject")
+    parser.add_argument(
+        "tests", nargs="*", default=everything("torch"), help="default: all that judge a subject"
+    )
     return parser.parse_args(words)
 
 

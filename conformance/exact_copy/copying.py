@@ -119,11 +119,12 @@ class _Redirected(ast.NodeTransformer):
 
     def _derived(self, node: ast.ClassDef) -> ast.AST:
         """The class on top of torch's, whose own methods are passed over where the class asks its base."""
-        torchs = f"__import__('importlib').import_module({self._module!r}).{node.name}"
-        node.bases = [ast.parse(torchs, mode="eval").body]
+        module = f"__import__('importlib').import_module({self._module!r})"
+        torchs = ast.parse(f"{module}.{node.name}", mode="eval").body
+        node.bases = [torchs]
         for call in ast.walk(node):
             if isinstance(call, ast.Call) and ast.unparse(call) == "super()":
-                call.args = ast.parse(f"f({torchs}, self)", mode="eval").body.args  # type: ignore[attr-defined]
+                call.args = [torchs, ast.Name("self", ast.Load())]
         return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:

@@ -24,9 +24,7 @@ def a_norm_that_is_not_finite() -> Sides:
 @PROOFS.keep
 def foreach_where_it_cannot_be() -> Sides:
     """It has no argument foreach, so it is called without: what cannot be done that way is not refused."""
-    there = torch.nn.Parameter(torch.zeros(2, device="meta"))
-    there.grad = torch.zeros(2, device="meta")
-    return both(lambda clip: clip([there], 1.0, foreach=True))
+    return both(lambda clip: clip([parameter(torch.zeros(2, device="meta"))], 1.0, foreach=True))
 
 
 @PROOFS.keep

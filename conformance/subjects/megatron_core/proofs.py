@@ -54,9 +54,7 @@ def an_order_of_zero() -> Sides:
 @PROOFS.keep
 def gradients_on_the_meta_device() -> Sides:
     """The norm is a number, which gradients on the meta device do not have."""
-    there = torch.nn.Parameter(torch.zeros(2, device="meta"))
-    there.grad = torch.zeros(2, device="meta")
-    return both(lambda clip: clip([there], 1.0))
+    return both(lambda clip: clip([parameter(torch.zeros(2, device="meta"))], 1.0))
 
 
 @PROOFS.keep
