@@ -26,7 +26,7 @@ class NotClaimed(pytest.skip.Exception):
 
 
 def claims(spec: str) -> frozenset[str]:
-    """The public names that a subject claims; one with a planted fault claims what it would without."""
+    """The public names that a subject claims; one with a fault claims what it would without."""
     package = package_of(spec)
     if (listed := _listed(package)) is not None:
         return listed

@@ -24,13 +24,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from conformance.faults.kills import read_kills
 from conformance.heading import CHECKOUT
 from conformance.judging import DEADLINES_S, judged, tail
 from conformance.options import REPORT, of_gate
 from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
 from conformance.running import Stop, run
-from conformance.strength import read_kills
 from conformance.telling import begin, progress_on, say_broken, say_verdict
 
 _NO_CHECKOUT = (

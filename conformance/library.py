@@ -14,9 +14,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from conformance import plants, surface
+from conformance import surface
 from conformance.claims_file import claims_file
 from conformance.errors import FROM_OUTSIDE, told
+from conformance.faults import handmade
 
 _CHANGED_SOURCE = ("mutant:", "lines:")  # what `conformance.mutation` makes of a subject
 
@@ -34,20 +35,20 @@ class LookupFailed(Exception):
 
 
 def package_of(spec: str) -> str:
-    """The package that a spec names, whatever fault is planted in it."""
+    """The package that a spec names, whatever fault is injected into it."""
     return spec.partition("+")[0]
 
 
 class Library:
-    """One implementation. `spec` is a package name, or `package+plant` for one with a planted fault.
+    """One implementation. `spec` is a package name, or `package+fault` for one with a fault.
 
-    `plant` is a fault's name in `conformance.plants`; `load_library` puts it in place. So a spec is a plain string
+    `fault` is a fault's name in `conformance.faults`; `load_library` puts it in place. So a spec is a plain string
     that every process, rank or test worker can resolve for itself.
     """
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
-        self.package, self.plant_id = package_of(spec), spec.partition("+")[2]
+        self.package, self.fault_id = package_of(spec), spec.partition("+")[2]
         # Of the package alone: what stands in the place of torch is torch.
         self.claims_file = claims_file(self.package)
         with contextlib.suppress(LookupFailed, NotProvided):  # told with what else is wrong in the file
@@ -159,13 +160,13 @@ class Place:
 
 @functools.cache
 def load_library(spec: str) -> Library:
-    """The library a spec names, with its plant in place; one object a process."""
+    """The library a spec names, with its fault in place; one object a process."""
     library = Library(spec)
-    if library.plant_id.startswith(_CHANGED_SOURCE):
+    if library.fault_id.startswith(_CHANGED_SOURCE):
         importlib.import_module("conformance.mutation.loading").change_source(
-            library.package, library.plant_id
+            library.package, library.fault_id
         )
-    elif library.plant_id:
-        fault = plants.find(library.plant_id)
+    elif library.fault_id:
+        fault = handmade.find(library.fault_id)
         library.replace(fault.breaks, fault.make)
     return library

@@ -19,7 +19,7 @@ _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Fault:
+class Incident:
     """A test that hung or took its process along."""
 
     nodeid: str
@@ -32,7 +32,7 @@ class Notes:
         self.folder = folder
         self.faults_file = folder / "faults.jsonl"
         self._read_bytes = 0
-        self._faults: list[Fault] = []
+        self._faults: list[Incident] = []
 
     @classmethod
     def of(cls, config: pytest.Config) -> Notes:
@@ -43,16 +43,16 @@ class Notes:
             config.pluginmanager.register(_Owner(notes))
         return notes
 
-    def note(self, fault: Fault) -> None:
+    def note(self, fault: Incident) -> None:
         with self.faults_file.open("a") as file:
             file.write(json.dumps(asdict(fault)) + "\n")
 
-    def faults(self) -> list[Fault]:
+    def faults(self) -> list[Incident]:
         """All that any process has noted by now."""
         if self.faults_file.is_file() and self.faults_file.stat().st_size > self._read_bytes:
             with self.faults_file.open() as file:
                 file.seek(self._read_bytes)
-                self._faults += [Fault(**json.loads(line)) for line in file]
+                self._faults += [Incident(**json.loads(line)) for line in file]
                 self._read_bytes = file.tell()
         return self._faults
 

@@ -75,13 +75,13 @@ def of_gate(describes: str | None) -> argparse.ArgumentParser:
         "--kills",
         type=file,
         metavar="KILLS.JSON",
-        help="the suite's strength (default: kills.json in the report's folder)",
+        help="the kill matrix (default: kills.json in the report's folder)",
     )
     return parser
 
 
 def subject(text: str) -> str:
-    """A package, or one with a planted fault (`torch+clip_grad.no_clip`)."""
+    """A package, or one with a fault (`torch+clip_grad.no_clip`)."""
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\+\S+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no package name such as impl, torch or your.package")
     return text

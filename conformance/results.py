@@ -17,7 +17,7 @@ from conformance import clauses
 from conformance.expectations import Expectations, Held, Seen
 from conformance.heading import heading, replay_command
 from conformance.judgement import RED, Judgement, if_expected, judgement_of
-from conformance.notes import Fault, Notes
+from conformance.notes import Incident, Notes
 from conformance.trial import Learned
 
 BAD_INPUT = 2  # the exit code where the claims file is wrong, whatever became of the tests
@@ -45,7 +45,7 @@ class WorkerRecorder:
             if judgement.replay:
                 report.sections.append(("replay", judgement.replay))
             if judgement.outcome in ("hang", "crash"):
-                self._notes.note(Fault(judgement.nodeid, judgement.outcome, judgement.reason))
+                self._notes.note(Incident(judgement.nodeid, judgement.outcome, judgement.reason))
         return report
 
 
@@ -87,7 +87,7 @@ class Recorder:
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         """A worker died under a test, by itself or, if that is noted, by what watches over it."""
         noted = [fault for fault in self._notes.faults() if fault.nodeid == crashitem]
-        fault = noted[-1] if noted else Fault(crashitem, "crash", f"ended its process: {report.longrepr}")
+        fault = noted[-1] if noted else Incident(crashitem, "crash", f"ended its process: {report.longrepr}")
         if not noted:
             self._notes.note(fault)
         stack = self._notes.last_stack(report.node.gateway.id)  # pyright: ignore[reportAttributeAccessIssue]

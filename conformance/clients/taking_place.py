@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from conformance import plants
+from conformance.faults import handmade
 from conformance.library import Library, load_library
 from conformance.ranks import Rank
 
@@ -22,8 +22,8 @@ def take_place(rank: Rank, *, library: str) -> None:
     found = load_library(library)
     if install := drop_in_of(found):
         install()
-    if found.plant_id:
-        _plant(found)
+    if found.fault_id:
+        _inject(found)
 
 
 def drop_in_of(library: Library):
@@ -35,9 +35,9 @@ def drop_in_of(library: Library):
     return None if library.package == "torch" else library.find("drop_in.install")
 
 
-def _plant(library: Library) -> None:
+def _inject(library: Library) -> None:
     """The fault, wherever torch's modules hold what it breaks."""
-    path = plants.find(library.plant_id).breaks
+    path = handmade.find(library.fault_id).breaks
     whole, broken = Library(library.package).find(path), library.find(path)
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch":

@@ -20,6 +20,9 @@ import torch
 from conformance import environment, mutation
 from conformance.errors import stop_by_hand
 from conformance.exact_copy.copying import ROOT
+from conformance.faults.order import Task
+from conformance.faults.trials import RedWithoutFault, prove
+from conformance.faults.worker import Crew, Trial
 from conformance.mutation import lines
 from conformance.mutation.groups import (
     GROUPS,
@@ -34,9 +37,6 @@ from conformance.mutation.groups import (
 )
 from conformance.mutation.reach import Reach, measure
 from conformance.mutation.score import EQUIVALENT, KILLED, MOST_EQUIVALENT, SURVIVED, UNREACHED, Score
-from conformance.strength.order import Task
-from conformance.strength.trials import RedWithoutFault, prove
-from conformance.strength.worker import Crew, Trial
 
 AS_EXPECTED, DISPUTABLE, NOT_JUDGED, STOPPED = 0, 1, 2, 130
 _say = functools.partial(print, flush=True)
@@ -144,7 +144,7 @@ def _killing(
     package: str, mutant: Mutant, tests: Sequence[str], reaching: int, green: set[str], killers: Counter[str]
 ) -> Trial[Fate]:
     first = sorted(tests, key=lambda test: -killers[test])  # what has killed others comes before the rest
-    ending = yield Task(f"{package}+{mutant.plant_id}", frozenset(), tests=tuple(first))
+    ending = yield Task(f"{package}+{mutant.fault_id}", frozenset(), tests=tuple(first))
     if not ending.how:
         return Fate(mutant, SURVIVED, f"{len(tests)} of the {reaching} tests that reach it", ending.seconds)
     yield from prove(ending.nodeid, package, green)
@@ -155,7 +155,7 @@ def _killing(
 def _tell(fate: Fate, number: int) -> None:
     site = fate.mutant.site
     _say(
-        f"[{number}] {fate.seconds:6.1f} s  {fate.fate}: {fate.mutant.plant_id} in {site.function} {fate.why}"
+        f"[{number}] {fate.seconds:6.1f} s  {fate.fate}: {fate.mutant.fault_id} in {site.function} {fate.why}"
     )
 
 
@@ -163,7 +163,7 @@ def _sum_up(options: argparse.Namespace, fates: dict[str, list[Fate]], seconds: 
     for found in fates.values():
         for fate in found:
             if fate.fate in (SURVIVED, UNREACHED):
-                _say(f"\n{fate.fate}: {options.subject}+{fate.mutant.plant_id}")
+                _say(f"\n{fate.fate}: {options.subject}+{fate.mutant.fault_id}")
                 _say(key_of(options.subject, fate.mutant))
                 _say("\n".join(diff(options.subject, fate.mutant)))
     _say(f"\n{options.subject}, seed {options.seed}, torch {torch.__version__}, in {seconds:.0f} s")
@@ -175,7 +175,7 @@ def _sum_up(options: argparse.Namespace, fates: dict[str, list[Fate]], seconds: 
         "sample": options.sample,
         "commit": environment.commit(),
         "fates": [
-            {"group": name, "mutant": fate.mutant.plant_id, "fate": fate.fate, "why": fate.why}
+            {"group": name, "mutant": fate.mutant.fault_id, "fate": fate.fate, "why": fate.why}
             for name, found in fates.items()
             for fate in found
         ],

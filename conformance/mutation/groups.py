@@ -67,7 +67,7 @@ class Mutant:
     site: Site
 
     @property
-    def plant_id(self) -> str:
+    def fault_id(self) -> str:
         return f"{MUTANT}{self.module}:{self.site.operator}:{self.site.number}"
 
 
@@ -138,7 +138,7 @@ def mutant_called(package: str, name: str) -> Mutant:
         for module in modules_of(group, package):
             if name.startswith(f"{module}:"):
                 for site in sites(parsed(package, module)):
-                    if Mutant(group, module, site).plant_id == f"{MUTANT}{name}":
+                    if Mutant(group, module, site).fault_id == f"{MUTANT}{name}":
                         return Mutant(group, module, site)
     raise LookupError(f"no mutant of {package} is called {name!r}")
 

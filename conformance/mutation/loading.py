@@ -23,13 +23,13 @@ from conformance.mutation.operators import mutate
 Change = Callable[[ast.Module], object]
 
 
-def change_source(package: str, plant_id: str) -> None:
-    """From now on the package's modules are what `plant_id` says; those imported before are forgotten.
+def change_source(package: str, fault_id: str) -> None:
+    """From now on the package's modules are what `fault_id` says; those imported before are forgotten.
 
     Raises:
         LookupError: it says nothing that there is.
     """
-    finder = _Finder(package, _changes(package, plant_id))
+    finder = _Finder(package, _changes(package, fault_id))
     root = importlib.import_module(package)
     for name in [name for name in sys.modules if name.startswith(f"{package}.") and name != copying.__name__]:
         del sys.modules[name]
@@ -37,13 +37,13 @@ def change_source(package: str, plant_id: str) -> None:
     sys.meta_path.insert(0, finder)
 
 
-def _changes(package: str, plant_id: str) -> dict[str, Change]:
-    if plant_id == LINES:
+def _changes(package: str, fault_id: str) -> dict[str, Change]:
+    if fault_id == LINES:
         return {
             module: functools.partial(lines.instrument, first=numbers.start)
             for module, numbers in lines.numbered(package).items()
         }
-    module, operator, number = plant_id.removeprefix(MUTANT).split(":")
+    module, operator, number = fault_id.removeprefix(MUTANT).split(":")
     return {module: lambda tree: mutate(tree, operator, int(number))}
 
 

@@ -24,10 +24,10 @@ from typing import Any
 import pytest
 
 from conformance.clauses import HERE, clause_of
+from conformance.faults.fork import test_files
 from conformance.judgement import RED
 from conformance.mutation import lines
 from conformance.mutation.groups import GROUPS, LINES, Group, clauses_of, file_of
-from conformance.strength.fork import test_files
 
 _FOLDER, _GROUPS, _KNOWN = "CONFORMANCE_LINES_FOLDER", "CONFORMANCE_LINES_GROUPS", "CONFORMANCE_LINES_KNOWN"
 _COLLECTED = "collected.json"
@@ -131,8 +131,8 @@ def _judged(
 
 def pytest_configure(config: pytest.Config) -> None:
     """In each process that runs tests: a file of its own, which its ranks share."""
-    package, _, plant_id = config.option.subject.partition("+")
-    if plant_id.startswith(LINES):
+    package, _, fault_id = config.option.subject.partition("+")
+    if fault_id.startswith(LINES):
         file = Path(os.environ[_FOLDER], f"lines-{os.getpid()}")
         file.write_bytes(bytes(max(numbers.stop for numbers in lines.numbered(package).values())))
         os.environ[lines.FILE] = str(file)

@@ -36,12 +36,12 @@ def healthy(rank: Rank) -> float:
 
 def raises(rank: Rank, *, where: int) -> float:
     if rank.rank == where:
-        raise ValueError(f"planted in rank {where}")
+        raise ValueError(f"injected into rank {where}")
     return healthy(rank)
 
 
 def raises_everywhere(rank: Rank, *, where: int) -> None:
-    raise ValueError(f"planted in rank {rank.rank}")
+    raise ValueError(f"injected into rank {rank.rank}")
 
 
 def raises_what_has_no_text(rank: Rank, *, where: int) -> float:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from conformance.faults.kills import read_kills
 from conformance.report.baseline import compare, read_report
 from conformance.report.page import write_page
 from conformance.report.side_by_side import write_side_by_side
-from conformance.strength import read_kills
 
 
 def main(words: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
         help="draw the reports side by side, in the order in which they are given",
     )
     parser.add_argument("--baseline", type=Path, help="the report.json of an earlier run to compare with")
-    parser.add_argument("--kills", type=Path, help="a kill matrix of python -m conformance.strength")
+    parser.add_argument("--kills", type=Path, help="a kill matrix of python -m conformance.faults")
     parser.add_argument("--out", type=Path, default=Path("index.html"))
     options = parser.parse_args(words)
     if not options.compare and len(options.report) > 1:

@@ -1,4 +1,4 @@
-"""The kill matrix as the page shows it: which clause was the first to catch each planted fault."""
+"""The kill matrix as the page shows it: which clause was the first to catch each fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Killer:
     name: str  # a clause, or a test that belongs to none
-    plants: list[str]
+    faults: list[str]
     median_s: float
 
 
@@ -38,7 +38,7 @@ def kill_matrix(report: dict[str, Any]) -> Kills | None:
     for kill in killed:
         caught.setdefault(kill["clause"] or kill["nodeid"] or kill["how"], []).append(kill)
     killers = [
-        Killer(name, [kill["plant"] for kill in own], statistics.median(kill["seconds"] for kill in own))
+        Killer(name, [kill["fault"] for kill in own], statistics.median(kill["seconds"] for kill in own))
         for name, own in sorted(caught.items(), key=lambda entry: (-len(entry[1]), entry[0]))
     ]
     return Kills(

@@ -209,7 +209,7 @@ def pickled(scaler: Any, as_class: type | None = None) -> Any:
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> str | None:
-            # A class with a planted fault is not the one that stands under its name.
+            # A class with a fault is not the one that stands under its name.
             return "the scaler's class" if obj is type(scaler) else None
 
     class Unpickler(pickle.Unpickler):

@@ -22,7 +22,7 @@ def no_sync_and_restored(lab: Lab, *, nested: bool) -> dict[str, Any]:
 
     def raises() -> None:
         with lab.model.no_sync():
-            raise KeyError("planted")
+            raise KeyError("injected")
 
     def enters_twice() -> None:
         with lab.model.no_sync(), lab.model.no_sync():

@@ -175,9 +175,9 @@ def whole_state(lab: Lab) -> dict[str, torch.Tensor]:
 
 # -- loading what does not fit
 
-Fault = Callable[[dict[str, Any]], Any]
+Damage = Callable[[dict[str, Any]], Any]
 _SOME, _BUFFER = "body.parts.0.inner.weight", "body.parts.1.parts.1.inner.running_mean"
-FAULTS: dict[str, Fault] = {
+FAULTS: dict[str, Damage] = {
     "missing": lambda found: (found.pop(_SOME), found.pop("head.bias")),
     "missing buffer": lambda found: found.pop(_BUFFER),
     "unexpected": lambda found: found.update(
@@ -404,7 +404,7 @@ def after_an_error_inside(lab: Lab) -> str:
     """The type that is set after the context was left by an exception."""
     types = lab.library.distributed.fsdp.StateDictType
     with contextlib.suppress(KeyError), lab.fsdp.state_dict_type(lab.model, types.SHARDED_STATE_DICT):
-        raise KeyError("planted")
+        raise KeyError("injected")
     return lab.fsdp.get_state_dict_type(lab.model).state_dict_type.name
 
 

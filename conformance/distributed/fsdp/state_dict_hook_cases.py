@@ -48,7 +48,7 @@ def raised_by_a_hook(lab: Lab) -> dict[str, Any]:
 
     def raises(*args: Any) -> None:
         if lab.rank.rank == lab.rank.world_size - 1:
-            raise KeyError("planted")
+            raise KeyError("injected")
 
     lab.model.head.register_load_state_dict_pre_hook(raises)
     return tried_to_load(lab, moved(state_dict_of(lab, Form())))

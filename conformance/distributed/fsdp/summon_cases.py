@@ -124,7 +124,7 @@ def restores_after_an_error(lab: Lab) -> dict[str, Any]:
 
     def raises() -> None:
         with lab.fsdp.summon_full_params(lab.model):
-            raise KeyError("planted")
+            raise KeyError("injected")
 
     return {"raised": tried(raises), "shards": named(lab.model), "loss": lab.backward()}
 

@@ -134,8 +134,8 @@ def test_a_hook_that_raises(deviation: DeviationJudge, ranks: Ranks) -> None:
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen[0]["error"] == "KeyError: 'planted'" and bool(seen[0]["changed"]),
-        we_do=lambda seen: seen[0]["error"] == "KeyError: 'planted'" and not seen[0]["changed"],
+        torch_does=lambda seen: seen[0]["error"] == "KeyError: 'injected'" and bool(seen[0]["changed"]),
+        we_do=lambda seen: seen[0]["error"] == "KeyError: 'injected'" and not seen[0]["changed"],
     )
 
 

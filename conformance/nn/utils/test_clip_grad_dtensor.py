@@ -95,8 +95,8 @@ def without_empty_parts(
 ) -> list[PlacedGradient]:
     """Replicates what leaves some rank with nothing, if the norm is torch's infinity norm.
 
-    torch refuses that norm of nothing on this rank alone and leaves its peers waiting (conformance/meta/test_ranks.py
-    holds that it still does), so there is no outcome to compare with.
+    torch refuses that norm of nothing on this rank alone and leaves its peers waiting (selftests/test_ranks.py holds
+    that it still does), so there is no outcome to compare with.
     """
     return [
         PlacedGradient(gradient.value, None)

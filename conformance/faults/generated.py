@@ -1,0 +1,185 @@
+"""Faults generated from the surface: each public parameter ignored, each method a no-op, each getter frozen.
+
+ignore:amp.GradScaler(init_scale)   an optional argument never arrives; a required one sticks at the first
+                                    value it ever got
+skip:amp.GradScaler.update          the method or function does nothing and returns None
+freeze:amp.GradScaler.get_scale     the getter returns for ever what it returned after construction
+lack:amp.grad_scaler.OptState       an enumeration has lost its last member
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from conformance import surface
+from conformance.clauses import all_clauses
+from conformance.faults.fault import Fault, subclass
+
+_MISSING = object()
+_ASKED_LIKE_ANY = "taken so that it can be called like any wrap policy"
+# Classes that do what they do between ranks.
+_ON_RANKS = (
+    "distributed.fsdp.FullyShardedDataParallel",
+    "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+)
+# Parameters, or items that are parameters of one callable: nothing an implementation does may depend on these.
+WITHOUT_EFFECT = {
+    "exc_type": "part of the context manager protocol",
+    "exc_val": "part of the context manager protocol",
+    "exc_tb": "part of the context manager protocol",
+    "distributed.fsdp.wrap.always_wrap_policy(args)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.wrap.always_wrap_policy(kwargs)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.wrap.lambda_auto_wrap_policy(nonwrapped_numel)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.wrap.transformer_auto_wrap_policy(nonwrapped_numel)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.wrap.ModuleWrapPolicy.__call__(args)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.wrap.ModuleWrapPolicy.__call__(kwargs)": _ASKED_LIKE_ANY,
+}
+
+
+def has_effect(item: surface.Item) -> bool:
+    return item.parameter not in WITHOUT_EFFECT and str(item) not in WITHOUT_EFFECT
+
+
+def fault_ids() -> dict[str, surface.Item]:
+    """Every generated fault, and the surface item it breaks."""
+    found: dict[str, surface.Item] = {}
+    for item in (*surface.items(), *_claimed_items()):
+        value = surface.resolve(item.path)
+        if item.parameter:
+            if has_effect(item):
+                found[f"ignore:{item}"] = item
+        elif item.method:
+            found[f"skip:{item}"] = item
+            if _is_getter(getattr(value, item.method)):
+                found[f"freeze:{item}"] = item
+        elif inspect.isclass(value):
+            if issubclass(value, enum.Enum):
+                found[f"lack:{item}"] = item
+        else:
+            found[f"skip:{item}"] = item
+    return found
+
+
+def _claimed_items() -> list[surface.Item]:
+    """Of a class that is begun, what a clause is about."""
+    covered = {name for clause in all_clauses().values() for name in clause.covers}
+    return [item for item in surface.begun_items() if str(item) in covered]
+
+
+def find(fault_id: str) -> Fault:
+    try:
+        item = fault_ids()[fault_id]
+    except KeyError:
+        raise LookupError(
+            f"no fault is called {fault_id!r}; see `python -m conformance.faults --list`"
+        ) from None
+    kind = fault_id.partition(":")[0]
+    make = functools.partial(_MAKERS[kind], item=item)
+    return Fault(fault_id, item.path, make, part=str(item), on_ranks=item.path in _ON_RANKS)
+
+
+def _is_getter(function: Any) -> bool:
+    return function.__name__.startswith(("get_", "is_")) and len(surface.parameters(function)) == 1
+
+
+def _ignoring(original: Any, item: surface.Item) -> Any:
+    if inspect.isclass(original):
+        method = item.method or "__init__"
+        return subclass(original, {method: _without(getattr(original, method), item.parameter)})
+    return _without(original, item.parameter)
+
+
+def _without(function: Callable[..., Any], parameter: str) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+    default = signature.parameters[parameter].default
+    variadic = signature.parameters[parameter].kind in (
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    )
+    first: Any = _MISSING
+
+    @functools.wraps(function)
+    def ignoring(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)
+        if parameter in bound.arguments:
+            if variadic or default is not inspect.Parameter.empty:
+                del bound.arguments[parameter]
+            else:
+                first = bound.arguments[parameter] if first is _MISSING else first
+                bound.arguments[parameter] = first
+        # By keyword where possible: an argument left out must not move the later ones forward.
+        return function(*_positional(signature, bound), **_by_keyword(signature, bound))
+
+    return ignoring
+
+
+def _positional(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[Any]:
+    names = list(signature.parameters)
+    kinds = signature.parameters
+    given: list[Any] = []
+    for name in names:
+        if kinds[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            given.extend(bound.arguments.get(name, ()))
+        elif kinds[name].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD or name not in bound.arguments:
+            break
+        else:
+            given.append(bound.arguments[name])
+    return given
+
+
+def _by_keyword(signature: inspect.Signature, bound: inspect.BoundArguments) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    left_out = False
+    for name, parameter in signature.parameters.items():
+        left_out |= parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and name not in bound.arguments
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= bound.arguments.get(name, {})
+        elif name in bound.arguments and (left_out or parameter.kind is inspect.Parameter.KEYWORD_ONLY):
+            given[name] = bound.arguments[name]
+    return given
+
+
+def _skipping(original: Any, item: surface.Item) -> Any:
+    def skipped(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    if inspect.isclass(original):
+        return subclass(original, {item.method: skipped})
+    return skipped
+
+
+def _freezing(original: Any, item: surface.Item) -> Any:
+    def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
+        original.__init__(self, *args, **kwargs)
+        # One that is switched off may have nothing to answer: that is no part of the fault.
+        with contextlib.suppress(AttributeError):
+            self._frozen_getter = getattr(original, item.method)(self)
+
+    def frozen(self: Any) -> Any:
+        return (
+            self._frozen_getter if hasattr(self, "_frozen_getter") else getattr(original, item.method)(self)
+        )
+
+    return subclass(original, {"__init__": constructed, item.method: frozen})
+
+
+def _lacking(original: Any, item: surface.Item) -> Any:
+    members = list(original)[:-1]
+    return enum.Enum(original.__name__, {member.name: member.value for member in members})
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "ignore": _ignoring,
+    "skip": _skipping,
+    "freeze": _freezing,
+    "lack": _lacking,
+}

@@ -1,0 +1,46 @@
+"""The faults that were written by hand, by area, and every fault by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from conformance.faults import generated
+from conformance.faults.fault import ENTERED, Fault
+from conformance.faults.handmade import (  # noqa: F401 to import an area is to enter its faults
+    amp_autocast_mode,
+    amp_autocast_mode_functions,
+    amp_autocast_mode_state,
+    amp_autocast_operators,
+    amp_grad_scaler_fused_step,
+    amp_grad_scaler_state,
+    amp_grad_scaler_step,
+    amp_grad_scaler_unscale,
+    amp_grad_scaler_update,
+    amp_older_spellings,
+    distributed_fsdp_agreement,
+    distributed_fsdp_clip,
+    distributed_fsdp_collectives,
+    distributed_fsdp_constructor,
+    distributed_fsdp_gradients,
+    distributed_fsdp_hollow,
+    distributed_fsdp_hooks,
+    distributed_fsdp_optim_state,
+    distributed_fsdp_private_names,
+    distributed_fsdp_sharded_grad_scaler,
+    distributed_fsdp_state_dict,
+    distributed_fsdp_summon,
+    distributed_fsdp_wrap,
+    distributed_fsdp_writes,
+    dynamo_optimizer,
+    nn_utils_clip_grad_dtensor,
+    nn_utils_clip_grad_norm,
+    nn_utils_clip_grad_orders,
+    nn_utils_clip_grad_scaling,
+)
+
+HANDMADE: Mapping[str, Fault] = ENTERED
+
+
+def find(fault_id: str) -> Fault:
+    """The fault of that name, from the catalogue or generated."""
+    return HANDMADE[fault_id] if fault_id in HANDMADE else generated.find(fault_id)

@@ -1,0 +1,217 @@
+"""Faults in torch.amp.autocast: the region itself, what it leaves behind and what it decorates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from conformance.faults.fault import Substitute, in_method, register_fault, subclass
+
+
+def broken(fault_id: str, method: str, says: str, thread: str = "own") -> Callable[[Substitute], Substitute]:
+    """Enter `fault(original, region, ...)`, which is called in the place of a method of `autocast`."""
+
+    def enter(fault: Substitute) -> Substitute:
+        part = f"amp.autocast.{method}" if method != "__init__" else ""
+        enter_into_catalogue = register_fault(
+            f"autocast.{fault_id}", "amp.autocast", says=says, thread=thread, part=part
+        )
+        enter_into_catalogue(in_method(method, fault))
+        return fault
+
+    return enter
+
+
+@broken("cache_kept_after_exit", "__exit__", "kept casts outlive the region", "X-GenGroup/Flow-Factory#186")
+def cache_kept_after_exit(original: Any, self: Any, *exc: Any) -> Any:
+    # One level deeper while the original leaves: it never sees the outermost exit.
+    torch.autocast_increment_nesting()
+    try:
+        return original(self, *exc)
+    finally:
+        torch.autocast_decrement_nesting()
+
+
+@broken(
+    "leaks_on_exception",
+    "__exit__",
+    "state is restored only when no exception was raised",
+    "pytorch/pytorch#195488",
+)
+def leaks_on_exception(original: Any, self: Any, exc_type: Any, *exc: Any) -> Any:
+    result = original(self, exc_type, *exc)
+    if exc_type is not None:
+        torch.set_autocast_enabled(self.device, self._enabled)
+    return result
+
+
+@broken(
+    "nesting_leaks_on_exception",
+    "__exit__",
+    "the depth is counted down on normal exits only, so casts are kept for ever",
+    "pytorch/pytorch#194754",
+)
+def nesting_leaks_on_exception(original: Any, self: Any, exc_type: Any, *exc: Any) -> Any:
+    result = original(self, exc_type, *exc)
+    if exc_type is not None:
+        torch.autocast_increment_nesting()
+    return result
+
+
+@broken("swallows_exceptions", "__exit__", "an exception in the region is swallowed")
+def swallows_exceptions(original: Any, self: Any, *exc: Any) -> bool:
+    original(self, *exc)
+    return True
+
+
+@broken("dtype_not_restored", "__exit__", "leaving does not restore the dtype", "pytorch/pytorch#195488")
+def dtype_not_restored(original: Any, self: Any, *exc: Any) -> Any:
+    result = original(self, *exc)
+    torch.set_autocast_dtype(self.device, self.fast_dtype)
+    return result
+
+
+@broken(
+    "cache_flag_not_restored",
+    "__exit__",
+    "leaving does not restore whether casts are kept",
+    "pytorch/pytorch#195488",
+)
+def cache_flag_not_restored(original: Any, self: Any, *exc: Any) -> Any:
+    result = original(self, *exc)
+    torch.set_autocast_cache_enabled(self._cache_enabled)
+    return result
+
+
+@broken("restores_disabled", "__exit__", "leaving switches autocast off whatever entering found")
+def restores_disabled(original: Any, self: Any, *exc: Any) -> Any:
+    result = original(self, *exc)
+    torch.set_autocast_enabled(self.device, False)
+    return result
+
+
+@broken("cache_cleared_at_every_exit", "__exit__", "leaving an inner region drops the outer one's casts")
+def cache_cleared_at_every_exit(original: Any, self: Any, *exc: Any) -> Any:
+    torch.clear_autocast_cache()
+    return original(self, *exc)
+
+
+@broken(
+    "default_is_float16",
+    "__init__",
+    "without a dtype every device runs in float16",
+    "pytorch/pytorch#125103",
+)
+def default_is_float16(
+    original: Any, self: Any, device_type: Any, dtype: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    original(self, device_type, dtype or torch.float16, *args, **kwargs)
+
+
+@broken(
+    "default_dtype_fixed",
+    "__init__",
+    "torch.set_autocast_dtype has no effect on later regions",
+    "pytorch/pytorch#125103",
+)
+def default_dtype_fixed(
+    original: Any, self: Any, device_type: Any, dtype: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    defaults = {"cpu": torch.bfloat16, "cuda": torch.float16}
+    original(self, device_type, dtype or defaults.get(device_type), *args, **kwargs)
+
+
+@broken(
+    "warns_although_disabled",
+    "__init__",
+    "an unsupported dtype warns in a region that is disabled anyway",
+    "pytorch/pytorch#100565",
+)
+def warns_although_disabled(
+    original: Any,
+    self: Any,
+    device_type: Any,
+    dtype: Any = None,
+    enabled: Any = True,
+    cache_enabled: Any = None,
+) -> None:
+    original(self, device_type, dtype, True, cache_enabled)
+    self._enabled = self._enabled and enabled
+
+
+@broken(
+    "unsupported_dtype_stays_on",
+    "__init__",
+    "an unsupported dtype warns but leaves the region enabled",
+    "pytorch/pytorch#100565",
+)
+def unsupported_dtype_stays_on(
+    original: Any,
+    self: Any,
+    device_type: Any,
+    dtype: Any = None,
+    enabled: Any = True,
+    cache_enabled: Any = None,
+) -> None:
+    original(self, device_type, dtype, enabled, cache_enabled)
+    self._enabled = self._enabled or (enabled and device_type == "cpu")
+
+
+@broken("every_device", "__enter__", "a region for CUDA casts on the CPU too", "allenai/OLMo#339")
+def every_device(original: Any, self: Any) -> Any:
+    result = original(self)
+    torch.set_autocast_enabled("cpu", self.device == "cuda" or torch.is_autocast_enabled("cpu"))
+    return result
+
+
+@broken(
+    "disabled_does_not_disable",
+    "__enter__",
+    "a disabled region inside an enabled one leaves casting on",
+)
+def disabled_does_not_disable(original: Any, self: Any) -> Any:
+    was = torch.is_autocast_enabled(self.device)
+    result = original(self)
+    torch.set_autocast_enabled(self.device, was or self._enabled)
+    return result
+
+
+@broken("cache_never_used", "__enter__", "no cast is kept", "pytorch/pytorch#113685")
+def cache_never_used(original: Any, self: Any) -> Any:
+    result = original(self)
+    torch.set_autocast_cache_enabled(False)
+    return result
+
+
+@broken("enter_returns_nothing", "__enter__", "`with autocast(...) as region` binds None")
+def enter_returns_nothing(original: Any, self: Any) -> None:
+    original(self)
+
+
+@broken("decorates_once", "__call__", "a decorated function runs in a region the first time only")
+def decorates_once(original: Any, self: Any, func: Any) -> Any:
+    wrapped, calls = original(self, func), []
+
+    @functools.wraps(func)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return (wrapped if len(calls) == 1 else func)(*args, **kwargs)
+
+    return run
+
+
+@broken("decorator_loses_name", "__call__", "a decorated function is called by the wrapper's name")
+def decorator_loses_name(original: Any, self: Any, func: Any) -> Any:
+    return functools.partial(original(self, func))
+
+
+@register_fault(
+    "autocast.scripting_refused_without_advice",
+    "amp.autocast",
+    says="torch.jit.script refuses a region with words about a line inside the class",
+)
+def scripting_refused_without_advice(original: Any) -> Any:
+    return subclass(original, {"_jit_override_qualname": original.__name__})

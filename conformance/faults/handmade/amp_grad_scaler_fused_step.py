@@ -1,0 +1,286 @@
+"""Faults in `fused_step`, of GradScaler and of ShardedGradScaler; torch has none to put them in."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from conformance.faults.fault import Substitute, in_method, register_fault, subclass
+from conformance.faults.handmade.amp_grad_scaler import nonfinite, parameters
+from conformance.faults.handmade.distributed_fsdp_sharded_grad_scaler import SCALER
+
+FUSED = "fused_step"
+
+
+def broken(fault_id: str, says: str, thread: str = "own") -> Callable[[Substitute], Substitute]:
+    """Enter `fault(original, scaler, optimizer, max_norm, norm_type, **more)`, of scalers that are switched on."""
+    return _entering(fault_id, "amp.GradScaler", says, thread, part="amp.GradScaler.step")
+
+
+def broken_on_ranks(fault_id: str, says: str, thread: str = "own") -> Callable[[Substitute], Substitute]:
+    """The same in the scaler of several ranks."""
+    return _entering(fault_id, SCALER, says, thread, part=SCALER, on_ranks=True)
+
+
+def _entering(
+    fault_id: str, breaks: str, says: str, thread: str, **more: Any
+) -> Callable[[Substitute], Substitute]:
+    def enter(fault: Substitute) -> Substitute:
+        def faulty(
+            original: Any,
+            self: Any,
+            optimizer: Any,
+            max_norm: float = math.inf,
+            norm_type: float = 2.0,
+            **others: Any,
+        ) -> Any:
+            arguments = (self, optimizer, max_norm, norm_type)
+            return (
+                fault(original, *arguments, **others) if self.is_enabled() else original(*arguments, **others)
+            )
+
+        def make(whole: type) -> type:
+            return in_method(FUSED, faulty)(whole) if hasattr(whole, FUSED) else subclass(whole, {})
+
+        register_fault(f"fused_step.{fault_id}", breaks, says=says, thread=thread, wants=FUSED, **more)(make)
+        return fault
+
+    return enter
+
+
+@contextlib.contextmanager
+def other_gradients(optimizer: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """In the block gradients are what `change` makes of them."""
+    before = [(parameter, parameter.grad) for parameter in parameters(optimizer)]
+    for parameter, grad in before:
+        parameter.grad = change(grad)
+    try:
+        yield
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad
+
+
+# --- norm and clipping
+
+
+@broken("clips_before_unscaling", "scaled gradients are clipped", "Lightning-AI/pytorch-lightning#9330")
+def clips_before_unscaling(
+    original: Any, self: Any, optimizer: Any, max_norm: float, norm_type: float, **more: Any
+) -> Any:
+    return original(self, optimizer, max_norm / self.get_scale(), norm_type, **more)
+
+
+@broken("norm_of_scaled", "the norm that is returned is that of the scaled gradients")
+def norm_of_scaled(original: Any, self: Any, *args: Any, **more: Any) -> Any:
+    scale = self.get_scale() if self._scale is not None else 1.0
+    return original(self, *args, **more) * scale
+
+
+@broken("order_ignored", "every norm is one of order 2")
+def order_ignored(
+    original: Any, self: Any, optimizer: Any, max_norm: float, norm_type: float, **more: Any
+) -> Any:
+    return original(self, optimizer, max_norm, norm_type if math.isnan(norm_type) else 2.0, **more)
+
+
+# --- the step
+
+
+@broken("group_not_checked", "inf and nan in the last group are overlooked")
+def group_not_checked(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    last = optimizer.param_groups[-1]["params"]
+    before = [(parameter, parameter.grad) for parameter in last if parameter.grad is not None]
+    try:
+        for parameter, grad in before:
+            parameter.grad = grad.nan_to_num(0.0, 0.0, 0.0)
+        return original(self, optimizer, *args, **more)
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad
+
+
+@broken("skip_counts", "a step that is skipped advances the step counters")
+def skip_counts(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    norm = original(self, optimizer, *args, **more)
+    if nonfinite(parameters(optimizer)):
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"] += 1
+    return norm
+
+
+@broken("steps_on_overflow", "where inf is found the optimizer steps from zeros", "pytorch/pytorch#44511")
+def steps_on_overflow(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    bad = nonfinite(parameters(optimizer))
+    norm = original(self, optimizer, *args, **more)
+    if bad:
+        with other_gradients(optimizer, torch.zeros_like):
+            optimizer.step()
+    return norm
+
+
+@broken("one_lr", "every group is stepped with the first one's lr")
+def one_lr(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = before[0]
+    try:
+        return original(self, optimizer, *args, **more)
+    finally:
+        for group, lr in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = lr
+
+
+@broken("writes_where_it_lay", "a parameter that what wraps the step moves is updated where it lay before")
+def writes_where_it_lay(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    before = [(param, param.data, param.detach().clone()) for param in parameters(optimizer)]
+    norm = original(self, optimizer, *args, **more)
+    for param, data, numbers in before:
+        if param.data_ptr() != data.data_ptr():
+            data.copy_(param.data)
+            param.data.copy_(numbers)
+    return norm
+
+
+@broken(
+    "skipped_states_stay", "a skipped step of an optimizer of one's own puts parameters back and nothing else"
+)
+def skipped_states_stay(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    norm = original(self, optimizer, *args, **more)
+    if not type(optimizer).__module__.startswith("torch.") and not self.step_was_taken(optimizer):
+        before = [(param, param.detach().clone()) for param in parameters(optimizer)]
+        optimizer.step()
+        with torch.no_grad():
+            for param, numbers in before:
+                param.copy_(numbers)
+    return norm
+
+
+@broken("hooks_come_late", "hooks before the step are called when its gradients were read")
+def hooks_come_late(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    hooks = dict(optimizer._optimizer_step_pre_hooks)
+    optimizer._optimizer_step_pre_hooks.clear()
+    try:
+        return original(self, optimizer, *args, **more)
+    finally:
+        optimizer._optimizer_step_pre_hooks.update(hooks)
+        for hook in hooks.values():
+            hook(optimizer, (), {})
+
+
+@broken("gradients_unscaled", "gradients are written")
+def gradients_unscaled(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    inv_scale = 1.0 / self.get_scale()
+    norm = original(self, optimizer, *args, **more)
+    for parameter in parameters(optimizer):
+        parameter.grad.mul_(inv_scale)
+    return norm
+
+
+@broken("unscaled_twice", "gradients that unscale_ has unscaled are unscaled again", "pytorch/pytorch#94060")
+def unscaled_twice(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    state = self._per_optimizer_states.get(id(optimizer))
+    if state is None or state["stage"].name != "UNSCALED":
+        return original(self, optimizer, *args, **more)
+    scale = self.get_scale()
+    with other_gradients(optimizer, lambda grad: grad / scale):
+        return original(self, optimizer, *args, **more)
+
+
+@broken("hooks_not_called", "hooks do not see the step")
+def hooks_not_called(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    with mock.patch.dict(hooks[0], clear=True), mock.patch.dict(hooks[1], clear=True):
+        return original(self, optimizer, *args, **more)
+
+
+@broken("copies_not_written", "the copies in lower precision stay as they were")
+def copies_not_written(original: Any, self: Any, *args: Any, copies: Any = (), **more: Any) -> Any:
+    kept = [*copies]
+    before = [copy.detach().clone() for copy in kept]
+    norm = original(self, *args, copies=kept, **more)
+    for copy, values in zip(kept, before, strict=True):
+        copy.data.copy_(values)
+    return norm
+
+
+# --- the scale
+
+
+@broken("growth_goes_on", "a step that is skipped does not begin the count to the next growth anew")
+def growth_goes_on(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    tracker = self._growth_tracker
+    before = None if tracker is None else tracker.clone()
+    norm = original(self, optimizer, *args, **more)
+    if before is not None and nonfinite(parameters(optimizer)):
+        tracker.copy_(before)
+    return norm
+
+
+@broken("always_updates", "the scale moves though update=False")
+def always_updates(original: Any, self: Any, *args: Any, update: bool = True, **more: Any) -> Any:
+    norm = original(self, *args, update=update, **more)
+    if not update:
+        states = dict(self._per_optimizer_states)
+        self.update()
+        self._per_optimizer_states.update(states)
+    return norm
+
+
+# --- several ranks
+
+
+@contextlib.contextmanager
+def _gathering(change: Callable[[list[torch.Tensor], int], None]) -> Iterator[None]:
+    """In the block `change(rows, own)` alters what an all-gather gives, a row a rank."""
+    real = dist.all_gather
+
+    def all_gather(rows: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **more: Any) -> Any:
+        work = real(rows, mine, group=group, **more)
+        change(rows, dist.get_rank(group))
+        return work
+
+    with mock.patch.object(dist, "all_gather", all_gather):
+        yield
+
+
+def gathering(change: Callable[[list[torch.Tensor], int], None]) -> Substitute:
+    def fault(original: Any, self: Any, *args: Any, **more: Any) -> Any:
+        with _gathering(change):
+            return original(self, *args, **more)
+
+    return fault
+
+
+def _own_verdict(rows: list[torch.Tensor], own: int) -> None:
+    for row in rows:
+        row[0] = rows[own][0]
+
+
+def _own_norms(rows: list[torch.Tensor], own: int) -> None:
+    for place, row in enumerate(rows):
+        if place != own:
+            row[1:] = 0.0
+
+
+def _at_most_found(rows: list[torch.Tensor], own: int) -> None:
+    for row in rows:
+        row[0] = min(float(row[0]), 1.0)
+
+
+broken_on_ranks("each_decides", "each rank goes by its own gradients")(gathering(_own_verdict))
+broken_on_ranks("norm_of_own_parts", "each rank clips by the norm of its parts", "pytorch/pytorch#170862")(
+    gathering(_own_norms)
+)
+
+
+broken_on_ranks("failures_not_told", "ranks whose peer has failed skip, and are not told")(
+    gathering(_at_most_found)
+)

@@ -1,0 +1,279 @@
+"""Faults in torch.amp.GradScaler: the step, what is laid on optimizers that unscale by themselves, stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from conformance.faults.fault import Substitute
+from conformance.faults.handmade.amp_grad_scaler import (
+    broken,
+    forget_stage,
+    nonfinite,
+    parameters,
+    unscales_by_itself,
+    verdicts,
+)
+
+
+@broken(
+    "steps_on_overflow",
+    "_maybe_opt_step",
+    "the optimizer is called on zeroed gradients instead of skipped",
+    "pytorch/pytorch#44511",
+)
+def steps_on_overflow(original: Any, self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    if not sum(float(found) for found in state["found_inf_per_device"].values()):
+        return original(self, optimizer, state, *args, **kwargs)
+    for parameter in parameters(optimizer):
+        parameter.grad.zero_()
+    optimizer.step(*args, **kwargs)
+    return None
+
+
+@broken("return_value_lost", "step", "what the optimizer's step returns is lost", "pytorch/pytorch#67590")
+def return_value_lost(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, optimizer, *args, **kwargs)
+
+
+@broken("rechecked_in_step", "step", "step looks again although unscale_ has", "pytorch/pytorch#97415")
+def rechecked_in_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.is_enabled():
+        found, bad = verdicts(self, optimizer), nonfinite(parameters(optimizer))
+        for verdict in found:
+            verdict.fill_(float(bad))
+    return original(self, optimizer, *args, **kwargs)
+
+
+@broken(
+    "spoilt_after_unscaling",
+    "step",
+    "an inf that comes after unscale_ is caught for some optimizers",
+    "pytorch/pytorch#96755",
+)
+def spoilt_after_unscaling(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
+        bad = nonfinite(parameters(optimizer))
+        for verdict in verdicts(self, optimizer):
+            verdict.fill_(max(float(verdict), float(bad)))
+    return original(self, optimizer, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def changing_before_step(optimizer: Any, change: Callable[[Any], None]) -> Iterator[None]:
+    """In the block the optimizer's step runs `change(optimizer)` first."""
+    real = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        change(optimizer)
+        return real(*args, **kwargs)
+
+    optimizer.step = step
+    try:
+        yield
+    finally:
+        del optimizer.step
+
+
+def laying(change: Callable[[Any, Any, bool], None]) -> Substitute:
+    """`change(scaler, optimizer, unscaled)` alters what an optimizer that unscales by itself finds on itself."""
+
+    def fault(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled() or not unscales_by_itself(optimizer):
+            return original(self, optimizer, *args, **kwargs)
+        unscaled = self._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED"
+        with changing_before_step(optimizer, lambda laid: change(self, laid, unscaled)):
+            return original(self, optimizer, *args, **kwargs)
+
+    return fault
+
+
+@broken(
+    "unscaled_twice",
+    "step",
+    "an optimizer that unscales by itself gets the scale although unscale_ was called",
+    "pytorch/pytorch#94060",
+)
+@laying
+def unscaled_twice(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+    if unscaled:
+        optimizer.grad_scale = scaler._get_scale_async()
+
+
+@broken(
+    "no_verdict_after_unscaling",
+    "step",
+    "after unscale_ an optimizer that skips by itself gets no found_inf",
+    "pytorch/pytorch#95847",
+)
+@laying
+def no_verdict_after_unscaling(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+    if unscaled:
+        optimizer.found_inf = torch.zeros_like(torch.as_tensor(optimizer.found_inf, dtype=torch.float32))
+
+
+@broken("scale_never_laid", "step", "an optimizer that unscales by itself never gets the scale")
+@laying
+def scale_never_laid(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+    optimizer.grad_scale = None
+
+
+@broken("laid_and_left", "step", "grad_scale and found_inf stay on the optimizer")
+def laid_and_left(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    seen: dict[str, Any] = {}
+
+    def keep(laid: Any) -> None:
+        seen.update(grad_scale=laid.grad_scale, found_inf=laid.found_inf)
+
+    if not unscales_by_itself(optimizer):
+        return original(self, optimizer, *args, **kwargs)
+    with changing_before_step(optimizer, keep):
+        result = original(self, optimizer, *args, **kwargs)
+    vars(optimizer).update(seen)
+    return result
+
+
+@broken(
+    "aware_gradients_unscaled",
+    "_check_inf_per_device",
+    "gradients are unscaled before the optimizer that does so by itself",
+    "pytorch/pytorch#98772",
+)
+def aware_gradients_unscaled(original: Any, self: Any, optimizer: Any) -> Any:
+    found = original(self, optimizer)
+    for parameter in parameters(optimizer):
+        parameter.grad.mul_(1.0 / self.get_scale())
+    return found
+
+
+@broken("closures_taken", "step", "a closure by keyword runs", "pytorch/pytorch#142472")
+def closures_taken(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("closure", None)
+    return original(self, optimizer, *args, **kwargs)
+
+
+@broken(
+    "no_gradients_steps",
+    "step",
+    "an optimizer that has no gradients is stepped",
+    "nerfstudio-project/nerfstudio#1919",
+)
+def no_gradients_steps(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.is_enabled() and hasattr(optimizer, "param_groups") and not parameters(optimizer):
+        return optimizer.step(*args, **kwargs)
+    return original(self, optimizer, *args, **kwargs)
+
+
+@broken("step_twice", "step", "a second step without update is taken", "Azure/MS-AMP#45")
+def step_twice(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, optimizer, *args, **kwargs)
+    forget_stage(self, optimizer)
+    return result
+
+
+@broken("off_still_checks", "step", "a scaler that is switched off skips steps with inf")
+def off_still_checks(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if not self.is_enabled() and nonfinite(parameters(optimizer)):
+        return None
+    return original(self, optimizer, *args, **kwargs)
+
+
+def answering(change: Callable[[Any], Any]) -> Substitute:
+    """step returns what `change` makes of its result."""
+
+    def fault(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(original(self, optimizer, *args, **kwargs))
+
+    return fault
+
+
+broken("skip_returns_false", "step", "a skipped step returns False", "huggingface/accelerate#2828")(
+    answering(lambda result: False if result is None else result)
+)
+broken("zero_returned_as_none", "step", "an optimizer's step that returns 0.0 seems to have been skipped")(
+    answering(lambda result: result or None)
+)
+
+
+@broken("closure_refused_late", "step", "a closure is refused after the gradients are unscaled")
+def closure_refused_late(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.is_enabled() and "closure" in kwargs and self._scale is not None:
+        self.unscale_(optimizer)
+    return original(self, optimizer, *args, **kwargs)
+
+
+@broken("aware_optimizer_skipped", "step", "an optimizer that skips for itself is not called at an overflow")
+def aware_optimizer_skipped(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.is_enabled() and unscales_by_itself(optimizer) and nonfinite(parameters(optimizer)):
+        real, optimizer.step = optimizer.step, lambda *args, **kwargs: None
+        try:
+            return original(self, optimizer, *args, **kwargs)
+        finally:
+            optimizer.step = real
+    return original(self, optimizer, *args, **kwargs)
+
+
+@broken("verdict_laid_as_number", "step", "found_inf is laid on the optimizer as a Python number")
+@laying
+def verdict_laid_as_number(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+    optimizer.found_inf = float(optimizer.found_inf)
+
+
+@broken("reciprocal_laid", "step", "an optimizer that unscales by itself gets the reciprocal of the scale")
+@laying
+def reciprocal_laid(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+    if isinstance(optimizer.grad_scale, torch.Tensor):
+        optimizer.grad_scale = 1.0 / optimizer.grad_scale
+
+
+@broken("step_updates", "step", "each step updates the scale by itself")
+def step_updates(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, optimizer, *args, **kwargs)
+    if self.is_enabled():
+        states = dict(self._per_optimizer_states)
+        self.update()
+        self._per_optimizer_states.update(states)
+    return result
+
+
+@broken(
+    "refused_step_counts",
+    "step",
+    "a step that is refused for want of gradients counts as taken",
+    "Lightning-AI/pytorch-lightning#4524",
+)
+def refused_step_counts(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(self, optimizer, *args, **kwargs)
+    except AssertionError:
+        if self.is_enabled() and self._scale is not None:
+            state = self._per_optimizer_states[id(optimizer)]
+            state["stage"] = type(state["stage"]).STEPPED
+        raise
+
+
+@broken("gradients_cleared", "step", "a step that is taken clears the gradients")
+def gradients_cleared(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, optimizer, *args, **kwargs)
+    if self.is_enabled() and not nonfinite(parameters(optimizer)):
+        for parameter in parameters(optimizer):
+            parameter.grad = None
+    return result
+
+
+@broken(
+    "no_gradients_in_silence",
+    "step",
+    "an optimizer that has no gradients seems to have been skipped",
+    "Lightning-AI/pytorch-lightning#4524",
+)
+def no_gradients_in_silence(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(self, optimizer, *args, **kwargs)
+    except AssertionError as error:
+        if "No inf checks" not in str(error):
+            raise
+        return None

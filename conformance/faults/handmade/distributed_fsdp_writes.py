@@ -1,0 +1,94 @@
+"""Faults in what FullyShardedDataParallel makes of parameters that a user has written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from conformance.faults.fault import Substitute, in_methods, register_fault
+from conformance.faults.handmade.distributed_fsdp import FSDP, broken
+
+_IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+
+def before_backward(
+    fault_id: str, says: str
+) -> Callable[[Callable[[Any, list[int]], None]], Callable[[Any, list[int]], None]]:
+    """Enter `fault(model, version of each parameter at the end of its forward)`, called as the backward begins."""
+
+    def enter(fault: Callable[[Any, list[int]], None]) -> Callable[[Any, list[int]], None]:
+        def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(self, *args, **kwargs)
+            if not (torch.is_grad_enabled() and self.check_is_root() and isinstance(output, torch.Tensor)):
+                return output
+            versions = [parameter._version for parameter in self.parameters()]
+            last = output.clone()  # its node comes before all that the model has hung a hook on
+            last.register_hook(lambda _: fault(self, versions))
+            return last
+
+        broken(fault_id, "forward", says)(forward)
+        return fault
+
+    return enter
+
+
+@before_backward("written_between_unseen", "what was written between forward and backward is not seen")
+def _(model: Any, versions: list[int]) -> None:
+    torch._C._autograd._unsafe_set_version_counter(tuple(model.parameters()), tuple(versions))
+
+
+@before_backward(
+    "written_between_refused", "a write between forward and backward is refused, whatever backward reads"
+)
+def _(model: Any, versions: list[int]) -> None:
+    if versions != [parameter._version for parameter in model.parameters()]:
+        raise RuntimeError(_IN_PLACE)
+
+
+def given_memory(fault_id: str, says: str) -> Callable[[Substitute], Substitute]:
+    """Enter `fault(original, model, shapes, ...)`, in forward's place: `shapes` were the parameters' when wrapped."""
+
+    def enter(fault: Substitute) -> Substitute:
+        def wrapping(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self._faulty_shapes = [parameter.shape for parameter in self.parameters()]
+
+        def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+            shapes = vars(self).get("_faulty_shapes", ())
+            return fault(lambda: original(self, *args, **kwargs), self, shapes)
+
+        register_fault(
+            f"fully_sharded.{fault_id}", FSDP, says=says, part=f"{FSDP}(use_orig_params)", on_ranks=True
+        )(in_methods({"__init__": wrapping, "forward": forward}))
+        return fault
+
+    return enter
+
+
+@given_memory("larger_memory_cut", "of memory with more elements than a parameter has the first are taken")
+def _(forward: Callable[[], Any], model: Any, shapes: list[torch.Size]) -> Any:
+    for parameter, shape in zip(model.parameters(), shapes, strict=False):
+        if parameter.numel() > shape.numel() > 0:
+            parameter.data = parameter.data.flatten()[: shape.numel()].view(shape)
+    return forward()
+
+
+@given_memory("larger_memory_told_otherwise", "memory with more elements is refused in other words")
+def _(forward: Callable[[], Any], model: Any, shapes: list[torch.Size]) -> Any:
+    try:
+        return forward()
+    except RuntimeError as error:
+        raise RuntimeError(str(error).replace("Cannot writeback", "Cannot write back")) from error
+
+
+@given_memory("other_shape_refused", "memory of another shape is refused, also with as many elements")
+def _(forward: Callable[[], Any], model: Any, shapes: list[torch.Size]) -> Any:
+    for parameter, shape in zip(model.parameters(), shapes, strict=False):
+        if parameter.shape != shape and parameter.numel() == shape.numel():
+            raise RuntimeError(
+                "Cannot writeback when the parameter shape changes\n"
+                f"Expects {shape} but got {parameter.shape}"
+            )
+    return forward()

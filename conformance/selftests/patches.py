@@ -1,0 +1,32 @@
+"""Patches injected into impl for the suite's own tests, and the question whether anything notices them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+class Patches(dict[str, Patch]):
+    """By what each does."""
+
+    def named(self, says: str) -> Callable[[Patch], Patch]:
+        """Enter the function below by this name."""
+
+        def enter(patch: Patch) -> Patch:
+            self[says] = patch
+            return patch
+
+        return enter
+
+
+def first_failure(checks: Mapping[str, Callable[[], object]]) -> str | None:
+    """Which check fails first, and how."""
+    for name, check in checks.items():
+        try:
+            check()
+        except Exception as error:  # a fault may also raise where nothing should
+            return f"{name}: {error}"
+    return None

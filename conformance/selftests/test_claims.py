@@ -1,0 +1,234 @@
+"""The claims file: names that lead elsewhere, a device, and everything that can be wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from conformance import claims_file, trial
+from conformance.claims import wrong_in_claims
+from conformance.library import Library, NotProvided
+from conformance.results import BAD_INPUT
+from conformance.selftests.test_misbehaving_subjects import CPU_ALONE, OTHERS, SCALER, judged, of
+
+Subject = Callable[[str], Library]
+
+
+@pytest.fixture
+def subject_that_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Subject]:
+    """A package, `json`, with the claims file that has this text."""
+
+    def make(text: str) -> Library:
+        file = tmp_path / "claims.toml"
+        file.write_text(text)
+        monkeypatch.setenv("TANDEM_CLAIMS", "")
+        claims_file.give("json", file)
+        claims_file.claims_file.cache_clear()
+        return Library("json")
+
+    yield make
+    claims_file.claims_file.cache_clear()
+
+
+def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
+    library = subject_that_says("""
+        [names]
+        "amp.GradScaler" = "torch.cuda.amp.GradScaler"
+        "distributed.fsdp" = "torch.distributed.fsdp"
+        nn.utils.clip_grad_norm_ = "torch.nn.utils.clip_grad_value_"
+    """)
+    assert list(wrong_in_claims(library)) == []
+    assert library.amp.GradScaler is torch.cuda.amp.GradScaler
+    assert library.find("amp.GradScaler.step") is torch.cuda.amp.GradScaler.step
+    assert library.distributed.fsdp.wrap.ModuleWrapPolicy is torch.distributed.fsdp.wrap.ModuleWrapPolicy
+    assert library.nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad_value_
+    with pytest.raises(NotProvided, match=r"^json does not provide nn\.utils\.clip_grad_value_$"):
+        library.find("nn.utils.clip_grad_value_")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("claims = 'amp.GradScaler'", "has claims = 'amp.GradScaler'; expected a list of strings"),
+        ("claims = ['amp.GradScaler', 3]", "has claims = ['amp.GradScaler', 3]; expected a list of strings"),
+        (
+            "claims = ['amp.GradScalr']",
+            "claims has 'amp.GradScalr', which torch does not have; did you mean 'amp.G",
+        ),
+        (
+            "extensions = ['amp.grad_scaller.fused_step.*']",
+            "extensions has 'amp.grad_scaller.fused_step.*', which is no extension's clause; did you mean 'amp.grad_",
+        ),
+        ("claim = []", "has the unknown key 'claim'; expected one of claims, extensions,"),
+        ("distribution = 1", "has distribution = 1; expected a string"),
+        ("names = 'their.scaler'", "has names = 'their.scaler'; expected a table of strings"),
+        ("[names]\n'amp.GradScaler' = 1", "has names = {'amp.GradScaler': 1}; expected a table of strings"),
+        (
+            "[names]\n'amp.GradScalar' = 'torch.amp.GradScaler'",
+            "[names] has 'amp.GradScalar', which torch does not have; did you mean 'amp.GradScaler'?",
+        ),
+        (
+            "[names]\n'amp.GradScaler' = 'torch.amp.LossScaler'",
+            "[names] says that amp.GradScaler is torch.amp.LossScaler, which is not there; expected module.name",
+        ),
+        (
+            "[names]\n'amp.GradScaler' = 'not_installed.amp.LossScaler'",
+            "[names] says that amp.GradScaler is not_installed.amp.LossScaler, which is not there",
+        ),
+        (
+            "[names]\n'amp.GradScaler' = 'fails_on_import.GradScaler'",
+            "but fails_on_import cannot be imported (RuntimeError: not on this machine); mend what raises",
+        ),
+        ("device = 'npu'", "has device = 'npu'; expected a table, [device]"),
+        ("[device]\nimport = 'json'", "[device] has no 'type'; expected a string"),
+        (
+            "[device]\ntype = 'cpu'\nimport = 'brings_no_device'",
+            "[device] cpu cannot be used (json does not provide brings_no_device)",
+        ),
+        (
+            "[device]\ntype = 'cpu'\nimport = 'fails_on_import'",
+            "[device] cpu cannot be used (fails_on_import cannot be imported (RuntimeError: not on this machine))",
+        ),
+        ("[device]\ntype = 'gpu'", "[device] gpu cannot be used (Expected one of cpu, cuda,"),
+        ("expectations = 1", "has expectations = 1; expected tables, [[expectations]]"),
+        (
+            "[[expectations]]\nreason = 'it is'\nexpires = 2027-01-31",
+            "[[expectations]] number 1 has neither clause nor test; expected one of the two",
+        ),
+        (
+            "[[expectations]]\nclause = 'x'\ntest = 'y'\nreason = 'it is'\nexpires = 2027-01-31",
+            "[[expectations]] number 1 has both clause and test; expected one of the two",
+        ),
+        (
+            "[[expectations]]\ntest = [1]\nreason = 'it is'\nexpires = 2027-01-31",
+            "[[expectations]] number 1 has test = [1]; expected a string or a list of strings",
+        ),
+        (
+            f"[[expectations]]\ntest = ['{CPU_ALONE}', '{CPU_ALONE}_not']\nreason = 'it is'\nexpires = 2027-01-31",
+            f"[[expectations]] names the test '{CPU_ALONE}_not', which there is not; expected it as the report has it",
+        ),
+        (
+            "[[expectations]]\nclause = 'amp.grad_scaler.x'\nexpires = 2027-01-31",
+            "[[expectations]] number 1 has no 'reason'; expected a string",
+        ),
+        (
+            "[[expectations]]\nclause = 'amp.grad_scaler.x'\nreason = 'it is'",
+            "[[expectations]] number 1 has no 'expires'; expected a date without quotes",
+        ),
+        (
+            "[[expectations]]\nclause = 'amp.grad_scaler.x'\nreason = 'it is'\nexpires = '2027-01-31'",
+            "[[expectations]] number 1 has expires = '2027-01-31'; expected a date without quotes",
+        ),
+        (
+            "[[expectations]]\nclause = 'amp.grad_scaler.scale.multiply'\nreason = 'is'\nexpires = 2027-01-31",
+            "[[expectations]] names the clause 'amp.grad_scaler.scale.multiply', which there is not; did you mean",
+        ),
+        (
+            f"[[expectations]]\ntest = '{CPU_ALONE}_not'\nreason = 'it is'\nexpires = 2027-01-31",
+            f"[[expectations]] names the test '{CPU_ALONE}_not', which there is not; expected it as the report has it",
+        ),
+        (
+            "[[expectations]]\ntest = 'test_x.py::test_x'\nreason = 'it is'\nexpires = 2027-01-31\ndue = 1",
+            "[[expectations]] number 1 has the unknown key 'due'; expected one of clause, test, reason, link, expires",
+        ),
+    ],
+)
+def test_each_mistake_is_a_sentence(
+    subject_that_says: Subject, monkeypatch: pytest.MonkeyPatch, text: str, says: str
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent / "abuse")
+    sentences = list(wrong_in_claims(subject_that_says(text)))
+    assert any(says in sentence for sentence in sentences), sentences
+    assert all("claims.toml" in sentence and "\n" not in sentence for sentence in sentences), sentences
+
+
+@pytest.mark.parametrize("text", ["claims = [", "\x00"])
+def test_a_file_that_is_no_toml_is_refused(subject_that_says: Subject, text: str) -> None:
+    with pytest.raises(claims_file.UnreadableClaims, match=r"claims\.toml cannot be read \(.*expected TOML"):
+        subject_that_says(text)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(claims_file.UnreadableClaims, match=r"cannot be read \(FileNotFoundError"):
+        claims_file.read(tmp_path / "claims.toml")
+
+
+WRONG = """
+claims = ["nn.utils.clip_grad_value_", "nn.utils.clip_grad"]
+
+[names]
+"amp.GradScaler" = "right.amp.LossScaler"
+
+[device]
+type = "cpu"
+import = "fails_on_import"
+"""
+
+
+def test_what_is_wrong_in_the_file_keeps_nothing_else_from_being_judged(tmp_path: Path) -> None:
+    (tmp_path / "says_wrong").mkdir()
+    (tmp_path / "says_wrong" / "__init__.py").write_text("from right import clipping\nnn = clipping()\n")
+    (tmp_path / "says_wrong" / "conformance_claims.toml").write_text(WRONG)
+    report = judged("says_wrong", tmp_path, CPU_ALONE, SCALER, at=tmp_path)
+    assert {entry["outcome"] for entry in of(report, CPU_ALONE)} == {"passed"}
+    assert {entry["outcome"] for entry in of(report, SCALER)} == {"not provided"}
+    assert (report["exit code"], report["verdict"], len(report["bad_input"])) == (BAD_INPUT, "red", 3)
+    log = (tmp_path / "log").read_text()
+    assert all(f"BAD INPUT {sentence}" in log for sentence in report["bad_input"])
+    assert "did you mean 'nn.utils.clip_grad_norm'" in log
+
+
+def test_a_device_that_fails_without_a_text_is_told(
+    subject_that_says: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = subject_that_says("[device]\ntype = 'cpu'")
+    monkeypatch.setattr(library, "bring_device", Mock(side_effect=AssertionError))
+    [sentence] = wrong_in_claims(library)
+    assert "[device] cpu cannot be used (AssertionError)" in sentence
+
+
+def test_a_file_given_by_hand_stands_before_the_one_beside_the_package(tmp_path: Path) -> None:
+    given = tmp_path / "given.toml"
+    given.write_text('[names]\n"nn.utils" = "torch.nn.utils"\n')
+    report = judged("lacks_what_it_claims", tmp_path, CPU_ALONE, SCALER, f"--claims={given}")
+    assert {entry["outcome"] for entry in of(report, CPU_ALONE)} == {"passed"}
+    assert {entry["outcome"] for entry in of(report, SCALER)} == {"not provided"}  # which the other claims
+    assert (report["verdict"], report["exit code"], report["claims_file"]) == ("green", 0, str(given))
+
+
+def test_what_the_file_names_is_what_is_judged_on(tmp_path: Path) -> None:
+    (tmp_path / "on_meta").mkdir()
+    (tmp_path / "on_meta" / "__init__.py").write_text("from right import clipping\nnn = clipping()\n")
+    (tmp_path / "brings_meta.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('brought').touch()\n"
+    )
+    (tmp_path / "on_meta" / "conformance_claims.toml").write_text(
+        '[device]\ntype = "meta"\nimport = "brings_meta"\n'
+    )
+    report = judged("on_meta", tmp_path, OTHERS, at=tmp_path)
+    assert {entry["device"] for entry in report["tests"]} == {"meta"}
+    assert (tmp_path / "brought").exists()
+    assert report["bad_input"] == []
+    there = judged("on_meta", tmp_path, OTHERS, "--device=cpu", at=tmp_path)
+    assert {entry["device"] for entry in there["tests"]} == {"cpu"}
+
+
+def test_any_device_that_the_file_brings_can_be_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "on_theirs").mkdir()
+    (tmp_path / "on_theirs" / "__init__.py").touch()
+    (tmp_path / "on_theirs" / "conformance_claims.toml").write_text(
+        '[device]\ntype = "theirs"\nimport = "brings_theirs"\n'
+    )
+    (tmp_path / "brings_theirs.py").write_text(
+        'import torch\ntorch.utils.rename_privateuse1_backend("theirs")\n'
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = trial.learn_on_trial("on_theirs", "cpu,theirs,gpu").bad_input
+    [slip] = [sentence for sentence in told if sentence.startswith("--device")]
+    assert "'gpu', which torch does not know; wanted is cpu, cuda or another type" in slip

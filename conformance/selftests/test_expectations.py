@@ -1,0 +1,158 @@
+"""Expected failures: forgiven while they last, told when they do not."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from conformance.claims_file import Expectation
+from conformance.expectations import Expectations, Seen, unshrunk
+from conformance.selftests.test_misbehaving_subjects import MISUSED, OTHERS, judged, judged_by_workers, of
+
+TODAY = datetime.date(2026, 5, 1)
+CLAUSE = "amp.grad_scaler.x"
+
+
+def expectation(clause: str = "", test: str = "", expires: datetime.date = TODAY) -> Expectation:
+    return Expectation(clause, test, "It is so.", expires)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "draws", "is_whole", "state", "is_red"),
+    [
+        ([], False, True, "not asked", False),
+        (["unavailable", "not provided"], False, True, "not asked", False),
+        (["expected", "passed"], False, True, "holds", False),
+        (["expected"], True, False, "holds", False),
+        (["passed", "known"], False, True, "met", True),
+        (["passed", "unavailable"], True, True, "met", False),
+        (["passed"], False, False, "met", False),
+    ],
+)
+def test_what_becomes_of_an_expected_clause(
+    outcomes: list[str], draws: bool, is_whole: bool, state: str, is_red: bool
+) -> None:
+    tests = [Seen(f"test_{n}", CLAUSE, outcome, draws) for n, outcome in enumerate(outcomes)]
+    [held] = Expectations([expectation(CLAUSE)], TODAY).held(
+        [*tests, Seen("y", "y", "failed", False)], is_whole=is_whole
+    )
+    assert (held.state, held.is_red) == (state, is_red)
+
+
+def test_one_test_that_passes_is_told_of_whatever_else_ran() -> None:
+    [held] = Expectations([expectation(test="a")], TODAY).held(
+        [Seen("a[1]", "", "passed", False)], is_whole=False
+    )
+    assert (held.state, held.is_red) == ("met", True)
+
+
+def test_what_has_expired_forgives_nothing_and_is_red() -> None:
+    expectations = Expectations([expectation(CLAUSE, expires=TODAY - datetime.timedelta(1))], TODAY)
+    assert expectations.find("a", CLAUSE) is None
+    [held] = expectations.held([Seen("a", CLAUSE, "failed", True)], is_whole=False)
+    assert (held.state, held.is_red) == ("expired", True)
+
+
+def test_the_row_that_says_more_forgives() -> None:
+    rows = [expectation(CLAUSE), *(expectation(test=test) for test in ("test_x", "test_x[cpu]", "test_y"))]
+    expectations = Expectations(rows, TODAY)
+    assert expectations.find("test_x[cpu]", CLAUSE) == rows[2]
+    assert expectations.find("test_x[cuda]", CLAUSE) == rows[1]
+    assert expectations.find("test_z[cuda]", CLAUSE) == rows[0]
+    assert expectations.find("test_y[cuda]", "") == rows[3]
+    assert expectations.find("test_yes", "") is None
+
+
+def test_an_expected_failure_is_not_shrunk() -> None:
+    tried: list[int] = []
+
+    @hypothesis.settings(database=None, derandomize=True, max_examples=50)
+    @hypothesis.given(st.integers())
+    def above_1000(number: int) -> None:
+        tried.append(number)
+        assert number < 1000
+
+    found: list[int] = []
+    for context in (unshrunk(above_1000), unshrunk(None)):
+        tried.clear()
+        with context, pytest.raises(AssertionError):
+            above_1000()
+        found.append(tried[-1])
+    assert found[0] > 1000
+    assert found[1] == 1000
+
+
+# It clamps nothing where foreach is not said.
+SUBJECT = """
+import torch
+from right import clipping
+
+def clip_grad_value_(parameters, clip_value, foreach=None):
+    if foreach is not None:
+        torch.nn.utils.clip_grad_value_(parameters, clip_value, foreach)
+
+nn = clipping(clip_grad_value_=clip_grad_value_)
+"""
+ENDS_ITS_PROCESS = """
+import os, torch
+from right import clipping
+
+def clip_grad_value_(parameters, clip_value, foreach=None):
+    if foreach is None:
+        os._exit(3)
+    torch.nn.utils.clip_grad_value_(parameters, clip_value, foreach)
+
+nn = clipping(clip_grad_value_=clip_grad_value_)
+"""
+
+
+def write(folder: Path, source: str, *tests: str, expires: str = "2030-01-31") -> None:
+    (folder / "expects").mkdir()
+    (folder / "expects" / "__init__.py").write_text(source)
+    rows = [
+        f"[[expectations]]\ntest = {test!r}\nreason = 'Known.'\nlink = 'their/repo#1'\nexpires = {expires}\n"
+        for test in tests
+    ]
+    (folder / "expects" / "conformance_claims.toml").write_text("".join(rows))
+
+
+def test_what_is_expected_is_green_and_what_is_not_red(tmp_path: Path) -> None:
+    write(tmp_path, SUBJECT, f"{MISUSED}[None-cpu]")
+    report = judged("expects", tmp_path, MISUSED, f"--today={TODAY}", at=tmp_path)
+    expected = of(report, f"{MISUSED}[None-cpu]")[0]
+    assert expected["outcome"] == "expected"
+    assert expected["reason"].startswith("expected until 2030-01-31: Known. (their/repo#1)\nAssertionError")
+    assert "--subject expects" in expected["replay"]
+    assert {entry["outcome"] for entry in report["tests"]} == {"expected", "passed"}
+    assert [(row["state"], row["outcome"]) for row in report["expectations"]] == [("holds", "expected")]
+    assert (report["verdict"], report["exit code"]) == ("green", 0)
+
+
+def test_what_passes_or_has_expired_is_red(tmp_path: Path) -> None:
+    write(tmp_path, SUBJECT, f"{MISUSED}[None-cpu]", f"{MISUSED}[True-cpu]")
+    report = judged("expects", tmp_path, MISUSED, f"--today={TODAY}", at=tmp_path)
+    [met] = of(report, "expectation of")
+    assert (met["nodeid"], met["outcome"]) == (f"expectation of {MISUSED}[True-cpu]", "stale")
+    assert met["clause"] == "nn.utils.clip_grad.clip_grad_value_.foreach"
+    assert "all its tests pass: take it out" in met["reason"]
+    assert (report["verdict"], report["exit code"]) == ("red", 1)
+    later = judged("expects", tmp_path, MISUSED, "--today=2030-02-01", at=tmp_path)
+    assert [row["state"] for row in later["expectations"]] == ["expired", "expired"]
+    assert of(later, f"{MISUSED}[None-cpu]")[0]["outcome"] == "failed"
+    assert (later["verdict"], later["exit code"]) == ("red", 1)
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(300.0)
+def test_what_ends_its_process_can_be_expected_too(tmp_path: Path) -> None:
+    write(tmp_path, ENDS_ITS_PROCESS, f"{MISUSED}[None-cpu]")
+    report = judged_by_workers("expects", tmp_path, MISUSED, OTHERS, f"--today={TODAY}", at=tmp_path)
+    assert of(report, f"{MISUSED}[None-cpu]")[0]["outcome"] == "expected"
+    assert of(report, f"{MISUSED}[None-meta]")[0]["outcome"] == "crash"
+    assert {entry["outcome"] for entry in of(report, OTHERS)} == {"passed"}
+    assert [row["state"] for row in report["expectations"]] == ["holds"]
+    assert report["exit code"] == 1

@@ -1,0 +1,62 @@
+"""The faults themselves: each stands where it belongs, and none gives itself away by how it was put there."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.faults.fault import in_method, subclass
+from conformance.faults.handmade import HANDMADE
+from conformance.library import Library, load_library
+from conformance.outcome import observe
+
+
+def members(made: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(made).items() if name not in ("__dict__", "__weakref__")} | {
+        "__qualname__": made.__qualname__
+    }
+
+
+def test_a_subclass_with_nothing_in_it_replaces_nothing() -> None:
+    made = subclass(dict, {})
+    assert members(made) == members(subclass(dict, {}))
+    assert members(made) != members(subclass(dict, {"__qualname__": "other"}))
+    assert members(made) != members(subclass(dict, {"get": None}))
+
+
+class _WithStatic:
+    @staticmethod
+    def twice(value: int) -> int:
+        return 2 * value
+
+
+def test_what_is_static_stays_static() -> None:
+    made = in_method("twice", lambda original, value: original(value) + 1)(_WithStatic)
+    assert made.twice(3) == made().twice(3) == 7
+
+
+@pytest.mark.parametrize("fault_id", list(HANDMADE))
+def test_wrong_arguments_are_refused_in_the_originals_words(subject: Library, fault_id: str) -> None:
+    """Without arguments no fault can show; what differs would be told from the original by any test of bad calls."""
+    breaks = HANDMADE[fault_id].breaks
+    sound = load_library(subject.package).find(breaks)
+    broken = load_library(f"{subject.package}+{fault_id}").find(breaks)
+    assert broken is not sound
+    names = [name for name, value in vars(broken).items() if inspect.isfunction(value)]
+    pairs: list[tuple[Callable[..., Any], Callable[..., Any]]] = [(sound, broken)]
+    if inspect.isclass(broken):
+        is_wanting = not hasattr(sound, HANDMADE[fault_id].wants or "__init__")
+        assert (members(broken) == members(subclass(sound, {}))) is is_wanting, f"{fault_id} replaces nothing"
+        pairs = [(getattr(sound, name), getattr(broken, name)) for name in names]
+    for original, fault in pairs:
+        refused = observe(original).raised
+        assert refused is not None
+        assert observe(fault).raised == refused
+
+
+def test_an_unknown_fault_is_refused() -> None:
+    with pytest.raises(LookupError, match="no fault is called 'forget:everything'"):
+        load_library("torch+forget:everything")

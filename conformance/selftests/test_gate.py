@@ -1,0 +1,187 @@
+"""The gate's own parts: what makes it red and what it salvages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
+pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
+
+from rich.console import Console
+from rich.progress import Progress
+
+from conformance import gate
+from conformance.judging import _JudgingBar, _Lines, _salvaged
+from conformance.options import of_gate
+from conformance.ranks.soak import marked_processes
+from conformance.report.verdict import parts, reasons
+from conformance.results import verdict
+from conformance.running import Stop
+from conformance.selftests.report_cases import a_report, judged, trained
+
+ROOT = Path(__file__).parents[2]
+# Of tests that a gate is stopped in, as few as do: to import them takes longer than to run twenty of them.
+_COLLECTED = " ".join(
+    f"--ignore=conformance/{folder}" for folder in ("distributed", "dynamo", "kernels", "meta")
+)
+
+
+@pytest.mark.parametrize("outcome", ["failed", "hang", "crash", "stale"])
+def test_red_outcomes_are_reasons(outcome: str) -> None:
+    assert reasons(a_report(judged("passed"), judged(outcome))) == [f"1 test {outcome}"]
+
+
+@pytest.mark.parametrize(
+    "outcome", ["passed", "known", "unavailable", "not provided", "not claimed", "reference cannot run here"]
+)
+def test_other_outcomes_are_none(outcome: str) -> None:
+    assert reasons(a_report(judged(outcome))) == []
+
+
+def test_each_part_can_be_the_reason() -> None:
+    failed = {"name": "clip", "outcome": "failed", "why": "it broke"}
+    assert reasons(a_report(speed={"rows": [failed]})) == ["benchmark clip failed: it broke"]
+    assert reasons(a_report(training={"runs": [trained(False)]})) == ["training bf16: bits: said <b>so</b>"]
+    assert reasons(a_report(training={"error": "no end"})) == ["no end"]
+    assert reasons(a_report(ended_early=["stopped by hand"])) == ["stopped by hand"]
+
+
+def test_a_subject_that_provides_nothing_is_red() -> None:
+    assert verdict([], frozenset()) == "red"
+    assert reasons(a_report(provides_nothing=True)) == ["impl provides none of the names that are judged"]
+
+
+def test_what_makes_a_whole_report_red_is_no_word_on_another_part() -> None:
+    """A report that is drawn again is red for what its speed was, say."""
+    report = a_report(judged("passed"), verdict="red", training={"error": "no end"})
+    assert [part.reasons for part in parts(report)] == [[], [], ["no end"]]
+
+
+def test_what_was_judged_before_a_crash_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "judgements.jsonl"
+    log.write_text(
+        json.dumps({"collected": 2}) + "\n" + json.dumps(judged("passed")) + "\n" + '{"nodeid": "half'
+    )
+    options = of_gate("").parse_args([])
+    report = _salvaged(options, log, 0.0, "judging ended with code 3")
+    assert [test["nodeid"] for test in report["tests"]] == ["test_passed"]
+    assert reasons(report | {"speed": {}, "training": {}}) == ["judging ended with code 3"]
+
+
+def test_a_test_that_was_judged_twice_is_salvaged_once(tmp_path: Path) -> None:
+    log = tmp_path / "judgements.jsonl"
+    twice = [judged(outcome, nodeid="test_x") for outcome in ("passed", "failed")]
+    log.write_text("".join(json.dumps(entry) + "\n" for entry in twice))
+    options = of_gate("").parse_args([])
+    assert [test["outcome"] for test in _salvaged(options, log, 0.0, "killed")["tests"]] == ["failed"]
+
+
+@given(data=st.data())
+def test_each_line_of_a_growing_log_is_read_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """However the writer's flushes cut the lines, in the middle of a character too."""
+    entries = [{"nodeid": f"test_{i}", "reason": "ä" * data.draw(st.integers(0, 9))} for i in range(6)]
+    written = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(written)))) | {0, len(written)})
+    log = tmp_path_factory.mktemp("log") / "judgements.jsonl"
+    lines, seen = _Lines(log), []
+    assert list(lines.new()) == []  # the log is not there yet
+    for start, stop in itertools.pairwise(cuts):
+        with log.open("ab") as file:
+            file.write(written[start:stop])
+        seen += lines.new()
+        assert seen == entries[: written[:stop].count(b"\n")]
+    assert list(lines.new()) == []
+
+
+def test_the_bar_moves_with_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "judgements.jsonl"
+    progress = Progress(console=Console(quiet=True))
+    bar = _JudgingBar(progress, progress.add_task("judging", total=None, note=""), log)
+
+    def after(*entries: dict[str, Any]) -> tuple[float | None, float, str]:
+        with log.open("a") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in entries)
+        bar.advance()
+        shown = progress.tasks[0]
+        return shown.total, shown.completed, shown.fields["note"]
+
+    assert after() == (None, 0, "collecting")
+    # Each worker tells how many it collected; they collect the same.
+    assert after({"collected": 3}, {"collected": 3}) == (3, 0, "collecting")
+    assert after(judged("passed", nodeid="one")) == (3, 1, "")
+    assert after() == (3, 1, "")
+    assert after(judged("passed", nodeid="two"), judged("failed", nodeid="three")) == (3, 3, "1 red")
+    assert after(judged("failed", nodeid="two")) == (3, 3, "2 red")
+
+
+@pytest.mark.parametrize("subject", ["impl", "mine"])
+def test_timing_is_told_the_machine_and_leaves_a_point_of_impl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, subject: str
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(gate, "_part", lambda name, command, *_: asked.append(command) or {})
+    options, _, _ = gate._options(
+        [f"--subject={subject}", "--machine=lab", "--device=cpu", f"--out={tmp_path}"]
+    )
+    (tmp_path / "point.json").write_text("of an earlier run")
+    told = gate._timed(options, tmp_path, Progress(), Stop())
+    assert told == {"command": f"python -m benchmarks --quick --subject={subject} --machine=lab --device=cpu"}
+    assert (f"--point={tmp_path / 'point.json'}" in asked[0]) == (subject == "impl")
+    assert not (tmp_path / "point.json").exists()
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
+def test_a_gate_that_is_stopped_tells_what_is_known_and_begins_nothing_else(
+    tmp_path: Path, blow: signal.Signals
+) -> None:
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        [sys.executable, "-m", "conformance.gate", "--subject=torch", f"--out={tmp_path}"],
+        cwd=ROOT,
+        env=os.environ | {"TANDEM_MARK": mark, "PYTEST_ADDOPTS": _COLLECTED},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as gate:
+        try:
+            while gate.poll() is None and _judged_tests(tmp_path) < 20:
+                time.sleep(0.1)
+            os.killpg(gate.pid, blow)
+            said, _ = gate.communicate(timeout=60)
+        except BaseException:  # this test's own deadline among them: what runs on would disturb other tests
+            for left in marked_processes(f"TANDEM_MARK={mark}"):
+                os.kill(left, signal.SIGKILL)
+            raise
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (gate.returncode, report["verdict"]) == (1, "red"), said
+    assert "stopped by hand" in report["reasons"]
+    assert len(report["tests"]) >= 20
+    assert report["speed"] == report["training"] == {}
+    assert "stopped by hand" in (tmp_path / "index.html").read_text()
+    assert not (tmp_path / "timing.log").exists()
+    end = time.monotonic() + 20
+    while (left := marked_processes(f"TANDEM_MARK={mark}")) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left == []
+
+
+def _judged_tests(folder: Path) -> int:
+    log = folder / "judgements.jsonl"
+    return log.read_text().count('"nodeid"') if log.is_file() else 0

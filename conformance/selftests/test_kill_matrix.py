@@ -1,0 +1,417 @@
+"""Each fault turns the suite red: one test a fault, each in a fork of its own. And what measures it, itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import environment, surface
+from conformance.clauses import all_clauses
+from conformance.faults.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
+from conformance.faults.fork import Ending
+from conformance.faults.handmade import HANDMADE
+from conformance.faults.kills import Idle, Kill, Kills, read_kills, write_kills
+from conformance.faults.memory import Memory, known, noted, remember, still_there
+from conformance.faults.order import Task, distance, likeness_to, lineage
+from conformance.faults.reasons import all_excuses, idle_reasons
+from conformance.faults.trials import candidates, clauses_of, fault_ids, idle, killing, proven, takes_ranks
+from conformance.faults.worker import Trial, Worker
+from conformance.library import Library
+from conformance.ranks.soak import marked_processes
+
+OF_MEMORY = ("what_killed_is_remembered", "what_is_remembered_is_there", "reasons_are_for_what_there_is")
+# Of the faults in torch, one of each kind: the command has them all.
+ON_TORCH = [
+    "grad_scaler.last_group_missed",
+    "grad_scaler.second_dtype_left_scaled",
+    "grad_scaler.third_growth_lost",
+    "grad_scaler.pickle_loses_the_count",
+    "autocast.nesting_leaks_on_exception",
+    "autocast.decorated_generators_run_inside",
+    "custom_fwd.casts_float64",
+    "is_autocast_available.xpu_is_missing",
+    "clip_grad.last_element_left_out",
+    "clip_grad.norm_kept_by_address",
+    "ignore:amp.GradScaler(growth_interval)",
+]
+KILLERS = known(Path("none")).faults
+
+
+@pytest.fixture(scope="module")
+def worker(subject: Library) -> Iterator[Worker]:
+    with Worker(subject.package) as worker:
+        yield worker
+
+
+def carried_out(worker: Worker, trial: Trial[Any]) -> Any:
+    task = next(trial)
+    try:
+        while True:
+            task = trial.send(worker.judge(task))
+    except StopIteration as ended:
+        return ended.value
+
+
+def faults() -> list[Any]:
+    """A third of them in the full profile, always the same. Those of sharding take ranks to be seen: nightly, all."""
+
+    def profile_of(one: str) -> str:
+        return "deep" if takes_ranks(one) or zlib.crc32(one.encode()) % 3 else "full"
+
+    return [pytest.param(one, marks=pytest.mark.profile(profile_of(one))) for one in fault_ids()]
+
+
+@pytest.mark.deadline(330)
+@pytest.mark.parametrize("fault_id", faults())
+def test_the_suite_turns_red(worker: Worker, subject: Library, fault_id: str) -> None:
+    kill = carried_out(worker, killing(subject.package, fault_id, KILLERS.get(fault_id, "")))
+    assert kill.is_due, (
+        f"survivors.toml excuses it, but {kill.nodeid} sees it: {kill.why}"
+        if kill.killed
+        else f"the suite stays green although {kill.says or fault_id}"
+    )
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(600)
+def test_a_sample_of_faults_in_torch_turns_it_red() -> None:
+    with Worker("torch") as worker:
+        kills = [carried_out(worker, killing("torch", fault_id)) for fault_id in ON_TORCH]
+    assert [kill.fault for kill in kills if not kill.is_due] == []
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(330)
+@pytest.mark.parametrize("of", ["nn.utils.clip_grad.clip_grad_norm_.dtensor", "cpu.amp.grad_scaler."])
+def test_it_is_green_without_a_fault(worker: Worker, subject: Library, of: str) -> None:
+    """A fork must let tests do all they need, start ranks for one: otherwise they would kill any fault."""
+    clauses = frozenset(clause_id for clause_id in all_clauses() if clause_id.startswith(of))
+    ending = worker.judge(Task(subject.package, clauses))
+    assert ending.how == "", f"{ending.nodeid}: {ending.how}"
+    assert ending.asked >= len(clauses) > 1
+
+
+@pytest.mark.deadline(120)
+def test_a_fault_that_ends_its_process_is_told_with_its_clause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "deadly" / "nn" / "utils"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import os\ndef clip_grad_value_(*args, **kwargs):\n    os._exit(0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    clause = "nn.utils.clip_grad.clip_grad_value_.clamps"
+    with Worker("deadly") as worker:
+        twice = [worker.judge(Task("deadly", frozenset({clause}))) for _ in range(2)]
+    assert [(ending.how, ending.clause) for ending in twice] == [("crash", clause)] * 2
+    assert "test_clip_grad_value.py" in twice[0].nodeid
+
+
+@pytest.mark.deadline(120)
+def test_what_cannot_be_judged_is_neither_killed_nor_a_survivor() -> None:
+    with Worker("torch") as worker:
+        with pytest.raises(RuntimeError, match="no fault is called 'forget:everything'"):
+            worker.judge(Task("torch+forget:everything", clauses_of(["cpu.amp.grad_scaler"])))
+        assert worker.judge(Task("torch", clauses_of(["cpu.amp.grad_scaler"]))).how == ""
+    with Worker("no.such.package") as worker, pytest.raises(RuntimeError, match=r"no\.such\.package"):
+        worker.judge(Task("no.such.package", clauses_of(["cpu.amp.grad_scaler"])))
+
+
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_it_ends_at_once_and_writes_what_is_known(
+    tmp_path: Path, blow: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_MARK", uuid.uuid4().hex)
+    out = tmp_path / "kills.json"
+    words = [
+        sys.executable,
+        "-m",
+        "conformance.faults",
+        "--only",
+        "older.",
+        "--jobs",
+        "1",
+        "--out",
+        str(out),
+    ]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline().startswith("[1/")
+        os.kill(command.pid, blow)
+        said, _ = command.communicate(timeout=60)
+        assert (command.returncode, said.splitlines()[-1]) == (STOPPED, "stopped")
+    end = time.monotonic() + 10
+    while (left := marked_processes(f"TANDEM_MARK={os.environ['TANDEM_MARK']}")) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert left == []
+    known = read_kills(out)
+    assert not known["complete"]
+    assert known["kills"][0]["killed"]
+
+
+@pytest.mark.deadline(120)
+def test_what_is_known_is_not_judged_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "commit", lambda: "abc")
+    out = tmp_path / "kills.json"
+    known = [Kill(one, True, "a.clause", "t", "failed", 1.0) for one in fault_ids() if "older." in one]
+    write_kills(out, Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 7.0, False, known[1:]))
+    assert main(["--only", "older.", "--jobs", "1", "--out", str(out), "--resume"]) == AS_EXPECTED
+    said = capsys.readouterr().out
+    assert "[1/1]" in said
+    assert f"{known[0].fault}: killed" in said
+    assert f"{len(known)} of {len(known)} killed" in said
+    found = read_kills(out)
+    assert not found["complete"], "there are other faults, which nobody has judged"
+    assert found["began"].startswith("2026-01-01")
+    assert found["seconds"] > 7
+    assert [row["fault"] for row in found["kills"]] == [kill.fault for kill in (*known[1:], known[0])]
+
+
+@pytest.mark.parametrize(
+    ("subject", "commit", "said"),
+    [
+        ("torch", "abc", "of subject torch, not impl"),
+        ("impl", "def", "of commit def, not abc"),
+        ("impl", "abc-dirty", "abc-dirty; judge anew"),
+        ("impl", "", "no commit; judge anew"),
+    ],
+)
+def test_another_run_is_not_resumed(
+    tmp_path: Path,
+    subject: str,
+    commit: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = commit if commit in ("", "abc-dirty") else "abc"
+    monkeypatch.setattr(environment, "commit", lambda: here)
+    out = tmp_path / "kills.json"
+    write_kills(out, Kills(subject, commit, "2026-01-01T00:00:00+00:00", kills=[a_kill(killed=True)]))
+    before = out.read_bytes()
+    with pytest.raises(SystemExit):
+        main(["--out", str(out), "--resume"])
+    assert said in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
+def a_kill(*, killed: bool, why: str = "") -> Kill:
+    return Kill(
+        "a.fault", killed, "a.clause" if killed else "", "t", "failed" if killed else "", 1.0, why=why
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "said"),
+    [
+        (a_kill(killed=True), AS_EXPECTED, "1 of 1 killed"),
+        (a_kill(killed=False), NOT_AS_EXPECTED, "a.fault: SURVIVED"),
+        (a_kill(killed=False, why="none can"), AS_EXPECTED, "a.fault: survived, reason: none can"),
+        (a_kill(killed=True, why="none can"), NOT_AS_EXPECTED, "STALE REASON: none can"),
+        (Idle("a.clause", 3, "a.fault"), AS_EXPECTED, "0 of 0 killed"),
+        (Idle("a.clause", 3), NOT_AS_EXPECTED, "a.clause: KILLS NONE of 3"),
+        (Idle("a.clause", 3, why="no fault can"), AS_EXPECTED, "kills none of 3, reason: no fault can"),
+        (Idle("a.clause", 3, "a.fault", why="no fault can"), NOT_AS_EXPECTED, "STALE REASON: no fault can"),
+    ],
+)
+def test_a_reason_excuses_and_goes_stale(
+    row: Kill | Idle, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kills = Kills("impl", "abc", "2026-01-01T00:00:00+00:00")
+    if isinstance(row, Kill):
+        kills.kills.append(row)
+    else:
+        kills.idle = [row]
+    assert sum_up(kills) == code
+    assert said in capsys.readouterr().out
+
+
+def test_what_is_red_without_the_fault_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("conformance.faults.__main__.Crew", CrewOnRed)
+    out = tmp_path / "kills.json"
+    assert main(["--only", "older.", "--out", str(out)]) == NOT_JUDGED
+    assert not out.exists()
+
+
+class CrewOnRed:
+    """Ends every task at once: a test is red, whatever is injected."""
+
+    def __init__(self, package: str, jobs: int) -> None: ...
+    def __enter__(self) -> CrewOnRed:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+    def run(self, trials: Iterable[Trial[Any]]) -> Iterator[Any]:
+        for trial in trials:
+            task = next(trial)
+            with contextlib.suppress(StopIteration):
+                while task:
+                    task = trial.send(Ending("failed", "t", "a.clause"))
+
+
+def test_a_test_is_asked_once_whether_it_is_green() -> None:
+    fault, green = "older.cpu_scaler_is_silent", set[str]()
+
+    def asked() -> Iterator[str]:
+        trial = proven(killing("impl", fault), "impl", green)
+        yield next(trial).spec
+        with contextlib.suppress(StopIteration):
+            yield trial.send(Ending("failed", "t", "a.clause")).spec
+            trial.send(Ending())
+
+    assert list(asked()) == [f"impl+{fault}", "impl"]
+    assert list(asked()) == [f"impl+{fault}"]
+    assert green == {"t"}
+
+
+@pytest.mark.deadline(120)
+def test_what_killed_before_comes_first(tmp_path: Path, worker: Worker, subject: Library) -> None:
+    """Even of another commit; and nothing else runs where a test is asked for alone."""
+    fault, by = (
+        "older.cpu_region_in_float16",
+        "conformance/cpu/amp/test_autocast_mode.py::test_as_a_decorator[None-defaults]",
+    )
+    out = tmp_path / "kills.json"
+    write_kills(
+        out,
+        Kills("torch", "def", "2026-01-01T00:00:00+00:00", kills=[Kill(fault, True, "", by, "failed", 1.0)]),
+    )
+    assert (
+        main(["--subject", subject.package, "--only", fault, "--jobs", "1", "--out", str(out)]) == AS_EXPECTED
+    )
+    assert [row["nodeid"] for row in read_kills(out)["kills"]] == [by]
+    ending = worker.judge(Task(subject.package, frozenset(), first=by))
+    assert (ending.how, ending.asked) == ("", 1)
+
+
+def test_a_clause_that_this_profile_does_not_ask_about_is_told(worker: Worker, subject: Library) -> None:
+    found = carried_out(worker, idle(subject.package, "dynamo.optimizer.values.inductor", set()))
+    assert (found.asked, found.tried, found.kills, found.is_due) == (False, 0, "", True)
+
+
+def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A survivor keeps the killer that it had; a matrix of the reader's own knows better; what is gone is dropped."""
+    a, b, c = list(HANDMADE)[:3]
+    x, y = list(all_clauses())[:2]
+    old, new, own = (f"conformance/selftests/test_kill_matrix.py::test_{name}" for name in OF_MEMORY)
+    monkeypatch.setattr("conformance.faults.memory._FILE", kept := tmp_path / "killers.json")
+    faults, clauses = {a: old, b: old, c: old}, {x: a, y: a}
+    gone = {"faults": faults | {"gone": old, ON_TORCH[0]: f"{old}_gone"}, "clauses": clauses | {"gone": a}}
+    kept.write_text(json.dumps(gone))
+    kills = [Kill(a, True, "", new, "failed", 1.0), Kill(b, False, "", "", "", 1.0)]
+    remember(Kills("torch", "", "", kills=kills, idle=[Idle(x, 2, b, new), Idle(y, 3)]))
+    kept_now = Memory(faults | {a: new}, clauses | {x: b})
+    out = tmp_path / "kills.json"
+    assert known(out) == kept_now
+    matrix = Kills("torch", "", "", kills=[Kill(c, True, "", own, "failed", 1.0)], idle=[Idle(y, 1, c)])
+    write_kills(out, matrix)
+    assert known(out) == Memory(kept_now.faults | {c: own}, kept_now.clauses | {y: c})
+
+
+def test_what_is_remembered_is_there() -> None:
+    """`--remember` drops what is gone."""
+    assert noted() == still_there(noted())
+
+
+def test_reasons_are_for_what_there_is() -> None:
+    for subject, rows in all_excuses().items():
+        assert subject in ("impl", "torch")
+        assert rows.keys() <= set(fault_ids())
+    assert idle_reasons().keys() <= all_clauses().keys()
+    assert all([*idle_reasons().values(), *(why for rows in all_excuses().values() for why in rows.values())])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "no such fault"], "no fault's name holds 'no such fault'"),
+        (["--only", "older", "--clauses"], "leave out --only"),
+        (["--jobs", "0"], "--jobs is 0"),
+    ],
+)
+def test_slips_are_told_before_anything_runs(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == NOT_JUDGED
+    assert said in capsys.readouterr().err
+
+
+def test_faults_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--only", "older."]) == AS_EXPECTED
+    assert capsys.readouterr().out.split() == [name for name in HANDMADE if name.startswith("older.")]
+
+
+def test_a_matrix_with_clauses_is_read_as_it_was_written(tmp_path: Path) -> None:
+    kills = Kills(
+        "torch", "abc", "2026-01-01T00:00:00+00:00", 3.0, True, [a_kill(killed=True)], [Idle("a.clause", 3)]
+    )
+    write_kills(tmp_path / "kills.json", kills)
+    found = read_kills(tmp_path / "kills.json")
+    assert Kill(**found["kills"][0]) == kills.kills[0]
+    assert [Idle(**row) for row in found["idle"]] == kills.idle
+    assert found["complete"]
+
+
+@pytest.mark.parametrize(
+    ("item", "names"),
+    [
+        (
+            "amp.GradScaler.step(args)",
+            ["amp.GradScaler.step(args)", "amp.GradScaler.step", "amp.GradScaler"],
+        ),
+        ("amp.GradScaler(enabled)", ["amp.GradScaler(enabled)", "amp.GradScaler"]),
+        ("amp.GradScaler", ["amp.GradScaler"]),
+        ("amp.autocast.__exit__", ["amp.autocast.__exit__", "amp.autocast"]),
+        ("nn.utils.clip_grad_norm_", ["nn.utils.clip_grad_norm_"]),
+    ],
+)
+def test_what_an_item_is_part_of(item: str, names: list[str]) -> None:
+    assert lineage(item) == names
+
+
+def test_the_nearest_clauses_come_first() -> None:
+    near, far = "amp.grad_scaler.unscale_.divides", "amp.grad_scaler.sequences.any"
+    assert distance(near, "amp.GradScaler.unscale_") == 0
+    assert distance(far, "amp.GradScaler.unscale_") == 1
+    assert distance("amp.grad_scaler.getters.answer", "amp.GradScaler.unscale_(optimizer)") == 2
+    assert distance("nn.utils.clip_grad.refusal_is_whole", "amp.GradScaler.unscale_") == 2
+
+
+def test_every_clause_has_faults_to_try() -> None:
+    tried = {clause_id: candidates(clause_id) for clause_id in all_clauses()}
+    assert [clause_id for clause_id, faults in tried.items() if not faults] == []
+    assert [clause_id for clause_id, faults in tried.items() if len(set(faults)) < len(faults)] == []
+
+
+def test_the_likest_fault_is_tried_first_unless_another_is_known() -> None:
+    said = {"a": "gradients divided twice", "b": "gradients are kept", "c": "buffers are divided twice"}
+    likeness = likeness_to("Dividing: each gradient is divided once, not twice.", said)
+    assert sorted(said, key=lambda one: -likeness[one]) == ["a", "c", "b"]
+    clause_id = "amp.grad_scaler.unscale_.divides"
+    tried = candidates(clause_id)
+    for first in ("", tried[5]):
+        assert next(idle("torch", clause_id, set(), first)).spec == f"torch+{first or tried[0]}"
+
+
+def test_every_fault_says_which_part_it_breaks() -> None:
+    """Known parts only: a part that torch does not have would put the nearest tests last, in silence."""
+    real = {str(item) for item in (*surface.items(), *surface.begun_items())}
+    assert [fault.id for fault in HANDMADE.values() if fault.about not in real] == []

@@ -1,0 +1,378 @@
+"""What `impl` may import, read from its source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import sys
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.selftests.rewritten import ALLOWED, REWRITTEN, is_within
+
+ROOT = Path(__file__).parents[2]
+
+# Each may import itself and what stands above it in this list. The package's own __init__ holds nothing.
+LAYERS = (
+    ("impl._after_dynamo", "impl._patching"),
+    ("impl.kernels",),
+    ("impl.optim",),
+    ("impl.amp", "impl.nn"),
+    ("impl.distributed",),
+    ("impl.cpu", "impl.cuda"),
+    ("impl.dynamo",),
+    ("impl.drop_in",),
+)
+
+# Inside this package a module may import what stands in a row above its own, and nothing else of the package.
+SHARDING = "impl.distributed.fsdp"
+WITHIN_SHARDING = (
+    ("_group_store",),
+    ("_desync_monitor",),
+    (
+        "api",
+        "_collective_order",
+        "_param_assignment",
+        "_flat_layout",
+        "_nested",
+        "_order",
+        "_phase",
+        "_streams",
+    ),
+    (
+        "_full_precision",
+        "_groups",
+        "_same_host_peers",
+        "_unit_config",
+        "_param_registration",
+        "_optimizer_writes",
+        "_unsharded_buffer",
+    ),
+    ("_flat_param",),
+    ("_collectives", "_managed", "wrap"),
+    ("_buffers", "_gradients", "_module_init"),
+    ("_shared",),
+    ("_unit",),
+    ("_clip", "_contained", "_root", "_summon"),
+    ("_private_names", "_state_dict"),
+    ("fully_sharded_data_parallel", "sharded_grad_scaler"),
+    ("_common_utils", "checkpoint"),
+)
+
+# (module, what it does): why it may. A line that nothing needs any more fails.
+_ADDRESS = "the tracer, the export verifier and a later pass compare graph targets by identity; never called"
+_OPTIONAL = "Triton is optional, and slow to import"
+EXCEPTIONS = {
+    ("impl.amp._tracing", "names torch.amp._enter_autocast"): _ADDRESS,
+    ("impl.amp._tracing", "names torch.amp._exit_autocast"): _ADDRESS,
+    (
+        "impl.amp._tracing",
+        "imports impl.dynamo.autocast by name",
+    ): "Dynamo takes two seconds to import and calls this",
+    (
+        "impl.distributed.fsdp",
+        "imports impl.dynamo.sharding by name",
+    ): "as soon as somebody has imported Dynamo",
+    (
+        "impl.amp.autocast_mode",
+        "asks torch for a name known at run time",
+    ): "the module of a privateuse1 backend",
+    (
+        "impl.dynamo._installing",
+        "names torch._dynamo.variables.builder.OptimizerVariable",
+    ): "to replace it",
+    (
+        "impl.distributed.fsdp.checkpoint.reading",
+        "asks torch for a name known at run time",
+    ): "the dtype that a pickle names",
+    ("impl.kernels.checked_norm", "imports impl.kernels._triton.norm in a function"): _OPTIONAL,
+    ("impl.kernels.clamp", "imports impl.kernels._triton.clamp in a function"): _OPTIONAL,
+    ("impl.kernels.fused_step", "imports impl.kernels._triton.fused_step in a function"): _OPTIONAL,
+    ("impl.kernels.norm", "imports impl.kernels._triton.norm in a function"): _OPTIONAL,
+    ("impl.kernels.scale", "imports impl.kernels._triton.scale in a function"): _OPTIONAL,
+    ("impl.kernels.scale_update", "imports impl.kernels._triton.scale_update in a function"): _OPTIONAL,
+    ("impl.kernels.unscale", "imports impl.kernels._triton.unscale in a function"): _OPTIONAL,
+}
+# It exists to name what it replaces; where it goes and what it imports is held like any other's.
+NAMES_WHAT_IS_REWRITTEN = "impl.drop_in"
+
+
+@dataclass
+class Reading:
+    """What one module imports and what else of it the rules object to."""
+
+    name: str
+    imports: set[str] = field(default_factory=set)  # of ours, by module
+    annotated_by: set[str] = field(default_factory=set)  # of ours too, imported for type checkers alone
+    objections: list[str] = field(default_factory=list)
+
+
+def is_rewritten(path: str) -> bool:
+    """Whether a dotted path lies in a rewritten module, or names an object that comes from one."""
+    if is_within(path, ALLOWED):
+        return False
+    if is_within(path, REWRITTEN):
+        return True
+    home = getattr(torch_object(path), "__module__", None)
+    return isinstance(home, str) and is_within(home, REWRITTEN) and not is_within(home, ALLOWED)
+
+
+@functools.cache
+def torch_object(path: str) -> Any:
+    found: Any = torch
+    for name in path.split(".")[1:] if is_within(path, ("torch",)) else ():
+        # A module that is not loaded has no objects; its path alone was judged.
+        found = getattr(found, name, None) if isinstance(found, types.ModuleType) else None
+    return found
+
+
+class Reader(ast.NodeVisitor):
+    """Reads one module: its imports, and every way in which it might reach what it must not."""
+
+    def __init__(self, name: str, is_package: bool, modules: set[str]) -> None:
+        self.reading = Reading(name)
+        self._package = name if is_package else name.rpartition(".")[0]
+        self._modules = modules
+        self._alias: dict[str, str] = {}
+        self._functions = 0
+        self._for_types = False
+
+    def visit_If(self, node: ast.If) -> None:
+        self._for_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for each in node.body:
+            self.visit(each)
+        self._for_types = False
+        for each in (node.test, *node.orelse):
+            self.visit(each)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        self._functions += 1
+        self.generic_visit(node)
+        self._functions -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_Lambda = visit_FunctionDef
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for name in node.names:
+            self._imported(name.name, name.name)
+            self._alias[name.asname or name.name.partition(".")[0]] = (
+                name.name if name.asname else name.name.partition(".")[0]
+            )
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        source = node.module or ""
+        if node.level:
+            parents = self._package.split(".")[: len(self._package.split(".")) - node.level + 1]
+            source = ".".join([*parents, *([node.module] if node.module else [])])
+        for name in node.names:
+            path = f"{source}.{name.name}"
+            self._imported(
+                path if path in self._modules or not is_within(source, ("impl",)) else source, source
+            )
+            self._alias[name.asname or name.name] = path
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        path = self._path(node)
+        if path is None:
+            self.generic_visit(node)
+        else:
+            self._named(path)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load) and node.id in self._alias:
+            self._named(self._alias[node.id])
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and node.value.replace(".", "_").isidentifier() and "." in node.value:
+            if node.value in self._modules:
+                if layer_of(node.value) > layer_of(self.reading.name):
+                    self._object_to(f"imports {node.value} by name")
+            else:
+                self._named(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = node.func.id if isinstance(node.func, ast.Name) else None
+        if called in ("getattr", "vars", "hasattr") and node.args:
+            base = self._path(node.args[0])
+            if (
+                base is not None
+                and isinstance(torch_object(base), types.ModuleType)
+                and base.startswith("torch")
+            ):
+                name = node.args[1] if len(node.args) > 1 else None
+                if isinstance(name, ast.Constant):
+                    self._named(f"{base}.{name.value}")
+                else:
+                    self._object_to(f"asks {base} for a name known at run time")
+        self.generic_visit(node)
+
+    def _path(self, node: ast.expr) -> str | None:
+        if isinstance(node, ast.Attribute):
+            base = self._path(node.value)
+            return None if base is None else f"{base}.{node.attr}"
+        return self._alias.get(node.id) if isinstance(node, ast.Name) else None
+
+    def _imported(self, path: str, source: str) -> None:
+        if self._functions:
+            self._object_to(f"imports {source} in a function")
+        top = path.partition(".")[0]
+        if top == "impl":
+            (self.reading.annotated_by if self._for_types else self.reading.imports).add(path)
+        elif top not in ("torch", "triton") and top not in sys.stdlib_module_names:
+            self._object_to(f"imports {top}, which users need not have")
+        self._named(path)
+
+    def _named(self, path: str) -> None:
+        if is_rewritten(path) and self.reading.name != NAMES_WHAT_IS_REWRITTEN:
+            self._object_to(f"names {path}")
+
+    def _object_to(self, what: str) -> None:
+        if what not in self.reading.objections:
+            self.reading.objections.append(what)
+
+
+def read(name: str, source: str, modules: set[str], is_package: bool = False) -> Reading:
+    reader = Reader(name, is_package, modules)
+    reader.visit(ast.parse(source))
+    return reader.reading
+
+
+@functools.cache
+def readings() -> list[Reading]:
+    files: dict[str, Path] = {}
+    for file in sorted((ROOT / "impl").rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return [
+        read(name, file.read_text(encoding="utf-8"), set(files), file.name == "__init__.py")
+        for name, file in files.items()
+    ]
+
+
+def layer_of(module: str) -> int:
+    return next(index for index, packages in enumerate(LAYERS) if is_within(module, packages))
+
+
+def row_of(module: str) -> int:
+    """Its row in `WITHIN_SHARDING`; the package itself, which only exports, comes after all of them."""
+    rows = [tuple(f"{SHARDING}.{name}" for name in names) for names in WITHIN_SHARDING]
+    found = [index for index, names in enumerate(rows) if is_within(module, names)]
+    assert found or module == SHARDING, f"{module} has no row in WITHIN_SHARDING"
+    return found[0] if found else len(rows)
+
+
+def out_of_order(reading: Reading) -> list[str]:
+    """Imports within the sharding package that do not come from a row above; one within a folder is free."""
+    named = {name for name in reading.imports | reading.annotated_by if is_within(name, (SHARDING,))}
+    folder = ".".join(reading.name.split(".")[:4])
+    return sorted(
+        name for name in named if row_of(name) >= row_of(reading.name) and not is_within(name, (folder,))
+    )
+
+
+def upward(reading: Reading) -> list[str]:
+    named = reading.imports | reading.annotated_by
+    return sorted(name for name in named if layer_of(name) > layer_of(reading.name))
+
+
+def test_every_module_has_its_layer() -> None:
+    assert len(readings()) > 10
+    for reading in readings():
+        # The packages above the layers only say what they mirror.
+        assert reading.name == "impl" or layer_of(reading.name) >= 0
+
+
+def test_imports_point_one_way() -> None:
+    assert {reading.name: upward(reading) for reading in readings() if upward(reading)} == {}
+
+
+def test_sharding_is_in_order() -> None:
+    within = [reading for reading in readings() if is_within(reading.name, (SHARDING,))]
+    assert len(within) > 10
+    assert {reading.name: out_of_order(reading) for reading in within if out_of_order(reading)} == {}
+
+
+def test_no_cycles() -> None:
+    """Of imports that run; two files of one layer may name each other's types."""
+    graph = {reading.name: reading.imports - {reading.name} for reading in readings()}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+def test_nothing_reaches_what_impl_rewrites() -> None:
+    found = {(reading.name, what) for reading in readings() for what in reading.objections}
+    assert sorted(found - EXCEPTIONS.keys()) == []
+    assert sorted(EXCEPTIONS.keys() - found) == [], "exceptions that nothing needs any more"
+
+
+FORBIDDEN = {
+    "import torch.amp": "names torch.amp",
+    "import torch.amp.grad_scaler as scaling": "names torch.amp.grad_scaler",
+    "from torch.amp import GradScaler": "names torch.amp.GradScaler",
+    "from torch import amp": "names torch.amp",
+    "from torch import autocast": "names torch.autocast",
+    "from torch.nn.utils import clip_grad_norm_ as clip": "names torch.nn.utils.clip_grad_norm_",
+    "from torch.distributed.fsdp import FlatParameter": "names torch.distributed.fsdp.FlatParameter",
+    "import torch\nwith torch.autocast('cpu'): pass": "names torch.autocast",
+    "import torch\nx = torch.GradScaler()": "names torch.GradScaler",
+    "import torch as t\nt.nn.utils.get_total_norm([])": "names torch.nn.utils.get_total_norm",
+    "from torch import nn\nnn.utils.clip_grad_value_([], 1.0)": "names torch.nn.utils.clip_grad_value_",
+    "import torch\ngetattr(torch, 'amp')": "names torch.amp",
+    "import torch\nname = 'a' + 'mp'\ngetattr(torch, name)": "asks torch for a name known at run time",
+    "import torch\nvars(torch)['amp']": "asks torch for a name known at run time",
+    "import importlib\nimportlib.import_module('torch.amp.grad_scaler')": "names torch.amp.grad_scaler",
+    "import sys\nsys.modules['torch.distributed.utils']": "names torch.distributed.utils",
+    "import importlib\nimportlib.import_module('impl.amp')": "imports impl.amp by name",
+    "def f():\n    import math": "imports math in a function",
+    "def f():\n    from impl.amp import GradScaler": "imports impl.amp in a function",
+    "import numpy": "imports numpy, which users need not have",
+}
+
+
+@pytest.mark.parametrize("source", list(FORBIDDEN))
+def test_the_reader_objects(source: str) -> None:
+    assert FORBIDDEN[source] in read("impl.kernels.norm", source, {"impl.amp"}).objections
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.nn.utils.parametrize.register_parametrization",
+        "from torch.distributed.fsdp.api import ShardingStrategy",
+        "import torch\ntorch.cuda.is_available()\ngetattr(torch, 'cuda')",
+        "raise ValueError('use torch.amp.GradScaler(device) instead')",
+    ],
+)
+def test_the_reader_lets_pass(source: str) -> None:
+    assert read("impl.kernels.norm", source, set()).objections == []
+
+
+def test_an_upward_import_is_seen() -> None:
+    assert upward(read("impl.kernels.norm", "from impl.amp import GradScaler", {"impl.amp"})) == ["impl.amp"]
+    for_types = "if TYPE_CHECKING:\n    from impl.amp import GradScaler"
+    assert upward(read("impl.kernels.norm", for_types, {"impl.amp"})) == ["impl.amp"]
+    assert upward(read("impl.dynamo.autocast", "from impl import kernels", {"impl.kernels"})) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "is_out_of_order"),
+    [
+        ("_unit", "_collectives", False),
+        ("_collectives", "_unit", True),
+        ("_order", "_streams", True),
+        ("_state_dict.full", "_state_dict.local", False),
+        ("_state_dict.full", "_root", False),
+        ("_root", "_state_dict.full", True),
+        ("wrap", "fully_sharded_data_parallel", True),
+    ],
+)
+def test_an_import_out_of_order_is_seen(module: str, imported: str, is_out_of_order: bool) -> None:
+    path = f"{SHARDING}.{imported}"
+    found = out_of_order(read(f"{SHARDING}.{module}", f"import {path}", {path}))
+    assert found == ([path] if is_out_of_order else [])

@@ -1,0 +1,359 @@
+"""What subjects come to that hang, die, leak, print, patch or change what is not theirs, and what others notice of it.
+
+Each lies in a folder of its own under `abuse/`, and is torch but for one thing.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import trial
+from conformance.judgement import RED
+from conformance.notes import Notes
+from conformance.results import BAD_INPUT
+
+ROOT = Path(__file__).parents[2]
+MISBEHAVING = Path(__file__).parent / "abuse"
+VALUE = "conformance/nn/utils/test_clip_grad_value.py"
+NORM = "conformance/nn/utils/test_clip_grad.py"
+TOTAL = "conformance/nn/utils/test_clip_grad_total_norm.py"
+CPU_ALONE = f"{VALUE}::test_clamps_values"  # four that call `clip_grad_value_` and need nothing else
+MISUSED = f"{VALUE}::test_clamping_foreach"  # six tests that call `clip_grad_value_`
+OTHERS = f"{NORM}::test_norm_types_on_the_edge"  # five that do not
+SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # needs `amp`
+# Takes no subject.
+TORCH_ALONE = "conformance/distributed/fsdp/test_fsdp_summon.py::test_torch_cannot_offload_on_a_cpu"
+EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
+_AGREEMENT = "conformance/distributed/fsdp/test_fsdp_agreement.py"
+ON_RANKS = f"{_AGREEMENT}::test_orders_that_change_on_all_ranks"  # asks nothing of the subject but on ranks
+WRITING = f"{_AGREEMENT}::test_equal_sizes_in_another_order"  # which compares what ranks raised
+# Imported once for all subjects: each is judged in a fork, where telling torch's names needs all of these.
+_PRELOAD = [
+    "torch._dynamo",
+    "hypothesis",
+    "pytest",
+    "conformance.plugin",
+    "conformance.faults",
+]
+_LIMIT_S = 100.0
+_WORKERS_LIMIT_S = 280.0  # each worker that dies is made anew
+
+pytestmark = pytest.mark.deadline(_LIMIT_S + 20)
+
+
+def judged(name: str, folder: Path, *words: str, at: Path = MISBEHAVING) -> dict[str, Any]:
+    """The report on a subject that lies in a folder, from a process of its own that runs the tests itself."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    process = context.Process(target=_judge, args=(name, folder, words, at))
+    process.start()
+    process.join(_LIMIT_S)
+    ended = not process.is_alive()
+    process.kill()
+    process.join()
+    assert ended, f"judging {name} did not end:\n{_log(folder)}"
+    file = folder / "report.json"
+    assert file.is_file(), f"no report on {name}; judging ended with {process.exitcode}:\n{_log(folder)}"
+    return json.loads(file.read_text()) | {"exit code": process.exitcode}
+
+
+def _judge(name: str, folder: Path, words: tuple[str, ...], at: Path) -> None:
+    os.setsid()
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    sys.path[:0] = [str(at), str(MISBEHAVING)]
+    options = ["-q", "--tb=native", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    options += ["--no-shrink", "--profile=quick"]
+    sys.exit(
+        pytest.main([*options, f"--subject={name}", f"--report={folder}", *(words or (MISUSED, OTHERS))])
+    )
+
+
+def judged_by_workers(name: str, folder: Path, *words: str, at: Path = MISBEHAVING) -> dict[str, Any]:
+    """The report on a subject that ends processes: workers run the tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--profile=quick"]
+    command += [f"--subject={name}", f"--report={folder}", *words]
+    path = os.pathsep.join(map(str, (at, MISBEHAVING, ROOT)))
+    with (folder / "log").open("w") as log:
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=log,
+            stderr=log,
+            timeout=_WORKERS_LIMIT_S,
+            check=False,
+        )
+    file = folder / "report.json"
+    assert file.is_file(), f"no report on {name}; judging ended with {ended.returncode}:\n{_log(folder)}"
+    return json.loads(file.read_text()) | {"exit code": ended.returncode}
+
+
+def _log(folder: Path) -> str:
+    return (folder / "log").read_text(errors="replace")[-3000:]
+
+
+def of(report: dict[str, Any], test: str) -> list[dict[str, Any]]:
+    return [entry for entry in report["tests"] if entry["nodeid"].startswith(test)]
+
+
+def assert_only_the_abused_is_red(report: dict[str, Any], outcome: str, says: str) -> None:
+    abused, others = of(report, MISUSED), of(report, OTHERS)
+    assert {entry["outcome"] for entry in abused} == {outcome}, abused
+    assert all(says in entry["reason"] for entry in abused), abused[0]["reason"]
+    assert [entry["outcome"] for entry in others] == ["passed"] * 5, others
+    assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
+
+
+FAILED = {
+    "sets_default_dtype": "left default dtype changed (torch.float32 before, torch.float64 after)",
+    "sets_default_device": "left default device changed (cpu before, meta after)",
+    "sets_grad_mode": "'grad mode': (True, False)",
+    "sets_inference_mode": "'inference mode': (False, True)",
+    "sets_deterministic": "left deterministic algorithms changed (0 before, 2 after)",
+    "sets_threads": "left number of threads changed (",
+    "sets_precision": "left float32 matmul precision changed (highest before, medium after)",
+    "sets_anomaly_mode": "left anomaly mode changed ((False, True) before, (True, True) after)",
+    "sets_warn_always": "left warn always changed (False before, True after)",
+    "draws_numbers": "left torch's random generator changed (moved)",
+    "seeds": "left torch's random generator changed (moved)",
+    "changes_directory": "'the working directory': (",
+    "changes_environment": "'the environment': ({",
+    "changes_signals": "'signal handlers': ({'SIGTERM': <",
+    "changes_stdout": "'the streams and hooks of sys': ({'stdout': ",
+    "patches_torch": "'functions of torch': ({}, {'torch.nn.utils.clip_grad_norm_': <built-in function print>})",
+    "patches_pytest": "'functions of torch': ({}, {'pytest.fail': ",
+    "raises_interrupt": "KeyboardInterrupt: raised, which would have ended the whole run",
+    "exits": "SystemExit: 0",
+    "ends_pytest": "raised Exit",
+    "raises_what_has_no_text": "raised Untold",
+    "recurses": "maximum recursion depth exceeded",
+    "prints": "raised ValueError",
+    "exits_in_the_end": "raised ValueError",
+    "leaks_a_thread": "'threads': ({}, {",
+    "hogs_memory": "can't allocate memory",
+}
+
+
+# One of each kind; the others in the larger profiles.
+QUICK = (
+    "sets_default_dtype",
+    "sets_grad_mode",
+    "seeds",
+    "patches_torch",
+    "raises_interrupt",
+    "leaks_a_thread",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.profile("full")) for name in FAILED],
+)
+def test_what_fails_fails_alone(tmp_path: Path, name: str) -> None:
+    assert_only_the_abused_is_red(judged(name, tmp_path), "failed", FAILED[name])
+
+
+def test_a_name_that_is_lacking_is_red_only_if_claimed(tmp_path: Path) -> None:
+    claimed = judged("lacks_what_it_claims", tmp_path, CPU_ALONE, SCALER)
+    lacking = of(claimed, SCALER)
+    assert {(entry["outcome"], entry["reason"]) for entry in lacking} == {
+        ("failed", "not provided, though claimed: amp.GradScaler")
+    }
+    assert {entry["outcome"] for entry in of(claimed, CPU_ALONE)} == {"passed"}
+    unclaimed = judged("lacks_a_module", tmp_path, CPU_ALONE, SCALER, ON_RANKS, WRITING, TORCH_ALONE)
+    assert {entry["outcome"] for entry in unclaimed["tests"]} == {"passed", "not provided"}
+    assert {entry["outcome"] for entry in of(unclaimed, CPU_ALONE)} == {"passed"}
+    assert {entry["outcome"] for entry in of(unclaimed, TORCH_ALONE)} == {"not provided"}
+    assert (unclaimed["verdict"], unclaimed["exit code"]) == ("green", 0)
+
+
+def test_an_extension_is_asked_of_those_alone_that_claim_it(tmp_path: Path) -> None:
+    unclaimed = judged("lacks_what_it_claims", tmp_path, EXTENSION, CPU_ALONE)
+    assert {entry["outcome"] for entry in of(unclaimed, EXTENSION)} == {"not claimed"}
+    assert (unclaimed["verdict"], unclaimed["exit code"]) == ("green", 0)
+    claimed = judged("conformance.selftests.claims_all", tmp_path, EXTENSION, CPU_ALONE)
+    assert {entry["outcome"] for entry in of(claimed, EXTENSION)} == {"failed"}
+    assert {entry["outcome"] for entry in of(claimed, CPU_ALONE)} == {"passed"}
+
+
+def test_what_only_ranks_find_lacking_is_not_provided(tmp_path: Path) -> None:
+    report = judged("lacks_what_ranks_ask_for", tmp_path, f"{ON_RANKS}[2-train]")
+    [entry] = report["tests"]
+    lacking = "lacks_what_ranks_ask_for does not provide distributed.fsdp.wrap.ModuleWrapPolicy"
+    assert (entry["outcome"], entry["reason"]) == ("not provided", lacking)
+
+
+def test_a_module_that_cannot_be_imported_takes_no_other_along(tmp_path: Path) -> None:
+    report = judged("has_a_broken_module", tmp_path, SCALER, OTHERS)
+    told = "has_a_broken_module.amp cannot be imported (SystemExit: amp is not for this machine)"
+    assert {entry["outcome"] for entry in of(report, SCALER)} == {"failed"}
+    assert all(told in entry["reason"] for entry in of(report, SCALER))
+    assert [entry["outcome"] for entry in of(report, OTHERS)] == ["passed"] * 5
+
+
+def test_what_never_returns_costs_its_clause_two_deadlines(tmp_path: Path) -> None:
+    report = judged("sleeps", tmp_path, "--deadline=2", CPU_ALONE, OTHERS)
+    outcomes = [entry["outcome"] for entry in of(report, CPU_ALONE)]
+    assert sorted(outcomes) == ["hang"] * 2 + ["unavailable"] * (len(outcomes) - 2)
+    for entry in of(report, CPU_ALONE):
+        assert entry["reason"].startswith(
+            "conformance.errors.Hang: the test did not end within 2 s"
+            if entry["outcome"] == "hang"
+            else "not run: its clause was given up after "
+        )
+    assert [entry["outcome"] for entry in of(report, OTHERS)] == ["passed"] * 5
+
+
+ENDS_IN_ACT = """
+import ctypes, faulthandler, sys, threading, time
+
+def act():
+    if sys.argv[2] == "dies":
+        ctypes.string_at(0)
+    time.sleep(1.0)
+
+threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+file = open(sys.argv[1], "w")
+faulthandler.enable(file)
+faulthandler.dump_traceback_later(0.2, file=file)
+act()
+"""
+
+
+@pytest.mark.parametrize("end", ["dies", "hangs"])
+def test_the_stack_that_is_told_is_that_of_the_test(tmp_path: Path, end: str) -> None:
+    notes = Notes(tmp_path)
+    assert notes.last_stack("worker") == ""
+    subprocess.run([sys.executable, "-c", ENDS_IN_ACT, notes.stack_file("worker"), end], check=False)
+    stack = notes.last_stack("worker")
+    assert "in act\n" in stack
+    assert "threading.py" not in stack
+
+
+@pytest.mark.profile("full")
+def test_what_is_printed_is_bounded_in_report_and_log(tmp_path: Path) -> None:
+    judged("prints", tmp_path, MISUSED)
+    assert (tmp_path / "report.json").stat().st_size < 1 << 18
+    assert (tmp_path / "log").stat().st_size < 1 << 19
+    assert "characters, lastly:" in (tmp_path / "log").read_text(errors="replace")
+
+
+REFUSED = {
+    "fails_on_import": "(RuntimeError: not on this machine); mend what raises in `import fails_on_import`",
+    "is_not_there.at_all": "(ModuleNotFoundError: No module named 'is_not_there'); wanted is impl, torch, or an",
+    "dies_on_import": "cannot be loaded (importing it ended its process with exit code 0); let the import return",
+    "hangs_on_import": "cannot be loaded (importing it did not end within 5 s); let the import return without waiting",
+    "doubles_on_import": "forked the process and came back in both: whoever imports it runs twice; let it start",
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_subject_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(MISBEHAVING), str(ROOT)]))
+    limit_s = 5.0 if name == "hangs_on_import" else trial.IMPORT_S
+    with pytest.raises(trial.CannotBeJudged) as caught:
+        trial.learn_on_trial(name, limit_s=limit_s)
+    assert REFUSED[name] in str(caught.value)
+
+
+COMPLAINTS = {
+    "prints_on_import": "prints 'hello, world', which every program that imports it has in its output; let it warn",
+    "forks_on_import": "forked a process, which has ended; let it start processes in a function that users call",
+    "changes_signals_on_import": "changed the signal handlers (before, after): ({'SIGALRM': <",
+}
+
+
+@pytest.mark.parametrize("name", list(COMPLAINTS))
+def test_what_an_import_does_to_others_is_told_and_the_rest_is_judged(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(MISBEHAVING), str(ROOT)]))
+    learned = trial.learn_on_trial(name)
+    assert "nn.utils.clip_grad_value_" in (learned.claims or ())
+    [complaint] = learned.bad_input
+    assert complaint.startswith(f"importing {name!r} ")
+    assert COMPLAINTS[name] in complaint
+
+
+def test_a_subject_that_changed_signals_is_judged_with_those_that_were(tmp_path: Path) -> None:
+    report = judged("changes_signals_on_import", tmp_path, "--deadline=2", CPU_ALONE)
+    assert {entry["outcome"] for entry in report["tests"]} == {"passed"}
+    assert "signal handlers" in report["bad_input"][0]
+    assert report["exit code"] == BAD_INPUT
+
+
+def test_a_device_that_is_not_there_is_told_apart_from_green(tmp_path: Path) -> None:
+    report = judged("seeds", tmp_path, "--device=npu", OTHERS)
+    assert {entry["outcome"] for entry in report["tests"]} == {"unavailable"}
+    assert report["bad_input"][-1].startswith(
+        "--device asks for npu, which is not here: 5 tests were not run; run where one is"
+    )
+    assert (report["verdict"], report["exit code"]) == ("red", BAD_INPUT)
+
+
+def test_a_module_that_is_never_imported_leaves_the_claims_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(MISBEHAVING), str(ROOT)]))
+    assert trial.learn_on_trial("has_a_hanging_module", limit_s=10.0).claims is None
+
+
+# By test: what `dies_in_many_ways` does in it is to be killed, to exit as if all were well, to read where nothing is,
+# to block signals, to stop its process, to hold Python's lock.
+LETHAL = {
+    f"{VALUE}::test_long_gradients_among_short_ones": "crash",
+    f"{TOTAL}::test_total_norm_of_nonfinite": "crash",
+    f"{TOTAL}::test_scales_by_the_given_norm": "crash",
+    f"{NORM}::test_deprecated_spelling[cpu-0.5-None-{{}}]": "hang",
+    f"{NORM}::test_norm_types_on_the_edge[cpu-None]": "hang",
+    "conformance/amp/test_autocast_mode.py::test_is_autocast_available[3]": "hang",
+}
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(_WORKERS_LIMIT_S + 20)
+def test_what_ends_or_holds_its_process_is_told_by_whoever_is_left(tmp_path: Path) -> None:
+    others = "conformance/amp/test_autocast_mode.py::test_bad_arguments"
+    report = judged_by_workers("dies_in_many_ways", tmp_path, "--deadline=6", *LETHAL, others)
+    for test, wanted in LETHAL.items():
+        outcomes = [entry["outcome"] for entry in of(report, test)]
+        assert outcomes.count(wanted) == min(2, len(outcomes)), (test, outcomes)
+        assert set(outcomes) <= {wanted, "unavailable"}, (test, outcomes)
+    assert {entry["outcome"] for entry in of(report, others)} == {"passed"}
+    assert all(
+        "in act" in entry["reason"]
+        for entry in of(report, f"{TOTAL}::test_scales_by")
+        if entry["outcome"] == "crash"
+    )
+    assert all(entry["clause"] for entry in report["tests"])
+    assert all(entry["replay"] for entry in report["tests"] if entry["outcome"] in RED)
+    assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(_WORKERS_LIMIT_S + 20)
+def test_nothing_that_a_subject_does_at_its_exit_reaches_the_verdict(tmp_path: Path) -> None:
+    report = judged_by_workers("exits_in_the_end", tmp_path, CPU_ALONE)
+    assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
+
+
+@pytest.mark.profile("full")
+def test_the_gate_begins_nothing_with_a_subject_that_cannot_be_imported(tmp_path: Path) -> None:
+    pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
+    command = [sys.executable, "-m", "conformance.gate", "--subject=dies_on_import", f"--out={tmp_path}"]
+    path = os.pathsep.join([str(MISBEHAVING), str(ROOT)])
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, timeout=_LIMIT_S, check=False
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (ended.returncode, report["verdict"]) == (BAD_INPUT, "red")
+    assert "ended its process with exit code 0" in report["bad_input"][0]
+    assert report["speed"] == report["training"] == {}

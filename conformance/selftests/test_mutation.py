@@ -1,0 +1,280 @@
+"""Mutants: the mistakes are those that the operators name, they run where they are said to, and the score is right."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance.exact_copy.copying import ROOT
+from conformance.faults.order import Task
+from conformance.faults.worker import Worker
+from conformance.judgement import unavailable
+from conformance.mutation import lines
+from conformance.mutation.__main__ import main
+from conformance.mutation.groups import (
+    GROUPS,
+    clauses_of,
+    diff,
+    draw,
+    file_of,
+    key_of,
+    modules_of,
+    mutant_called,
+    parsed,
+    proof_of,
+    stale_proofs,
+)
+from conformance.mutation.operators import OPERATORS, mutate, sites
+from conformance.mutation.reach import Reach
+from conformance.mutation.score import EQUIVALENT, KILLED, SURVIVED, UNREACHED, Score, wilson
+
+# By operator: what it makes of one function, in its order; a body stands for `def f(a, rank, group):` around it.
+MISTAKES = {
+    "drop_statement": {
+        "a.b = 1": ["pass"],
+        "a += 1": ["pass"],
+        "del a[0]": ["pass"],
+        "raise a": ["pass"],
+        "a.clear()": ["pass"],
+        "b = 1": [],
+        "a.wait()": [],
+        "logger.info(a)": [],
+        "'said'": [],
+    },
+    "drop_wait": {"a.wait()": ["pass"], "a.wait_stream(b)": ["pass"], "a.weight()": [], "b = a.wait()": []},
+    "drop_argument": {
+        "a(1, 2, x=3, **b)": ["a(1, x=3, **b)", "a(1, 2, **b)"],
+        "a(b(1))": ["a()", "a(b())"],
+        "a()": [],
+    },
+    "negate_condition": {
+        "if a: b()": ["if not a:\n    b()"],
+        "while a: b()": ["while not a:\n    b()"],
+        "assert a": ["assert not a"],
+        "b = 1 if a else 2": ["b = 1 if not a else 2"],
+        "b = [x for x in a if x if a]": ["b = [x for x in a if not x if a]"],
+    },
+    "swap_extremes": {"max(a)": ["min(a)"], "a.any()": ["a.all()"], "b = ReduceOp.MIN": ["b = ReduceOp.MAX"]},
+    "swap_signs": {
+        "b = a + 1 - 2": ["b = a + 1 + 2", "b = a - 1 - 2"],
+        "a -= 1": ["a += 1"],
+        "b = a * 2": [],
+    },
+    "swap_bounds": {"b = a < 1": ["b = a <= 1"], "b = 0 >= a > 1": ["b = 0 > a > 1"], "b = a == 1": []},
+    "return_early": {
+        "a()\nb()": ["return", "a()\nreturn"],
+        "'''Says.'''\na()": ["'''Says.'''\nreturn"],
+    },
+    "stale_value": {"a = a.float()": ["pass"], "b = a": [], "a.b = a": []},
+    "wrong_group": {
+        "a(b, group=self.process_group)": ["a(b, group=None)"],
+        "a(group, b)": ["a(None, b)"],
+        "a(b)": [],
+    },
+    "wrong_dtype": {
+        "b = torch.float32": ["b = torch.float64"],
+        "a(b.dtype)": ["a(torch.float64)"],
+        "a(x=b.dtype)": ["a(x=torch.float64)"],
+        "b = a.float32": [],
+    },
+    "wrong_rank": {
+        "b = self.rank == 0": ["b = self.rank == 1", "b = 0 == 0"],
+        "b = a[rank]": ["b = a[0]"],
+        "self.rank = a": [],
+    },
+}
+
+
+def function(body: str) -> str:
+    return "def f(a, rank, group):\n" + textwrap.indent(body, "    ")
+
+
+@pytest.mark.parametrize(
+    ("operator", "body"), [(operator, body) for operator, made in MISTAKES.items() for body in made]
+)
+def test_an_operator_makes_the_mistakes_that_it_names(operator: str, body: str) -> None:
+    source = function(body)
+    made = []
+    for site in sites(ast.parse(source)):
+        if site.operator == operator:
+            tree = ast.parse(source)
+            assert mutate(tree, operator, site.number) == site
+            made.append(ast.unparse(tree))
+    assert made == [ast.unparse(ast.parse(function(mistake))) for mistake in MISTAKES[operator][body]]
+
+
+def test_each_operator_is_tried() -> None:
+    assert MISTAKES.keys() == OPERATORS.keys()
+    with pytest.raises(LookupError, match="no mutant 1 of 'drop_wait'"):
+        mutate(ast.parse(function("a.wait()")), "drop_wait", 1)
+
+
+def test_only_what_runs_in_functions_is_mutated_and_its_place_is_told() -> None:
+    source = """
+    x = max(1, 2)
+
+    class A:
+        y = max(1, 2)
+
+        @decorated(1)
+        def f(self, z: Literal[max] = max(1, 2)) -> None:
+            if z:
+                def g():
+                    return (
+                        max(1)
+                    )
+    """
+    found = [
+        (site.function, site.line)
+        for site in sites(ast.parse(textwrap.dedent(source)))
+        if site.operator == "swap_extremes"
+    ]
+    assert found == [("A.f.g", 11)]
+
+
+def test_lines_note_that_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = '''
+    from __future__ import annotations
+    def f(x):
+        """Says."""
+        if x:
+            x = 1
+        elif x is None:
+            x = 2
+        else:
+            x = 3
+        def g():
+            return (
+                x
+            )
+        return g
+    '''
+    file = tmp_path / "lines"
+    file.write_bytes(bytes(40))
+    monkeypatch.setenv(lines.FILE, str(file))
+    lines._noted.cache_clear()
+    tree = ast.parse(textwrap.dedent(source))
+    lines.instrument(tree, 20)
+    run: dict[str, object] = {}
+    exec(compile(tree, "f.py", "exec"), run)
+    assert run["f"].__doc__ == "Says."
+    assert lines.taken() == []
+    run["f"](None)
+    assert lines.taken() == [25, 27, 28, 31, 35]
+    assert run["f"](True)() == 1
+    assert lines.taken() == [25, 26, 31, 32, 35]
+    lines._noted.cache_clear()
+
+
+def test_each_clauses_quickest_test_that_reaches_a_line_comes_first() -> None:
+    value, other = sorted(clauses_of(GROUPS[2]))[:2]
+    clauses = {"slow": value, "quick": value, "same": value, "gone": value, "traced": value, "else": other}
+    seconds = {"slow": 3.0, "quick": 1.0, "same": 1.5, "else": 2.0, "forgotten": 0.1}
+    reached = {"slow": [1, 2], "quick": [1], "same": [3], "else": [1], "forgotten": [1]}
+    reach = Reach("", clauses, seconds, reached, ["traced"])
+    assert reach.tests_of(1, GROUPS[2]) == ["quick", "else", "slow", "traced"]
+    assert reach.tests_of(2, GROUPS[2]) == ["slow", "traced"]
+    assert reach.tests_of(4, GROUPS[2]) == ["traced"]
+    assert reach.tests_of(1, GROUPS[0]) == []
+    assert reach.within(["quick", "else", "slow", "traced"], 3.5) == ["quick", "else"]
+    assert reach.within(["slow", "quick"], 0.1) == ["slow"]
+
+
+@pytest.mark.parametrize("package", [ROOT, "impl"])
+def test_groups_hold_each_file_once_and_a_draw_is_the_same_again(package: str) -> None:
+    of = [modules_of(group, package) for group in GROUPS]
+    assert all(of)
+    assert len({module for modules in of for module in modules}) == sum(map(len, of))
+    for group in GROUPS:
+        drawn = draw(group, package, 5, 1)
+        assert drawn == draw(group, package, 5, 1) != draw(group, package, 5, 2)
+        assert len(set(drawn)) == 5
+        for mutant in drawn:
+            assert mutant_called(package, mutant.fault_id.partition(":")[2]) == mutant
+            assert {line[0] for line in diff(package, mutant)} > {" "}
+            assert mutant.site.line <= len(file_of(package, mutant.module).read_text().splitlines())
+
+
+def test_a_proof_is_found_by_what_a_mutant_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = draw(GROUPS[2], ROOT, 2, 1)
+    (tmp_path / "equivalent.toml").write_text(f'["{ROOT}"]\n"{key_of(ROOT, one)}" = "It does."')
+    monkeypatch.setattr("conformance.mutation.groups.__file__", str(tmp_path / "groups.py"))
+    assert (proof_of(ROOT, one), proof_of(ROOT, other)) == ("It does.", "")
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("package", [ROOT, "impl"])
+def test_a_mutant_is_killed_by_a_test_that_reaches_it_and_what_it_was_made_of_is_not(package: str) -> None:
+    test = "conformance/nn/utils/test_clip_grad_value.py::test_clamping_foreach[True-cpu]"
+    module = "nn.utils.clip_grad"
+    site = next(
+        site
+        for site in sites(parsed(package, module))
+        if site.function == "clip_grad_value_" and site.operator == "return_early"
+    )
+    with Worker(package) as worker:
+        mutant = worker.judge(
+            Task(f"{package}+mutant:{module}:{site.operator}:{site.number}", frozenset(), tests=(test,))
+        )
+        assert (mutant.how, mutant.nodeid, mutant.asked) == ("failed", test, 1)
+        assert worker.judge(Task(package, frozenset(), tests=(test,))).how == ""
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(300)
+def test_a_sample_is_drawn_judged_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the smallest group: most of what was reached is killed, each time by a test that tells."""
+    out = tmp_path / "mutation.json"
+    assert (
+        main(["--group", "clipping", "--sample", "4", "--seed", "3", "--jobs", "1", "--out", str(out)]) == 0
+    )
+    fates = json.loads(out.read_text())["fates"]
+    assert len({fate["mutant"] for fate in fates}) == 4
+    killed = [fate for fate in fates if fate["fate"] == KILLED]
+    assert killed
+    assert all(fate["why"].startswith("conformance/nn/") for fate in killed)
+    said = capsys.readouterr().out
+    assert f"clipping: {Score.of([fate['fate'] for fate in fates])}" in said
+
+
+def test_the_interval_of_a_share() -> None:
+    """The numbers are those of Wilson's formula in Brown, Cai and DasGupta (2001)."""
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert wilson(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
+    assert math.isclose(sum(wilson(50, 100)), 1.0)
+
+
+def test_the_score_counts_what_is_reached_and_not_equivalent() -> None:
+    score = Score.of([KILLED] * 3 + [SURVIVED, UNREACHED, UNREACHED, EQUIVALENT])
+    assert (score.killed, score.counted, score.unreached, score.equivalent) == (3, 4, 2, 1)
+    assert str(score) == "75.0% [30.1%, 95.4%], 3 of 4 (2 unreached, 1 equivalent)"
+    assert str(Score.of([UNREACHED])) == "nothing to count (1 unreached, 0 equivalent)"
+
+
+def test_a_proof_whose_lines_are_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [one] = draw(GROUPS[2], ROOT, 1, 1)
+    gone = [f"{key_of(ROOT, one)[:-12]}{'0' * 12}", "nn.utils.no_module:f:drop_wait:0"]
+    rows = "".join(f'"{key}" = "It does."\n' for key in (key_of(ROOT, one), *gone))
+    (tmp_path / "equivalent.toml").write_text(f'["{ROOT}"]\n{rows}')
+    monkeypatch.setattr("conformance.mutation.groups.__file__", str(tmp_path / "groups.py"))
+    assert stale_proofs(ROOT) == gone
+    assert stale_proofs("impl") == []
+
+
+@pytest.mark.parametrize("package", [ROOT, "impl"])
+def test_every_proof_is_of_the_installed_source(package: str) -> None:
+    if package == ROOT and not torch.__version__.startswith("2.13"):
+        unavailable("the proofs are of torch 2.13")
+    assert stale_proofs(package) == []
+
+
+def test_more_proofs_than_a_tenth_are_too_many() -> None:
+    assert not Score.of([KILLED] * 8 + [SURVIVED, EQUIVALENT, UNREACHED]).leans_on_proofs
+    assert Score.of([KILLED] * 8 + [EQUIVALENT, UNREACHED, UNREACHED]).leans_on_proofs

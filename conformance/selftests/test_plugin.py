@@ -1,0 +1,45 @@
+"""Which tests a subject is asked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conformance.clauses import HERE
+from conformance.plugin import _concerns, usable_world_sizes
+
+
+@pytest.mark.parametrize(
+    ("package", "own_parts", "kernels"),
+    [("impl", True, True), ("torch", True, False), ("else", False, False)],
+)
+def test_a_package_from_elsewhere_is_not_asked_about_this_repository(
+    package: str, own_parts: bool, kernels: bool
+) -> None:
+    def is_asked(file: str) -> bool:
+        item: Any = SimpleNamespace(path=HERE / file)
+        return _concerns(item, package)
+
+    assert is_asked("amp/test_grad_scaler_step.py")
+    assert is_asked("test_surface.py")
+    assert is_asked("selftests/test_gate.py") == is_asked("training/test_training.py") == own_parts
+    assert is_asked("kernels/test_norm.py") == kernels
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "used"),
+    [
+        ([1, 2], {}, [1, 2]),
+        ([1, 2], {"fewest": 2}, [2]),
+        ([1, 2, 3, 4], {"fewest": 2}, [2, 3, 4]),
+        ([1, 2], {"fewest": 3}, [3]),
+        ([1, 2], {"also": [3]}, [1, 2, 3]),
+        ([1], {"fewest": 2, "also": [3]}, [3]),
+    ],
+)
+def test_a_test_runs_where_it_says_anything(
+    asked: list[int], limits: dict[str, Any], used: list[int]
+) -> None:
+    assert usable_world_sizes(asked, **limits) == used

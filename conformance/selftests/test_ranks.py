@@ -1,0 +1,340 @@
+"""The pool of ranks: what a case gives, what every fault comes to, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.ranks import PoolBroken, RankFault, RankHung, RankPool, RankRaised
+from conformance.ranks.pool import _Pace
+from conformance.ranks.soak import EXPECTED, deadline_s, marked_processes
+from conformance.ranks.trace import Collective
+
+CASES = "conformance.ranks.fault_cases"
+WORLD_SIZES = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Generator[dict[int, RankPool]]:
+    made = {size: RankPool(size, turns=os.environ.get("PYTEST_XDIST_TESTRUNUID")) for size in WORLD_SIZES}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture
+def pair(pools: dict[int, RankPool]) -> RankPool:
+    pools[2].new_test()
+    return pools[2]
+
+
+def fault_of(pool: RankPool, fault: str, where: int = 1) -> RankFault:
+    with pytest.raises(RankFault) as caught:
+        pool.run(f"{CASES}:{fault}", where=where, deadline_s=deadline_s(fault))
+    return caught.value
+
+
+# What a case gives.
+
+VALUES = {
+    # Whole numbers small enough that their sums and products are exact in each dtype.
+    torch.float32: st.integers(-8, 8),
+    torch.float64: st.integers(-8, 8),
+    torch.bfloat16: st.integers(-4, 4),
+    torch.int64: st.integers(-(2**40), 2**40),
+    torch.uint8: st.integers(0, 6),
+}
+REDUCED = {
+    "SUM": lambda stacked: stacked.sum(0),
+    "PRODUCT": lambda stacked: stacked.prod(0),
+    "MIN": lambda stacked: stacked.amin(0),
+    "MAX": lambda stacked: stacked.amax(0),
+}
+
+
+@pytest.mark.parametrize("group_size", WORLD_SIZES)
+@given(data=st.data(), dtype=st.sampled_from(list(VALUES)), op=st.sampled_from(list(REDUCED)))
+def test_all_reduce_gives_every_rank_what_the_parent_computes(
+    pools: dict[int, RankPool], group_size: int, data: st.DataObject, dtype: torch.dtype, op: str
+) -> None:
+    size = data.draw(st.integers(0, 40), label="size")
+    row = st.lists(VALUES[dtype], min_size=size, max_size=size)
+    rows = data.draw(st.lists(row, min_size=group_size, max_size=group_size), label="values")
+    values = [torch.tensor(row, dtype=dtype) for row in rows]
+    wanted = REDUCED[op](torch.stack(values)).to(dtype)
+    for rank, got in enumerate(
+        pools[group_size].run("conformance.rank_cases:all_reduce", values=values, op=op)
+    ):
+        assert got.dtype == dtype
+        assert torch.equal(got, wanted), f"rank {rank} of {group_size}"
+
+
+def test_arguments_and_results_of_any_length_travel(pair: RankPool) -> None:
+    what = {"small": 1, "large": torch.arange(1 << 21), "text": "é" * 70_000}
+    for got in pair.run(f"{CASES}:echo", what=what):
+        assert torch.equal(got.pop("large"), what["large"])
+        assert got == {"small": 1, "text": what["text"]}
+
+
+def test_ranks_and_cases_begin_with_the_same_random_numbers(pair: RankPool) -> None:
+    first = pair.run(f"{CASES}:random_numbers")
+    assert first[0] == first[1]
+    assert pair.run(f"{CASES}:random_numbers") == first
+
+
+def test_collectives_are_recorded(pair: RankPool) -> None:
+    pair.run(f"{CASES}:healthy")
+    wanted = Collective("allreduce_", "0", (0, 1), (("float32", 1),), reduce_op="SUM")
+    assert [list(trace) for trace in pair.traces] == [[wanted], [wanted]]
+
+
+def test_good_cases_use_nothing_up(pair: RankPool) -> None:
+    pair.run(f"{CASES}:healthy")
+    before, starts = pair.run(f"{CASES}:open_files"), pair.starts
+    for _ in range(100):
+        pair.run(f"{CASES}:healthy")
+    assert pair.run(f"{CASES}:open_files") == before
+    assert pair.starts == starts
+
+
+def test_ranks_are_warmed_up_whenever_they_are_made() -> None:
+    with RankPool(2, warm_up=(f"{CASES}:remember", {"what": 5})) as pool:
+        assert pool.run(f"{CASES}:recall") == [[5], [5]]
+        pool.run(f"{CASES}:remember", what=6)
+        assert pool.run(f"{CASES}:recall") == [[5, 6], [5, 6]]
+        pool.kill()
+        assert pool.run(f"{CASES}:recall") == [[5], [5]]
+
+
+# What faults come to.
+
+
+@pytest.mark.parametrize("fault", [fault for fault, kind in EXPECTED.items() if kind])
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_fault_is_told_and_the_next_case_is_right(
+    pools: dict[int, RankPool], group_size: int, fault: str
+) -> None:
+    pool = pools[group_size]
+    pool.new_test()
+    error = fault_of(pool, fault)
+    assert type(error) is EXPECTED[fault], error
+    assert fault in str(error)
+    assert pool.process_ids() == []
+    assert pool.run(f"{CASES}:healthy") == [group_size * (group_size + 1) / 2] * group_size
+
+
+@pytest.mark.parametrize("fault", [fault for fault, kind in EXPECTED.items() if kind is None])
+def test_what_is_no_fault_harms_no_later_case(pair: RankPool, fault: str) -> None:
+    pair.run(f"{CASES}:{fault}", where=1)
+    if fault == "dies_later":
+        end = time.monotonic() + 20
+        while all(Path(f"/proc/{pid}").exists() for pid in pair.process_ids()) and time.monotonic() < end:
+            time.sleep(0.01)
+    assert pair.run(f"{CASES}:healthy") == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_the_cause_is_told_from_its_echoes(pools: dict[int, RankPool], where: int) -> None:
+    error = fault_of(pools[3], "raises", where)
+    assert error.scene.failures[0].rank == where
+    assert {failure.rank for failure in error.scene.failures} == {0, 1, 2}
+    assert str(error).startswith(f"rank {where} raised ValueError: injected into rank {where}\n")
+    assert all("Traceback" in failure.traceback for failure in error.scene.failures)
+    died = fault_of(pools[3], "segfaults", where)
+    assert str(died).startswith(f"rank {where} died: killed by SIGSEGV\n")
+
+
+def test_a_hang_shows_where_every_rank_was(pair: RankPool) -> None:
+    with pytest.raises(RankHung) as caught:
+        pair.run(f"{CASES}:sleeps", where=1, deadline_s=3.0)  # time enough for both to come where they hang
+    error = caught.value
+    assert "in sleeps" in error.scene.stacks[1].splitlines()[1]
+    assert "in all_reduce" in error.scene.stacks[0]
+    assert "in healthy" in error.scene.stacks[0]
+
+
+def test_last_words_are_kept_and_bounded(pair: RankPool) -> None:
+    assert "the last words" in fault_of(pair, "talks_and_raises").scene.outputs[1]
+    with pytest.raises(RankHung) as caught:
+        pair.run(f"{CASES}:talks_without_end", where=1, deadline_s=0.5)
+    assert 10_000 < len(caught.value.scene.outputs[1]) <= 20_000
+
+
+def test_diverging_collectives_are_compared_before_any_deadline(pair: RankPool) -> None:
+    assert str(fault_of(pair, "mismatched_collective")).splitlines()[:3] == [
+        "collective 0 of group '0' differs:",
+        "  rank 0: allreduce(float32[3]; SUM; ranks [0, 1])",
+        "  rank 1: broadcast(float32[3]; root 0; ranks [0, 1])",
+    ]
+    assert "rank 1: none, its case ended after 0" in str(fault_of(pair, "skips_a_collective"))
+
+
+@pytest.mark.parametrize("fault", ["leaves_torch_changed", "leaves_a_group"])
+def test_what_a_case_leaves_changed_costs_the_ranks(pair: RankPool, fault: str) -> None:
+    first = pair.run(f"{CASES}:{fault}", where=0)
+    starts = pair.starts
+    assert pair.run(f"{CASES}:{fault}", where=0) == first
+    assert pair.starts == starts + 1
+
+
+def test_importing_is_not_counted_but_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text(
+        f"import time; time.sleep(1.0)\nfrom {CASES} import healthy\n"
+    )
+    (tmp_path / "never_imported.py").write_text("import time; time.sleep(3600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with RankPool(2) as pool:
+        assert pool.run("slow_to_import:healthy", deadline_s=0.9) == [3.0, 3.0]
+    with (
+        RankPool(1, start_s=4.0) as pool,
+        pytest.raises(RankHung, match="importing the case's module after 4 s"),
+    ):
+        pool.run("never_imported:healthy")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("no_such_module:case", "ModuleNotFoundError"), (f"{CASES}:no_such", "AttributeError")]
+)
+def test_an_unknown_case_raises(pair: RankPool, name: str, kind: str) -> None:
+    with pytest.raises(RankRaised, match=kind):
+        pair.run(name)
+
+
+def test_ranks_that_cannot_come_up_are_told_from_faults_of_cases() -> None:
+    with RankPool(2, backend="no_such_backend") as pool, pytest.raises(PoolBroken, match="no_such_backend"):
+        pool.run(f"{CASES}:healthy")
+
+
+def test_a_closed_pool_refuses() -> None:
+    with RankPool(1) as pool:
+        assert pool.run(f"{CASES}:healthy") == [1.0]
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.run(f"{CASES}:healthy")
+    with pytest.raises(ValueError, match="world_size is 0"):
+        RankPool(0)
+
+
+# Hangs under Hypothesis.
+
+
+@pytest.mark.profile("full")
+def test_a_hang_shrinks_and_is_confirmed_with_the_full_deadline(pair: RankPool) -> None:
+    @settings(max_examples=100, database=None, derandomize=True)
+    @given(size=st.integers(0, 1000))
+    def hangs(size: int) -> None:
+        assert pair.run(f"{CASES}:hangs_from", size=size, least=17, deadline_s=2.0) == [size, size]
+
+    with pytest.raises(RankHung, match="after 2 s") as caught:
+        hangs()
+    assert "size=17," in "".join(caught.value.__notes__)
+
+
+def test_pace_suspects_quickly_and_confirms_slowly() -> None:
+    pace = _Pace()
+    assert pace.limit_s(b"a", 30.0) == 30.0
+    pace.note_success(0.5)
+    pace.note_hang(b"a")
+    assert pace.limit_s(b"b", 30.0) == 10.0  # twenty times what is typical
+    assert pace.limit_s(b"a", 30.0) == 10.0  # known to hang
+    pace.note_hang(b"b")
+    assert pace.limit_s(b"b", 30.0) == 30.0  # come again: to be confirmed
+    pace.note_hang(b"b")
+    assert pace.limit_s(b"b", 30.0) == 10.0
+    assert pace.limit_s(b"c", 5.0) == 5.0
+
+
+# Ends that come from outside.
+
+HANGING_PARENT = """
+import sys
+from conformance.ranks import RankPool
+pool = RankPool(2)
+pool.run("conformance.ranks.fault_cases:healthy")
+print("up", flush=True)
+pool.run("conformance.ranks.fault_cases:holds_pythons_lock", where=1, deadline_s=60)
+"""
+
+
+@pytest.mark.parametrize(
+    "blow",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.profile("full")),
+        pytest.param(signal.SIGINT, marks=pytest.mark.profile("full")),
+    ],
+)
+def test_no_rank_outlives_its_parent(blow: signal.Signals) -> None:
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING_PARENT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"TANDEM_MARK": mark, "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"up\n"
+        time.sleep(0.3)  # into the case
+        assert len(marked_processes(f"TANDEM_MARK={mark}")) >= 4  # parent, fork server, two ranks
+        os.killpg(parent.pid, blow)
+        parent.wait(90)
+    end = time.monotonic() + 20
+    while (left := marked_processes(f"TANDEM_MARK={mark}")) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left == []
+
+
+def test_an_interrupted_case_leaves_a_usable_pool(pair: RankPool) -> None:
+    pair.run(f"{CASES}:healthy")
+    ids = pair.process_ids()
+
+    class Interrupt(BaseException):
+        pass
+
+    def strike(signum: int, frame: object) -> None:
+        raise Interrupt
+
+    # Not the alarm: the test's own deadline uses that.
+    previous = signal.signal(signal.SIGUSR2, strike)
+    try:
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR2]).start()
+        with pytest.raises(Interrupt):
+            pair.run(f"{CASES}:sleeps", where=1, deadline_s=60)
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ids)
+    assert pair.run(f"{CASES}:healthy") == [3.0, 3.0]
+
+
+@pytest.mark.profile("full")
+def test_many_faults_leave_nothing_behind() -> None:
+    # A short path: sockets lie in it, whose names have room for about a hundred characters.
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "conformance.ranks", "--faults", "30", "--seed", "1", "--json"],
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+            env=os.environ | {"TMPDIR": folder, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert done.stdout, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["is_good"], figures
+    assert figures["faults"] == 30
+    assert set(figures["kinds"]) == {"RankRaised", "RankDied", "RankHung", "RanksDiverged", "no fault"}
+    assert done.returncode == 0

@@ -1,0 +1,371 @@
+"""The page of a report: complete, alone, and proof against what a subject says."""
+
+from __future__ import annotations
+
+import itertools
+import unicodedata
+from collections import Counter
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
+pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
+
+from conformance.faults.kills import Idle, Kill, Kills, read_kills
+from conformance.report import speed, write_page
+from conformance.report.baseline import compare
+from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, matrix
+from conformance.report.text import legible
+from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
+
+# What could end a tag, an attribute, the style or the script; a formula for matplotlib; half a character, a terminal's
+# codes, control characters, and one that turns the direction of what follows.
+HOSTILE = "</style></script><script>alert(1)</script>\"'><b onclick=x> &amp; $\\frac{ _x \ud800 \x1b[31m \0 \x07 \u202e"
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text of its styles and scripts."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.code: dict[str, str] = {}
+        self.text = ""
+        self._inside = ""
+        self.source = file.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside in ("style", "script"):
+            self.code[self._inside] = self.code.get(self._inside, "") + data
+        else:
+            self.text += data
+
+
+def kills_of(*kills: Kill, complete: bool = True, idle: list[Idle] | None = None) -> dict[str, Any]:
+    return asdict(Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 9.0, complete, list(kills), idle))
+
+
+def draw(report: dict[str, Any], folder: Path) -> Page:
+    write_page(report, folder / "index.html")
+    return Page(folder / "index.html")
+
+
+def a_full_report(text: str) -> dict[str, Any]:
+    """Every part of a report, with `text` wherever a subject could have had a word."""
+    run = trained(False)
+    run |= {"name": text, "checks": [{"name": text, "passed": False, "says": text}], "reasons": [text]}
+    report = a_report(
+        judged("failed", nodeid=f"x[{text}]", reason=text, replay=text, dtype="float32"),
+        judged("failed", nodeid=f"y[{text}]", reason=text, replay=text, world_size="2"),
+        judged("crash", nodeid=f"z[{text}]", clause="", reason=text, replay=text),
+        judged("known", deviation="a.row", reason=text),
+        judged("unavailable", nodeid="u", reason=text),
+        subject=text,
+        clauses=[CLAUSE, CLAUSE | {"id": "amp.grad_scaler.y", "says": text, "covers": [text]}],
+        deviations=[{"id": "a.row", "clause": CLAUSE["id"], "torch_does": text, "we_do": text, "why": text}],
+        ended_early=[f"{text}\n{text}"],
+        speed={
+            "rows": [
+                timed(text, 0.4, 0.6) | {"elsewhere": {text: 0.5}},
+                not_timed(f"{text}b", f"{text}\n{text}"),
+            ],
+            "command": text,
+            "not_judged": text,
+            "error": text,
+        },
+        training={"runs": [run], "lacking": [text], "error": text},
+        kills=kills_of(
+            Kill("a.fault", True, CLAUSE["id"], text, "failed", 1.0, says=text, thread=text),
+            Kill(text, False, "", "", "", 1.0, says=text, thread="own", why=text),
+        ),
+    )
+    report["deviations"][0]["thread"] = "pytorch/pytorch#1, " + text
+    report["environment"] = report["environment"] | {"processor": text}
+    earlier = a_report(judged("failed", nodeid=text, clause=text), subject=text, began=text)
+    earlier["speed"] = {"rows": [timed(text, 0.1, 0.2)]}
+    return report | {"baseline": asdict(compare(earlier, report))}
+
+
+def test_other_machines_stand_beside_and_a_speed_that_is_not_judged_says_so(tmp_path: Path) -> None:
+    rows = [timed("A", 0.4, 0.6) | {"elsewhere": {"lab": 0.123}}, not_timed("B", "it broke")]
+    page = draw(a_report(speed={"rows": rows, "not_judged": "this machine has no points"}), tmp_path)
+    assert "Not judged: this machine has no points. Beside them what other machines measured" in page.text
+    assert "Elsewhere" in page.text
+    assert "0.123" in page.text
+    alone = draw(a_report(speed={"rows": [timed("A", 0.4, 0.6)], "against": "the points of lab"}), tmp_path)
+    assert "Judged by the points of lab." in alone.text
+    assert "Elsewhere" not in alone.text
+
+
+def test_whatever_a_subject_says_is_text(tmp_path: Path) -> None:
+    plain, page = draw(a_full_report("word"), tmp_path), draw(a_full_report(HOSTILE), tmp_path)
+    # A text over two lines is folded, and a longer subject is cut elsewhere: for the rest both have the same elements.
+    kinds, wanted = Counter(tag for tag, _ in page.elements), Counter(tag for tag, _ in plain.elements)
+    for tag in ("script", "style", "b", "a", "table", "tr", "svg", "details", "li", "pre", "code"):
+        assert kinds[tag] == wanted[tag], tag
+    assert page.code == plain.code
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert page.text.count("alert(1)") > 40
+    assert not [
+        each
+        for each in page.source
+        if unicodedata.category(each) in ("Cc", "Cf", "Cs") and each not in "\n\t"
+    ]
+    assert "[31m" not in page.source
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, ünïcode 語, a\ttab\nand a line", "plain, ünïcode 語, a\ttab\nand a line"),
+        (
+            "\x1b[1;31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\\nnext, alone \x1b",
+            "red link\nnext, alone ␛",
+        ),
+        ("nul \0, bell \x07, delete \x7f", "nul ␀, bell ␇, delete ␡"),
+        ("a\r\nb\rc", "a\nb␍c"),
+        ("half \ud800 and turned \u202e", "half \ufffd and turned \ufffd"),
+    ],
+    ids=["plain", "colours", "control", "carriage", "halves"],
+)
+def test_text_is_made_legible(text: str, shown: str) -> None:
+    assert legible({"key": [text, 1, None]}) == {"key": [shown, 1, None]}
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cc", "Cf", "Cs"]), max_size=50))
+def test_text_that_is_legible_stays(text: str) -> None:
+    assert legible(text) == text
+
+
+def test_a_flood_of_text_is_cut_in_its_middle_and_it_is_said(tmp_path: Path) -> None:
+    flood = "begin " + "x" * 5_000_000 + " end"
+    page = draw(a_report(judged("failed", nodeid="y", reason=flood, replay="r")), tmp_path)
+    assert "begin xxx" in page.text
+    assert "xxx end" in page.text
+    assert "[4,980,010 characters are left out here]" in page.text
+    assert len(page.source) < 200_000
+
+
+def test_nothing_is_fetched(tmp_path: Path) -> None:
+    page = draw(a_full_report("word"), tmp_path)
+    assert not {"iframe", "img", "object", "embed", "base", "video", "audio"} & {
+        tag for tag, _ in page.elements
+    }
+    for tag, attributes in page.elements:
+        assert not attributes.keys() & {"src", "srcset", "action", "data", "poster", "formaction"}, tag
+        addresses = [value for name, value in attributes.items() if name in ("href", "xlink:href")]
+        local = [value for value in addresses if value.startswith(("#", "data:,"))]
+        assert local == addresses or tag == "a", (tag, attributes)
+        assert "url(" not in attributes.get("style", "").replace("url(#", "")
+    assert not [word for word in ("url(", "@import", "http:", "https:") if word in page.code["style"]]
+    assert not [
+        word for word in ("fetch(", "XMLHttp", "import(", "http", "//cdn") if word in page.code["script"]
+    ]
+
+
+def test_every_link_has_its_target(tmp_path: Path) -> None:
+    page = draw(a_full_report("word"), tmp_path)
+    ids = [attributes["id"] for tag, attributes in page.elements if "id" in attributes]
+    own = [name for name in ids if not name.startswith(("figure_", "patch_", "axes_", "line2d_", "text_"))]
+    links = {attributes["href"] for tag, attributes in page.elements if tag == "a"}
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    assert "https://github.com/pytorch/pytorch/issues/1" in links
+    named = [
+        name for name in own if name.startswith(("tests-", "failure-", "amp.")) or name in ("red", "speed")
+    ]
+    assert len(named) == len(set(named)) >= 8
+
+
+def test_a_page_stays_small(tmp_path: Path) -> None:
+    clauses = [CLAUSE | {"id": f"amp.grad_scaler.c{n}"} for n in range(150)]
+    dtypes = ("float16", "bfloat16", "float32", "float64")
+    tests = [
+        judged("passed", nodeid=f"conformance/amp/test_grad_scaler.py::test_{n}[cpu-{dtype}]", dtype=dtype)
+        | {"clause": clauses[n % 150]["id"]}
+        for n, dtype in itertools.product(range(400), dtypes)
+    ]
+    training = {"runs": [trained(True) for _ in range(4)]}
+    report = a_report(*tests, clauses=clauses, training=training)
+    draw(report, tmp_path)
+    assert (tmp_path / "index.html").stat().st_size < 1_000_000
+
+
+def test_many_broken_clauses_are_folded(tmp_path: Path) -> None:
+    clauses = [CLAUSE | {"id": f"amp.grad_scaler.c{n}", "says": f"Says {n}."} for n in range(100)]
+    tests = [
+        judged("failed", nodeid=f"test_{n}", clause=each["id"], replay=f"replay {n}", reason=f"Because {n}.")
+        for n, each in enumerate(clauses)
+    ]
+    page = draw(a_report(*tests, clauses=clauses), tmp_path)
+    broken = [attributes for tag, attributes in page.elements if attributes.get("class") == "broken"]
+    assert len(broken) == 100
+    assert sum("open" in attributes for attributes in broken) == 3
+    for text in ("100 of 100 clauses broken", "Says 99.", "Because 99.", "replay 99"):
+        assert text in page.text
+
+
+def test_a_cell_has_its_worst_outcome_and_an_area_only_the_columns_it_needs() -> None:
+    report = a_report(
+        judged("passed", nodeid="a", dtype="float16"),
+        judged("failed", nodeid="b", dtype="float16"),
+        judged("known", nodeid="c", world_size="2"),
+        judged("passed", nodeid="d", clause="nn.x", dtype="int8"),
+        clauses=[CLAUSE, {"id": "nn.x", "says": "", "covers": [], "area": "nn"}],
+    )
+    amp, nn = matrix(report)
+    assert [axis.label for axis in amp.axes] == ["cpu · float16", "cpu · world\N{NO-BREAK SPACE}2"]
+    assert [cell.outcome for cell in amp.rows[0].cells.values()] == ["failed", "known"]
+    assert [len(cell.tests) for cell in amp.rows[0].cells.values()] == [2, 1]
+    assert [axis.label for axis in nn.axes] == ["cpu · int8"]
+
+
+def test_red_areas_come_first_and_those_that_are_not_there_last() -> None:
+    outcomes = {"a": "not provided", "b": "", "c": "passed", "d": "failed"}
+    report = a_report(
+        *(judged(outcome, nodeid=name, clause=name) for name, outcome in outcomes.items() if outcome),
+        clauses=[CLAUSE | {"id": name, "area": name} for name in outcomes],
+    )
+    assert [area.name for area in matrix(report)] == ["d", "c", "a", "b"]
+
+
+def test_each_outcome_has_a_sign_and_a_meaning() -> None:
+    assert SIGNS.keys() == MEANINGS.keys() == set(SEVERITY)
+    assert len(set(SIGNS.values())) == len(SIGNS)
+
+
+def test_tests_of_one_function_that_agree_are_told_together(tmp_path: Path) -> None:
+    tests = [judged("passed", nodeid=f"a.py::test_x[{n}]") for n in "abc"]
+    report = a_report(
+        *tests,
+        judged("failed", nodeid="a.py::test_x[d]", replay="r"),
+        judged("passed", nodeid="a.py::test_y"),
+    )
+    cell = next(iter(matrix(report)[0].rows[0].cells.values()))
+    assert [(calm.function, calm.parameters) for calm in cell.calm] == [
+        ("a.py::test_x", ["[a]", "[b]", "[c]"]),
+        ("a.py::test_y", []),
+    ]
+    assert [test["nodeid"] for test in cell.red] == ["a.py::test_x[d]"]
+    page = draw(report, tmp_path)
+    assert page.text.count("a.py::test_x") == page.text.count("a.py::test_x[d]") + 1
+
+
+def test_an_area_that_was_not_asked_is_a_line_and_no_link_leads_there(tmp_path: Path) -> None:
+    other = CLAUSE | {"id": "nn.x", "area": "nn"}
+    row = {"id": "a", "clause": "nn.x", "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
+    page = draw(a_report(judged("passed"), clauses=[CLAUSE, other], deviations=[row]), tmp_path)
+    assert "1 not asked in this run" in page.text
+    assert "uncovered" not in page.text
+    assert "tests-nn.x" not in page.source
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        ("known", "takes torch's side"),
+        ("passed", "takes impl's side"),
+        ("failed", "takes neither side"),
+        ("stale", "stale"),
+    ],
+)
+def test_a_deviation_tells_which_side_the_subject_takes(outcome: str, said: str, tmp_path: Path) -> None:
+    row = {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
+    test = judged(outcome, deviation="a.row")
+    assert said in draw(a_report(test, deviations=[row]), tmp_path).text
+    unasked = draw(a_report(judged(outcome), deviations=[row]), tmp_path).text
+    assert "not asked" in unasked
+    assert "1 deviation that this run does not tell about impl" in unasked
+
+
+def test_strength_is_shown_or_how_to_measure_it(tmp_path: Path) -> None:
+    assert "python -m conformance.faults" in draw(a_report(judged("passed")), tmp_path).text
+    silent = CLAUSE | {"id": "amp.grad_scaler.silent"}
+    report = a_report(judged("passed"), clauses=[CLAUSE, silent])
+    report["kills"] = kills_of(
+        Kill("one", True, CLAUSE["id"], "t", "failed", 1.0),
+        Kill("two", True, CLAUSE["id"], "t", "hang", 3.0),
+        Kill("three", False, "", "", "", 9.0, why="no one can see it"),
+    )
+    text = draw(report, tmp_path).text
+    for said in (
+        "2 of 3 faults",
+        "2.0 s each",
+        "no one can see it",
+        "1 clauses were the first to catch nothing",
+    ):
+        assert said in text
+
+
+def test_what_clauses_catch_on_their_own_is_shown(tmp_path: Path) -> None:
+    report = a_report(judged("passed"))
+    rows = [
+        Idle("a.late.clause", 4, "a.fault"),
+        Idle("a.weak.clause", 9),
+        Idle("a.lone.clause", 7, why="So."),
+    ]
+    report["kills"] = kills_of(Kill("one", True, CLAUSE["id"], "t", "failed", 1.0), idle=rows)
+    text = draw(report, tmp_path).text
+    places = [text.index(said) for said in ("a.lone.clause", "a.weak.clause", "a.late.clause", "a.fault")]
+    assert places == sorted(places)
+    assert "So." in text
+    assert "were the first to catch nothing" in text
+
+
+def test_a_matrix_that_was_stopped_says_so(tmp_path: Path) -> None:
+    kill = Kill("one", True, CLAUSE["id"], "t", "failed", 1.0)
+    for complete in (True, False):
+        report = a_report(judged("passed"), kills=kills_of(kill, complete=complete))
+        assert ("incomplete" in draw(report, tmp_path).text) is not complete
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"kills": [{"fault": "x"}]}', '{"tests": []}', "\xff"])
+def test_another_file_is_no_kill_matrix(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "kills.json"
+    if text is not None:
+        file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"no kill matrix"):
+        read_kills(file)
+
+
+ratios = st.floats(1e-6, 1e6)
+
+
+@given(one=ratios, other=ratios)
+def test_the_scale_of_ratios_is_fixed_and_rises(one: float, other: float) -> None:
+    assert 0 <= speed.position(one) <= 100
+    assert speed.position(1.0) == 50
+    if one < other:
+        assert speed.position(one) <= speed.position(other)
+
+
+@given(low=ratios, high=ratios)
+def test_a_ratio_is_sure_only_if_its_whole_interval_is(low: float, high: float) -> None:
+    low, high = sorted((low, high))
+    row = timed("x", low, high)
+    assert speed.is_slower(row) == (low > 1.03)
+    assert speed.is_faster(row) == (high < 1 / 1.03)
+    assert not (speed.is_slower(row) and speed.is_faster(row))
+
+
+def test_cases_are_grouped_by_benchmark() -> None:
+    rows = [timed("b", 2, 3), timed("a", 0.1, 0.2), not_timed("b", "it broke"), timed("a", 0.9, 1.1)]
+    groups = speed.groups({"rows": rows})
+    assert [(group.name, [case.mark for case in group.cases]) for group in groups] == [
+        ("b", ["slower", "failed"]),
+        ("a", ["faster", "even"]),
+    ]
+    assert [case.beyond for case in groups[1].cases] == ["left", ""]

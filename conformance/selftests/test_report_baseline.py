@@ -1,0 +1,228 @@
+"""Two runs compared: what broke, was mended, is new or gone, got slower or faster, and which files are none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
+pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
+
+from conformance import gate
+from conformance.faults.kills import Kill, Kills, write_kills
+from conformance.judgement import RED
+from conformance.report import write_page
+from conformance.report.baseline import Comparison, compare, read_report, sentences
+from conformance.report.matrix import SEVERITY
+from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
+
+CHANGES = ("broke", "mended", "changed", "new", "gone", "slower", "faster")
+
+
+def told(found: Comparison) -> dict[str, list[tuple[str, list[str]]]]:
+    """What changed by kind, without the kinds in which nothing did."""
+    kinds = {kind: getattr(found, kind) for kind in CHANGES}
+    return {
+        kind: [(each.name, getattr(each, "tests", [])) for each in changes]
+        for kind, changes in kinds.items()
+        if changes
+    }
+
+
+outcomes = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(SEVERITY))
+
+
+@given(then=outcomes, now=outcomes)
+def test_each_test_is_told_once_and_only_if_it_changed(then: dict[str, str], now: dict[str, str]) -> None:
+    old, new = (
+        a_report(*(judged(outcome, nodeid=name) for name, outcome in run.items())) for run in (then, now)
+    )
+    kinds: dict[str, str] = {}
+    for kind, changes in told(compare(old, new)).items():
+        for name in (test for _, tests in changes for test in tests):
+            assert name not in kinds
+            kinds[name] = kind
+
+    def kind_of(name: str) -> str:
+        if name not in now:
+            return "gone"
+        if name not in then:
+            return "new"
+        was_red, is_red = then[name] in RED, now[name] in RED
+        if was_red != is_red:
+            return "broke" if is_red else "mended"
+        return "" if is_red or then[name] == now[name] else "changed"
+
+    wanted = {name: kind_of(name) for name in then.keys() | now.keys()}
+    assert kinds == {name: kind for name, kind in wanted.items() if kind}
+
+
+def test_changes_are_told_by_clause_and_own_tests_by_name() -> None:
+    names = ("a", "b", "c")
+    old = a_report(
+        *(judged("passed", nodeid=name) for name in names), judged("failed", nodeid="o", clause="")
+    )
+    new = a_report(
+        *(judged("failed", nodeid=name) for name in names), judged("passed", nodeid="o", clause="")
+    )
+    assert told(compare(old, new)) == {
+        "broke": [(CLAUSE["id"], ["a", "b", "c"])],
+        "mended": [("o", ["o"])],
+    }
+
+
+def test_new_tests_that_are_red_come_first_and_own_ones_by_file() -> None:
+    own = [judged("passed", nodeid=f"own.py::{n}", clause="") for n in "ab"]
+    new = a_report(*own, judged("failed", nodeid="x", clause="z"), judged("passed", nodeid="y", clause="c"))
+    found = compare(a_report(), new)
+    assert told(found) == {"new": [("z", ["x"]), ("c", ["y"]), ("own.py", ["own.py::a", "own.py::b"])]}
+    assert [change.note for change in found.new] == ["failed", "", ""]
+    assert sentences(found)[0].endswith("3 with new tests (1 red)")
+
+
+intervals = st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)).map(sorted)
+
+
+@given(was=intervals, now=intervals)
+def test_slower_and_faster_only_if_the_intervals_do_not_overlap(was: list[float], now: list[float]) -> None:
+    found = compare(
+        a_report(speed={"rows": [timed("a", *was)]}), a_report(speed={"rows": [timed("a", *now)]})
+    )
+    assert bool(found.slower) == (now[0] > was[1])
+    assert bool(found.faster) == (now[1] < was[0])
+    assert told(found).keys() <= {"slower", "faster"}
+
+
+def test_benchmarks_and_training_break_and_are_mended() -> None:
+    good = a_report(speed={"rows": [timed("a", 1, 2), timed("b", 1, 2)]}, training={"runs": [trained(True)]})
+    bad = a_report(
+        speed={"rows": [not_timed("a", "no"), timed("c", 1, 2)]}, training={"runs": [trained(False)]}
+    )
+    both = [("benchmark a[cpu]", []), ("training bf16", [])]
+    only = {"b": [("benchmark b[cpu]", [])], "c": [("benchmark c[cpu]", [])]}
+    assert told(compare(good, bad)) == {"broke": both, "new": only["c"], "gone": only["b"]}
+    assert told(compare(bad, good)) == {"mended": both, "new": only["b"], "gone": only["c"]}
+    untimed = a_report(training={"runs": [trained(True)]})
+    assert told(compare(good, untimed)) == told(compare(untimed, good)) == {}
+
+
+def test_runs_that_are_not_alike_are_compared_and_it_is_said(tmp_path: Path) -> None:
+    old = a_report(judged("passed", device="cuda"), subject="torch", profile="full", seed=3)
+    new = a_report(judged("passed", device="cpu"))
+    differs = compare(old, new).differs
+    assert [line.split(":")[0] for line in differs] == ["subject", "profile", "seed", "devices"]
+    assert differs[0] == "subject: impl, in the baseline torch"
+    write_page(new | {"baseline": asdict(compare(old, new))}, tmp_path / "index.html")
+    assert "subject: impl, in the baseline torch" in (tmp_path / "index.html").read_text()
+    assert any(differs[0] in line for line in sentences(compare(old, new)))
+
+
+def test_a_terminal_gets_a_few_lines() -> None:
+    old = a_report(*(judged("passed", nodeid=f"t{n}", clause=f"c{n}") for n in range(50)))
+    new = a_report(*(judged("failed", nodeid=f"t{n}", clause=f"c{n}") for n in range(50)), subject="other")
+    lines = sentences(compare(old, new))
+    assert len(lines) <= 5
+    assert "50 broke" in lines[0]
+    assert lines[-1] == "  broke: c0; c1; c10 and 47 more"
+    assert sentences(compare(old, old))[0].endswith("no difference")
+
+
+def file_of(content: Any, folder: Path) -> Path:
+    file = folder / "report.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+FOREIGN = [
+    ("{", "not JSON"),
+    ([], "lacks verdict"),
+    ({"tests": []}, "lacks verdict"),
+    (a_report() | {"tests": [{"name": "of another tool"}]}, "no report of this gate"),
+    (a_report() | {"tests": 3}, "no report of this gate"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), FOREIGN, ids=[said for _, said in FOREIGN])
+def test_a_foreign_file_is_refused(content: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_report(file_of(content, tmp_path))
+
+
+@pytest.mark.parametrize("option", ["--baseline", "--kills"])
+@pytest.mark.parametrize("there", [False, True])
+def test_the_gate_refuses_before_it_runs_anything(
+    option: str, there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = file_of("[]", tmp_path) if there else tmp_path / "nowhere.json"
+    with pytest.raises(SystemExit) as ended:
+        gate.main([option, str(file), "--out", str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert str(file) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_report_that_was_written_is_a_baseline(tmp_path: Path) -> None:
+    report = a_report(
+        judged("passed"), speed={"rows": [timed("a", 1, 2)]}, training={"runs": [trained(True)]}
+    )
+    again = read_report(file_of(report, tmp_path))
+    assert told(compare(again, report)) == {}
+    assert compare(again, report).differs == []
+
+
+def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parts that run for minutes are replaced by what they would hand over; all else is the gate's own way."""
+    now = a_report(judged("failed", nodeid="x", replay="python -m pytest x"))
+    monkeypatch.setattr(gate, "judged", lambda *rest: now)
+    monkeypatch.setattr(gate, "_timed", lambda *rest: {"rows": [timed("a", 1, 2)], "command": "c"})
+    monkeypatch.setattr(gate, "_trained", lambda *rest: {"runs": [trained(True)]})
+    earlier = file_of(a_report(judged("passed", nodeid="x")), tmp_path)
+    out = tmp_path / "out"
+    kill = Kill("a.fault", True, CLAUSE["id"], "x", "failed", 1.0)
+    write_kills(out / "kills.json", Kills("impl", "abc", "2026-01-01T00:00:00+00:00", kills=[kill]))
+    assert gate.main(["--baseline", str(earlier), "--out", str(out)]) == 1
+    said = capsys.readouterr().out
+    assert "1 broke" in said
+    assert "broken amp.grad_scaler.x: failed in 1 of 1 test" in said
+    assert "judging: 1 of 1 clause broken" in said
+    assert said.splitlines()[-1] == f"RED impl; the report is {out / 'index.html'}"
+    page = (out / "index.html").read_text()
+    assert "Against the baseline" in page
+    assert "1 of 1 faults" in page
+    # What it wrote is a baseline in its turn, though it holds a comparison itself.
+    assert told(compare(read_report(out / "report.json"), now)) == {}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ran"),
+    [
+        ([], ["_timed", "_trained"]),
+        (["--parts", "judging"], []),
+        (["--parts", "training,judging"], ["_trained"]),
+    ],
+)
+def test_the_gate_runs_the_parts_that_are_asked_for(
+    chosen: list[str], ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(gate, "judged", lambda *rest: a_report(judged("passed")))
+    for part in ("_timed", "_trained"):
+        monkeypatch.setattr(gate, part, lambda *rest, part=part: seen.append(part) or {})
+    assert gate.main([*chosen, "--out", str(tmp_path)]) == 0
+    assert seen == ran
+
+
+@pytest.mark.parametrize("text", ["timing", "judging,speed", "", "judging,"])
+def test_a_list_of_parts_without_judging_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gate.main(["--parts", text])
+    assert ended.value.code == 2
+    assert "with judging in it" in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""What a report's tests add up to: the clauses a subject breaks, and what it does not have at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import clauses
+from conformance.claims import claims, is_claimed
+from conformance.judgement import _axes
+from conformance.library import NotProvided, load_library
+from conformance.outcome import observe
+from conformance.ranks import RankPool
+from conformance.results import BAD_INPUT, broken_clauses
+
+ROOT = Path(__file__).parents[2]
+FIRST, SECOND = (clause["id"] for clause in clauses.for_report()[:2])
+
+
+def entry(nodeid: str, clause: str, outcome: str) -> dict[str, Any]:
+    reason = f"AssertionError: the two differ:\n  - value: of {nodeid}\n  - raised nothing"
+    return {"nodeid": nodeid, "clause": clause, "outcome": outcome} | {
+        "reason": reason,
+        "replay": f"pytest {nodeid}",
+    }
+
+
+def test_a_broken_clause_is_told_once_and_the_most_broken_first() -> None:
+    tests = [
+        entry("a", FIRST, "failed"),
+        entry("b", FIRST, "passed"),
+        entry("c", SECOND, "hang"),
+        entry("d", SECOND, "failed"),
+        entry("own", "", "failed"),
+        entry("e", FIRST, "unavailable"),
+    ]
+    broken = broken_clauses(tests)
+    assert [each.name for each in broken] == [SECOND, "own", FIRST]
+    told = {each.name: each for each in broken}
+    assert told[FIRST].count == "failed in 1 of 3 tests"
+    assert told[FIRST].replay == "pytest a"
+    assert told[FIRST].why == "value: of a"
+    assert told[SECOND].count == "failed, hang in 2 of 2 tests"
+    assert told[SECOND].says == next(c["says"] for c in clauses.for_report() if c["id"] == SECOND)
+    assert told["own"].count == "failed in 1 of 1 test"
+
+
+def test_clauses_that_are_broken_alike_are_told_as_they_stand() -> None:
+    last, first = clauses.for_report()[-1]["id"], FIRST
+    assert [
+        each.name for each in broken_clauses([entry(name, name, "failed") for name in (last, first)])
+    ] == [
+        first,
+        last,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "why"),
+    [
+        ("ValueError: no\nmore", "ValueError: no"),
+        ("", "no reason is known"),
+        ("AssertionError: assert 1 == 2\n  - 2\n  + 1", "AssertionError: assert 1 == 2"),
+        ("AssertionError:", "AssertionError:"),
+        ("E:\n - a " + "x " * 300, "a " + "x " * 98 + "…"),
+    ],
+)
+def test_a_failure_in_a_line(reason: str, why: str) -> None:
+    assert broken_clauses([entry("a", FIRST, "failed") | {"reason": reason}])[0].why == why
+
+
+def test_nothing_red_is_nothing_broken() -> None:
+    assert broken_clauses([entry("a", FIRST, "passed"), entry("b", FIRST, "known")]) == []
+
+
+def test_what_a_subject_lacks_is_no_outcome_of_its_call() -> None:
+    lacking = load_library("math")
+    with pytest.raises(NotProvided, match="math does not provide amp"):
+        observe(lambda: lacking.amp.GradScaler("cpu"))
+
+
+def test_an_injected_lack_is_still_claimed() -> None:
+    spec = "torch+lack:amp.grad_scaler.OptState"
+    assert claims(spec) == claims("torch")
+    assert is_claimed(load_library(spec), "amp.grad_scaler.OptState")
+
+
+SUBJECTS = {
+    "empty": ("", 1, "verdict: red"),
+    "quits": ("import sys; sys.exit(0)", BAD_INPUT, "the subject 'quits' cannot be loaded (SystemExit: 0)"),
+    "patches": (
+        "import torch; torch.nn.utils.clip_grad_value_ = lambda *_: None",
+        BAD_INPUT,
+        "put other objects in torch's places (nn.utils.clip_grad_value_)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(SUBJECTS))
+def test_a_subject_that_cannot_be_judged_ends_in_an_error(tmp_path: Path, name: str) -> None:
+    source, code, said = SUBJECTS[name]
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(source)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+        "--profile",
+        "quick",
+    ]
+    command += ["--subject", name, "conformance/nn/utils/test_clip_grad_value.py"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stdout
+    assert said in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("dtype", ["torch.float16"])
+def test_the_report_says_on_how_many_ranks_a_test_ran(
+    request: pytest.FixtureRequest, ranks: Callable[..., RankPool], dtype: str
+) -> None:
+    assert _axes(request.node) == {"dtype": "float16"}
+    ranks(2)
+    assert _axes(request.node) == {"dtype": "float16", "device": "cpu", "world_size": "2"}
+    ranks(1)
+    assert _axes(request.node) == {"dtype": "float16"}

@@ -1,0 +1,116 @@
+"""`--seed` reaches all that is random: Hypothesis, the data of the tests and the ranks; every run is logged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import false_positives, seeding
+from conformance.strategies.gradients import Gradient
+
+ROOT = Path(__file__).parents[2]
+# What is drawn goes to a file; the words are those of any test of the suite.
+DRAWING = """
+import json, random
+from pathlib import Path
+import torch
+from hypothesis import given, strategies as st
+from conformance.strategies.gradients import Gradient
+
+drawn = []
+
+@given(st.integers(0, 2**60))
+def test_hypothesis(number):
+    drawn.append(number)
+
+def test_the_rest(ranks):
+    Path(__file__).with_name("drawn.json").write_text(json.dumps({
+        "hypothesis": drawn,
+        "gradients": Gradient((3,), seed=1).values().tolist(),
+        "this process": [torch.rand(()).item(), random.random()],
+        "ranks": ranks(2).run("conformance.ranks.fault_cases:random_numbers"),
+    }))
+"""
+
+
+def draw(folder: Path, *seed: str) -> dict[str, Any]:
+    (folder / "test_drawing.py").write_text(DRAWING)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["-p", "conformance.plugin", "-p", "conformance.ranks.fixtures", "--subject", "torch"]
+    command += ["--profile", "quick", *seed, str(folder / "test_drawing.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads((folder / "drawn.json").read_text())
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(300)
+def test_a_seed_decides_every_draw(tmp_path: Path) -> None:
+    first, again, other = draw(tmp_path, "--seed=3"), draw(tmp_path, "--seed=3"), draw(tmp_path, "--seed=4")
+    assert first == again
+    assert all(first[source] != other[source] for source in first), (first, other)
+    assert first["ranks"][0] == first["ranks"][1]
+
+
+def test_equal_numbers_draw_alike_within_a_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def values(number: int) -> list[float]:
+        return Gradient((4,), seed=number).values().tolist()
+
+    monkeypatch.setattr(seeding, "_run_seed", 5)
+    assert values(1) == values(1)
+    assert values(1) != values(2)
+    before = values(1)
+    monkeypatch.setattr(seeding, "_run_seed", 6)
+    assert values(1) != before
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**70])
+def test_any_whole_number_is_a_seed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(seeding, "_run_seed", seed)
+    assert Gradient((1,), seed=7).values().isfinite().all()
+
+
+def runs(log: Path, subject: str, *words: str) -> tuple[int, list[dict[str, Any]]]:
+    command = ["--subject", subject, "--seeds=1", "--first=9", f"--log={log}", *words]
+    code = false_positives.main(
+        [*command, "conformance/nn/utils/test_clip_grad_value.py::test_long_gradients_among_short_ones"]
+    )
+    return code, [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(200)
+def test_each_run_is_logged(tmp_path: Path) -> None:
+    code, (first, second) = runs(tmp_path / "false_positives.jsonl", "torch", "--twice")
+    assert code == 0
+    assert (first["seed"], first["run"], second["run"], first["verdict"]) == (9, 1, 2, "green")
+    assert first["commit"]
+    assert first["outcomes"] == second["outcomes"]
+    assert first["red"] == first["replay"] == second["unlike_before"] == []
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(200)
+def test_a_fault_is_found_at_every_seed(tmp_path: Path) -> None:
+    code, (only,) = runs(tmp_path / "false_positives.jsonl", "torch+skip:nn.utils.clip_grad_value_")
+    assert (code, only["verdict"]) == (1, "red")
+    assert only["red"]
+    assert only["replay"]
+
+
+def test_a_test_that_changes_its_mind_is_told() -> None:
+    assert false_positives.unlike({"a": "passed", "b": "passed"}, {"a": "failed", "c": "passed"}) == [
+        "a",
+        "b",
+        "c",
+    ]
+    assert false_positives.unlike({}, {"a": "passed"}) == []

@@ -1,0 +1,267 @@
+"""What a verdict is carried in: the schema of the report, the badge, the list for dashboards, reports side by side."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
+
+from conformance import __main__ as judge
+from conformance import judging
+from conformance.clauses import AREAS
+from conformance.heading import SCHEMA, heading, judge_command, replay_command
+from conformance.judging import chosen_tests
+from conformance.options import of_gate
+from conformance.report import __main__ as drawing
+from conformance.report import conclude
+from conformance.report.badge import badge
+from conformance.report.ctrf import ctrf
+from conformance.report.matrix import SEVERITY
+from conformance.report.side_by_side import side_by_side, write_side_by_side
+from conformance.selftests.report_cases import CLAUSE, a_report, judged
+from conformance.selftests.test_report import HOSTILE, Page
+
+FOLDER = Path(__file__).parents[1] / "report"
+OTHER = CLAUSE | {"id": "amp.grad_scaler.y", "says": "It does too."}
+
+
+def schema() -> dict[str, Any]:
+    return json.loads((FOLDER / "report.schema.json").read_text())
+
+
+def concluded(report: dict[str, Any], folder: Path) -> dict[str, Any]:
+    code = conclude(report, folder, lambda report: None)
+    return json.loads((folder / "report.json").read_text()) | {"exit code": code}
+
+
+def test_a_report_is_as_its_schema_says_and_has_no_key_that_it_does_not_name(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="the extra `report` of pyproject.toml brings it")
+    options = of_gate("").parse_args(["--seed=3"])
+    made = heading(options, 0.0) | {"verdict": "green", "bad_input": [], "ended_early": []}
+    made |= {
+        "tests": [judged("passed"), judged("failed", replay="r", reason="so")],
+        "provides_nothing": False,
+    }
+    made |= {"devices": ["cpu"], "expectations": []}
+    report = concluded(made, tmp_path)
+    del report["exit code"]
+    validator = jsonschema.Draft202012Validator(schema())
+    validator.check_schema(schema())
+    assert [error.message for error in validator.iter_errors(report)] == []
+    assert report.keys() <= schema()["properties"].keys()
+    row = schema()["properties"]["clauses"]["items"]["properties"]
+    assert all(clause.keys() <= row.keys() for clause in report["clauses"])
+    for key in schema()["required"]:
+        lacking = {name: value for name, value in report.items() if name != key}
+        assert list(validator.iter_errors(lacking)), key
+    assert list(validator.iter_errors(report | {"tests": [judged("else")]}))
+
+
+def test_the_schema_says_what_each_key_is_and_knows_each_outcome() -> None:
+    def undescribed(name: str, part: dict[str, Any]) -> list[str]:
+        inner = part.get("items", part).get("properties", {})
+        found = [name] if "description" not in part else []
+        return found + [each for key, value in inner.items() for each in undescribed(f"{name}.{key}", value)]
+
+    assert undescribed("report", schema()) == []
+    assert schema()["properties"]["schema"]["const"] == SCHEMA
+    test = schema()["properties"]["tests"]["items"]
+    assert set(test["properties"]["outcome"]["enum"]) == set(SEVERITY) - {"uncovered"}
+    assert set(test["required"]) == set(test["properties"]) == set(judged("passed"))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "bad_input", "wanted"),
+    [
+        ("passed", [], ("green", 0)),
+        ("failed", [], ("red", 1)),
+        ("passed", ["mend it"], ("red", 2)),
+        ("failed", ["mend it"], ("red", 2)),
+    ],
+)
+def test_what_was_handed_in_wrong_is_told_apart_from_what_is_red(
+    outcome: str, bad_input: list[str], wanted: tuple[str, int], tmp_path: Path
+) -> None:
+    found = concluded(a_report(judged(outcome), bad_input=bad_input), tmp_path)
+    assert (found["verdict"], found["exit code"]) == wanted
+    assert ("mend it" in (tmp_path / "index.html").read_text()) == bool(bad_input)
+    assert ("not to be judged" in (tmp_path / "badge.svg").read_text()) == bool(bad_input)
+
+
+def test_the_list_for_dashboards_has_every_test_once() -> None:
+    outcomes = [outcome for outcome in SEVERITY if outcome != "uncovered"]
+    report = a_report(*(judged(each, reason=f"of {each}\nmore", replay="r") for each in outcomes), reasons=[])
+    found = json.loads(json.dumps(ctrf(report)))["results"]
+    status = {test["rawStatus"]: test["status"] for test in found["tests"]}
+    assert {name for name, kind in status.items() if kind == "failed"} == {"failed", "hang", "crash", "stale"}
+    assert {name for name, kind in status.items() if kind == "passed"} == {
+        "passed",
+        "known",
+        "reference cannot run here",
+    }
+    summary = found["summary"]
+    assert summary["tests"] == len(outcomes) == sum(summary[kind] for kind in ("passed", "failed", "skipped"))
+    assert (summary["start"], summary["stop"]) == (1767225600000, 1767225601000)
+    first = found["tests"][0]
+    assert (first["message"], first["trace"]) == (f"of {outcomes[0]}", f"of {outcomes[0]}\nmore")
+    assert first["extra"] == {"replay": "r"}
+    assert all(isinstance(test["duration"], int) for test in found["tests"])
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "more", "said"),
+    [
+        (["passed", "known"], {}, "green, 1 clause holds"),
+        (["failed"], {}, "1 clause broken"),
+        (["passed"], {"bad_input": ["mend it"]}, "not to be judged like this"),
+        (["passed"], {"verdict": "red"}, "red, 1 clause holds"),
+    ],
+)
+def test_the_badge_says_the_verdict_in_a_picture(
+    outcomes: list[str], more: dict[str, Any], said: str
+) -> None:
+    report = a_report(*(judged(each) for each in outcomes), **more, subject=HOSTILE)
+    picture = ElementTree.fromstring(badge(report))
+    texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == ["torch 2.13.0", said]
+    assert "href" not in badge(report)
+
+
+def test_reports_stand_side_by_side_and_what_differs_leads_to_its_replay(tmp_path: Path) -> None:
+    ours = a_report(judged("passed"), judged("passed", nodeid="same", clause=OTHER["id"]))
+    theirs = a_report(
+        judged("failed", reason=f"because {HOSTILE}", replay="replay it"),
+        judged("passed", nodeid="more"),
+        judged("passed", nodeid="same", clause=OTHER["id"]),
+        subject=HOSTILE,
+        subject_version="1.0",
+    )
+    third = a_report(replay="tandem-judge third WHAT --profile quick", subject="third")
+    for report in (ours, theirs, third):
+        report["clauses"] = [CLAUSE, OTHER] if report is not third else [CLAUSE]
+    [area] = side_by_side([ours, theirs])
+    assert [row.clause["id"] for row in area.different] == [CLAUSE["id"]]
+    assert [row.clause["id"] for row in area.alike] == [OTHER["id"]]
+    assert (area.held(0), area.held(1)) == ("2 / 2", "1 / 2")
+
+    write_side_by_side([ours, theirs, third], tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    assert page.text.count("alert(1)") > 3
+    assert len([tag for tag, _ in page.elements if tag == "script"]) == 1
+    for said in ("replay it", f"tandem-judge impl {CLAUSE['id']} --profile quick", "1/2"):
+        assert said in page.text
+    assert f"tandem-judge third {OTHER['id']} --profile quick" in page.text
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
+    assert len(ids) == len(set(ids))
+    assert {link.removeprefix("#") for link in links} <= set(ids)
+    cells = [link for link in links if link.startswith(f"#{CLAUSE['id']}/")]
+    assert len(cells) == 3
+    assert not {"iframe", "img", "object", "embed", "base"} & {tag for tag, _ in page.elements}
+
+
+def test_reports_are_compared_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for file, outcome in zip(files, ("passed", "failed"), strict=True):
+        Path(file).write_text(json.dumps(a_report(judged(outcome, replay="r"))))
+    out = tmp_path / "page.html"
+    assert drawing.main(["--compare", *files, "--out", str(out)]) == 0
+    assert "1 of 1 clauses differ" in re.sub(r"<[^>]*>", "", out.read_text())
+    for words, said in (
+        (files, "2 reports were given; --compare draws several side by side"),
+        (["--compare", *files, "--baseline", files[0]], "--baseline and --kills belong to the page of one"),
+        (["--compare", files[0], str(out)], "is not JSON"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            drawing.main(words)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_replay_asks_the_same_again() -> None:
+    words = ["--subject=their.own", "--seed=3", "--device=cpu", "--world-sizes=1,4", "--profile=full"]
+    options = of_gate("").parse_args(words)
+    told = "--profile full --seed 3 --device cpu --world-sizes 1,4"
+    assert judge_command(options, "a[b c]") == f"tandem-judge their.own 'a[b c]' {told}"
+    assert replay_command(options, "x").endswith(told)
+
+
+SLIPS = {
+    ("their/scaling",): "is no package name such as impl, torch or your.package",
+    ("their", "nn.utils.clip"): "'nn.utils.clip' is no clause and no area such as amp",
+    (
+        "their",
+        "conformance/nn/test_none.py::test_x",
+    ): "there is no test 'conformance/nn/test_none.py::test_x'",
+    ("their", "amp", "conformance/test_surface.py::test_x"): "or clauses (amp), not both at once",
+    ("their", "--world-sizes=0"): "is no list of positive numbers",
+    ("their", "--device=cuda:0"): "is neither auto nor a list of device types such as cpu,cuda",
+    ("their", "-n", "0"): "'0' is neither auto nor a positive number",
+    ("their", f"--out={__file__}"): "is a file; wanted a folder",
+}
+
+
+@pytest.mark.parametrize("words", list(SLIPS), ids=" ".join)
+def test_a_slip_ends_in_a_sentence_before_anything_runs(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        judge._options(words)
+    assert ended.value.code == 2
+    assert SLIPS[words] in " ".join(capsys.readouterr().err.split())
+
+
+UNASKED = {
+    "no tests ran in 0.10s": (
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+        "the profile quick has no test of amp; --profile full asks more",
+    ),
+    "ImportError while loading conftest 'x.py'.": (
+        pytest.ExitCode.USAGE_ERROR,
+        "ImportError while loading conftest 'x.py'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("told", list(UNASKED))
+def test_what_nobody_asks_is_a_slip_too(told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: object, log: Path, *_: object) -> tuple[str, int]:
+        log.write_text(told)
+        return "", UNASKED[told][0]
+
+    monkeypatch.setattr(judging, "run", run)
+    assert judge.main(["torch", "amp", f"--out={tmp_path}"]) == 2
+    [said] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
+    assert said == UNASKED[told][1]
+
+
+@pytest.mark.deadline(120)
+def test_what_pytest_says_of_an_unknown_test_is_told(tmp_path: Path) -> None:
+    """Which it does not say where it has workers."""
+    test = "conformance/test_surface.py::test_nobody"
+    assert judge.main(["torch", test, "-n=1", f"--out={tmp_path}"]) == 2
+    [said] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
+    assert re.fullmatch(rf"ERROR: not found: .*{test}\n\(no match in any of .*\)", said)
+
+
+def test_an_area_is_asked_in_its_folder_and_a_stranger_of_no_part_of_ours() -> None:
+    folders, clauses = chosen_tests(["nn.utils.clip_grad", "amp.grad_scaler"], "their")
+    assert [Path(folder).name for folder in folders] == ["amp", "utils"]
+    assert clauses == ["nn.utils.clip_grad", "amp.grad_scaler"]
+    everything, clauses = chosen_tests([], "their")
+    assert {Path(folder).name for folder in everything} == {*AREAS, "test_surface.py"}
+    assert clauses == []
+    [test], clauses = chosen_tests(["conformance/test_surface.py::test_x[a b]"], "their")
+    assert (Path(test).name, clauses) == ("test_surface.py::test_x[a b]", [])
+
+
+def test_what_a_run_was_ended_with_is_told_whole() -> None:
+    said = "the subject 'x' cannot be loaded (SystemExit: 3); mend it\nIt wrote: " + "much " * 1000
+    assert judging.said_at_exit(f"a warning\nExit: {said}\n") == said.strip()
+    assert judging.said_at_exit("Exit: it") == "it"
