@@ -140,7 +140,7 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
 def test_each_mistake_is_a_sentence(
     subject_that_says: Subject, monkeypatch: pytest.MonkeyPatch, text: str, says: str
 ) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent / "abuse")
+    monkeypatch.syspath_prepend(Path(__file__).parent / "misbehaving")
     sentences = list(wrong_in_claims(subject_that_says(text)))
     assert any(says in sentence for sentence in sentences), sentences
     assert all("claims.toml" in sentence and "\n" not in sentence for sentence in sentences), sentences

@@ -1,6 +1,6 @@
 """What subjects come to that hang, die, leak, print, patch or change what is not theirs, and what others notice of it.
 
-Each lies in a folder of its own under `abuse/`, and is torch but for one thing.
+Each lies in a folder of its own under `misbehaving/`, and is torch but for one thing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from conformance.notes import Notes
 from conformance.results import BAD_INPUT
 
 ROOT = Path(__file__).parents[2]
-MISBEHAVING = Path(__file__).parent / "abuse"
+MISBEHAVING = Path(__file__).parent / "misbehaving"
 VALUE = "conformance/nn/utils/test_clip_grad_value.py"
 NORM = "conformance/nn/utils/test_clip_grad.py"
 TOTAL = "conformance/nn/utils/test_clip_grad_total_norm.py"
@@ -106,10 +106,10 @@ def of(report: dict[str, Any], test: str) -> list[dict[str, Any]]:
     return [entry for entry in report["tests"] if entry["nodeid"].startswith(test)]
 
 
-def assert_only_the_abused_is_red(report: dict[str, Any], outcome: str, says: str) -> None:
-    abused, others = of(report, MISUSED), of(report, OTHERS)
-    assert {entry["outcome"] for entry in abused} == {outcome}, abused
-    assert all(says in entry["reason"] for entry in abused), abused[0]["reason"]
+def assert_only_the_misused_is_red(report: dict[str, Any], outcome: str, says: str) -> None:
+    misused, others = of(report, MISUSED), of(report, OTHERS)
+    assert {entry["outcome"] for entry in misused} == {outcome}, misused
+    assert all(says in entry["reason"] for entry in misused), misused[0]["reason"]
     assert [entry["outcome"] for entry in others] == ["passed"] * 5, others
     assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
 
@@ -160,7 +160,7 @@ QUICK = (
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.profile("full")) for name in FAILED],
 )
 def test_what_fails_fails_alone(tmp_path: Path, name: str) -> None:
-    assert_only_the_abused_is_red(judged(name, tmp_path), "failed", FAILED[name])
+    assert_only_the_misused_is_red(judged(name, tmp_path), "failed", FAILED[name])
 
 
 def test_a_name_that_is_lacking_is_red_only_if_claimed(tmp_path: Path) -> None:
