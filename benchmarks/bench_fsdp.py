@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import comparison, memory
-from benchmarks.common import member
-from benchmarks.timing import Workload
+from benchmarks.common import member, ranks
+from benchmarks.timing import Effort, Paired, Workload, by_turns
 
 UNITS = 8
 _DEVICES = ["cpu"]
-_WAYS = ["impl", "torch", "FSDP2", "DDP"]
+_PEERS = ["FSDP2", "DDP"]
+_WAYS = ["impl", "torch", *_PEERS]
 _KEPT = ["flat", "original"]  # what `parameters()` are: `use_orig_params`
 
 
@@ -51,7 +52,7 @@ def small_units(subject: str, parameters: int, kept: str, device: str) -> Worklo
 
 def step(subject: str, world_size: int, kept: str, device: str) -> Workload:
     """A whole step with SGD, collectives over gloo."""
-    pool = _ranks(world_size)
+    pool = ranks(world_size)
     given: dict[str, Any] = {"subject": subject, "use_orig_params": kept == "original", "deadline_s": 300}
     return Workload(
         functools.partial(pool.run, "benchmarks.fsdp_ranks:step", **given),
@@ -59,8 +60,11 @@ def step(subject: str, world_size: int, kept: str, device: str) -> Workload:
     )
 
 
-def step_of_peers(subject: str, world_size: int, peer: str, device: str) -> Workload:
-    return step(peer if subject == "torch" else subject, world_size, "original", device)
+@functools.cache
+def _beside_peers(subject: str, world_size: int, effort: Effort) -> dict[str, Paired]:
+    """One after the other and round again, so that the subject need not be timed anew beside each."""
+    own, *others = (step(one, world_size, "original", "cpu") for one in (subject, *_PEERS))
+    return dict(zip(_PEERS, by_turns(own, others, effort=effort), strict=True))
 
 
 def wrapping(subject: str, parameters: int, kept: str, device: str) -> Workload:
@@ -80,13 +84,6 @@ def wrapping(subject: str, parameters: int, kept: str, device: str) -> Workload:
         ready[:] = [nn.ModuleList(parts)]
 
     return Workload(lambda: make(ready.pop()), prepare)
-
-
-@functools.cache
-def _ranks(world_size: int) -> Any:
-    from conformance.ranks import RankPool  # noqa: PLC0415 (brings what only the judge needs)
-
-    return RankPool(world_size)
 
 
 class RatioFsdpSmallUnits(comparison.Ratio):
@@ -119,9 +116,17 @@ class RatioFsdpStep(comparison.Ratio):
 class RatioFsdpStepToPeers(comparison.Ratio):
     title = "FSDP: a step of the same transformer, against torch's other ways"
     area, curve = "FSDP step against torch's other ways", "{peer}"
-    params = [[2, 4], ["FSDP2", "DDP"], _DEVICES]
+    params = [[2, 4], _PEERS, _DEVICES]
     param_names = ["world_size", "peer", "device"]
-    workload = staticmethod(step_of_peers)
+
+    @staticmethod
+    def workload(subject: str, *case: Any) -> Workload:
+        raise NotImplementedError("the subject and its peers are timed by turns, see measure")
+
+    @classmethod
+    def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
+        world_size, peer, _ = case
+        return _beside_peers(subject, world_size, effort)[peer]
 
     def setup_cache(self):
         return self.measure_all()

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 from benchmarks import comparison, memory
+from benchmarks.common import ranks
 from benchmarks.timing import Workload
 
 _DEVICES = ["cpu"]
@@ -12,18 +13,11 @@ _KINDS = ["FULL", "SHARDED"]  # of the first rank alone where it is saved; or ea
 _RANKS = "benchmarks.checkpoint_ranks"
 
 
-@functools.cache
-def _two_ranks() -> Any:
-    from conformance.ranks import RankPool  # noqa: PLC0415 (brings what only the judge needs)
-
-    return RankPool(2)
-
-
 def _workload(call: str, subject: str, what: str, kind: str) -> Workload:
     given: dict[str, Any] = {"subject": subject, "what": what, "kind": kind, "deadline_s": 300}
     return Workload(
-        functools.partial(_two_ranks().run, f"{_RANKS}:{call}", **given),
-        effect=lambda: _two_ranks().run(f"{_RANKS}:first_values", loads=call == "load", **given)[0],
+        functools.partial(ranks(2).run, f"{_RANKS}:{call}", **given),
+        effect=lambda: ranks(2).run(f"{_RANKS}:first_values", loads=call == "load", **given)[0],
     )
 
 

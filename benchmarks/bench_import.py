@@ -1,5 +1,6 @@
 """What importing impl adds to a program that imports torch anyway. The ratio is that share of torch's own import."""
 
+import importlib
 import importlib.util
 import statistics
 import subprocess
@@ -23,21 +24,22 @@ DEADLINE_S = 120
 
 
 def import_seconds(subject: str, times: int) -> tuple[list[float], list[float]]:
-    """Seconds for the subject after torch, and for torch, `times` over; a first run fills the caches."""
+    """Seconds for the subject after torch, and for torch, `times` over; importing both here has filled the caches."""
     if subject == "torch":
         raise NotImplementedError("nothing is left to import after torch")
     for module in (subject, f"{subject}.amp", f"{subject}.nn", f"{subject}.nn.utils"):
         if importlib.util.find_spec(module) is None:
             raise NotImplementedError(f"there is no module {module}")
+        importlib.import_module(module)
     command = [sys.executable, "-c", PROGRAM.format(subject=subject)]
     pairs: list[tuple[float, float]] = []
-    for _ in range(times + 1):
+    for _ in range(times):
         run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         if run.returncode:
             raise RuntimeError(f"importing failed: {run.stderr.strip().splitlines()[-1]}")
         torch_s, impl_s = map(float, run.stdout.split())
         pairs.append((impl_s, torch_s))
-    return [subject_s for subject_s, _ in pairs[1:]], [torch_s for _, torch_s in pairs[1:]]
+    return [subject_s for subject_s, _ in pairs], [torch_s for _, torch_s in pairs]
 
 
 class RatioImport(comparison.Ratio):

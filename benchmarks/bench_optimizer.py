@@ -11,7 +11,17 @@ from typing import Any
 import torch
 
 from benchmarks import comparison
-from benchmarks.common import DEVICES, GRADIENTS, HEADLINES, SHAPES, SUBJECTS, Training, member, training
+from benchmarks.common import (
+    DEVICES,
+    GRADIENTS,
+    HEADLINES,
+    SHAPES,
+    SUBJECTS,
+    Training,
+    member,
+    some_of,
+    training,
+)
 from benchmarks.timing import Workload
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -34,7 +44,7 @@ def work(
         before = [parameter.detach().clone() for parameter in data.parameters]
         optimizer.state.clear()
         step()
-        after = [parameter.detach().clone() for parameter in data.parameters[:1_000]]
+        after = some_of(data.parameters)
         with torch.no_grad():
             torch._foreach_copy_(data.parameters, before)
         return after

@@ -43,7 +43,7 @@ def by_inputs(kind_and_case: tuple[Any, tuple[Any, ...]]) -> tuple[str, str]:
     """Cases that agree in this work on the same tensors, which are made once if the cases follow one another."""
     kind, case = kind_and_case
     given = dict(zip(kind.param_names, case, strict=True))
-    return given.get("shapes", ""), given.get("dtype", "")
+    return given.get("shapes", ""), given.get("dtype", "float32")
 
 
 def cases(kind: Any, left_out: LeftOut) -> list[tuple[Any, ...]]:

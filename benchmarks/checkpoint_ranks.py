@@ -103,9 +103,7 @@ def load(rank: Any, *, subject: str, what: str, kind: str) -> None:
 
 
 def first_values(rank: Any, *, subject: str, what: str, kind: str, loads: bool) -> list[Tensor]:
-    """Of what is saved, or of what the rank steps once it was loaded; from the same beginning each time."""
-    _stepped.cache_clear()
-    _to_load.cache_clear()
+    """Of what is saved, or of what the rank steps once it was loaded."""
     if loads:
         load(rank, subject=subject, what=what, kind=kind)
         model, optimizer = _stepped(subject)

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,26 @@ class Transformer(nn.Module):
         return nn.functional.linear(self.norm(x), self.words.weight)
 
 
-@functools.cache
-def trained(subject: str, use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
-    """The model, dealt or replicated; its optimizer; and this rank's words."""
+@functools.lru_cache(maxsize=3)  # of one case, and of the one before it, with which it may share
+def trained(subject: str, use_orig_params: bool) -> tuple[Callable[[], None], Tensor]:
+    """A step of the model, sharded or replicated, which has taken one; and logits after that."""
     torch.manual_seed(0)
     with warnings.catch_warnings(action="ignore"):  # a world of one is told to be NO_SHARD
         model = _PEERS[subject]() if subject in _PEERS else _sharded(subject, use_orig_params)
     words = torch.randint(
         0, WORDS, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank())
     )
-    return model, torch.optim.SGD(model.parameters(), lr=1e-3), words
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def take_step() -> None:
+        logits = model(words)
+        nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    take_step()
+    with torch.no_grad():
+        return take_step, model(words)[0, 0]
 
 
 def _sharded(subject: str, use_orig_params: bool) -> nn.Module:
@@ -81,20 +92,11 @@ _PEERS = {"FSDP2": _fully_shard, "DDP": lambda: DistributedDataParallel(Transfor
 
 
 def step(rank: Any, *, subject: str, use_orig_params: bool) -> None:
-    model, optimizer, words = trained(subject, use_orig_params)
-    logits = model(words)
-    nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    trained(subject, use_orig_params)[0]()
 
 
 def logits_after_a_step(rank: Any, *, subject: str, use_orig_params: bool) -> list[Tensor]:
-    """From the same beginning each time."""
-    trained.cache_clear()
-    step(rank, subject=subject, use_orig_params=use_orig_params)
-    model, _, words = trained(subject, use_orig_params)
-    with torch.no_grad():
-        return [model(words)[0, 0]]
+    return [trained(subject, use_orig_params)[1]]
 
 
 def peak_bytes(rank: Any, *, subject: str, use_orig_params: bool) -> int:

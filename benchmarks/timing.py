@@ -9,10 +9,12 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from benchmarks.decision import LIMIT
 
 # The effects of both subjects are compared before they are timed. This finds wrong or missing work, not rounding,
 # which the conformance suite judges: torch's own norm of 10^8 float32 elements is off by almost 1e-3.
@@ -37,23 +39,33 @@ class Workload:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure. A case takes about `budget_s`; for its `least_pairs` up to three times that."""
+    """How much to measure. A case takes about `budget_s`; for its `least_pairs` up to three times that.
+
+    After so many pairs as one of `looks` it is done if its interval is so narrow that a ratio that has stayed the same
+    does not look slower. Each look is another chance of being wrong: each interval is wider for it, so that the one
+    at which a case ends, whichever that is, holds the median as often as if there had been no choice.
+    """
 
     pairs: int = 150
     least_pairs: int = 30
     chunk_s: float = 0.0005
     budget_s: float = 10.0
+    looks: tuple[int, ...] = ()
+
+    @property
+    def confidence(self) -> float:
+        return 1 - 0.05 / (len(self.looks) + 1)
 
 
 FULL = Effort()
-QUICK = Effort(pairs=60, least_pairs=9, budget_s=1.5)
+QUICK = Effort(pairs=60, least_pairs=9, budget_s=1.5, looks=(8, 15, 30))
 HISTORY = Effort(pairs=60, least_pairs=15, budget_s=3.0)
 
 
 @dataclass(frozen=True)
 class Paired:
     ratio: float  # subject ÷ reference, median over the pairs: lower is better
-    low: float  # 95% interval of that median
+    low: float  # 95% interval of that median, over all looks
     high: float
     noise: float  # median absolute deviation of the pairs' ratios, as a share of `ratio`
     subject_s: float
@@ -62,40 +74,52 @@ class Paired:
 
 
 def paired(subject: Workload, reference: Workload, device: str = "cpu", effort: Effort = FULL) -> Paired:
-    """Measure `subject` ÷ `reference`, in chunks of several calls, in the order ABBA so that drift cancels."""
-    _check_same_effect(subject, reference)
+    return by_turns(subject, [reference], device, effort)[0]
+
+
+def by_turns(
+    subject: Workload, references: Sequence[Workload], device: str = "cpu", effort: Effort = FULL
+) -> list[Paired]:
+    """Measure `subject` ÷ each reference, in chunks of several calls, in the order ABBA so that drift cancels."""
+    for reference in references:
+        _check_same_effect(subject, reference)
     stopwatch = CudaStopwatch() if device == "cuda" else HostStopwatch()
+    works = [subject, *references]
+    seconds: list[list[float]] = [[] for _ in works]
     collecting = gc.isenabled()
     gc.disable()
     try:
-        calls_a, calls_b = (
-            _calls_per_chunk(work, stopwatch, effort.chunk_s) for work in (subject, reference)
-        )
+        calls = [_calls_per_chunk(work, stopwatch, effort.chunk_s) for work in works]
+        turn = list(zip(works, calls, seconds, strict=True))
         begun = time.perf_counter()
-        seconds_a: list[float] = []
-        seconds_b: list[float] = []
-        while len(seconds_a) < effort.pairs:
-            a_first = len(seconds_a) % 2 == 0
-            if a_first:
-                seconds_a.append(stopwatch.per_call(subject, calls_a))
-            seconds_b.append(stopwatch.per_call(reference, calls_b))
-            if not a_first:
-                seconds_a.append(stopwatch.per_call(subject, calls_a))
-            spent_s = time.perf_counter() - begun
-            if spent_s > effort.budget_s and len(seconds_a) >= effort.least_pairs:
-                break
-            if spent_s > 3 * effort.budget_s and len(seconds_a) >= FEWEST_PAIRS:
-                break
+        while not _is_enough(seconds, time.perf_counter() - begun, effort):
+            for work, number, taken in turn:
+                taken.append(stopwatch.per_call(work, number))
+            turn.reverse()
     finally:
         if collecting:
             gc.enable()
-    return summary(seconds_a, seconds_b)
+    return _summaries(seconds, effort)
 
 
-def summary(subject_s: list[float], reference_s: list[float]) -> Paired:
+def _is_enough(seconds: list[list[float]], spent_s: float, effort: Effort) -> bool:
+    pairs = len(seconds[0])
+    return (
+        pairs >= effort.pairs
+        or (spent_s > effort.budget_s and pairs >= effort.least_pairs)
+        or (spent_s > 3 * effort.budget_s and pairs >= FEWEST_PAIRS)
+        or (pairs in effort.looks and all(one.high < one.low * LIMIT for one in _summaries(seconds, effort)))
+    )
+
+
+def _summaries(seconds: list[list[float]], effort: Effort) -> list[Paired]:
+    return [summary(seconds[0], of_reference, effort.confidence) for of_reference in seconds[1:]]
+
+
+def summary(subject_s: list[float], reference_s: list[float], confidence: float = 0.95) -> Paired:
     ratios = sorted(a / b for a, b in zip(subject_s, reference_s, strict=True))
     ratio = statistics.median(ratios)
-    low, high = median_interval(ratios)
+    low, high = median_interval(ratios, confidence)
     noise = statistics.median(abs(r - ratio) for r in ratios) / ratio
     return Paired(
         ratio, low, high, noise, statistics.median(subject_s), statistics.median(reference_s), len(ratios)
@@ -153,10 +177,9 @@ class CudaStopwatch:
 
 def _calls_per_chunk(work: Workload, stopwatch: HostStopwatch | CudaStopwatch, chunk_s: float) -> int:
     calls = 1
-    stopwatch.per_call(work, 1)  # first calls build caches and compile
-    if (
-        stopwatch.per_call(work, 1) >= LONG_S
-    ):  # a chunk of its own, and more warming up costs more than it gives
+    if work.effect is None:  # which called it
+        stopwatch.per_call(work, 1)  # first calls build caches and compile
+    if stopwatch.per_call(work, 1) >= LONG_S:  # a chunk of its own, and more calls cost more than they give
         return calls
     stopwatch.per_call(work, 1)
     while (took_s := stopwatch.per_call(work, calls) * calls) < chunk_s and calls < 1 << 16:

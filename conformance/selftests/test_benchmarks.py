@@ -3,12 +3,15 @@
 import argparse
 import math
 import random
+import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import catalogue, comparison, machine
-from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK, SHAPES, training
+from benchmarks import catalogue, comparison, machine, timing
+from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK, SHAPES, some_of, training
+from benchmarks.decision import LIMIT
 from benchmarks.timing import QUICK, Workload, median_interval, paired, summary
 
 catalogue.load_all()
@@ -78,6 +81,33 @@ def test_summary_is_of_pairs_not_of_sums():
     assert (result.ratio, result.noise, result.pairs) == (0.5, 0.0, 5)
 
 
+class Drawn:
+    """A stopwatch by which a call takes what it says."""
+
+    def per_call(self, work, calls):
+        return work.call()
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.05, 0.1, 0.15, 0.3])
+def test_a_case_that_ends_early_is_wrong_no_more_often(monkeypatch, spread):
+    """Its interval misses what is true, and a case that is as it was looks slower, as rarely as after all pairs."""
+    monkeypatch.setattr(timing, "HostStopwatch", Drawn)
+    chance = random.Random(spread)
+    subject, reference = Workload(lambda: 0.7 * chance.lognormvariate(0.0, spread)), Workload(lambda: 1.0)
+    trials = 1_000
+    rates = {}
+    for effort in (QUICK, replace(QUICK, looks=())):
+        found = [paired(subject, reference, "cpu", effort) for _ in range(trials)]
+        missed = sum(not one.low <= 0.7 <= one.high for one in found) / trials
+        alarms = sum(one.ratio > 0.7 * LIMIT for one in found) / trials
+        rates[effort.looks] = missed, alarms, statistics.fmean(one.pairs for one in found)
+    (missed, alarms, pairs), (missed_by_all, alarms_by_all, all_pairs) = rates.values()
+    assert missed < min(missed_by_all + 0.01, 0.05)
+    assert alarms <= alarms_by_all + 0.001
+    assert all_pairs == QUICK.pairs
+    assert pairs < 0.2 * all_pairs or spread > 0.05
+
+
 @pytest.mark.parametrize("wrong", ["value", "missing"])
 def test_what_does_other_work_is_not_timed(wrong):
     def call() -> None: ...
@@ -87,6 +117,14 @@ def test_what_does_other_work_is_not_timed(wrong):
     reference = Workload(call, effect=lambda: [torch.ones(3)])
     with pytest.raises(AssertionError):
         paired(subject, reference, "cpu", QUICK)
+
+
+@pytest.mark.parametrize("size", [1, 4_096, 4_097, 1_000_000])
+def test_some_of_a_tensor_spans_it(size):
+    (found,) = some_of([torch.arange(size).view(1, size)])
+    assert found[-1] == size - 1
+    assert len(found) == size if size <= 4_000 else 2_000 < len(found) <= 4_096
+    assert found[0] < size / 1_000
 
 
 def test_an_effect_leaves_the_gradients_as_they_were():
