@@ -61,9 +61,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first of them")
     parser.add_argument("--twice", action="store_true", help="run each seed again and compare every outcome")
     parser.add_argument("--log", type=Path, default=Path("report/false_positives.jsonl"))
-    parser.add_argument(
-        "tests", nargs="*", default=everything("torch"), help="default: all that judge a subject"
-    )
+    parser.add_argument("tests", nargs="*", default=everything(), help="default: all that judge a subject")
     return parser.parse_args(words)
 
 

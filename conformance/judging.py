@@ -104,7 +104,7 @@ def chosen_tests(what: Sequence[str], subject: str) -> tuple[list[str], list[str
             "python -m conformance.catalogue lists them"
         )
     if not what:
-        return everything(subject), []
+        return everything(), []
     folders = {HERE.joinpath(*found.area.split(".")).parent for found in asked}
     return [*sorted(map(str, folders)), *(str(_ROOT / word) for word in tests)], clauses
 
@@ -113,10 +113,9 @@ def _file_of(test: str) -> Path:
     return _ROOT / test.partition("::")[0]
 
 
-def everything(subject: str) -> list[str]:
-    """What judges any subject, and the kernels of the project's own; not the suite's own tests, which judge none."""
-    kernels = ("kernels",) if heading.CHECKOUT and package_of(subject) in ("impl", "torch") else ()
-    return [str(HERE / name) for name in (*AREAS, *kernels, "test_surface.py") if (HERE / name).exists()]
+def everything() -> list[str]:
+    """What judges any subject; not the suite's own tests, nor those of `impl`'s insides."""
+    return [str(HERE / name) for name in (*AREAS, "test_surface.py") if (HERE / name).exists()]
 
 
 def _command(options: argparse.Namespace, out: Path) -> list[str]:

@@ -30,6 +30,7 @@ from conformance.results import BAD_INPUT, NO_DEVICE, Recorder, WorkerRecorder
 from conformance.rows import all_deviations, all_reference_limits
 
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
+_SELFTESTS = HERE / "selftests"
 _PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink)
 
 
@@ -203,6 +204,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
         return (yield)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The suite's own tests judge no subject: they are collected only where they are named."""
+    named = (Path(config.invocation_params.dir, word.partition("::")[0]) for word in config.args)
+    is_own = collection_path == _SELFTESTS
+    return True if is_own and not any(path.is_relative_to(_SELFTESTS) for path in named) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
     """A test of a clause that is about names which the subject lacks, all of them, ends before it does any work.
@@ -236,11 +244,13 @@ def _is_asked(item: pytest.Item, chosen: str) -> bool:
 
 
 def _concerns(item: pytest.Item, package: str) -> bool:
-    """Whether a test is about the subject: the repository's own parts are not asked about with one from elsewhere."""
+    """Whether a test is about the subject: the repository's own parts are asked about with `impl` alone.
+
+    What trains over a subject, and with libraries over it, does so over torch too, to compare.
+    """
     folder = _folder(item)
-    if folder == "kernels":
-        return package == "impl"
-    return package in ("impl", "torch") or folder in (*AREAS, "test_surface.py")
+    trains = folder in ("clients", "training") and package == "torch"
+    return package == "impl" or trains or folder in (*AREAS, "test_surface.py")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

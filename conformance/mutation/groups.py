@@ -98,7 +98,11 @@ def _modules(package: str) -> tuple[str, ...]:
     if package == ROOT:
         return tuple(sorted(copied()))
     files = (file.relative_to(_folder(package)).with_suffix("") for file in _folder(package).rglob("*.py"))
-    return tuple(sorted(".".join(file.parts) for file in files if file.name != "__init__"))
+    return tuple(
+        sorted(
+            ".".join(file.parts) for file in files if file.name != "__init__" and "tests" not in file.parts
+        )
+    )
 
 
 def file_of(package: str, module: str) -> Path:

@@ -96,7 +96,7 @@ def output_of(code: str, *arguments: str) -> str:
 def modules() -> list[str]:
     has_triton = importlib.util.find_spec("triton") is not None
     paths = [file.relative_to(ROOT).with_suffix("") for file in sorted((ROOT / "impl").rglob("*.py"))]
-    names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
+    names = [".".join(path.parts).removesuffix(".__init__") for path in paths if "tests" not in path.parts]
     return [name for name in names if has_triton or "._triton" not in name]
 
 

@@ -249,6 +249,8 @@ def readings() -> list[Reading]:
     files: dict[str, Path] = {}
     for file in sorted((ROOT / "impl").rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
+        if "tests" in parts:
+            continue
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return [
         read(name, file.read_text(encoding="utf-8"), set(files), file.name == "__init__.py")

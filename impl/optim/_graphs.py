@@ -13,7 +13,7 @@ addresses of its tensors, and each replay runs all of it, for one launch.
 - No memory pool is shared: what is captured here allocates nothing.
 - A graph goes when nothing refers to it; one that runs at that time is freed by CUDA when it is through.
 
-None of this has run on a GPU yet. The second form of it records: `conformance/selftests/recording_graphs.py`.
+None of this has run on a GPU yet. The second form of it records: `impl/optim/tests/recording_graphs.py`.
 """
 
 from __future__ import annotations

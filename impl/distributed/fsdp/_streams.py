@@ -29,7 +29,7 @@ What this rests on:
   end of backward it is that of whoever called backward, which has waited for all that accumulated gradients.
 - Waiting for a collective on a device holds up the current stream and not the host.
 
-The third form of the owner records: `conformance/selftests/recording_streams.py`.
+The third form of the owner records: `impl/distributed/fsdp/tests/recording_streams.py`.
 """
 
 from __future__ import annotations

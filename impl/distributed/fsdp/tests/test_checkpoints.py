@@ -1,0 +1,448 @@
+"""Checkpoints of sharded training in impl: nothing is lost, whoever is killed, and no file has anything run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from conformance.ranks import RankFault, RankPool
+from impl.distributed.fsdp import checkpoint
+from impl.distributed.fsdp.checkpoint import LoadPlanner, Reader, folders
+from impl.distributed.fsdp.tests.checkpoint_cases import Payload, with_payload
+
+CASES = "impl.distributed.fsdp.tests.checkpoint_cases"
+WORLDS = [1, 2, 3, 4]
+# What is saved, over the old one or beside it, and who is killed meanwhile.
+KILLS = [(name, victims) for victims in ((0,), (1,), (0, 1)) for name in ("step-3", "step-5")]
+WRITING = 0.15  # of the time that a save takes, about: from its first file to its renaming
+
+
+def are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return one == other
+
+
+class Saved:
+    """Checkpoints by numbers of ranks, each made when it is first asked for; none may be changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[int, tuple[Path, list[Any]]] = {}
+
+    def by(self, pool: RankPool) -> tuple[Path, list[Any]]:
+        """Where it lies, and what its ranks saw."""
+        number = pool.world_size
+        if number not in self._made:
+            path = self._folder / f"by-{number}" / "step-3"
+            self._made[number] = path, pool.run(f"{CASES}:trained_and_saved", path=path)
+        return self._made[number]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def copied(saved: Saved, ranks: Callable[..., RankPool], tmp_path: Path) -> Path:
+    """One of two ranks that a test may damage."""
+    path, _ = saved.by(ranks(2))
+    return Path(shutil.copytree(path, tmp_path / path.name))
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("number", WORLDS)
+def test_training_resumed_is_training_not_interrupted(
+    ranks: Callable[..., RankPool], saved: Saved, number: int
+) -> None:
+    """With parameters of their own, too, where flat ones were saved."""
+    pool = ranks(number)
+    path, ends = saved.by(pool)
+    again = pool.run(f"{CASES}:resumed", paths=[path], use_orig_params=True)
+    for (saved_state, wanted, _), [(loaded, got)] in zip(ends, again, strict=True):
+        assert are_same(loaded, saved_state)
+        assert are_same(got, wanted)
+        assert not are_same(saved_state, wanted)
+
+
+def test_parameters_of_their_own_are_resumed_as_flat_ones(
+    ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    pool, path = ranks(3), tmp_path / "runs" / "step-3"
+    ends = pool.run(f"{CASES}:trained_and_saved", path=path, use_orig_params=True)
+    again = pool.run(f"{CASES}:resumed", paths=[path])
+    for (saved_state, wanted, _), [(loaded, got)] in zip(ends, again, strict=True):
+        assert are_same(loaded, saved_state)
+        assert are_same(got, wanted)
+
+
+@pytest.mark.parametrize("number", WORLDS)
+def test_another_number_of_ranks_loads_the_same(
+    ranks: Callable[..., RankPool], saved: Saved, number: int
+) -> None:
+    others = [saved.by(ranks(other)) for other in WORLDS if other != number]
+    for seen in ranks(number).run(f"{CASES}:resumed", paths=[path for path, _ in others]):
+        for (loaded, _), (_, ends) in zip(seen, others, strict=True):
+            assert are_same(loaded, ends[0][0])
+
+
+def test_states_of_any_name_and_numbers_of_numpy(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    for wanted, got, kind in ranks(2).run(f"{CASES}:kept_otherwise", path=tmp_path / "step-1"):
+        assert are_same(got, wanted)
+        assert kind == "float"
+
+
+# By what is given to be saved, a part of what every rank says of it.
+UNREADABLE = {
+    "an error": "KeyError: 'injected'",
+    "an object": "others.mine cannot be loaded again: it holds pathlib.PosixPath",
+    "a function": "others.mine cannot be loaded again: it holds",
+    "a group": "optimizer.param_groups cannot be loaded again: it holds pathlib.PosixPath",
+    "a number for a name": "optimizer.state has the key 0, which is no string",
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_could_not_be_loaded_is_not_saved(
+    ranks: Callable[..., RankPool], tmp_path: Path, what: str
+) -> None:
+    for text in ranks(2).run(f"{CASES}:refused_to_save", path=tmp_path / "step-1", what=what):
+        assert UNREADABLE[what] in str(text)
+    assert not list(tmp_path.iterdir())
+
+
+# Being killed
+
+
+@dataclass
+class Generations:
+    """Two states of one run, the first of them saved, and how long that took."""
+
+    path: Path
+    old: Any
+    new: Any
+    took_s: float
+
+    def name_of(self, state: Any) -> str:
+        both = {"old": self.old, "new": self.new}
+        return next((name for name, one in both.items() if are_same(one, state)), "neither")
+
+
+@pytest.fixture
+def generations(
+    saved: Saved, ranks: Callable[..., RankPool], tmp_path_factory: pytest.TempPathFactory
+) -> Generations:
+    pool, whole = ranks(2), tmp_path_factory.mktemp("whole") / "step-5"
+    path, ends = saved.by(pool)
+    old, _, took_s = ends[0]
+    pool.run(f"{CASES}:killed_while_saving", path=path, over=whole, victims=(), after_s=0.0)
+    return Generations(path, old, pool.run(f"{CASES}:latest_loaded", folder=whole.parent)[0], took_s)
+
+
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize(
+    ("kills", "once_written"),
+    [
+        pytest.param(KILLS, False, id="each once"),
+        pytest.param(KILLS, True, id="each once written", marks=pytest.mark.profile("full")),
+        pytest.param(9 * KILLS, False, id="each nine times", marks=pytest.mark.profile("deep")),
+        pytest.param(9 * KILLS, True, id="each nine times written", marks=pytest.mark.profile("deep")),
+    ],
+)
+def test_the_last_complete_one_always_loads(
+    generations: Generations,
+    ranks: Callable[..., RankPool],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    kills: Sequence[tuple[str, tuple[int, ...]]],
+    once_written: bool,
+) -> None:
+    """Over an older one and beside it, whatever part of the time has passed that a save takes, or its writing."""
+    within_s = generations.took_s * (WRITING if once_written else 1.0)
+    for number, (name, victims) in enumerate(kills):
+        folder = tmp_path / str(number)
+        shutil.copytree(generations.path, folder / "step-3")
+        kill_while_saving(folder, name, victims, within_s * (number + 0.5) / len(kills), once_written)
+        record_property("left by a kill", " ".join(left_in(folder)))
+        found = ranks(2).run(f"{CASES}:latest_loaded", folder=folder)
+        assert {generations.name_of(state) for state in found} < {"old", "new"}, found
+
+
+def left_in(folder: Path) -> list[str]:
+    """Folders, each with the number of its files: what is being written has none before its first write."""
+    return sorted(f"{entry.name}:{len(list(entry.iterdir()))}" for entry in folder.iterdir())
+
+
+def kill_while_saving(
+    folder: Path, name: str, victims: tuple[int, ...], after_s: float, once_written: bool
+) -> None:
+    arguments: dict[str, Any] = {
+        "path": folder / "step-3",
+        "over": folder / name,
+        "victims": victims,
+        "after_s": after_s,
+        "once_written": once_written,
+    }
+    with RankPool(2, grace_s=0.5) as pool, pytest.raises(RankFault):
+        pool.run(f"{CASES}:killed_while_saving", **arguments)
+
+
+# What is refused
+
+# By what is done to a checkpoint, a part of what every rank says of it.
+SAID = {
+    "cut off": "is cut off or damaged",
+    "a bit": "is damaged",
+    "a file lost": "No such file or directory",
+    "metadata cut off": ".metadata is cut off or damaged",
+    "no metadata": "holds a dict, no metadata of a checkpoint",
+    "another model": "model.0.weight was saved with the shape torch.Size([5, 7])",
+    "a name lost": "lacks ['model.0.weight']",
+}
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("damage", SAID)
+def test_what_cannot_be_loaded_changes_nothing(
+    ranks: Callable[..., RankPool], copied: Path, damage: str, number: int
+) -> None:
+    width = 6 if damage == "another model" else 5
+    do_damage(copied, damage)
+    seen = ranks(number).run(f"{CASES}:refused", path=copied, width=width)
+    for text, before, after in seen:
+        assert text is not None
+        assert are_same(before, after)
+    if damage == "another model":
+        assert all(
+            "model.0.weight was saved with the shape torch.Size([5, 7])" in text for text, _, _ in seen
+        )
+    if damage == "a name lost":
+        assert all("lacks ['model.0.weight']" in text for text, _, _ in seen)
+
+
+def do_damage(folder: Path, damage: str) -> None:
+    file, metadata = folder / "__0_0.distcp", folder / ".metadata"
+    data = file.read_bytes()
+    match damage:
+        case "cut off":
+            file.write_bytes(data[: len(data) * 2 // 3])
+        case "a bit":
+            places = pickle.loads(metadata.read_bytes()).storage_data
+            place = next(info for index, info in places.items() if index.fqn == "model.0.weight")
+            file = folder / place.relative_path
+            data = file.read_bytes()
+            middle = place.offset + first_element_in(data[place.offset : place.offset + place.length])
+            file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+        case "a file lost":
+            file.unlink()
+        case "metadata cut off":
+            metadata.write_bytes(metadata.read_bytes()[:-20])
+        case "no metadata":
+            metadata.write_bytes(pickle.dumps({"not": "metadata"}))
+        case "a name lost":
+            said = pickle.loads(metadata.read_bytes())
+            del said.state_dict_metadata["model.0.weight"]
+            metadata.write_bytes(pickle.dumps(said))
+
+
+def first_element_in(saved: bytes) -> int:
+    """Where it lies in what `torch.save` has made of a tensor."""
+    with zipfile.ZipFile(io.BytesIO(saved)) as written:
+        header = next(info for info in written.infolist() if info.filename.endswith("data/0")).header_offset
+    name, extra = struct.unpack_from("<HH", saved, header + 26)
+    return header + 30 + name + extra
+
+
+def written(path: Path, said: str) -> Path:
+    """A folder that is complete, as `commit` takes it."""
+    folder = folders.begin(path)
+    (folder / ".metadata").write_text(said)
+    return folder
+
+
+def has(path: Path) -> str:
+    return (folders.standing(path) / ".metadata").read_text()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_is_followed(tmp_path: Path, is_there: bool) -> None:
+    """To a checkpoint, or to where one shall lie: it stays a link, also when whoever renames is killed."""
+    link, aim = tmp_path / "newest", tmp_path / "disk" / "step-1"
+    link.symlink_to(aim)
+    if is_there:
+        folders.commit(written(aim, "old"), aim)
+    for said in ("new", "newer"):
+        folders.commit(written(link, said), link)
+        assert has(link) == has(aim) == said
+    assert link.is_symlink()
+    assert [entry.name for entry in aim.parent.iterdir()] == ["step-1"]
+    aim.rename(aim.with_name(f".step-1.{'0' * 32}.replaced"))
+    assert has(link) == "newer"
+    assert checkpoint.latest(tmp_path) == link
+
+
+def test_what_stood_there_stands_again_if_it_cannot_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step-1"
+    folders.commit(written(path, "old"), path)
+    folder, rename = written(path, "new"), Path.rename
+
+    def refuses(self: Path, target: Path) -> Path:
+        if self == folder:
+            raise OSError("injected")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuses)
+    with pytest.raises(OSError, match="injected"):
+        folders.commit(folder, path)
+    assert path.is_dir()
+    assert has(path) == "old"
+
+
+def test_what_cannot_be_removed_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save has succeeded; what is left of the old one is no checkpoint, and the next save removes it."""
+    path, remove = tmp_path / "step-1", shutil.rmtree
+
+    def fails(folder: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError("injected")
+
+    folders.commit(written(path, "old"), path)
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    folders.commit(written(path, "new"), path)
+    assert has(path) == "new"
+    folders.commit(written(path, "newer"), path)
+    path.rename(tmp_path / "moved")
+    assert checkpoint.latest(tmp_path) == tmp_path / "moved"
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    folders.commit(written(path, "again"), path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["moved", "step-1"]
+
+
+def test_folders_that_may_not_be_read_are_no_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lost+found is none, in which all may find theirs who made a disk their own."""
+    (tmp_path / "lost+found-7").mkdir()
+    folders.commit(written(tmp_path / "step-1", "one"), tmp_path / "step-1")
+    stat = os.stat
+
+    def forbids(path: Any, **kwargs: Any) -> os.stat_result:
+        if "lost+found-7/" in str(path):
+            raise PermissionError(path)
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr(os, "stat", forbids)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
+
+
+def test_nothing_else_is_written_over(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("one")
+    with pytest.raises(Exception, match="is no checkpoint"):
+        ranks(2).run(f"{CASES}:trained_and_saved", path=tmp_path / "thesis")
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["thesis", "chapter"]
+
+
+# What is not run
+
+
+def test_metadata_that_carries_a_payload(
+    ranks: Callable[..., RankPool], copied: Path, tmp_path: Path
+) -> None:
+    metadata, witness = copied / ".metadata", tmp_path / "witness"
+    metadata.write_bytes(with_payload(metadata.read_bytes(), witness))
+    for text, before, after in ranks(2).run(f"{CASES}:refused", path=copied):
+        assert "of which no checkpoint is made; nothing was run" in text
+        assert are_same(before, after)
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.system"):
+        Reader(copied).read_metadata()
+    assert not witness.exists()
+    dcp.FileSystemReader(copied).read_metadata()
+    assert witness.exists(), "torch's own reader runs it no more: the documentation says it does"
+
+
+def test_values_that_carry_a_payload(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    path = tmp_path / "one"
+    dcp.save({"value": Payload(witness), "tensor": torch.ones(2)}, checkpoint_id=path, no_dist=True)
+    given: dict[str, Any] = {"value": 0, "tensor": torch.zeros(2)}
+    with pytest.raises(dcp.CheckpointException, match="Weights only load failed"):
+        dcp.load(given, storage_reader=Reader(path), planner=LoadPlanner(), no_dist=True)
+    assert not witness.exists()
+    dcp.load(given, checkpoint_id=path, no_dist=True)
+    assert witness.exists(), "torch's own load runs it no more: the documentation says it does"
+
+
+def test_plain_checkpoints_are_read(tmp_path: Path) -> None:
+    saved = {"value": {"list": [1, 2.5, "three"]}, "tensor": torch.arange(6, dtype=torch.bfloat16).view(2, 3)}
+    dcp.save(saved, checkpoint_id=tmp_path / "one", no_dist=True)
+    given: dict[str, Any] = {"value": {"list": None}, "tensor": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    dcp.load(given, storage_reader=Reader(tmp_path / "one"), planner=LoadPlanner(), no_dist=True)
+    assert are_same(given, saved)
+
+
+@pytest.mark.parametrize("place", ["../outside", "/etc/hostname"])
+def test_places_outside_the_folder(copied: Path, place: str) -> None:
+    metadata = copied / ".metadata"
+    said = pickle.loads(metadata.read_bytes())
+    next(iter(said.storage_data.values())).relative_path = place
+    metadata.write_bytes(pickle.dumps(said))
+    with pytest.raises(ValueError, match="outside the checkpoint"):
+        Reader(copied).read_metadata()
+
+
+# torch's own helpers
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_torchs_helpers_know_the_class_that_is_dropped_in(
+    ranks: Callable[..., RankPool], use_orig_params: bool
+) -> None:
+    given = {"use_orig_params": use_orig_params}
+    wanted = ranks(2).run(f"{CASES}:taken_by_torch", how="torch", **given)
+    assert are_same(ranks(2).run(f"{CASES}:taken_by_torch", how="dropped in", **given), wanted)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_torchs_helpers_write_nothing_wrong_of_a_class_that_they_do_not_know(use_orig_params: bool) -> None:
+    with RankPool(2) as pool, pytest.raises(RankFault, match=r"call impl\.drop_in\.install\(\) before"):
+        pool.run(f"{CASES}:taken_by_torch", how="impl", use_orig_params=use_orig_params)
+
+
+# Which is the latest
+
+
+def test_latest_goes_by_number(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    for name in ("step-10", "step-9", "last", "step-11"):
+        (tmp_path / name).mkdir()
+        if name != "step-11":  # which is incomplete
+            (tmp_path / name / ".metadata").write_bytes(b"")
+    hidden = "0" * 32
+    (tmp_path / f".step-12.{hidden}.writing").mkdir()
+    (tmp_path / f".step-12.{hidden}.writing" / ".metadata").write_bytes(b"")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
+    (tmp_path / "step-10").rename(tmp_path / f".step-10.{hidden}.replaced")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-10"

@@ -1,0 +1,108 @@
+"""What sharded training of impl does after something raised: nothing of it may show later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from impl.distributed.fsdp._phase import Phase
+from impl.distributed.fsdp.tests.streamed import PLAIN, call, loss_of, model_of, world_of
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("raised in backward")
+
+
+def seeded_model() -> Any:
+    torch.manual_seed(0)
+    return model_of()
+
+
+def gradients_of_a_step(model: nn.Module) -> list[Tensor]:
+    loss_of(call(model, PLAIN, PLAIN.batch(0, 0))).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def raise_in_backward(model: Any) -> None:
+    hook = model.body.parts[0].register_forward_hook(lambda module, args, output: Raising.apply(output))
+    loss = loss_of(call(model, PLAIN, PLAIN.batch(0, 0)))
+    hook.remove()
+    with pytest.raises(ValueError, match="raised in backward"):
+        loss.backward()
+
+
+def test_the_step_after_a_backward_that_raised() -> None:
+    with world_of(1):  # where nothing is made up: the collectives of a fake group move nothing
+        wanted = gradients_of_a_step(seeded_model())
+    with world_of(1):
+        model = seeded_model()
+        raise_in_backward(model)
+        for parameter in model.parameters():
+            parameter.grad = None
+        got = gradients_of_a_step(model)
+    assert len(got) == len(wanted) > 0
+    torch.testing.assert_close(got, wanted)
+
+
+def test_a_forward_of_what_the_first_rank_alone_is_shown_is_refused() -> None:
+    """Other ranks would have to send what they are not asked for; torch waits for them."""
+    with world_of(4):
+        model = seeded_model()
+        with (
+            type(model).summon_full_params(model, writeback=False, rank0_only=True),
+            pytest.raises(RuntimeError, match="rank0_only=True"),
+        ):
+            call(model, PLAIN, PLAIN.batch(0, 0))
+        call(model, PLAIN, PLAIN.batch(0, 0))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_backward_that_raised_inside_summon_full_params_changes_no_weight(use_orig_params: bool) -> None:
+    """What the forward computed with is in a lower precision, and is not what is written back."""
+
+    def whole_of(model: Any) -> list[Tensor]:
+        with type(model).summon_full_params(model, writeback=False):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    with world_of(1):
+        torch.manual_seed(0)
+        model = model_of(
+            arguments={"use_orig_params": use_orig_params}, mixed_precision={"param_dtype": torch.bfloat16}
+        )
+        before = whole_of(model)
+        with type(model).summon_full_params(model):
+            raise_in_backward(model)
+        torch.testing.assert_close(whole_of(model), before, rtol=0, atol=0)
+        loss_of(call(model, PLAIN, PLAIN.batch(0, 0))).backward()
+
+
+def test_gradients_from_before_a_backward_that_raised_are_kept() -> None:
+    with world_of(4):
+        model = seeded_model()
+        before = gradients_of_a_step(model)
+        raise_in_backward(model)
+        assert model.training_state.name == "IDLE"
+        kept = [p.grad for p in model.parameters()]
+    assert len(kept) == len(before) > 0
+    assert all(grad is not None for grad in kept)
+
+
+def test_an_inner_module_is_called_after_a_backward_that_raised() -> None:
+    with world_of(1):
+        model = seeded_model()
+        x = torch.ones(2, model.head.in_features)
+        wanted = model.head(x).detach()
+        raise_in_backward(model)
+        with torch.no_grad():
+            got = model.head(x)
+        assert model._unit.phase is Phase.IDLE, "what is in the middle of a backward gathers nothing"
+    torch.testing.assert_close(got, wanted)

@@ -1,0 +1,28 @@
+"""Parameters of impl's sharded models that others have replaced: who takes their norms knows which ranks share them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from impl.distributed.fsdp import FullyShardedDataParallel
+from impl.distributed.fsdp._flat_param import FlatParameter
+from impl.distributed.fsdp.tests.streamed import world_of
+from impl.optim._shards import shard_group
+
+
+def test_a_flat_parameter_that_comes_back_from_the_meta_device() -> None:
+    with world_of(4):
+        model = FullyShardedDataParallel(nn.Linear(8, 4))
+        model.to("meta").to_empty(device="cpu")
+        [parameter] = model.parameters()
+        assert isinstance(parameter, FlatParameter)
+        assert parameter._fqns == ("weight", "bias")
+        assert shard_group(parameter) is model.process_group
+
+
+def test_an_original_parameter_in_whose_place_another_was_put() -> None:
+    with world_of(4):
+        model = FullyShardedDataParallel(nn.Linear(8, 4), use_orig_params=True)
+        model.module.weight = nn.Parameter(model.module.weight.detach().clone())
+        model(model.module.weight.new_ones(2, 8))
+        assert shard_group(model.module.weight) is model.process_group

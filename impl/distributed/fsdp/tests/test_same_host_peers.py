@@ -1,0 +1,73 @@
+"""Ranks of one host read one another's memory, where all can."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from conformance.judgement import unavailable
+from conformance.ranks import RankFault, RankPool
+from impl.distributed.fsdp import _same_host_peers
+from impl.distributed.fsdp.tests import same_host_peers_cases
+from impl.distributed.fsdp.tests.same_host_peers_cases import given_by
+
+pytestmark = [
+    pytest.mark.deadline(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has process_vm_readv"),
+]
+CASES = same_host_peers_cases.__name__
+KEPT_APART = "this machine keeps processes from reading one another's memory"
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("chunks", "beyond"), [(1, -1), (3, 1)])
+@pytest.mark.parametrize("more_ranks", [2, 3])
+def test_what_is_read_is_what_is_there(
+    ranks: Callable[..., RankPool], more_ranks: int, chunks: int, beyond: int, dtype: torch.dtype
+) -> None:
+    shard_numel = chunks * _same_host_peers._CHUNK_BYTES // dtype.itemsize + beyond
+    seen = ranks(more_ranks).run(f"{CASES}:exchange", shard_numel=shard_numel, dtype=dtype)
+    if seen == [None] * more_ranks:
+        unavailable(KEPT_APART)
+    whole = torch.cat([given_by(rank, shard_numel, dtype) for rank in range(more_ranks)])
+    total = torch.stack([given_by(rank, more_ranks * shard_numel, dtype) for rank in range(more_ranks)]).sum(
+        0
+    )
+    for (got, shard), wanted in zip(seen, total.split(shard_numel), strict=True):
+        assert torch.equal(got, whole)
+        assert torch.equal(shard, wanted)
+
+
+@pytest.mark.parametrize("blind", [0, 2])
+def test_where_one_cannot_read_none_does(ranks: Callable[..., RankPool], blind: int) -> None:
+    assert ranks(3).run(f"{CASES}:meet_one_that_cannot_read", blind=blind) == [False] * 3
+
+
+def test_unequal_sizes_are_refused_before_anything_is_read(ranks: Callable[..., RankPool]) -> None:
+    told = ranks(2).run(f"{CASES}:offer_unequal_sizes")
+    if told == [None, None]:
+        unavailable(KEPT_APART)
+    assert told == [
+        f"rank {1 - rank} of the group offers {4 * (6 - rank)} bytes, this one {4 * (5 + rank)}"
+        for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_one_that_is_lost_before_it_is_read_is_named_with_what_was_gathered(victim: int) -> None:
+    """The first rank serves the store."""
+    with RankPool(3, grace_s=20.0) as pool:
+        try:
+            pool.run(f"{CASES}:lose_one_whose_memory_is_read", victim=victim)
+        except RankFault as fault:
+            told = {failure.rank: failure.text for failure in fault.scene.failures if failure.rank != victim}
+        else:
+            unavailable(KEPT_APART)
+    assert len(told) == 2, told
+    for text in told.values():
+        assert re.search(rf"gathered 'a' in vain; .*ranks? (\d, )*{victim}\b", text), text

@@ -1,0 +1,173 @@
+"""What impl.distributed.fsdp issues to a device's streams is held together by waits, and each of these is needed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.happens_before import HOST, Operation, hazards
+from conformance.distributed.fsdp.judging import share_of_examples
+from conformance.distributed.fsdp.test_scale import world_of
+from conformance.strategies.sharding import trainings
+from impl.distributed.fsdp.tests.recording_streams import RecordingStreams
+from impl.distributed.fsdp.tests.streamed import (
+    FROZEN,
+    OTHERS,
+    PLAIN,
+    RANK,
+    RECOMPUTED,
+    TWICE,
+    Faulty,
+    Offloads,
+    Program,
+    Trains,
+    change,
+    faulty,
+    log_of,
+    skipping_model,
+)
+
+pytestmark = [
+    pytest.mark.deadline(300),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
+FULL = pytest.mark.profile("full")
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "keep_low_precision_grads": True}
+
+
+def setup(strategy: str, prefetch: str | None, *flags: str, **rest: Any) -> Setup:
+    ranks = {"ranks": "meshes", "shards": 2} if "HYBRID" in strategy else {}
+    arguments = {"limit_all_gathers": "limit_all_gathers" in flags} | dict.fromkeys(flags, True)
+    return Setup(strategy, wrap="leaves", backward_prefetch=prefetch, arguments=arguments, **ranks, **rest)
+
+
+TRAININGS = [
+    Trains(built, tree)
+    for strategy in STRATEGIES
+    for built, tree in (
+        (setup(strategy, "BACKWARD_PRE", "limit_all_gathers", "forward_prefetch"), PLAIN),
+        (setup(strategy, "BACKWARD_PRE", "use_orig_params", mixed_precision=MIXED), FROZEN),
+        (setup(strategy, "BACKWARD_POST", "limit_all_gathers", "use_orig_params"), RECOMPUTED),
+        (setup(strategy, None, "forward_prefetch", mixed_precision=MIXED), RECOMPUTED),
+        (setup(strategy, None, "limit_all_gathers"), TWICE),
+    )
+]
+BUILT = len(TRAININGS) // len(STRATEGIES)  # of each strategy
+OFFLOADING = [Offloads(strategy) for strategy in STRATEGIES[:3]]
+
+
+def recorded(program: Program, streams: RecordingStreams) -> list[str]:
+    """The hazards of a program; of one that offloads, with the host's own optimizer."""
+    with streams.steps_on_host() if isinstance(program, Offloads) else nullcontext():
+        return hazards(log_of(program, streams))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *TRAININGS[:BUILT],
+        *(pytest.param(training, marks=FULL) for training in TRAININGS[BUILT:]),
+        *OFFLOADING,
+        *OTHERS,
+    ],
+    ids=lambda program: getattr(program, "__name__", str(program)),
+)
+def test_waits_hold_all_that_is_issued_together(program: Program) -> None:
+    streams = RecordingStreams()
+    assert recorded(program, streams) == []
+    assert {entry.lane for entry in streams.log if isinstance(entry, Operation)} > {"compute"}
+
+
+# Who is held up, and what asks for it; each wait of the runtime that keeps memory from being read or written too early.
+WAITS = (
+    ("gather", "_begin_iteration"),
+    ("gather", "begin_backward"),
+    ("gather", "gather"),
+    ("gather", "summoned"),
+    ("gather", "_free"),
+    ("compute", "unshard"),
+    ("compute", "reshard"),
+    ("compute", "begin"),
+    ("compute", "keep_until_reduced"),
+    ("compute", "end_backward"),
+    ("reduce", "_reduce_gradients"),
+    (HOST, "end_backward"),
+)
+# The host is held up for the sake of memory alone: no more than so many units are unsharded.
+BOUNDS_MEMORY = {(HOST, "admit")}
+RECORDS = (
+    ("gather", "gather"),
+    ("compute", "_reduce_gradients"),
+    ("reduce", "end_backward"),
+    ("compute", "note_resharded"),
+)
+FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
+    "gradients that are reduced are not kept": ("keep_until_reduced", lambda self, buffer: None),
+    "resharded units are freed at once": ("note_resharded", lambda self, unit: unit.free()),
+    "gathers wait for nothing": ("admit", lambda self, unit: None),
+}
+# Few that together ask for every wait.
+TELLING: list[Program] = [*TRAININGS[2:5], OFFLOADING[0], *OTHERS]
+
+
+def is_seen(make: Callable[[], RecordingStreams]) -> bool:
+    return any(recorded(program, make()) for program in TELLING)
+
+
+def test_the_list_of_waits_is_complete() -> None:
+    asked = set[tuple[str, str]]()
+    for program in TELLING:
+        recorded(program, streams := Faulty())
+        asked |= streams.asked
+    assert asked == {*WAITS, *BOUNDS_MEMORY}
+
+
+@FULL
+@pytest.mark.parametrize("wait", WAITS, ids="-".join)
+def test_a_wait_that_is_dropped_is_seen(wait: tuple[str, str]) -> None:
+    assert is_seen(functools.partial(Faulty, drops=wait))
+
+
+@FULL
+@pytest.mark.parametrize("record", RECORDS, ids="-".join)
+def test_an_event_that_is_recorded_too_early_is_seen(record: tuple[str, str]) -> None:
+    assert is_seen(functools.partial(Faulty, early=record))
+
+
+@FULL
+@pytest.mark.parametrize("fault", FAULTS)
+def test_memory_that_is_let_go_too_early_is_seen(fault: str) -> None:
+    with faulty(*FAULTS[fault]):
+        assert is_seen(RecordingStreams)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_what_was_gathered_ahead_in_vain_is_gathered_anew_after_a_change(strategy: str) -> None:
+    with world_of(RANK.world_size), torch.no_grad():
+        model, x = skipping_model(strategy), torch.ones(2, 4)
+        for count in (3, 1):
+            model(x, count)
+        change(model)
+        seen = model(x, 3)
+        fresh = skipping_model(strategy)
+        change(fresh)
+        assert torch.equal(seen, fresh(x, 3))
+
+
+@FULL
+@share_of_examples(0.3)
+@given(data=st.data(), strategy=st.sampled_from(STRATEGIES))
+def test_waits_hold_any_training_together(data: st.DataObject, strategy: str) -> None:
+    ranks = {"ranks": ("meshes",), "shards": 2} if "HYBRID" in strategy else {}
+    training = data.draw(trainings(strategy=strategy, **ranks))
+    assert recorded(Trains(training.setup, training.tree, training.steps), RecordingStreams()) == []

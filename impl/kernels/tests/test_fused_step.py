@@ -1,0 +1,197 @@
+"""The kernels that update: against torch's fused operators in float64, within the roundings of their own arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from impl import kernels
+from impl.kernels import AdagradRule, AdamRule, Rule, SGDRule
+from impl.kernels._table import CHUNK
+from impl.kernels.tests.interpreter import the_interpreter
+from impl.kernels.tests.native import the_library
+from impl.kernels.tests.update_bounds import update
+from impl.kernels.tests.updates import Described, Lists, Place, lists_of, updated
+
+_NARROW = (torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, *_NARROW)
+_EDGES = (0, 1, 5, 1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1)
+few = settings(max_examples=15, deadline=None)
+many = settings(max_examples=25, deadline=None)
+
+rates = st.sampled_from([1e-3, 0.125, torch.tensor(0.01), torch.tensor(1e-4, dtype=torch.float64)])
+decays = st.sampled_from([0.0, 0.1])
+bools = st.booleans()
+rules = st.one_of(
+    st.builds(
+        AdamRule, rates, st.sampled_from([0.0, 0.9]), st.sampled_from([0.0, 0.999]), st.sampled_from([1e-8, 1e-3]),
+        decays, bools, bools, bools,
+    ),
+    st.builds(
+        SGDRule, rates, st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.25]), decays, bools, bools, bools
+    ),
+    st.builds(AdagradRule, rates, st.sampled_from([0.0, 0.5]), st.sampled_from([1e-10, 1e-3]), decays, bools),
+)  # fmt: skip
+
+
+@st.composite
+def described(draw: st.DrawFn) -> Described:
+    rule = draw(rules)
+    places = st.builds(
+        Place, st.sampled_from(_EDGES), st.sampled_from(["contiguous", "contiguous", "misaligned", "transposed"]),
+        st.sampled_from(["alike", "alike", "contiguous", "misaligned"]), st.sampled_from([*_DTYPES, torch.float64]),
+        st.integers(0, 99),
+    )  # fmt: skip
+    return Described(
+        rule, states_of(rule), draw(st.sampled_from(_DTYPES)), draw(st.sampled_from([None, *_NARROW])),
+        draw(st.lists(places, min_size=1, max_size=4)), 0.0 if isinstance(rule, SGDRule) else
+        draw(st.sampled_from([1.0, 2.0, 1000.0, 1e6])), draw(st.sampled_from([1.0, 2.0**-10, 0.37])),
+        draw(st.sampled_from([None, 0.0])),
+    )  # fmt: skip
+
+
+def states_of(rule: Rule) -> int:
+    match rule:
+        case AdamRule():
+            return 3 if rule.amsgrad else 2
+        case SGDRule():
+            return 1 if rule.momentum else 0
+        case _:
+            return 1
+
+
+def one(rule: Rule, **changed: object) -> Described:
+    """A float32 parameter longer than a chunk, a short one; gradients in float32."""
+    places = [Place(numel, "contiguous", "alike", torch.float32, numel) for numel in (CHUNK + 5, 7)]
+    counts = 0.0 if isinstance(rule, SGDRule) else 3.0
+    return Described(rule, states_of(rule), torch.float32, None, places, counts, 0.25, None)._replace(
+        **changed
+    )
+
+
+ADAM = AdamRule(0.01, 0.9, 0.999, 1e-3, 0.1, amsgrad=True, maximize=False, decoupled=True)
+EACH = [
+    ADAM,
+    SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=False),
+    AdagradRule(0.01, 0.5, 1e-3, 0.1, maximize=False),
+]
+# With what the ones above have not.
+OTHERS = [
+    AdamRule(0.01, 0.9, 0.999, 1e-3, 0.1, amsgrad=False, maximize=True, decoupled=False),
+    SGDRule(0.01, 0.5, 0.25, 0.0, nesterov=True, maximize=True, is_first_step=False),
+    SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=True),
+    SGDRule(0.01, 0.0, 0.0, 0.1, nesterov=False, maximize=False, is_first_step=False),
+    AdagradRule(0.01, 0.5, 1e-3, 0.0, maximize=True),
+]
+each_route = pytest.mark.parametrize("route", ["triton", "native"])
+each_rule = pytest.mark.parametrize("rule", EACH, ids=lambda rule: type(rule).__name__)
+
+
+def by(route: str, what: Described) -> Lists:
+    if route == "triton":
+        return the_interpreter().call(updated, route, what)
+    the_library()
+    return updated(route, what)
+
+
+def in_f64(what: Described) -> Lists:
+    """By torch's operators, without a rounding that counts."""
+    before, _ = lists_of(what)
+    # Which walk the memory of tensors that are laid out alike.
+    params, grads, *wide = (
+        [tensor.double().contiguous() for tensor in some]
+        for some in (before.params, before.grads, *before.states)
+    )
+    factor = torch.tensor(what.factor).double()
+    rule = replace(what.rule, lr=float(what.rule.lr))
+    rule.apply_(params, [grad * factor for grad in grads], wide, before.steps)
+    return Lists(params, before.grads, wide, before.copies, before.steps)
+
+
+def assert_within_roundings(route: str, what: Described) -> None:
+    before, _ = lists_of(what)
+    wanted, got = in_f64(what), by(route, what)
+    assert got.outside, "memory beside a tensor was written"
+    assert all(map(torch.equal, got.grads, before.grads)), "gradients were written"
+    assert all(map(torch.equal, got.steps, before.steps)), "counters were written"
+    for place in range(len(what.places)):
+        old = [before.params[place], *(state[place] for state in before.states)]
+        bounds = update(
+            what.rule, old[0], before.grads[place], old[1:], what.step, float(torch.tensor(what.factor))
+        )
+        new, right = (
+            [some.params[place], *(state[place] for state in some.states)] for some in (got, wanted)
+        )
+        for number, (bound, ours, torchs) in enumerate(zip(bounds, new, right, strict=True)):
+            excess = (ours.double() - torchs).abs() - bound.stored(what.dtype).error
+            assert not ours.isnan().any()
+            assert (excess <= 0).all(), (place, number, float(excess.max()))
+
+
+@few
+@given(described())
+def test_triton_updates_are_right_but_for_the_roundings(what: Described) -> None:
+    assert_within_roundings("triton", what)
+
+
+@many
+@given(described(), st.sampled_from(_DTYPES))
+def test_native_updates_are_right_but_for_the_roundings(what: Described, dtype: torch.dtype) -> None:
+    """Of gradients in one dtype, on the CPU, where it is known that a step is taken."""
+    places = [place._replace(grad_dtype=dtype) for place in what.places]
+    assert_within_roundings("native", what._replace(places=places, found_inf=None))
+
+
+@each_route
+@each_rule
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_every_rule_in_every_dtype(route: str, rule: Rule, dtype: torch.dtype) -> None:
+    assert_within_roundings(route, one(rule, dtype=dtype))
+
+
+@each_route
+@pytest.mark.parametrize("rule", OTHERS, ids=lambda rule: type(rule).__name__)
+def test_other_settings(route: str, rule: Rule) -> None:
+    """In places of two kinds of gradients, which take a launch each."""
+    what = one(rule)
+    mixed = [place._replace(grad_dtype=torch.bfloat16) for place in what.places]
+    assert_within_roundings(
+        route, what if route == "native" else what._replace(places=[*what.places, *mixed])
+    )
+
+
+@each_route
+@each_rule
+@pytest.mark.parametrize("dtype", _NARROW, ids=str)
+def test_copies_are_the_new_parameters_rounded_once(route: str, rule: Rule, dtype: torch.dtype) -> None:
+    got = by(route, one(rule, copies=dtype))
+    assert [copy.dtype for copy in got.copies] == [dtype, dtype]
+    assert all(torch.equal(copy, param.to(dtype)) for copy, param in zip(got.copies, got.params, strict=True))
+
+
+@each_rule
+def test_nothing_is_done_where_the_flag_is_set(rule: Rule) -> None:
+    what = one(rule, found_inf=1.0, copies=torch.bfloat16)
+    before, _ = lists_of(what)
+    got = by("triton", what)
+    for old, new in zip(every(before), every(got), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("route", ["plain", "cached"])
+def test_gradients_in_another_order_of_memory(route: str) -> None:
+    """Which torch's operators read as if they lay like the parameters."""
+    param, grad = torch.zeros(3, 4), torch.arange(12.0).view(4, 3).t()
+    rule = SGDRule(1.0, 0.0, 0.0, 0.0, nesterov=False, maximize=False, is_first_step=False)
+    with kernels.route(route):
+        kernels.fused_step_(rule, kernels.Parameters([param], []), [grad], torch.tensor(1.0))
+    assert torch.equal(param, -grad)
+
+
+def every(lists: Lists) -> list[torch.Tensor]:
+    return [*lists.params, *lists.grads, *chain(*lists.states), *lists.copies, *lists.steps]

@@ -1,0 +1,69 @@
+"""Every Triton kernel compiles for GPUs of three generations, keeps its registers, reads 128 bits at a time, rounds."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+# Sixteen elements a thread need two wide reads in f16, two in bf16, four in f32, eight in f64.
+_WIDE = 2 + 2 + 4 + 8
+_READ = ("unscale", "scale", "clamp", "norm_two")
+_WRITTEN = ("unscale", "scale", "clamp")
+# Of the updates, whose threads take eight elements a turn: one access of 128 bits in half precision, two in f32, for
+# each list of tensors that is read, and for each that is written. Twice as many would be a second pass.
+_A_TURN = {"adamw_copies": (7, 7), "adam_halves": (5, 4), "momentum": (6, 4), "adagrad": (5, 4)}
+# Sixty-four thousand registers hold at least four blocks of 128 threads at this many each.
+_MOST_REGISTERS = 128
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+def said_by(program, *words):
+    """The JSON that a program prints in whose process Triton compiles."""
+    environment = {k: v for k, v in os.environ.items() if k not in {"TRITON_INTERPRET", "TANDEM_KERNELS"}}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"impl.kernels.tests.{program}", *words],
+        check=False, capture_output=True, text=True, timeout=300, env=environment, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_triton
+@pytest.mark.deadline(300)
+def test_what_the_launchers_ask_for_compiles():
+    """The interpreter takes arguments of any type; a GPU's compiler does not."""
+    norm = ["partial_norm_kernel", "finish_norm_kernel"]
+    assert said_by("as_launched") == [
+        "update_scale_kernel", "unscale_kernel", "scale_kernel", "clamp_kernel", *norm, *norm,
+        "adam_kernel", "sgd_kernel", "adagrad_kernel",
+    ]  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile_without_spills_and_with_wide_loads(capability):
+    kernels = said_by("ahead_of_time", str(capability))
+    assert {name: k["spilled"] for name, k in kernels.items()} == dict.fromkeys(kernels, 0)
+    assert all(k["registers"] <= _MOST_REGISTERS for k in kernels.values()), kernels
+    for name in _READ:
+        assert kernels[name]["wide_loads"] >= _WIDE, (name, kernels[name])
+    for name in _WRITTEN:
+        assert kernels[name]["wide_stores"] >= _WIDE, (name, kernels[name])
+        # To nearest even, as torch does: what the interpreter is mended to do has to be what a GPU does.
+        assert kernels[name]["roundings"] == ["rn"], (name, kernels[name])
+    for name, (read, written) in _A_TURN.items():
+        turns = kernels[name]["wide_loads"] // read  # more than one where the loop is unrolled
+        assert turns >= 1, (name, kernels[name])
+        assert kernels[name]["wide_loads"] == turns * read, (name, kernels[name])
+        assert kernels[name]["wide_stores"] == turns * written, (name, kernels[name])
+        # As the interpreter computes, to the bit: no sum is fused but by name, quotients and roots are to nearest.
+        assert kernels[name]["loose"] == [], (name, kernels[name])
+    for name in ("adamw_copies", "adam_halves"):
+        assert kernels[name]["roundings"] == ["rn"], (name, kernels[name])

@@ -1,0 +1,248 @@
+"""The CPU library: sums of squares, threads, what it leaves to others, its absence; updates in test_fused_step.py."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impl import kernels
+from impl.kernels import AdamRule, Parameters, SGDRule, _dispatch, _native, fused_step
+from impl.kernels._native import CHUNK, CODES
+from impl.kernels._native.norm import sum_of_squares
+from impl.kernels.tests.calls import Spec, assert_same_bits, build, every_pattern_of_bits
+from impl.kernels.tests.native import the_library
+
+ADAMW = AdamRule(0.01, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled=True)
+specs = st.lists(
+    st.builds(
+        Spec,
+        numel=st.sampled_from([0, 1, 15, 16, 17, 511, 513, CHUNK - 1, CHUNK, CHUNK + 1]),
+        dtype=st.shared(st.sampled_from(list(CODES)), key="dtype"),
+        layout=st.sampled_from(["contiguous", "misaligned", "transposed"]),
+        seed=st.integers(0, 99),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.fixture
+def library() -> _native.Library:
+    return the_library()
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs)
+def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
+    found = the_library()
+    tensors = [build(spec)[0] for spec in specs]
+    got = sum_of_squares(found, tensors)
+    want = math.fsum(float(x) for t in tensors for x in t.double().square().flatten())
+    # A square of an f32 is exact in f64, and a sum of as many terms loses a few bits of 53.
+    assert got == pytest.approx(want, rel=1e-13, abs=0.0)
+
+
+@pytest.mark.parametrize("dtype", list(CODES), ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, CHUNK + 16])
+def test_one_number_that_is_none_is_found(
+    library: _native.Library, dtype: torch.dtype, bad: float, place: int
+) -> None:
+    tensor = torch.zeros(CHUNK + 17, dtype=dtype)
+    tensor[place] = bad
+    assert not math.isfinite(sum_of_squares(library, [torch.zeros(3, dtype=dtype), tensor]))
+    largest = torch.full((CHUNK + 17,), torch.finfo(dtype).max, dtype=dtype)
+    assert math.isfinite(sum_of_squares(library, [largest]))
+
+
+LONG = 1 << 22  # elements, of which threads take more than CHUNK at a time
+
+
+@pytest.mark.parametrize("dtype", list(CODES), ids=str)
+def test_lists_so_long_that_chunks_are_longer(library: _native.Library, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(numel, generator=draw).to(dtype) for numel in (3, LONG + 5, 0, 3 * CHUNK + 1)]
+    want = [(tensor.float() * 0.7).to(dtype).clamp(-1.0, 0.5) for tensor in tensors]
+    squares = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert sum_of_squares(library, tensors) == pytest.approx(squares, rel=1e-13, abs=0.0)
+    with kernels.route("native"):
+        kernels.scale_(tensors, torch.tensor(0.7))
+        kernels.clamp_(tensors, -1.0, 0.5)
+    assert all(map(torch.equal, want, tensors))
+    for place in (0, LONG // 2, LONG + 4):
+        tensors[1][place] = math.inf
+        assert sum_of_squares(library, tensors) == math.inf
+        tensors[1][place] = 0.0
+
+
+def updated(threads: int, longest: int) -> list[Tensor]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        draw = torch.Generator().manual_seed(0)
+        params, grads, means, squares = (
+            [torch.rand(numel, generator=draw) for numel in (5, longest, 0, CHUNK, 1)] for _ in range(4)
+        )
+        steps = [torch.tensor(2.0) for _ in params]
+        with kernels.route("native"):
+            norm, _ = kernels.checked_norm(grads, 2.0)
+            kernels.fused_step_(ADAMW, Parameters(params, [means, squares], steps), grads, norm.reciprocal())
+        return [norm, *params, *means, *squares]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("longest", [3 * CHUNK + 1, LONG + 1])
+def test_threads_do_not_show(library: _native.Library, longest: int) -> None:
+    for one, other in zip(updated(1, longest), updated(5, longest), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_mean_is_the_gradient_where_beta1_is_zero(library: _native.Library) -> None:
+    mean, grad = torch.tensor([1e8]), torch.tensor([1.0])
+    rule = AdamRule(0.01, 0.0, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
+    lists = Parameters([torch.ones(1)], [[mean], [torch.ones(1)]], [torch.tensor(1.0)])
+    with kernels.route("native"):
+        kernels.fused_step_(rule, lists, [grad], torch.tensor(1.0))
+    assert mean.item() == 1.0
+
+
+SGD = SGDRule(1.0, 0.0, 0.0, 0.0, nesterov=False, maximize=False, is_first_step=False)
+
+
+def stepped(params: list[Tensor], grads: list[Tensor], lists: Parameters | None = None) -> None:
+    with kernels.route("native"):
+        kernels.fused_step_(SGD, lists or Parameters(params, []), grads, torch.tensor(1.0))
+
+
+def test_torchs_operators_go_by_the_threads_of_now() -> None:
+    before = torch.get_num_threads()
+    param = torch.zeros(300_000, dtype=torch.bfloat16)
+    lists = Parameters([param], [])
+    try:
+        for threads in (4, 1, 3):
+            torch.set_num_threads(threads)
+            with kernels.route("cached"):
+                kernels.fused_step_(SGD, lists, [torch.ones_like(param)], torch.tensor(1.0))
+    finally:
+        torch.set_num_threads(before)
+    assert param.unique().numel() == 1
+
+
+def test_memory_that_has_moved_is_found_again(library: _native.Library) -> None:
+    param = torch.zeros(3)
+    lists = Parameters([param], [])
+    stepped([], [torch.ones(3)], lists)
+    param.set_(torch.full((3,), 5.0))
+    stepped([], [torch.ones(3)], lists)
+    assert param.tolist() == [4.0] * 3
+
+
+def test_autograd_hears_of_it(library: _native.Library) -> None:
+    param, grad = torch.zeros(3), torch.ones(3)
+    stepped([param], [grad])
+    assert (param._version, grad._version) == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", [lambda tensors: kernels.clamp_(tensors, -0.3, 0.7),
+                                    lambda tensors: kernels.scale_(tensors, torch.tensor(0.3))])  # fmt: skip
+def test_changes_in_place_are_torchs_bit_by_bit(
+    library: _native.Library, change: Callable[[list[Tensor]], None], dtype: torch.dtype
+) -> None:
+    """Of more elements than one thread takes, and of fewer than the processor's instructions do."""
+    draw = torch.Generator().manual_seed(1)
+    ours = [torch.randn(size, generator=draw).to(dtype) for size in (50_000, 7, 1, 513)]
+    torchs = [tensor.clone() for tensor in ours]
+    with kernels.route("native"):
+        change(ours)
+    with kernels.route("plain"):
+        change(torchs)
+    assert all(map(torch.equal, ours, torchs))
+    assert [tensor._version for tensor in ours] == [1] * len(ours)  # autograd hears of it
+
+
+# The processor's instructions take eight at a time.
+@pytest.mark.parametrize("length", [1 << 13, 7], ids=["by instructions", "by integers"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, 1e-6, 7.77, math.inf, math.nan, 0.0, -1.0])
+def test_halves_are_read_exactly_and_rounded_once(
+    library: _native.Library, length: int, dtype: torch.dtype, factor: float
+) -> None:
+    grads = every_pattern_of_bits(dtype)
+    # The new parameters are the products.
+    params, copies = torch.full_like(grads, -0.0, dtype=torch.float32), torch.ones_like(grads)
+    lists = Parameters(list(params.split(length)), [], copies=list(copies.split(length)))
+    rule = replace(SGD, lr=-1.0)
+    with kernels.route("native"):
+        kernels.fused_step_(rule, lists, list(grads.split(length)), torch.tensor(factor))
+    assert_same_bits(params, grads.float() * torch.tensor(factor))
+    assert_same_bits(copies, params.to(dtype))
+
+
+def halves_of_one() -> list[Tensor]:
+    memory = torch.arange(12.0)
+    return [memory[:8], memory[4:]]
+
+
+LEFT = {
+    "gaps": lambda: ([torch.ones(3, 2).t()[:, ::2].t()], [torch.ones(2, 2)]),
+    "opposites": lambda: ([torch.ones(3)], [torch._neg_view(torch.ones(3))]),
+    "overlapping": lambda: (halves_of_one(), [torch.ones(8), torch.ones(8)]),
+    "a parameter as gradient": lambda: ([param := torch.ones(8), torch.ones(8)], [torch.ones(8), param]),
+    "float64": lambda: ([torch.ones(3, dtype=torch.float64)], [torch.ones(3, dtype=torch.float64)]),
+    "two dtypes": lambda: ([torch.ones(3), torch.ones(2)], [torch.ones(3), torch.ones(2).bfloat16()]),
+}
+
+
+@pytest.mark.parametrize("what", list(LEFT))
+def test_what_it_cannot_take_is_left_to_torch(library: _native.Library, what: str) -> None:
+    params, grads = LEFT[what]()
+    with mock.patch.object(fused_step, "_step_cached") as others:
+        stepped(params, grads)
+    assert others.call_count == 1
+
+
+@pytest.mark.parametrize("route", ["cached", "native"])
+def test_the_defaults_of_torch_do_not_matter(
+    library: _native.Library, route: Literal["cached", "native"]
+) -> None:
+    grads = [torch.full((3,), 2.0) for _ in range(12)]
+    with kernels.route(route), torch.device("meta"):
+        norm, flag = kernels.checked_norm(grads, 2.0)
+        kernels.scale_(grads, kernels.total_norm(grads, 2.0).reciprocal())
+    assert (norm.item(), flag.item()) == (12.0, 0.0)
+    assert torch.equal(grads[0], torch.full((3,), 2.0) * torch.tensor(12.0).reciprocal())
+    torch.set_default_dtype(torch.float64)
+    try:
+        with kernels.route(route):
+            norm, flag = kernels.checked_norm(grads, 2.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (norm.dtype, flag.dtype) == (torch.float32, torch.float32)
+
+
+def test_another_interface_is_not_called() -> None:
+    asked = "from impl.kernels import _native as n; n._INTERFACE += 1; assert n.library() is None"
+    subprocess.run([sys.executable, "-c", asked], check=True, timeout=120)
+
+
+def test_without_it_only_who_asks_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "library", lambda: None)
+    param = torch.zeros(3)
+    kernels.fused_step_(SGD, Parameters([param], []), [torch.ones(3)], torch.tensor(1.0))
+    assert param.tolist() == [-1.0] * 3
+    with pytest.raises(RuntimeError, match="install the package with a C compiler at hand"):
+        stepped([param], [torch.ones(3)])
+    assert param.tolist() == [-1.0] * 3

@@ -1,0 +1,20 @@
+"""A fused step by Triton's kernels goes over memory twice, and the host takes nothing from the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from impl.kernels.tests import passes
+from impl.kernels.tests.interpreter import the_interpreter
+
+_UPDATES = {"AdamW": "adam_kernel", "SGD": "sgd_kernel", "Adagrad": "adagrad_kernel"}
+
+
+@pytest.mark.parametrize("optimizer", list(_UPDATES))
+@pytest.mark.parametrize("copies", [None, torch.bfloat16], ids=str)
+def test_a_fused_step_is_two_passes(optimizer: str, copies: torch.dtype | None) -> None:
+    """One reads the gradients, one updates; torch's operators see numbers, counters and tables alone."""
+    seen = the_interpreter().call(passes.of_fused_step, optimizer, copies)
+    wanted = ["partial_norm_kernel", "finish_norm_kernel", _UPDATES[optimizer], "update_scale_kernel"]
+    assert seen == (wanted, [], 0)

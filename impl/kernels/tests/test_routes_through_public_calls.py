@@ -1,0 +1,90 @@
+"""The clauses of clipping and of the scaler once more, with `impl`'s other kernels behind the public calls.
+
+`plain` is torch's own operators. `triton` routes CPU tensors through launcher, table and cache into Triton's
+interpreter, which must be chosen before Triton is imported: so each route is a run of pytest of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.clauses import HERE
+from conformance.library import Library
+
+_SCALER = HERE / "amp" / "test_grad_scaler.py"
+
+
+def _scaler(name: str) -> str:
+    return str(_SCALER.with_stem(f"{_SCALER.stem}_{name}"))
+
+
+_FUSED = (
+    "norms_of_every_order", "after_unscaling", "momentum_that_begins_with_a_skipped_step",
+    "gradients_stay_as_they_are", "switched_off",
+)  # fmt: skip
+# Of the scaler's tests, those that find a kernel's faults.
+_JUDGES = [
+    str(HERE / "nn"),
+    _scaler("unscale"),
+    _scaler("update"),
+    _scaler("machine"),
+    f"{_scaler('step')}::test_iterations_of_every_dtype",
+    f"{_scaler('step')}::test_decided_once_an_iteration",
+    *(f"{_scaler('fused_step')}::test_{name}" for name in _FUSED),
+    f"{_scaler('fused_precision')}::test_copies_in_lower_precision",
+    f"{_scaler('fused_precision')}::test_parameters_of_every_dtype",
+]
+_WORDS = {
+    "plain": _JUDGES,
+    "triton": [
+        "-p",
+        "impl.kernels.tests.interpreter_rounding",
+        "-p",
+        "impl.kernels.tests.interpreter_nesting",
+        *_JUDGES,
+        # Its tensors are on the meta device, where no kernel can be asked for.
+        "-k",
+        "not test_nothing_waits_for_the_device",
+    ],
+}
+
+
+@pytest.mark.profile("full")
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize("route", list(_WORDS))
+def test_clauses_hold_on_route(subject: Library, route: str, tmp_path: Path) -> None:
+    if subject.package != "impl":
+        return  # other subjects have no routes
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "--profile=quick",
+    ]
+    environment = os.environ | {
+        "TANDEM_KERNELS": route,
+        "TRITON_INTERPRET": "1" if route == "triton" else "0",
+    }
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        ended = subprocess.run(
+            [*words, f"--subject={subject.spec}", *_WORDS[route]],
+            env=environment,
+            cwd=HERE.parent,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=870,
+            check=False,
+        )
+    assert ended.returncode == 0, log.read_text()[-6000:]

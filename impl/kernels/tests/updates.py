@@ -1,0 +1,95 @@
+"""One update by one route, on parameters built from a description that travels between processes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from impl import kernels
+from impl.kernels import fused_step
+from impl.kernels.tests.calls import Spec, build, is_intact
+
+
+class Place(NamedTuple):
+    """A parameter and what belongs to it."""
+
+    numel: int
+    layout: str  # of all but the gradient
+    grad_layout: str  # contiguous, misaligned, or alike
+    grad_dtype: torch.dtype
+    seed: int
+
+
+class Described(NamedTuple):
+    rule: kernels.Rule
+    states: int
+    dtype: torch.dtype
+    copies: torch.dtype | None
+    places: list[Place]
+    step: float  # 0.0 where the rule does not count
+    factor: float
+    found_inf: float | None
+
+
+class Lists(NamedTuple):
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[list[Tensor]]
+    copies: list[Tensor]
+    steps: list[Tensor]
+    outside: bool = True  # whether memory around the tensors is as it was
+
+
+def lists_of(described: Described) -> tuple[Lists, list[Tensor]]:
+    """Before the update, and the buffers around all tensors in which the sentinel stands."""
+    buffers: list[Tensor] = []
+
+    def built(place: Place, number: int, dtype: torch.dtype, layout: str) -> Tensor:
+        tensor, buffer = build(Spec(place.numel, dtype, layout, 10 * place.seed + number))
+        buffers.append(buffer)
+        return tensor
+
+    def grad(place: Place, param: Tensor) -> Tensor:
+        layout = place.layout if place.grad_layout == "alike" else place.grad_layout
+        scaled = built(place, 1, place.grad_dtype, layout).mul_(1 / described.factor)
+        return scaled.view(param.shape) if param.shape != scaled.shape else scaled
+
+    places, own = described.places, described.dtype
+    params = [built(place, 0, own, place.layout) for place in places]
+    grads = [*map(grad, places, params)]
+    states = [
+        [built(place, 2 + number, own, place.layout) for place in places]
+        for number in range(described.states)
+    ]
+    for squares in states[1:] or states:
+        torch._foreach_abs_(squares)
+    copies = [built(place, 9, described.copies, place.layout) for place in places] if described.copies else []
+    steps = [torch.tensor(described.step) for _ in places if described.step]
+    return Lists(params, grads, states, copies, steps), buffers
+
+
+def updated(route: str, described: Described) -> Lists:
+    """After the update. The routes "triton" and "native" are not left: another way than their code raises."""
+    lists, buffers = lists_of(described)
+    found_inf = None if described.found_inf is None else torch.tensor(described.found_inf)
+    others = [] if route not in ("triton", "native") else ["_step_plain", "_step_cached"]
+    with kernels.route(route), contextlib.ExitStack() as refusing:
+        for other in others:
+            refusing.enter_context(mock.patch.object(fused_step, other, _refused))
+        kernels.fused_step_(
+            described.rule,
+            kernels.Parameters(lists.params, lists.states, lists.steps, lists.copies),
+            lists.grads,
+            torch.tensor(described.factor),
+            found_inf,
+        )
+    tensors = [*lists.params, *lists.grads, *(t for state in lists.states for t in state), *lists.copies]
+    return lists._replace(outside=all(map(is_intact, tensors, buffers)))
+
+
+def _refused(*_: object) -> None:
+    raise AssertionError("the kernels refused to update these parameters")

@@ -1,0 +1,278 @@
+"""What users do with tensors on two devices, `late` and the host: run by `test_host_copies`, in a process of its own.
+
+Each program is given the device of what lies on the device. What it returns has to be the same where that is the host
+too, and it must not read a number before it has arrived.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.utils._pytree import tree_map_only
+
+from impl.amp import GradScaler
+from impl.distributed.fsdp import ShardedGradScaler
+from impl.kernels import HostCopy, copy_into_, placed
+from impl.nn.utils import clip_grad_norm_
+from impl.optim import capture
+from impl.optim._shards import register_shard_group
+from impl.optim.tests import late_device
+from impl.optim.tests.late_device import HOST, LATE, Event, capturing
+from impl.optim.tests.patches import Patches
+
+Program = Callable[[torch.device], Any]
+SCALE = 1024.0
+PROGRAMS: dict[str, Program] = {}
+FAULTS = Patches()
+
+
+class Plain(Optimizer):
+    """A user's own, which keeps no state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in itertools.chain(*(group["params"] for group in self.param_groups)):
+            if param.grad is not None:
+                param.sub_(0.5 * param.grad)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda params: SGD(params, 0.5, momentum=0.9),
+    "AdamW": AdamW,
+    "Adam, fused": lambda params: Adam(params, fused=True),
+    "Adagrad, fused": lambda params: Adagrad(params, fused=True),
+    "Adam, captured": lambda params: capture(Adam(params, fused=True)),
+    "RMSprop": RMSprop,
+    "a user's": Plain,
+}
+# Where parameters lie. Of the device alone, so that nothing of it is seen on the host but what is asked for.
+PLACES: dict[str, Callable[[torch.device], list[torch.device]]] = {
+    "on the host": lambda device: [HOST, HOST],
+    "on both": lambda device: [device, HOST],
+    "on the device": lambda device: [device, device],
+}
+
+
+def unscaled_first(scaler: Any, optimizer: Optimizer) -> Any:
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def stepped(scaler: Any, optimizer: Optimizer) -> Any:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def fused(scaler: Any, optimizer: Optimizer) -> Any:
+    return scaler.fused_step(optimizer)
+
+
+def fused_and_clipped(scaler: Any, optimizer: Optimizer) -> Any:
+    return scaler.fused_step(optimizer, max_norm=0.5)
+
+
+def fused_from_copies(scaler: Any, optimizer: Optimizer) -> Any:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    copies = [param.detach().half().requires_grad_() for param in params]
+    for param, copy in zip(params, copies, strict=True):
+        copy.grad, param.grad = param.grad.half(), None
+    norm = scaler.fused_step(optimizer, max_norm=0.5, copies=copies)
+    return norm, [copy.detach() for copy in copies]
+
+
+WAYS = (unscaled_first, stepped, fused, fused_and_clipped, fused_from_copies)
+
+
+def iterations(
+    device: torch.device, make: Callable[..., Any], optimizer: str, place: str, way: Callable[..., Any]
+) -> Iterator[Any]:
+    """Three steps and what they leave; the second finds inf in the last gradient, the third in none."""
+    params = [torch.nn.Parameter(torch.arange(1.0, 4.0).to(where)) for where in PLACES[place](device)]
+    stepping = OPTIMIZERS[optimizer](params)
+    scaler = make(device.type, init_scale=SCALE)
+    for found in (1.0, math.inf, 1.0):
+        scaler.scale(torch.ones((), device=device))
+        for param in params:
+            param.grad = torch.full_like(param, 0.25 * SCALE)
+        params[-1].grad[1] *= found
+        yield way(scaler, stepping)
+        yield scaler.found_inf(stepping), scaler.step_was_taken(stepping), scaler.get_scale()
+        yield [param.detach().clone() for param in params]
+
+
+def named(program: Program) -> Program:
+    PROGRAMS[program.__name__] = program
+    return program
+
+
+@named
+def losses_on_both(device: torch.device) -> Any:
+    scaler = GradScaler(device.type, init_scale=SCALE)
+    first = scaler.scale(torch.ones((), device=device))
+    return first, scaler.scale(torch.ones(2)), scaler.scale([torch.ones((), device=device), torch.ones(2)])
+
+
+@named
+def counters_on_the_other_device(device: torch.device) -> Any:
+    """As a state that was saved elsewhere brings them."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = Adam([param]), GradScaler(device.type, init_scale=SCALE)
+    for _ in range(3):
+        scaler.scale(torch.ones((), device=device))
+        param.grad = torch.full_like(param, SCALE)
+        scaler.fused_step(optimizer)
+        optimizer.state[param]["step"] = optimizer.state[param]["step"].to(device)
+    return param.detach(), optimizer.state[param]["step"]
+
+
+@named
+def clipping_on_both(device: torch.device) -> Any:
+    params = [torch.nn.Parameter(torch.ones(3, device=where)) for where in (device, HOST)]
+    for param in params:
+        param.grad = torch.full_like(param, 2.0)
+    return clip_grad_norm_(params, 1.0), [param.grad for param in params]
+
+
+@named
+def a_scale_on_its_floor(device: torch.device) -> Any:
+    """The watch tells of it once the numbers have come, and asks no event while a graph is captured."""
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer, scaler = SGD([param], 0.5), GradScaler(device.type, init_scale=2.0, min_scale=2.0)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            scaler.scale(torch.ones((), device=device))
+            param.grad = torch.full_like(param, math.inf)
+            scaler.step(optimizer)
+            with pytest.MonkeyPatch.context() as patch, capturing():
+                patch.setattr("impl.kernels._copies._is_capturing", lambda device: device == LATE)
+                scaler._watch.read(0.5, 2.0)
+            scaler.update()
+    return sum("min_scale" in str(warning.message) for warning in warned)
+
+
+@named
+def a_group_of_the_device_alone(device: torch.device) -> Any:
+    """Holds parameters whose gradients lie on the host; as nccl does where states are offloaded."""
+    store, gloo = dist.HashStore(), dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, 0, 1)
+    group._register_backend(
+        torch.device(device.type), gloo, dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=1))
+    )
+    param = torch.nn.Parameter(torch.ones(3))
+    register_shard_group(param, group)
+    told = []
+    for scaler in (
+        GradScaler(device.type, enabled=False),
+        ShardedGradScaler(device.type, process_group=group),
+    ):
+        scaler.scale(torch.ones((), device=device))
+        param.grad = torch.full_like(param, 2.0)
+        told += [scaler.fused_step(SGD([param], 0.5), max_norm=0.5), param.detach().clone()]
+    return told
+
+
+@named
+def the_owner(device: torch.device) -> Any:
+    into = torch.zeros(2)
+    copy_into_(into, torch.ones(2, device=device))
+    kept = torch.ones(2, device=device)
+    return (
+        into + 1,
+        placed(kept, HOST) + 1,
+        placed(kept, HOST, torch.float64) + 1,
+        placed(kept, device) is kept,
+    )
+
+
+# Of a check that passes the peers an optimizer of each way to skip a step sees all; a rank's own are on the host.
+_SHARDED = itertools.product(("AdamW", "Adam, fused", "a user's"), ("on the host",), WAYS)
+for make, cases in ((GradScaler, itertools.product(OPTIMIZERS, PLACES, WAYS)), (ShardedGradScaler, _SHARDED)):
+    for kind, place, way in cases:
+
+        def program(device: torch.device, told: Any = (make, kind, place, way)) -> Any:
+            return list(iterations(device, *told))
+
+        PROGRAMS[f"{make.__name__}: {kind} {place}, {way.__name__}"] = program
+
+
+def findings(program: Program) -> list[str]:
+    """What is wrong with a program."""
+    late_device.early_reads.clear()
+    try:
+        torch.testing.assert_close(on_host(program(LATE)), on_host(program(HOST)), equal_nan=True)
+    except Exception as error:  # a fault may raise anything
+        return [*late_device.early_reads, f"{type(error).__name__}: {error}"]
+    return [*late_device.early_reads]
+
+
+def on_host(value: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(HOST), value)
+
+
+@FAULTS.named("no copy blocks")
+def _nothing_blocks(patch: pytest.MonkeyPatch) -> None:
+    def never(tensor: Any, device: Any, dtype: Any = None, *, copy: bool = False) -> Any:
+        return tensor.to(device, dtype, non_blocking=True, copy=copy)
+
+    patch.setattr(placed, "__code__", never.__code__)
+
+
+@FAULTS.named("no copy into memory blocks")
+def _nothing_blocks_in_memory(patch: pytest.MonkeyPatch) -> None:
+    def never(target: Any, source: Any) -> Any:
+        target.copy_(source, non_blocking=True)
+
+    patch.setattr(copy_into_, "__code__", never.__code__)
+
+
+@FAULTS.named("the event is not asked")
+def _event_not_asked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Event, "query", lambda self: True)
+
+
+@FAULTS.named("the event is recorded before the copy")
+def _event_too_soon(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Event, "record", lambda self, stream: None)
+
+
+@FAULTS.named("the event is asked while a graph is captured")
+def _asked_in_capture(patch: pytest.MonkeyPatch) -> None:
+    def numbers(self: Any) -> Any:
+        return self._numbers.tolist() if self._arrived is None or self._arrived.query() else None
+
+    patch.setattr(HostCopy, "numbers", numbers)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = {name: wrong for name, program in PROGRAMS.items() if (wrong := findings(program))}
+    unnoticed: list[str] = []
+    for fault, apply in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            apply(patch)
+            if not any(map(findings, PROGRAMS.values())):
+                unnoticed.append(fault)
+    told = {"programs": len(PROGRAMS), "found": found, "faults": len(FAULTS), "unnoticed": unnoticed}
+    sys.stdout.write(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A captured optimizer beside what else touches optimizers: sharded parameters, scalers, the compiler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import impl.amp
+from conformance.ranks import RankPool
+from impl.optim import explain
+from impl.optim.tests import captured_twins as on
+from impl.optim.tests.captured_twins import Side, Twins
+
+pytestmark = pytest.mark.deadline(120)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_sharded_parameters(
+    ranks: Callable[..., RankPool], world_size: int, use_orig_params: bool, implementation: str
+) -> None:
+    """Flat ones and the original ones: their memory is given back and taken anew around each step."""
+    told = ranks(world_size).run(
+        "impl.optim.tests.captured_cases:train_both",
+        use_orig_params=use_orig_params,
+        options={implementation: True},
+    )
+    how = f"captured, {implementation}: 1 build of lists, the last one because it is the first step"
+    assert told == [[True, how]] * world_size
+
+
+@pytest.mark.parametrize("make", [impl.amp.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD fused momentum", "AdamW", "RMSprop foreach"])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_scalers(make: Callable[..., Any], kind: str, unscale: bool) -> None:
+    def train(side: Side) -> list[Any]:
+        scaler = make("cpu", init_scale=8.0, growth_interval=2)
+        seen = []
+        for number, last in enumerate([1.0, 1.0, math.inf, 1.0, 1.0, 1.0]):
+            side.optimizer.zero_grad()
+            scaler.scale(torch.ones(()))
+            on.give_gradients(side, number)
+            side.params[-1].grad = side.params[-1].detach() * last
+            if unscale:
+                scaler.unscale_(side.optimizer)
+            scaler.step(side.optimizer)
+            scaler.update()
+            seen.append([scaler.get_scale(), side.seen()])
+        return seen
+
+    twins = Twins(kind)
+    outcome = twins.do(train)
+    assert outcome.raised is None
+    assert explain(twins.captured.optimizer).captured
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "AdamW", "SGD foreach"])
+def test_a_compiled_step_is_torchs_own(kind: str) -> None:
+    """The compiler keeps lists of its own: it sees the plain optimizer, before and after captured steps."""
+
+    def compiled(side: Side) -> None:
+        torch.compiler.reset()
+        step = torch.compile(side.optimizer.step, backend="eager")
+        for seed in range(2):
+            on.give_gradients(side, seed)
+            step()
+
+    twins = Twins(kind)
+    for event in (compiled, on.iteration, on.iteration, compiled):
+        for side in (twins.plain, twins.captured):
+            event(side)
+        assert twins.plain.seen() == twins.captured.seen()
+        told = explain(twins.captured.optimizer)
+        traced = event is compiled and "fused" not in kind  # Dynamo runs fused updates eagerly
+        assert (told.compiled, told.captured) == (traced, not traced)
+        assert str(told).startswith("compiled, " if traced else "captured, ")
+    torch.compiler.reset()

@@ -1,0 +1,147 @@
+"""Patches injected into what replays graphs, each of which a test of `test_captured_graphs` has to catch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from impl.optim import _graphed_update
+from impl.optim._graphed_update import Backoff, GraphedUpdate, Settings
+from impl.optim.tests import test_captured_graphs as judging
+from impl.optim.tests.patches import Patch, Patches, first_failure
+from impl.optim.tests.recording_graphs import RecordedGraph, RecordingGraphs, recorded
+
+pytestmark = [pytest.mark.deadline(120), pytest.mark.profile("full")]
+
+FAULTS = Patches()
+
+
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
+    """By what `make` makes of what stands there."""
+    return lambda patch: patch.setattr(owner, name, make(getattr(owner, name)))
+
+
+def blind_to(field: str) -> Patch:
+    """All that a graph fixes is compared, but for one thing."""
+
+    def made(real: Any) -> Any:
+        def change_to(self: GraphedUpdate, fixed: Any) -> Any:
+            before = self._fixed
+            return real(self, fixed if before is None else fixed._replace(**{field: getattr(before, field)}))
+
+        return change_to
+
+    return replaced(GraphedUpdate, "_change_to", made)
+
+
+def filled_once(setting: str) -> Patch:
+    def made(real: Any) -> Any:
+        first: dict[Settings, Any] = {}
+
+        def fill(self: Settings, lr: float, grad_scale: Any, found_inf: Any) -> None:
+            given = {"lr": lr, "grad_scale": grad_scale, "found_inf": found_inf}
+            given[setting] = first.setdefault(self, given[setting])
+            real(self, **given)
+
+        return fill
+
+    return replaced(Settings, "fill", made)
+
+
+def deaf(stream: str) -> Patch:
+    """A stream that waits for no other."""
+
+    def made(real: Any) -> Any:
+        return lambda self, waits, other: None if waits == stream else real(self, waits, other)
+
+    return replaced(RecordingGraphs, "wait", made)
+
+
+FAULTS["the learning rate is not filled in again"] = filled_once("lr")
+FAULTS["grad_scale is not filled in again"] = filled_once("grad_scale")
+FAULTS["found_inf is not filled in again"] = filled_once("found_inf")
+FAULTS["memory that has moved is not noticed"] = blind_to("pointers")
+FAULTS["other values are not noticed"] = blind_to("values")
+FAULTS["values changed in place are not noticed"] = replaced(
+    _graphed_update, "_frozen", lambda real: lambda value: value
+)
+FAULTS["what came of a graph is forgotten with the lists"] = replaced(
+    GraphedUpdate,
+    "__init__",
+    lambda real: lambda self, update, bucket, optimizer, _: real(self, update, bucket, optimizer, Backoff()),
+)
+FAULTS["scaling of another kind is not noticed"] = blind_to("scaling")
+FAULTS["another stream is not noticed"] = blind_to("stream")
+FAULTS["strides are not noticed"] = replaced(
+    _graphed_update, "tensor_guards", lambda real: lambda tensors, **_: real(tensors)
+)
+FAULTS["the side stream does not wait"] = deaf("side")
+FAULTS["the current stream does not wait"] = deaf("current")
+FAULTS["it is captured in the current stream"] = replaced(
+    RecordingGraphs, "side_stream", lambda real: RecordingGraphs.current_stream
+)
+FAULTS["what is captured runs as well"] = replaced(
+    _graphed_update, "captured", lambda real: lambda graphs, work: [work(), real(graphs, work)][1]
+)
+
+
+@FAULTS.named("a graph is not replayed in the step that captures it")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real, seen = RecordedGraph.replay, set[int]()
+
+    def replay(self: RecordedGraph) -> None:
+        if id(self) in seen:
+            real(self)
+        seen.add(id(self))
+
+    patch.setattr(RecordedGraph, "replay", replay)
+
+
+@FAULTS.named("a graph is captured without a warm-up")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = GraphedUpdate._settings_for
+
+    def settings_for(self: GraphedUpdate, *args: Any) -> Settings:
+        settings = real(self, *args)
+        self._held = self._backoff.patience
+        return settings
+
+    patch.setattr(GraphedUpdate, "_settings_for", settings_for)
+
+
+@FAULTS.named("memory that moves is captured for again and again")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_graphed_update, "_WORTH", 0)
+
+
+def check(test: Callable[..., None], *arguments: object) -> None:
+    with recorded() as graphs:
+        test(*arguments, device="cpu", graphs=graphs)
+
+
+CALLS: list[tuple[Any, ...]] = [
+    (judging.test_what_is_asked_for_and_when,),
+    (judging.test_another_stream,),
+    (judging.test_gradients_that_move_capture_little, 2),
+    (judging.test_lists_that_are_built_again_capture_little, "every 3 steps", 2),
+    *((judging.test_what_a_graph_is_captured_anew_for, name) for name in judging.GUARDS),
+    *(
+        (judging.test_a_replayed_step_is_the_plain_one, "AdamW fused", script)
+        for script in ("lr is 0.5", "unscaled by itself", "skipped by itself")
+    ),
+    (judging.test_scalers, "AdamW fused", False),
+]
+CHECKS = {f"{call[0].__name__}{call[1:]}": functools.partial(check, *call) for call in CALLS}
+
+
+@pytest.mark.parametrize("says", list(FAULTS))
+def test_a_fault_is_caught(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[says](monkeypatch)
+    assert first_failure(CHECKS) is not None, f"no test notices that {says}"
+
+
+def test_without_a_fault_all_is_well() -> None:
+    assert first_failure(CHECKS) is None

@@ -1,0 +1,89 @@
+"""Why `impl.optim.capture(..., graph=True)` replays no graph, where it takes no device with graphs to know."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from impl.optim import capture, explain, release
+from impl.optim._graphed_update import Facts, why_eager
+from impl.optim.tests import captured_twins as on
+from impl.optim.tests.captured_twins import Side, Twins
+from impl.optim.tests.test_captured import play
+from impl.optim.tests.test_captured_graphs import DTYPES, settled, told
+
+pytestmark = pytest.mark.deadline(120)
+
+
+def test_where_there_is_a_graph() -> None:
+    """In every combination: only where everything speaks for it, and else by the first reason against it."""
+    reasons: list[tuple[str, tuple[Any, ...], Any, str]] = [
+        ("has_graphs", (True, False), True, "its parameters are on cpu, which has no graphs"),
+        (
+            "dtype",
+            (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64),
+            None,
+            "a graph reads the learning rate in float32, too coarse for parameters of",
+        ),
+        ("is_together", (True, False), True, "some of what belongs to its parameters is not on cpu"),
+        ("is_inference", (False, True), False, "inference mode is on"),
+        ("is_watched", (False, True), False, "a TorchDispatchMode is active"),
+        ("is_capturing", (False, True), False, "the step is being captured in a graph of somebody else"),
+    ]
+    half = (torch.float32, torch.float16, torch.bfloat16)
+    for values in itertools.product(*(values for _, values, _, _ in reasons)):
+        against = [
+            words
+            for value, (name, _, wanted, words) in zip(values, reasons, strict=True)
+            if (value not in half if name == "dtype" else value is not wanted)
+        ]
+        facts: dict[str, Any] = {name: value for value, (name, *_) in zip(values, reasons, strict=True)}
+        why = why_eager(Facts("cpu", **facts))
+        assert (why is None) == (not against)
+        assert why is None or why.startswith(against[0])
+
+
+def test_without_cuda_nothing_changes() -> None:
+    twins = Twins("AdamW fused", graph=True, dtypes=DTYPES)
+    play(twins, settled())
+    assert str(explain(twins.captured.optimizer)) == (
+        "captured, fused: 1 build of lists, the last one because it is the first step; "
+        "no CUDA graph: its parameters are on cpu, which has no graphs"
+    )
+
+
+def test_an_optimizer_that_stays_eager_says_so_of_graphs() -> None:
+    optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(1))])
+    assert explain(capture(optimizer)).graph is None
+    for graph in (True, None):
+        assert str(explain(capture(optimizer, graph=graph)).graph) == "no CUDA graph: the whole step is eager"
+    assert explain(capture(optimizer, graph=False)).graph is None
+    capture(optimizer, graph=True)
+    assert explain(release(optimizer)).graph is None
+
+
+def test_graphs_that_were_asked_for_are_wanted_once_it_is_captured() -> None:
+    side = Side("AdamW fused", captured=False)
+    vars(side.optimizer)["_init_group"] = type(side.optimizer)._init_group
+    capture(side.optimizer, graph=True)
+    assert told(side).reason == "the whole step is eager"
+    del vars(side.optimizer)["_init_group"]
+    capture(side.optimizer)
+    assert told(side).reason == "there was no step since graphs were asked for"
+
+
+def test_steps_without_lists_say_so_of_graphs() -> None:
+    side = Side("AdamW fused", captured=True, graph=True)
+    for number in range(6):
+        on.iteration(side, number, missing=(number % 2,))
+    assert not explain(side.optimizer).captured
+    assert told(side).reason == "the whole step is eager"
+
+
+def test_a_step_without_gradients_says_so() -> None:
+    side = Side("AdamW fused", captured=True, graph=True)
+    on.step(side)
+    assert told(side).reason == "no parameter had a gradient"

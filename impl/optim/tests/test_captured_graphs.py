@@ -1,0 +1,493 @@
+"""`impl.optim.capture(..., graph=True)`: on the CPU with graphs that record and replay, on CUDA with CUDA's own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import math
+import weakref
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import impl.amp
+from conformance.judgement import unavailable
+from impl.optim import capture, explain, release
+from impl.optim.tests import captured_twins as on
+from impl.optim.tests.captured_twins import FUSED, Side, Twins
+from impl.optim.tests.recording_graphs import RecordingGraphs, recorded
+from impl.optim.tests.test_captured import SCRIPTS, Event, play
+
+pytestmark = pytest.mark.deadline(120)
+
+GRAPHED = [kind for kind in FUSED if kind != "Adam fused tensor lr"]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture
+def graphs(device: str) -> Generator[RecordingGraphs | None]:
+    """What records; None on CUDA, where nothing stands in."""
+    if device != "cpu":
+        yield None
+        return
+    with recorded() as graphs:
+        yield graphs
+
+
+def settled(count: int = 4) -> list[Event]:
+    """Steps of which the second captures a graph, unless one is there."""
+    return [(on.settled_iteration, {"seed": seed}) for seed in range(count)]
+
+
+def told(side: Side) -> Any:
+    graph = explain(side.optimizer).graph
+    assert graph is not None
+    return graph
+
+
+def settle(twins: Twins) -> None:
+    """Steps until they are replayed; more, the oftener a graph was of no use before."""
+    for seed in range(64):
+        if told(twins.captured).replayed:
+            return
+        twins.do(on.settled_iteration, seed)
+    raise AssertionError(f"no replay: {told(twins.captured).reason}")
+
+
+def replaying(kind: str, device: str, **options: Any) -> Side:
+    side = Side(kind, captured=True, device=device, graph=True, **options)
+    run(side, settled())
+    assert told(side).replayed
+    return side
+
+
+def run(side: Side, events: list[Event]) -> None:
+    for event, kwargs in events:
+        event(side, **kwargs)
+
+
+# Whether there may be a graph
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("AdamW", "graphs are of fused updates, and its implementation is single"),
+        (
+            "Adam fused tensor lr",
+            "torch's own function updates a group: its tensors or numbers are not plain",
+        ),
+    ],
+)
+def test_what_is_not_one_operator_is_eager(
+    kind: str, reason: str, device: str, graphs: RecordingGraphs | None
+) -> None:
+    twins = Twins(kind, device=device, graph=True)
+    if device != "cpu" and kind == "AdamW":
+        reason = reason.replace("single", "foreach")
+    play(twins, settled())
+    assert told(twins.captured).reason == reason
+    assert not told(twins.captured).replayed
+
+
+def test_betas_that_are_tensors_are_read_in_every_step(device: str, graphs: RecordingGraphs | None) -> None:
+    """In a list too, where a graph would keep the numbers that they were."""
+    twins = Twins("AdamW fused", device=device, graph=True)
+    for side in (twins.plain, twins.captured):
+        on.set_values(side, betas=[torch.tensor(0.5), torch.tensor(0.75)])
+    play(twins, settled())
+    assert told(twins.captured).reason.startswith("torch's own function updates a group: ")
+    for side in (twins.plain, twins.captured):
+        side.optimizer.param_groups[0]["betas"][0].fill_(0.25)
+    play(twins, settled(1))
+
+
+# What a graph does
+
+
+def test_what_is_asked_for_and_when(device: str, graphs: RecordingGraphs | None) -> None:
+    """One step warms up; the second captures, between waits, and replays; from then on settings and replays."""
+    if graphs is None:
+        unavailable("only what stands in for CUDA tells what it was asked for")
+    assert graphs is not None
+    side = Side("AdamW fused", captured=True, graph=True)
+    seen = []
+    for seed in range(4):
+        on.settled_iteration(side, seed)
+        seen.append(graphs.log[:])
+        graphs.log.clear()
+    eager = [("fill", "current"), ("update", "current")]
+    replay = [("fill", "current"), ("replay", "current")]
+    capture_first = [
+        ("fill", "current"),
+        ("wait", "side", "current"),
+        ("capture", "side"),
+        ("update", "side"),
+        ("wait", "current", "side"),
+        ("replay", "current"),
+    ]
+    assert seen == [eager, capture_first, replay, replay]
+    assert graphs.operators == ["aten::add_", "aten::_fused_adamw_"]
+    assert str(explain(side.optimizer)) == (
+        "captured, fused, lr a float32 on the device: 1 build of lists, the last one because it is the first step; "
+        "replayed from a CUDA graph: 1 capture, the last one because its lists are new"
+    )
+
+
+# After these the update is never one operator, or not one that a graph may do.
+EAGER_AFTER = {
+    *(
+        (kind, script)
+        for kind in GRAPHED
+        for script in ("a shared gradient", "dtype changed", "fused is None")
+    ),
+    *((kind, "lr is tensor(0.5000)") for kind in GRAPHED),
+    ("SGD fused momentum", "one state forgotten"),
+}
+
+
+@pytest.mark.parametrize("script", list(SCRIPTS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "AdamW fused" else pytest.mark.profile("full"))
+        for kind in GRAPHED
+    ],
+)
+def test_a_replayed_step_is_the_plain_one(
+    kind: str, script: str, device: str, graphs: RecordingGraphs | None
+) -> None:
+    """Steps that leave the gradients where they are, so that graphs come before a script, in it and after it."""
+    twins = Twins(kind, dtypes=DTYPES, device=device, graph=True)
+    play(twins, settled())
+    assert told(twins.captured).replayed
+    for event, kwargs in SCRIPTS[script]:
+        in_place = event is on.iteration and "missing" not in kwargs
+        twins.do(on.settled_iteration if in_place else event, **kwargs)
+    play(twins, settled())
+    step_fails = twins.do(on.settled_iteration).raised is not None
+    if (kind, script) in EAGER_AFTER:
+        assert not told(twins.captured).replayed
+    elif not step_fails:
+        settle(twins)
+
+
+@pytest.mark.parametrize("kind", GRAPHED)
+def test_a_learning_rate_is_one_in_float32(kind: str, device: str, graphs: RecordingGraphs | None) -> None:
+    """As that of an optimizer whose learning rate is a tensor."""
+    plain = Side(kind, captured=False, device=device)
+    graphed = Side(kind, captured=True, device=device, graph=True)
+    for seed, lr in enumerate([0.1, 0.1, 0.1, 0.3, 1e-3, 0.7]):
+        on.set_values(plain, lr=torch.tensor(lr))
+        on.set_values(graphed, lr=lr if seed else torch.tensor(lr).item())
+        for side in (plain, graphed):
+            on.settled_iteration(side, seed)
+    assert told(graphed).replayed
+    assert on.snapshot(plain.params) == on.snapshot(graphed.params)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD fused momentum"])
+def test_scalers(kind: str, unscale: bool, device: str, graphs: RecordingGraphs | None) -> None:
+    def train(side: Side) -> list[Any]:
+        scaler = impl.amp.GradScaler(device, init_scale=8.0, growth_interval=2)
+        seen = []
+        for number, factor in enumerate([1.0, 1.0, 1.0, 1.0, math.inf, 1.0, 1.0]):
+            on.refill_gradients(side, number)
+            scaler.scale(torch.ones((), device=device))
+            grad = side.params[-1].grad
+            assert grad is not None
+            side.params[-1].grad = grad.mul_(factor)
+            if unscale:
+                scaler.unscale_(side.optimizer)
+            scaler.step(side.optimizer)
+            scaler.update()
+            seen.append([scaler.get_scale(), side.seen()])
+        return seen
+
+    twins = Twins(kind, device=device, graph=True)
+    assert twins.do(train).raised is None
+    assert told(twins.captured).replayed
+    assert told(twins.captured).captures == 1
+
+
+# What it depends on
+
+
+def give_other_strides(side: Side) -> None:
+    """A matrix and all that belongs to it are transposed where they lie."""
+    param = side.params[1]
+    assert param.grad is not None
+    for tensor in (param, param.grad, *side.optimizer.state[param].values()):
+        if tensor.shape == param.shape:
+            tensor.data = tensor.data.as_strided(param.shape, (1, param.shape[0]))
+
+
+def move_gradient(side: Side) -> None:
+    side.log.append(side.params[1].grad)  # so that its memory is not given out again
+    grad = side.params[1].grad
+    assert grad is not None
+    side.params[1].grad = grad.clone()
+
+
+def move_state(side: Side) -> None:
+    momentum = side.optimizer.state[side.params[2]]["exp_avg"]
+    momentum.data = momentum.data.clone()
+
+
+def require_gradient_of_a_state(side: Side) -> None:
+    side.optimizer.state[side.params[2]]["exp_avg"].requires_grad_()
+
+
+def change_betas_in_place(side: Side) -> None:
+    side.optimizer.param_groups[0]["betas"][0] = 0.1
+
+
+GUARDS: dict[str, tuple[Event, str]] = {
+    "betas": ((on.set_values, {"betas": (0.5, 0.6)}), "the group's betas changed"),
+    "betas in place": ((change_betas_in_place, {}), "the group's betas changed"),
+    "weight decay": ((on.set_values, {"weight_decay": 0.5}), "the group's weight_decay changed"),
+    "both": ((on.set_values, {"eps": 0.5, "weight_decay": 0.5}), "the group's eps, weight_decay changed"),
+    "a gradient": ((move_gradient, {}), "grads[1] has other memory"),
+    "parameters": ((on.move_parameters, {}), "params_with_grad[0] has other memory"),
+    "a state": ((move_state, {}), "exp_avgs[2] has other memory"),
+    "strides": (
+        (give_other_strides, {}),
+        "tensor 'params_with_grad[1]' stride mismatch at index 0. expected 3, actual 1",
+    ),
+    "requires_grad": (
+        (require_gradient_of_a_state, {}),
+        "tensor 'exp_avgs[2]' requires_grad mismatch. expected requires_grad=0",
+    ),
+    "other lists": ((on.edit_states, {"how": "replaced"}), "its lists are new"),
+}
+
+
+@pytest.mark.parametrize("name", list(GUARDS))
+def test_what_a_graph_is_captured_anew_for(name: str, device: str, graphs: RecordingGraphs | None) -> None:
+    """Once what has changed stays; the step in which it changes is the warm-up."""
+    (event, kwargs), reason = GUARDS[name]
+    twins = Twins("AdamW fused", device=device, graph=True)
+    twins.do(on.set_values, betas=[0.8, 0.9])
+    play(twins, settled(16))
+    twins.do(event, **kwargs)
+    twins.do(on.settled_iteration, 1)
+    assert told(twins.captured).reason == f"{reason}; a graph is captured when the next step brings no change"
+    settle(twins)
+    play(twins, settled(2))
+
+
+def test_scaling_of_another_kind(device: str, graphs: RecordingGraphs | None) -> None:
+    twins = Twins("AdamW fused", device=device, graph=True)
+    play(twins, settled(16))
+    for number, (unscaled, replays) in enumerate(
+        [(False, False), (False, True), (False, True), (True, False), (True, False), (True, True)]
+    ):
+        twins.do(on.scaled, inf=number % 2 == 1, unscaled=unscaled)
+        assert told(twins.captured).replayed == replays
+    assert told(twins.captured).reason == "grad_scale or found_inf is of another kind"
+
+
+def test_another_stream(device: str, graphs: RecordingGraphs | None) -> None:
+    side = replaying("AdamW fused", device)
+    with another_stream(graphs):
+        on.step(side)
+        assert told(side).reason.startswith("the current stream is another one; ")
+        while not told(side).replayed:
+            on.step(side)
+    if graphs is not None:
+        assert graphs.log[-5:] == [
+            ("wait", "side", "another"),
+            ("capture", "side"),
+            ("update", "side"),
+            ("wait", "another", "side"),
+            ("replay", "another"),
+        ]
+
+
+@contextlib.contextmanager
+def another_stream(graphs: RecordingGraphs | None) -> Generator[None]:
+    if graphs is not None:
+        graphs.current = "another"
+        yield
+        graphs.current = "current"
+        return
+    before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        yield
+    before.wait_stream(stream)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_that_must_be_seen_are_eager(device: str, graphs: RecordingGraphs | None) -> None:
+    twins = Twins("AdamW fused", device=device, graph=True)
+    play(twins, settled())
+    with Watching():
+        play(twins, settled())
+    assert told(twins.captured).reason.startswith("a TorchDispatchMode is active, ")
+    settle(twins)
+
+
+def test_a_graph_outlasts_that_of_somebody_else(device: str, graphs: RecordingGraphs | None) -> None:
+    if graphs is None:
+        unavailable("what is captured does not run on a device")
+    assert graphs is not None
+    twins = Twins("AdamW fused", device=device, graph=True)
+    play(twins, settled())
+    graphs.others_capture = True
+    play(twins, settled())
+    assert told(twins.captured).reason == "the step is being captured in a graph of somebody else"
+    graphs.others_capture = False
+    play(twins, settled(1))
+    assert told(twins.captured).replayed
+    assert told(twins.captured).captures == 1
+
+
+# What must not cost a capture
+
+
+def test_a_schedule_captures_nothing(device: str, graphs: RecordingGraphs | None) -> None:
+    side = Side("SGD fused momentum", captured=True, device=device, graph=True)
+    schedule = lr_scheduler.OneCycleLR(side.optimizer, max_lr=0.5, total_steps=20, cycle_momentum=False)
+    run(side, settled())
+    for seed in range(10):
+        schedule.step()
+        on.settled_iteration(side, seed)
+        assert told(side).replayed
+    assert told(side).captures == 1
+
+
+def test_a_schedule_of_betas_is_eager(device: str, graphs: RecordingGraphs | None) -> None:
+    side = Side("AdamW fused", captured=True, device=device, graph=True)
+    schedule = lr_scheduler.OneCycleLR(side.optimizer, max_lr=0.5, total_steps=20)
+    run(side, settled())
+    for seed in range(10):
+        schedule.step()
+        on.settled_iteration(side, seed)
+        assert told(side).reason.startswith("the group's betas changed; ")
+    assert told(side).captures == 1
+
+
+@pytest.mark.parametrize("stays_for", [1, 2, 3])
+def test_gradients_that_move_capture_little(
+    stays_for: int, device: str, graphs: RecordingGraphs | None
+) -> None:
+    side = replaying("AdamW fused", device)
+    for number in range(60):
+        if number % stays_for == 0:
+            move_gradient(side)
+        on.settled_iteration(side, number)
+    assert told(side).captures == (2 if stays_for == 3 else 1)
+    assert not told(side).replayed
+    waits_for = 4 if stays_for == 3 else 2
+    for seed in range(waits_for):
+        on.settled_iteration(side, seed)
+    assert told(side).replayed
+
+
+@pytest.mark.parametrize(
+    ("comes_and_goes", "captures"), [("every 3 steps", 2), ("every 6 steps", 3), ("every 16 steps", 8)]
+)
+def test_lists_that_are_built_again_capture_little(
+    comes_and_goes: str, captures: int, device: str, graphs: RecordingGraphs | None
+) -> None:
+    """A graph that went with its lists before it was worth its capture delays the next one as any other does."""
+    side = Side("AdamW fused", captured=True, device=device, graph=True)
+    on.give_gradients(side)
+    kept, every = side.params[1].grad, int(comes_and_goes.split()[1])
+    for number in range(8 * every):
+        side.params[1].grad = kept if number // every % 2 == 0 else None
+        on.step(side)
+    assert explain(side.optimizer).builds == 8
+    assert told(side).captures == captures
+
+
+def test_no_step_waits_for_the_device(device: str) -> None:
+    if device == "cpu":
+        unavailable("needs a CUDA device")
+    side = replaying("AdamW fused", device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for lr in (0.5, 0.25, 0.125):
+            on.set_values(side, lr=lr)
+            on.step(side)
+            assert told(side).replayed
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# How it ends
+
+
+def watched(side: Side) -> list[weakref.ref[Any]]:
+    """Its graphs, and what they would keep if they kept anything."""
+    updates = vars(side.optimizer)["_init_group"].graphed()
+    graphs = [weakref.ref(update._graph) for update in updates]
+    assert graphs
+    return [*graphs, *map(weakref.ref, side.params), weakref.ref(side.optimizer)]
+
+
+def test_graphs_go_with_their_optimizer(device: str, graphs: RecordingGraphs | None) -> None:
+    """Without the collector."""
+    gc.disable()
+    try:
+        side = replaying("AdamW fused", device, dtypes=DTYPES)
+        refs = watched(side)
+        del side
+        assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("undo", [release, functools.partial(capture, graph=False)])
+def test_graphs_go_when_they_are_not_wanted(undo: Any, device: str, graphs: RecordingGraphs | None) -> None:
+    twins = Twins("AdamW fused", device=device, graph=True)
+    play(twins, settled())
+    ref = watched(twins.captured)[0]
+    undo(twins.captured.optimizer)
+    assert ref() is None
+    play(twins, settled())
+    assert explain(twins.captured.optimizer).graph is None
+    capture(twins.captured.optimizer, graph=True)
+    play(twins, settled())
+    assert told(twins.captured).replayed
+    capture(twins.captured.optimizer)
+    play(twins, settled(1))
+    assert told(twins.captured).replayed
+
+
+def test_gradients_are_not_kept(device: str, graphs: RecordingGraphs | None) -> None:
+    side = replaying("AdamW fused", device)
+    refs = [weakref.ref(param.grad) for param in side.params]
+    side.optimizer.zero_grad()
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+@pytest.mark.profile("full")
+def test_nothing_grows(device: str, graphs: RecordingGraphs | None) -> None:
+    """Not with replays, nor with what is captured anew."""
+    side = replaying("AdamW fused", device, groups=2)
+
+    def objects_after(rounds: int) -> int:
+        for number in range(rounds):
+            on.set_values(side, weight_decay=0.25 if number % 2 else 0.5)
+            run(side, settled(12))
+        if graphs is not None:
+            graphs.log.clear()
+        gc.collect()
+        return len(gc.get_objects())
+
+    objects_after(2)
+    sizes = [objects_after(10) for _ in range(6)]
+    assert told(side).captures == 2 + 2 + 60
+    assert max(sizes[3:]) <= max(sizes[:3])

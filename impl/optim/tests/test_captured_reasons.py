@@ -1,0 +1,161 @@
+"""How a step of a captured optimizer is done, and why: what `explain` says, and when lists are not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from impl.optim import capture, explain, release
+from impl.optim.tests import captured_twins as on
+from impl.optim.tests.captured_twins import EAGER, KINDS, Side, Twins
+from impl.optim.tests.test_captured import Event, play, steps
+
+pytestmark = pytest.mark.deadline(120)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_how_a_step_is_done(kind: str) -> None:
+    side = Side(kind, captured=True)
+    for seed in range(3):
+        on.iteration(side, seed)
+    name, options = KINDS[kind]
+    told = explain(side.optimizer)
+    assert told.captured == (kind not in EAGER)
+    assert told.implementation == next((flag for flag in ("fused", "foreach") if options.get(flag)), "single")
+    # SGD makes its momentum in the first step, when the lists have been built.
+    makes_momentum = name == "SGD" and "momentum" in options
+    assert told.builds == (0 if kind in EAGER else 2 if makes_momentum else 1)
+
+
+REASONS: dict[str, tuple[Event, str]] = {
+    "nothing": ((on.zero_grad, {}), "it is the first step"),
+    "a missing gradient": ((on.give_gradients, {"missing": (0,)}), "the gradient of parameter 0 is None"),
+    "another group": ((on.add_group, {}), "a group was added"),
+    "a load": ((on.load, {"through_file": True}), "a parameter's state was replaced"),
+    "cleared state": ((on.clear_state, {}), "a parameter's state was replaced"),
+    "replaced state": ((on.edit_states, {"how": "replaced"}), "a parameter has other state"),
+    "a moved counter": ((on.edit_states, {"how": "moved"}), "a step counter has other memory"),
+    "a switch": ((on.set_values, {"amsgrad": False, "maximize": True}), "the group's maximize changed"),
+    "a tensor for lr": ((on.set_values, {"lr": torch.tensor(0.5)}), "the group's lr changed"),
+    "a schedule": ((on.set_values, {"lr": 0.5, "betas": (0.1, 0.2)}), "it is the first step"),
+}
+
+
+@pytest.mark.parametrize("name", list(REASONS))
+def test_why_lists_were_built_again(name: str) -> None:
+    (event, kwargs), because = REASONS[name]
+    side = Side("AdamW fused", captured=True)
+    for seed in range(3):
+        on.iteration(side, seed)
+    event(side, **kwargs)
+    if event is not on.give_gradients:
+        on.give_gradients(side)
+    on.step(side)
+    assert explain(side.optimizer).reason == because
+    assert because in str(explain(side.optimizer))
+
+
+def test_lists_that_never_stay_are_not_kept() -> None:
+    """A gradient that comes and goes; the steps are eager for a while, and captured again when it stays."""
+    twins = Twins("AdamW fused")
+    play(twins, steps(2))
+    told = []
+    for number in range(25):
+        twins.do(on.iteration, number, (number % 2,))
+        told.append(explain(twins.captured.optimizer))
+    assert [each.captured for each in told] == [True] * 3 + [False] * 16 + [True] * 5 + [False]
+    assert [told[3].builds, told[-1].builds] == [5, 10]
+    assert (
+        "its lists changed 4 times in succession, the last time because the gradient of parameter 1 is None"
+        in str(told[3])
+    )
+    play(twins, steps(18))
+    assert explain(twins.captured.optimizer).captured
+
+
+def test_the_first_build_is_no_change() -> None:
+    """Four changes pause it; the lists of the first step, and of the first after a pause, have not changed."""
+    side = Side("AdamW fused", captured=True)
+    told = []
+    for number in range(5):
+        on.iteration(side, number, (number % 2,))
+        told.append((explain(side.optimizer).captured, explain(side.optimizer).builds))
+    assert told == [(True, 1), (True, 2), (True, 3), (True, 4), (False, 5)]
+    for number in range(17):
+        on.iteration(side, number)
+    assert explain(side.optimizer).reason == "none were kept in the 16 steps before"
+    assert explain(side.optimizer).builds == 6
+
+
+def test_why_lists_were_built_again_for_graphs() -> None:
+    side = Side("AdamW fused", captured=True)
+    capture(side.optimizer, graph=True)
+    told = []
+    for graph in (None, False, True):
+        capture(side.optimizer, graph=graph)
+        on.iteration(side)
+        told.append(explain(side.optimizer).reason)
+    assert told == ["it is the first step", "graphs are not wanted any more", "graphs were asked for"]
+
+
+class OwnStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+
+
+class OwnLists(torch.optim.SGD):
+    def _init_group(self, *args: Any) -> Any:
+        return super()._init_group(*args)
+
+
+class OwnOptimizer(Optimizer):
+    def _init_group(self, group: Any, params: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (OwnStep, f"{__name__}.OwnStep has its own step: what its lists depend on is not known"),
+        (OwnLists, f"{__name__}.OwnLists has its own _init_group: what its lists depend on is not known"),
+        (
+            lambda params: OwnOptimizer(params, {}),
+            f"{__name__}.OwnOptimizer is not of torch.optim: what its lists depend on is not known",
+        ),
+        (torch.optim.LBFGS, "LBFGS builds no lists: it has no _init_group"),
+        (torch.optim.SparseAdam, "SparseAdam builds no lists: it has no _init_group"),
+    ],
+)
+def test_why_an_optimizer_stays_eager(kind: Callable[..., Optimizer], reason: str) -> None:
+    """Told at once, and once."""
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))])
+    assert explain(optimizer).reason == "capture was not called"
+    with pytest.warns(UserWarning, match="^nothing is captured") as warned:
+        got = [capture(optimizer) for _ in range(2)]
+    assert got == [optimizer] * 2
+    assert [str(each.message) for each in warned] == [
+        f"nothing is captured, and the step stays as it is: {reason}"
+    ]
+    assert str(explain(optimizer)) == f"eager, single: {reason}"
+    assert explain(release(optimizer)).reason == "capture was not called"
+
+
+def test_a_strangers_class_is_told_with_its_module() -> None:
+    """One that is called as torch's is."""
+    kind = type("AdamW", (Optimizer,), {"__module__": "strangers.optim", "__init__": OwnOptimizer.__init__})
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], {})
+    with pytest.raises(ValueError, match=r"^strangers\.optim\.AdamW has no fused implementation"):
+        capture(optimizer, implementation="fused")
+    with pytest.raises(ValueError, match=r"^LBFGS has no fused implementation"):
+        capture(torch.optim.LBFGS(optimizer.param_groups[0]["params"]), implementation="fused")
+
+
+def test_a_subclass_that_changes_nothing_of_the_step_is_captured() -> None:
+    class Mine(torch.optim.AdamW):
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            super().add_param_group(param_group)
+
+    assert explain(capture(Mine([torch.nn.Parameter(torch.zeros(1))]))).captured

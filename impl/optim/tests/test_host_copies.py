@@ -1,0 +1,42 @@
+"""No number of a device is read on the host before it has arrived there; see `late_device` for how that is seen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from conformance.clauses import HERE
+
+pytestmark = [pytest.mark.deadline(300), pytest.mark.profile("full")]
+
+OWNER = "kernels/_copies.py"
+
+
+@pytest.fixture(scope="module")
+def told() -> Any:
+    words = [sys.executable, "-m", "impl.optim.tests.late_programs"]
+    ended = subprocess.run(words, cwd=HERE.parent, capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_nothing_is_read_before_its_event(told: Any) -> None:
+    assert told["programs"] > 100
+    assert told["found"] == {}
+
+
+def test_each_fault_is_noticed(told: Any) -> None:
+    assert told["faults"] >= 5
+    assert told["unnoticed"] == []
+
+
+def test_one_file_asks_for_copies_that_do_not_block() -> None:
+    """What no program comes by is at least in the hands of the owner, which they hold."""
+    impl = HERE.parent / "impl"
+    files = [file for file in impl.rglob("*.py") if "tests" not in file.relative_to(impl).parts]
+    asking = [file for file in files if "non_blocking" in file.read_text(encoding="utf-8")]
+    assert [file.relative_to(impl).as_posix() for file in asking] == [OWNER]
