@@ -61,10 +61,11 @@ def step(subject: str, world_size: int, kept: str, device: str) -> Workload:
 
 
 @functools.cache
-def _beside_peers(subject: str, world_size: int, effort: Effort) -> dict[str, Paired]:
-    """One after the other and round again, so that the subject need not be timed anew beside each."""
-    own, *others = (step(one, world_size, "original", "cpu") for one in (subject, *_PEERS))
-    return dict(zip(_PEERS, by_turns(own, others, effort=effort), strict=True))
+def _steps_by_turns(subject: str, world_size: int, effort: Effort) -> dict[str, Paired]:
+    """With parameters as they were, by what it was timed against: so it need not be timed anew beside each."""
+    others = ["torch", *(_PEERS if world_size > 1 else [])]
+    own, *theirs = (step(one, world_size, "original", "cpu") for one in (subject, *others))
+    return dict(zip(others, by_turns(own, theirs, effort=effort), strict=True))
 
 
 def wrapping(subject: str, parameters: int, kept: str, device: str) -> Workload:
@@ -107,6 +108,13 @@ class RatioFsdpStep(comparison.Ratio):
     param_names = ["world_size", "kept", "device"]
     workload = staticmethod(step)
 
+    @classmethod
+    def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
+        world_size, kept, _ = case
+        if kept == "original":
+            return _steps_by_turns(subject, world_size, effort)["torch"]
+        return super().measure(case, effort, subject)
+
     def setup_cache(self):
         return self.measure_all()
 
@@ -126,7 +134,7 @@ class RatioFsdpStepToPeers(comparison.Ratio):
     @classmethod
     def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
         world_size, peer, _ = case
-        return _beside_peers(subject, world_size, effort)[peer]
+        return _steps_by_turns(subject, world_size, effort)[peer]
 
     def setup_cache(self):
         return self.measure_all()

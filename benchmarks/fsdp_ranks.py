@@ -50,7 +50,7 @@ class Transformer(nn.Module):
         return nn.functional.linear(self.norm(x), self.words.weight)
 
 
-@functools.lru_cache(maxsize=3)  # of one case, and of the one before it, with which it may share
+@functools.lru_cache(maxsize=4)  # as many as are stepped by turns
 def trained(subject: str, use_orig_params: bool) -> tuple[Callable[[], None], Tensor]:
     """A step of the model, sharded or replicated, which has taken one; and logits after that."""
     torch.manual_seed(0)
