@@ -51,6 +51,9 @@ class Effort:
     chunk_s: float = 0.0005
     budget_s: float = 10.0
     looks: tuple[int, ...] = ()
+    looks_from_s: float = (
+        0.5  # pairs of one moment can agree for its sake: what takes less is timed to its end
+    )
 
     @property
     def confidence(self) -> float:
@@ -108,7 +111,11 @@ def _is_enough(seconds: list[list[float]], spent_s: float, effort: Effort) -> bo
         pairs >= effort.pairs
         or (spent_s > effort.budget_s and pairs >= effort.least_pairs)
         or (spent_s > 3 * effort.budget_s and pairs >= FEWEST_PAIRS)
-        or (pairs in effort.looks and all(one.high < one.low * LIMIT for one in _summaries(seconds, effort)))
+        or (
+            pairs in effort.looks
+            and spent_s >= effort.looks_from_s
+            and all(one.high < one.low * LIMIT for one in _summaries(seconds, effort))
+        )
     )
 
 

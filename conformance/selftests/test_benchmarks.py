@@ -12,7 +12,7 @@ import torch
 from benchmarks import catalogue, comparison, machine, timing
 from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK, SHAPES, some_of, training
 from benchmarks.decision import LIMIT
-from benchmarks.timing import QUICK, Workload, median_interval, paired, summary
+from benchmarks.timing import QUICK, Workload, by_turns, median_interval, paired, summary
 
 catalogue.load_all()
 RATIOS = comparison.Ratio.__subclasses__()
@@ -96,7 +96,7 @@ def test_a_case_that_ends_early_is_wrong_no_more_often(monkeypatch, spread):
     subject, reference = Workload(lambda: 0.7 * chance.lognormvariate(0.0, spread)), Workload(lambda: 1.0)
     trials = 1_000
     rates = {}
-    for effort in (QUICK, replace(QUICK, looks=())):
+    for effort in (replace(QUICK, looks_from_s=0.0), replace(QUICK, looks=())):
         found = [paired(subject, reference, "cpu", effort) for _ in range(trials)]
         missed = sum(not one.low <= 0.7 <= one.high for one in found) / trials
         alarms = sum(one.ratio > 0.7 * LIMIT for one in found) / trials
@@ -106,6 +106,16 @@ def test_a_case_that_ends_early_is_wrong_no_more_often(monkeypatch, spread):
     assert alarms <= alarms_by_all + 0.001
     assert all_pairs == QUICK.pairs
     assert pairs < 0.2 * all_pairs or spread > 0.05
+
+
+def test_what_is_timed_by_turns_has_a_ratio_to_each(monkeypatch):
+    """Each turn is taken backwards after it was taken forwards, so that drift cancels."""
+    monkeypatch.setattr(timing, "HostStopwatch", Drawn)
+    order = []
+    works = [Workload(lambda took=took: order.append(took) or took) for took in (0.5, 1.0, 2.0)]
+    found = by_turns(works[0], works[1:], effort=QUICK)
+    assert [(one.ratio, one.pairs) for one in found] == [(0.5, QUICK.pairs), (0.25, QUICK.pairs)]
+    assert order[-6:] == [0.5, 1.0, 2.0, 2.0, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("wrong", ["value", "missing"])
