@@ -11,7 +11,8 @@ and is judged by the tests of profile quick that reach the mistaken line, each c
 that is green without it. The command prints the share that was killed, with its 95% interval, and each survivor with
 its lines.
 
-A mutant whose line no test reaches on this device is *unreached* and left out of the share, as is one that
-`equivalent.toml` proves to do the same.
+A mutant whose line no test reaches on this device is *unreached* and left out of the share. So is one that is *idle*:
+it leaves out a wait that on this device is an empty function of torch's, as those of `torch.cpu`'s streams and events
+are, so that only another device can tell. And so is one that `equivalent.toml` proves to do the same.
 More than 10% of such proofs, or one whose lines are no longer there, is told and ends in exit code 1.
 """

@@ -30,13 +30,14 @@ from conformance.mutation.groups import (
     Mutant,
     diff,
     draw,
+    is_idle,
     key_of,
     mutant_called,
     proof_of,
     stale_proofs,
 )
 from conformance.mutation.reach import Reach, measure
-from conformance.mutation.score import EQUIVALENT, KILLED, MOST_EQUIVALENT, SURVIVED, UNREACHED, Score
+from conformance.mutation.score import EQUIVALENT, IDLE, KILLED, MOST_EQUIVALENT, SURVIVED, UNREACHED, Score
 
 AS_EXPECTED, DISPUTABLE, NOT_JUDGED, STOPPED = 0, 1, 2, 130
 _say = functools.partial(print, flush=True)
@@ -134,6 +135,8 @@ def _judged(crew: Crew, options: argparse.Namespace, group: Group, reach: Reach)
             yield Fate(mutant, EQUIVALENT, proof)
         elif not tests:
             yield Fate(mutant, UNREACHED)
+        elif is_idle(options.subject, mutant):
+            yield Fate(mutant, IDLE, "what it leaves out is an empty function of torch.cpu")
         else:
             within = reach.within(tests, options.patience)
             trials.append(_killing(options.subject, mutant, within, len(tests), green, killers))

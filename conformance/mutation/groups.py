@@ -8,15 +8,29 @@ import fnmatch
 import functools
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import random
+import textwrap
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from conformance.clauses import all_clauses
 from conformance.exact_copy.copying import ROOT, copied, source_of
 from conformance.mutation.operators import OPERATORS, Site, mutate, sites
+
+# What torch's FSDP calls to wait where its device is the CPU, by how the call ends.
+_WAITS_OF_THE_CPU: dict[str, Callable[..., Any]] = {
+    "_device_handle.synchronize": torch.cpu.synchronize,
+    "event.synchronize": torch.cpu.Event.synchronize,
+    ".wait_stream": torch.cpu.Stream.wait_stream,
+    ".wait_event": torch.cpu.Stream.wait_event,
+}
 
 MUTANT, LINES = "mutant:", "lines:all"  # after the `+` of a subject's spec
 
@@ -171,6 +185,25 @@ def key_of(package: str, mutant: Mutant) -> str:
 def proof_of(package: str, mutant: Mutant) -> str:
     """Why it does the same as what it was made of; empty if nobody has proven that."""
     return _proofs(package).get(key_of(package, mutant), "")
+
+
+def is_idle(package: str, mutant: Mutant) -> bool:
+    """Whether it leaves out a wait that does nothing where torch's FSDP runs on the CPU, as it does here."""
+    if package != ROOT or mutant.site.operator != "drop_wait" or torch.accelerator.is_available():
+        return False
+    [wait] = (line[1:].strip() for line in diff(package, mutant) if line[0] == "-")
+    called = ast.unparse(ast.parse(wait, mode="eval").body.func)  # type: ignore[attr-defined]
+    return any(called.endswith(end) and is_empty(of) for end, of in _WAITS_OF_THE_CPU.items())
+
+
+def is_empty(function: Callable[..., Any]) -> bool:
+    """Whether its body is a docstring, `pass` or both."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    return all(
+        isinstance(statement, ast.Pass)
+        or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+        for statement in tree.body  # type: ignore[attr-defined]
+    )
 
 
 def stale_proofs(package: str) -> list[str]:

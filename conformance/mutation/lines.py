@@ -7,6 +7,8 @@ import functools
 import mmap
 import os
 
+import torch
+
 from conformance.mutation.groups import GROUPS, file_of, modules_of
 
 FILE = "CONFORMANCE_LINES"  # the environment variable that names the file: a byte for each line
@@ -24,6 +26,7 @@ def numbered(package: str) -> dict[str, range]:
     return found
 
 
+@torch.compiler.assume_constant_result  # whoever traces it calls it while tracing, and its graph does not break
 def note(number: int) -> None:
     _noted()[number] = 1
 

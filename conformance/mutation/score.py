@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KILLED, SURVIVED, UNREACHED, EQUIVALENT = "killed", "survived", "unreached", "equivalent"
+KILLED, SURVIVED, UNREACHED, IDLE, EQUIVALENT = "killed", "survived", "unreached", "idle", "equivalent"
 MOST_EQUIVALENT = 0.1  # as a share of what is reached: beyond it a score says more of proofs than of tests
 _Z = 1.959964  # of the normal distribution, for 95%
 
@@ -15,21 +15,23 @@ _Z = 1.959964  # of the normal distribution, for 95%
 @dataclass(frozen=True)
 class Score:
     killed: int
-    counted: int  # those that are reached and not equivalent
+    counted: int  # those that are reached, not idle and not equivalent
     unreached: int
+    idle: int
     equivalent: int
 
     @classmethod
     def of(cls, fates: Sequence[str]) -> Score:
         count = Counter(fates)
-        return cls(count[KILLED], count[KILLED] + count[SURVIVED], count[UNREACHED], count[EQUIVALENT])
+        counted = count[KILLED] + count[SURVIVED]
+        return cls(count[KILLED], counted, count[UNREACHED], count[IDLE], count[EQUIVALENT])
 
     @property
     def leans_on_proofs(self) -> bool:
         return self.equivalent > MOST_EQUIVALENT * (self.counted + self.equivalent)
 
     def __str__(self) -> str:
-        left_out = f"{self.unreached} unreached, {self.equivalent} equivalent"
+        left_out = f"{self.unreached} unreached, {self.idle} idle, {self.equivalent} equivalent"
         if not self.counted:
             return f"nothing to count ({left_out})"
         low, high = wilson(self.killed, self.counted)

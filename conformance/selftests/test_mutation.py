@@ -23,6 +23,8 @@ from conformance.mutation.groups import (
     diff,
     draw,
     file_of,
+    is_empty,
+    is_idle,
     key_of,
     modules_of,
     mutant_called,
@@ -32,7 +34,7 @@ from conformance.mutation.groups import (
 )
 from conformance.mutation.operators import OPERATORS, mutate, sites
 from conformance.mutation.reach import Reach
-from conformance.mutation.score import EQUIVALENT, KILLED, SURVIVED, UNREACHED, Score, wilson
+from conformance.mutation.score import EQUIVALENT, IDLE, KILLED, SURVIVED, UNREACHED, Score, wilson
 
 # By operator: what it makes of one function, in its order; a body stands for `def f(a, rank, group):` around it.
 MISTAKES = {
@@ -252,10 +254,10 @@ def test_the_interval_of_a_share() -> None:
 
 
 def test_the_score_counts_what_is_reached_and_not_equivalent() -> None:
-    score = Score.of([KILLED] * 3 + [SURVIVED, UNREACHED, UNREACHED, EQUIVALENT])
-    assert (score.killed, score.counted, score.unreached, score.equivalent) == (3, 4, 2, 1)
-    assert str(score) == "75.0% [30.1%, 95.4%], 3 of 4 (2 unreached, 1 equivalent)"
-    assert str(Score.of([UNREACHED])) == "nothing to count (1 unreached, 0 equivalent)"
+    score = Score.of([KILLED] * 3 + [SURVIVED, UNREACHED, UNREACHED, IDLE, EQUIVALENT])
+    assert (score.killed, score.counted, score.unreached, score.idle, score.equivalent) == (3, 4, 2, 1, 1)
+    assert str(score) == "75.0% [30.1%, 95.4%], 3 of 4 (2 unreached, 1 idle, 1 equivalent)"
+    assert str(Score.of([UNREACHED])) == "nothing to count (1 unreached, 0 idle, 0 equivalent)"
 
 
 def test_a_proof_whose_lines_are_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +268,53 @@ def test_a_proof_whose_lines_are_gone_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("conformance.mutation.groups.__file__", str(tmp_path / "groups.py"))
     assert stale_proofs(ROOT) == gone
     assert stale_proofs("impl") == []
+
+
+def test_a_wait_is_idle_where_the_devices_own_is_an_empty_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "distributed.fsdp._runtime_utils"
+    waits = {"_unshard": [True, True], "_post_backward_final_callback": [True, True, False]}
+    mutants = {
+        name: [
+            mutant_called(ROOT, f"{module}:drop_wait:{site.number}")
+            for site in sites(parsed(ROOT, module))
+            if (site.operator, site.function) == ("drop_wait", name)
+        ]
+        for name in waits
+    }
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert {name: [is_idle(ROOT, one) for one in made] for name, made in mutants.items()} == waits
+    one = mutants["_unshard"][0]
+    assert not is_idle("impl", one)
+    monkeypatch.setattr("conformance.mutation.groups.is_empty", lambda _: False)
+    assert not is_idle(ROOT, one)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not is_idle(ROOT, one)
+
+
+def test_an_empty_function_is_told_from_one_that_does_something() -> None:
+    assert is_empty(torch.cpu.synchronize)
+    assert is_empty(torch.cpu.Stream.wait_stream)
+    assert not is_empty(torch.cpu.current_stream)
+
+
+@pytest.mark.deadline(120)
+def test_a_compiled_forward_notes_its_lines_in_an_unbroken_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lines"
+    file.write_bytes(bytes(4))
+    monkeypatch.setenv(lines.FILE, str(file))
+    lines._noted.cache_clear()
+
+    def noting(x: torch.Tensor) -> torch.Tensor:
+        lines.note(2)
+        return x + 1
+
+    run = torch.compile(noting, backend="eager", fullgraph=True)
+    assert run(torch.zeros(1)).item() == 1
+    assert lines.taken() == [2]
+    lines._noted.cache_clear()
 
 
 @pytest.mark.parametrize("package", [ROOT, "impl"])
