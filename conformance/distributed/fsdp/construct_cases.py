@@ -53,7 +53,7 @@ def construct(rank: Rank, *, library: str, way: str) -> Outcome:
     site = Site(rank, load_library(library), TREE.build())
 
     def run() -> Any:
-        made = WAYS[way](site)
+        made = (WAYS | USED_UP)[way](site)
         return {
             "strategy": made.sharding_strategy.name,
             "wraps what it was given": made.module is site.model,
@@ -116,6 +116,12 @@ WAYS: dict[str, Callable[[Site], Any]] = {
     "a policy that is none": lambda site: site.wrap(auto_wrap_policy="no policy"),
     "a device by name": lambda site: site.wrap(device_id="cpu"),
     "empty arguments": lambda site: site.wrap(ignored_modules=[], ignored_states=None),
+}
+# Arguments that can be read once.
+USED_UP: dict[str, Callable[[Site], Any]] = {
+    "ignored modules from a generator": lambda site: site.wrap(
+        ignored_modules=(module for module in [site.model.head])
+    ),
 }
 
 

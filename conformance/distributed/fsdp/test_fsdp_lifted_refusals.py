@@ -8,10 +8,12 @@ import pytest
 
 from conformance.clauses import clause
 from conformance.deviations import DeviationJudge
+from conformance.distributed.fsdp.construct_cases import USED_UP
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import outcomes
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
 from conformance.library import Library
+from conformance.outcome import Outcome
 from conformance.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
@@ -52,6 +54,22 @@ def test_a_copy_is_refused_with_its_cure(
             outcome.raised is not None and "wrapped" not in outcome.raised.text for outcome in seen
         ),
         we_do=lambda seen: raised(seen, TypeError, "copy it before it is wrapped"),
+    )
+
+
+@clause("distributed.fsdp.fsdp_lifted.ignored_modules_used_up")
+@pytest.mark.deviation("fsdp.ignored_modules_used_up")
+@pytest.mark.parametrize("way", list(USED_UP))
+def test_what_can_be_read_once_is_ignored(
+    deviation: DeviationJudge, ranks: Ranks, world_size: int, way: str
+) -> None:
+    def ignored(outcome: Outcome) -> bool:
+        return any(name.endswith("head.weight") for name in outcome.value["parameters"])
+
+    deviation.judge(
+        lambda library: outcomes(ranks(world_size), library, "construct_cases:construct", way=way),
+        torch_does=lambda seen: all(one.raised is None and not ignored(one) for one in seen),
+        we_do=lambda seen: all(one.raised is None and ignored(one) for one in seen),
     )
 
 

@@ -139,6 +139,13 @@ def _(given: Arguments) -> None:
         given["ignored_states"] = given["ignored_modules"] = None
 
 
+@in_constructor(
+    "ignored_used_up", "ignored_modules", "a generator of ignored modules is used up by being checked"
+)
+def _(given: Arguments) -> None:
+    all(isinstance(module, nn.Module) for module in given["ignored_modules"] or ())
+
+
 @in_constructor("ignores_the_top_alone", "ignored_modules", "what lies inside ignored modules is not ignored")
 def _(given: Arguments) -> None:
     ignored = given["ignored_modules"]
