@@ -67,7 +67,11 @@ def _nothing_asked(options: argparse.Namespace, out: Path, stop: Stop) -> str:
     command = [*_command(options, out), "-n", "0", "--collect-only"]
     _, code = run(command, out / "judging.log", _COLLECTING_S, stop, lambda: None)
     if code == pytest.ExitCode.USAGE_ERROR:
-        return re.sub(r"(?m)\A[\s\S]*^no tests (collected|ran) in .*\n", "", tail(out))
+        said = tail(out)
+        said = said[max(said.find("ERROR: "), 0) :]
+        return re.sub(
+            r"(?m)^no tests (collected|ran) in .*$", "", said
+        ).strip()  # before the error or behind it
     asked, profile = " ".join(getattr(options, "what", ())) or "the suite", options.profile
     larger = PROFILES[PROFILES.index(profile) + 1 :]
     cure = (
