@@ -51,9 +51,7 @@ class Effort:
     chunk_s: float = 0.0005
     budget_s: float = 10.0
     looks: tuple[int, ...] = ()
-    looks_from_s: float = (
-        0.5  # pairs of one moment can agree for its sake: what takes less is timed to its end
-    )
+    looks_from_s: float = 0.5  # pairs of one moment can agree for its sake: shorter cases go on to their end
 
     @property
     def confidence(self) -> float:
@@ -84,8 +82,7 @@ def by_turns(
     subject: Workload, references: Sequence[Workload], device: str = "cpu", effort: Effort = FULL
 ) -> list[Paired]:
     """Measure `subject` ÷ each reference, in chunks of several calls, in the order ABBA so that drift cancels."""
-    for reference in references:
-        _check_same_effect(subject, reference)
+    _check_same_effects(subject, references)
     stopwatch = CudaStopwatch() if device == "cuda" else HostStopwatch()
     works = [subject, *references]
     seconds: list[list[float]] = [[] for _ in works]
@@ -194,12 +191,15 @@ def _calls_per_chunk(work: Workload, stopwatch: HostStopwatch | CudaStopwatch, c
     return calls
 
 
-def _check_same_effect(subject: Workload, reference: Workload) -> None:
-    if subject.effect is None or reference.effect is None:
+def _check_same_effects(subject: Workload, references: Sequence[Workload]) -> None:
+    effects = [reference.effect for reference in references if reference.effect is not None]
+    if subject.effect is None or not effects:
         return
-    made, wanted = subject.effect(), reference.effect()
-    assert len(made) == len(wanted), f"the subject made {len(made)} tensors, torch {len(wanted)}"
-    for got, want in zip(made, wanted, strict=True):
-        torch.testing.assert_close(
-            got.to(want.dtype), want, rtol=SPOT_CHECK_RTOL[want.dtype], atol=SPOT_CHECK_ATOL
-        )
+    made = subject.effect()
+    for effect in effects:
+        wanted = effect()
+        assert len(made) == len(wanted), f"the subject made {len(made)} tensors, torch {len(wanted)}"
+        for got, want in zip(made, wanted, strict=True):
+            torch.testing.assert_close(
+                got.to(want.dtype), want, rtol=SPOT_CHECK_RTOL[want.dtype], atol=SPOT_CHECK_ATOL
+            )

@@ -4,7 +4,7 @@ A test's deadline is what its `deadline` mark says, else the profile's. At its d
 what does not end by that is killed a little later by a process beside it. So one test costs a bounded time, and so
 that a subject that hangs everywhere does not cost the sum of all deadlines:
     each test of an area that hangs halves the deadlines of the area's other tests, down to `_LEAST_S`;
-    a clause is given up once `_FAULTS_A_CLAUSE` of its tests have hung or ended their process: its other tests are
+    a clause is given up once `_INCIDENTS_A_CLAUSE` of its tests have hung or ended their process: its other tests are
     not run, and say so.
 An area is a file of clauses, for example `amp.grad_scaler`. Other areas keep their deadlines.
 """
@@ -32,9 +32,9 @@ from conformance.watchdog import Watchdog
 _PROFILES_S = {"quick": 120.0, "full": 300.0, "deep": 3600.0}
 _LEAST_S = 10.0
 _MOST_GRACE_S = 20.0  # from the exception to the kill: ranks must be ended meanwhile
-_FAULTS_A_CLAUSE = 2
+_INCIDENTS_A_CLAUSE = 2
 # A subject may cost each clause its workers once, and not for ever.
-MOST_RESTARTS = _FAULTS_A_CLAUSE * len(all_clauses())
+MOST_RESTARTS = _INCIDENTS_A_CLAUSE * len(all_clauses())
 
 
 class EndedTheRun(AssertionError):
@@ -53,7 +53,7 @@ class Deadlines:
         self._notes = notes
         self._base_s: float = config.option.deadline or _PROFILES_S[config.option.profile]
         self._clauses: dict[str, str] = {}  # by test
-        self._watchdog = Watchdog(notes.faults_file)
+        self._watchdog = Watchdog(notes.incidents_file)
         self._stacks = _stacks_file(config, notes)
         self._threads = set(lasting_threads())
         self._session: pytest.Session | None = None
@@ -132,8 +132,8 @@ class Deadlines:
         """What a test of an area has left of its own deadline; the suite's own tests have all of it."""
         area = _area(clause_of(item))
         hangs = sum(
-            fault.outcome == "hang" and _area(self._clauses.get(fault.nodeid, "")) == area
-            for fault in self._notes.faults()
+            incident.outcome == "hang" and _area(self._clauses.get(incident.nodeid, "")) == area
+            for incident in self._notes.incidents()
         )
         return shortened_s(self._own_limit_s(item), hangs if area else 0)
 
@@ -142,14 +142,16 @@ class Deadlines:
 
     def _given_up(self, item: pytest.Item) -> str:
         clause = clause_of(item)
-        faults = [
-            fault
-            for fault in self._notes.faults()
-            if clause and self._clauses.get(fault.nodeid) == clause and fault.nodeid != item.nodeid
+        incidents = [
+            incident
+            for incident in self._notes.incidents()
+            if clause and self._clauses.get(incident.nodeid) == clause and incident.nodeid != item.nodeid
         ]
-        if len(faults) < _FAULTS_A_CLAUSE:
+        if len(incidents) < _INCIDENTS_A_CLAUSE:
             return ""
-        ends = _listed(f"{fault.nodeid.rpartition('::')[2]} ({fault.outcome})" for fault in faults)
+        ends = _listed(
+            f"{incident.nodeid.rpartition('::')[2]} ({incident.outcome})" for incident in incidents
+        )
         return f"not run: its clause was given up after {ends}"
 
 

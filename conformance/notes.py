@@ -30,9 +30,9 @@ class Incident:
 class Notes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.faults_file = folder / "faults.jsonl"
+        self.incidents_file = folder / "incidents.jsonl"
         self._read_bytes = 0
-        self._faults: list[Incident] = []
+        self._incidents: list[Incident] = []
 
     @classmethod
     def of(cls, config: pytest.Config) -> Notes:
@@ -43,18 +43,18 @@ class Notes:
             config.pluginmanager.register(_Owner(notes))
         return notes
 
-    def note(self, fault: Incident) -> None:
-        with self.faults_file.open("a") as file:
-            file.write(json.dumps(asdict(fault)) + "\n")
+    def note(self, incident: Incident) -> None:
+        with self.incidents_file.open("a") as file:
+            file.write(json.dumps(asdict(incident)) + "\n")
 
-    def faults(self) -> list[Incident]:
+    def incidents(self) -> list[Incident]:
         """All that any process has noted by now."""
-        if self.faults_file.is_file() and self.faults_file.stat().st_size > self._read_bytes:
-            with self.faults_file.open() as file:
+        if self.incidents_file.is_file() and self.incidents_file.stat().st_size > self._read_bytes:
+            with self.incidents_file.open() as file:
                 file.seek(self._read_bytes)
-                self._faults += [Incident(**json.loads(line)) for line in file]
+                self._incidents += [Incident(**json.loads(line)) for line in file]
                 self._read_bytes = file.tell()
-        return self._faults
+        return self._incidents
 
     def stack_file(self, worker: str) -> Path:
         """Where a worker writes the stacks of its threads in its last moment."""

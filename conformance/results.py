@@ -86,13 +86,15 @@ class Recorder:
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         """A worker died under a test, by itself or, if that is noted, by what watches over it."""
-        noted = [fault for fault in self._notes.faults() if fault.nodeid == crashitem]
-        fault = noted[-1] if noted else Incident(crashitem, "crash", f"ended its process: {report.longrepr}")
+        noted = [incident for incident in self._notes.incidents() if incident.nodeid == crashitem]
+        incident = (
+            noted[-1] if noted else Incident(crashitem, "crash", f"ended its process: {report.longrepr}")
+        )
         if not noted:
-            self._notes.note(fault)
+            self._notes.note(incident)
         stack = self._notes.last_stack(report.node.gateway.id)  # pyright: ignore[reportAttributeAccessIssue]
         clause = self._notes.clauses().get(crashitem, "")
-        found = (fault.outcome, f"{fault.reason}\n{stack}".strip())
+        found = (incident.outcome, f"{incident.reason}\n{stack}".strip())
         outcome, reason = if_expected(self._config, crashitem, clause, found, report)
         judgement = Judgement(
             crashitem,

@@ -21,9 +21,9 @@ _READ_BYTES = 1 << 16
 class Watchdog:
     """Watches this process until it ends. What it has to kill for is noted in the file of faults before."""
 
-    def __init__(self, faults_file: Path) -> None:
+    def __init__(self, incidents_file: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(faults_file)], stdin=subprocess.PIPE, bufsize=0
+            [sys.executable, "-I", "-S", __file__, str(incidents_file)], stdin=subprocess.PIPE, bufsize=0
         )
 
     def expect_end(self, nodeid: str, seconds: float) -> None:
@@ -47,7 +47,7 @@ class Watchdog:
             self._stdin.write(json.dumps(words).encode() + b"\n")
 
 
-def watch(faults_file: str) -> None:
+def watch(incidents_file: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who are watched; their end is our own
     watched, told = os.getppid(), [None, "", ""]
     while select.select([0], [], [], told[0])[0]:
@@ -56,7 +56,7 @@ def watch(faults_file: str) -> None:
             return
         told = json.loads(lines[-1])
     _, nodeid, reason = told
-    with open(faults_file, "a") as file:
+    with open(incidents_file, "a") as file:
         file.write(json.dumps({"nodeid": nodeid, "outcome": "hang", "reason": reason}) + "\n")
     if os.getppid() == watched:
         os.kill(watched, signal.SIGKILL)

@@ -156,7 +156,7 @@ class _Forking:
         for line in text.splitlines():
             told |= json.loads(line)
         if hangs or "code" not in told:
-            noted = [fault.outcome for fault in notes.faults()]
+            noted = [incident.outcome for incident in notes.incidents()]
             return Ending("hang" if hangs else noted[-1] if noted else "crash", told.get("running", ""))
         if told["code"] not in _USUAL_CODES:
             raise RuntimeError(f"pytest ended with code {told['code']}")

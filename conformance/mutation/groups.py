@@ -111,12 +111,14 @@ def modules_of(group: Group, package: str) -> list[str]:
 def _modules(package: str) -> tuple[str, ...]:
     if package == ROOT:
         return tuple(sorted(copied()))
-    files = (file.relative_to(_folder(package)).with_suffix("") for file in _folder(package).rglob("*.py"))
-    return tuple(
-        sorted(
-            ".".join(file.parts) for file in files if file.name != "__init__" and "tests" not in file.parts
-        )
-    )
+    files = (file.relative_to(_folder(package)).with_suffix("") for file in source_files(package))
+    return tuple(sorted(".".join(file.parts) for file in files if file.name != "__init__"))
+
+
+def source_files(package: str) -> list[Path]:
+    """The modules of a package, without its tests."""
+    folder = _folder(package)
+    return [file for file in sorted(folder.rglob("*.py")) if "tests" not in file.relative_to(folder).parts]
 
 
 def file_of(package: str, module: str) -> Path:

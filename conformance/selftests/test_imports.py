@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from conformance.mutation.groups import source_files
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400  # a fresh Dynamo takes seconds, and tens of them where every core is busy
 
@@ -95,8 +97,8 @@ def output_of(code: str, *arguments: str) -> str:
 
 def modules() -> list[str]:
     has_triton = importlib.util.find_spec("triton") is not None
-    paths = [file.relative_to(ROOT).with_suffix("") for file in sorted((ROOT / "impl").rglob("*.py"))]
-    names = [".".join(path.parts).removesuffix(".__init__") for path in paths if "tests" not in path.parts]
+    paths = [file.relative_to(ROOT).with_suffix("") for file in source_files("impl")]
+    names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
     return [name for name in names if has_triton or "._triton" not in name]
 
 

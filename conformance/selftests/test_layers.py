@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.mutation.groups import source_files
 from conformance.selftests.rewritten import ALLOWED, REWRITTEN, is_within
 
 ROOT = Path(__file__).parents[2]
@@ -247,10 +248,8 @@ def read(name: str, source: str, modules: set[str], is_package: bool = False) ->
 @functools.cache
 def readings() -> list[Reading]:
     files: dict[str, Path] = {}
-    for file in sorted((ROOT / "impl").rglob("*.py")):
+    for file in source_files("impl"):
         parts = file.relative_to(ROOT).with_suffix("").parts
-        if "tests" in parts:
-            continue
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return [
         read(name, file.read_text(encoding="utf-8"), set(files), file.name == "__init__.py")

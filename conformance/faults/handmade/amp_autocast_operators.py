@@ -27,12 +27,12 @@ def while_open(fault_id: str, says: str, thread: str = "own") -> Callable[[Opene
     def enter(fault: Opened) -> Opened:
         def entering(original: Any, self: Any) -> Any:
             result = original(self)
-            vars(self).setdefault("_faulty", []).append(fault(self))
+            vars(self).setdefault("_faulty_exits", []).append(fault(self))
             return result
 
         def leaving(original: Any, self: Any, *exc: Any) -> Any:
-            if vars(self).get("_faulty"):
-                self._faulty.pop()()
+            if vars(self).get("_faulty_exits"):
+                self._faulty_exits.pop()()
             return original(self, *exc)
 
         register_fault(f"autocast.{fault_id}", REGION, says=says, thread=thread)(

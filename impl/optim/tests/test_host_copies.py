@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from conformance.clauses import HERE
+from conformance.mutation.groups import source_files
 
 pytestmark = [pytest.mark.deadline(300), pytest.mark.profile("full")]
 
@@ -37,6 +38,5 @@ def test_each_fault_is_noticed(told: Any) -> None:
 def test_one_file_asks_for_copies_that_do_not_block() -> None:
     """What no program comes by is at least in the hands of the owner, which they hold."""
     impl = HERE.parent / "impl"
-    files = [file for file in impl.rglob("*.py") if "tests" not in file.relative_to(impl).parts]
-    asking = [file for file in files if "non_blocking" in file.read_text(encoding="utf-8")]
+    asking = [file for file in source_files("impl") if "non_blocking" in file.read_text(encoding="utf-8")]
     assert [file.relative_to(impl).as_posix() for file in asking] == [OWNER]
