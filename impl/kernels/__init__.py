@@ -29,10 +29,11 @@ from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
 from impl.kernels._native.memory import Addresses, Form, KnownLayoutList, formed, joined
 from impl.kernels._no_grad_fast import no_grad_fast
+from impl.kernels._parameters import Parameters
 from impl.kernels._storage_order import OVERLAP, laid_out_as, overlaps_itself
 from impl.kernels.checked_norm import checked_norm, nonfinite_flag
 from impl.kernels.clamp import clamp_
-from impl.kernels.fused_step import Parameters, fused_step_
+from impl.kernels.fused_step import fused_step_
 from impl.kernels.norm import total_norm
 from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
 from impl.kernels.scale import scale_

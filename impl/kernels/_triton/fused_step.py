@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._lists import dtypes_of
+from impl.kernels._parameters import Parameters
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import ChunkTable, sent_to, stream_of
 from impl.kernels._triton.chunk import on_device
@@ -18,9 +19,6 @@ from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
 from impl.kernels._triton.update import LAUNCH
 from impl.kernels._update_table import update_table
 from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
-
-if TYPE_CHECKING:
-    from impl.kernels.fused_step import Parameters
 
 _HANDLED = (torch.float16, torch.bfloat16, torch.float32)
 _DTYPES = {
