@@ -20,12 +20,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from conformance import options
-from conformance.clauses import HERE
-from conformance.judging import chosen_tests, judged, tail
+from conformance.judge import options
+from conformance.judge.clauses import HERE
+from conformance.judge.judging import chosen_tests, judged, tail
+from conformance.judge.running import Stop
+from conformance.judge.telling import progress_on, say_broken, say_verdict
 from conformance.report import conclude
-from conformance.running import Stop
-from conformance.telling import progress_on, say_broken, say_verdict
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance import clauses
+from conformance.judge import clauses
 
 FILE = Path(__file__).with_name("catalogue.toml")
 _ABOUT = """\

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance import environment
-from conformance.clauses import HERE
-from conformance.judgement import RED
-from conformance.judging import everything
-from conformance.options import PROFILES
-from conformance.results import broken_clauses
+from conformance.judge import environment
+from conformance.judge.clauses import HERE
+from conformance.judge.judgement import RED
+from conformance.judge.judging import everything
+from conformance.judge.options import PROFILES
+from conformance.judge.results import broken_clauses
 
 _ROOT = HERE.parent
 

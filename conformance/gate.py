@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from conformance.faults.kills import read_kills
-from conformance.heading import CHECKOUT
-from conformance.judging import DEADLINES_S, judged, tail
-from conformance.options import REPORT, of_gate
+from conformance.judge.heading import CHECKOUT
+from conformance.judge.judging import DEADLINES_S, judged, tail
+from conformance.judge.options import REPORT, of_gate
+from conformance.judge.running import Stop, run
+from conformance.judge.telling import begin, progress_on, say_broken, say_verdict
 from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
-from conformance.running import Stop, run
-from conformance.telling import begin, progress_on, say_broken, say_verdict
 
 _NO_CHECKOUT = (
     "the gate times a subject too, by the folder benchmarks of a checkout, and this is an installed package: "

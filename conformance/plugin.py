@@ -14,20 +14,20 @@ import numpy
 import pytest
 import torch
 
-from conformance import claims_file, global_state, reference_limits, seeding, trial
-from conformance.claims import NotClaimed, claimed_extensions, exposes
-from conformance.clauses import AREAS, HERE, all_clauses, clause_of
-from conformance.deadlines import MOST_RESTARTS, Deadlines
-from conformance.deviations import DeviationJudge
-from conformance.environment import is_usable
-from conformance.errors import Hang, stop_by_hand
-from conformance.expectations import Expectations, unshrunk
-from conformance.judgement import unavailable
-from conformance.library import Library, NotProvided, load_library, package_of
-from conformance.notes import Notes
-from conformance.options import PROFILES
-from conformance.results import BAD_INPUT, NO_DEVICE, Recorder, WorkerRecorder
-from conformance.rows import all_deviations, all_reference_limits
+from conformance.judge import claims_file, global_state, reference_limits, seeding, trial
+from conformance.judge.claims import NotClaimed, claimed_extensions, exposes
+from conformance.judge.clauses import AREAS, HERE, all_clauses, clause_of
+from conformance.judge.deadlines import MOST_RESTARTS, Deadlines
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.environment import is_usable
+from conformance.judge.errors import Hang, stop_by_hand
+from conformance.judge.expectations import Expectations, unshrunk
+from conformance.judge.judgement import unavailable
+from conformance.judge.library import Library, NotProvided, load_library, package_of
+from conformance.judge.notes import Notes
+from conformance.judge.options import PROFILES
+from conformance.judge.results import BAD_INPUT, NO_DEVICE, Recorder, WorkerRecorder
+from conformance.judge.rows import all_deviations, all_reference_limits
 
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
 _SELFTESTS = HERE / "selftests"

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from conformance import surface
-from conformance.claims import claims
-from conformance.compat import COMPAT_NAMES, CompatName
-from conformance.library import Library
+from conformance.judge import surface
+from conformance.judge.claims import claims
+from conformance.judge.compat import COMPAT_NAMES, CompatName
+from conformance.judge.library import Library
 
 _CALLABLES = [
     item for item in surface.items() if not item.parameter and item.path not in surface.CALLED_BY_TORCH

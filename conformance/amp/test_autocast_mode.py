@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from conformance import seeding
-from conformance.clauses import clause
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge import seeding
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.regions import LOW, operands, state
 
 

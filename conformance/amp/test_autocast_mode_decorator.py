@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.regions import LOW, Planned, operands, state
 
 

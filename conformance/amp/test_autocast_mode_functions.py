@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from conformance import seeding
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge import seeding
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.regions import LOW, state
 
 CASTS = [None, torch.float32, torch.bfloat16, torch.float64]

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.tolerances import EXACT, Tolerance
 from conformance.strategies.autocast_operators import FACTORIZING
 from conformance.strategies.operator_outcomes import callable_spellings, outcome_of, quiet, region_of
 from conformance.strategies.regions import LOW
-from conformance.tolerances import EXACT, Tolerance
 
 # The operands' dtypes, in turn; None is the region's.
 OPERANDS: dict[str, tuple[torch.dtype | None, ...]] = {

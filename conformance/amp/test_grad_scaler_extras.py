@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import AMP_AWARE, FOUR, PLAIN, Rig, pickled
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import Outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.fused_steps import (
     KINDS,
     ROW,

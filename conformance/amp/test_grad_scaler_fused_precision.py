@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.tolerances import stored_updates
 from conformance.strategies.fused_steps import (
     FUSED,
     KINDS,
@@ -25,7 +26,6 @@ from conformance.strategies.fused_steps import (
 )
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Rig
-from conformance.tolerances import stored_updates
 
 
 @clause("amp.grad_scaler.fused_step.copies")

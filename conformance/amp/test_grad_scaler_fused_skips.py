@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
 from conformance.strategies.fused_steps import ROW, SOME, Take, by_four, by_one, judge_as_told
 from conformance.strategies.scaling import Rig
 

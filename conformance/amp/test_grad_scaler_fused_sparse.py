@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import assert_same_outcome, observe
+from conformance.judge.tolerances import norm_of
 from conformance.strategies.fused_steps import ROW, Story, assert_same_states, judge
-from conformance.tolerances import norm_of
 
 _SCALE = 8.0
 _KINDS: dict[str, Callable[[Any], Optimizer]] = {

@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.judging import share_of_examples
-from conformance.library import Library
-from conformance.outcome import Outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.fused_steps import (
     FATES,
     FUSED,

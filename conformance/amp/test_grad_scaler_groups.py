@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import OPTIMIZERS, Rig, assert_same_story
 

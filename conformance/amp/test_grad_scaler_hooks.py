@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.library import Library
-from conformance.outcome import Outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.scaling import FOUR, Rig, assert_same_story, entries, pickled
 
 

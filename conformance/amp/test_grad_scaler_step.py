@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import (
     AMP_AWARE,

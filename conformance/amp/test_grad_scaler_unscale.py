@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.judgement import unavailable
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.judgement import unavailable
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
 from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
 from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Rig, Story, assert_same_story
 

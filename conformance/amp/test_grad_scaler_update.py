@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.judgement import unavailable
-from conformance.library import Library
-from conformance.outcome import Outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.judgement import unavailable
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import FOUR, Rig, assert_same_story
 

@@ -9,8 +9,8 @@ import pytest
 
 from conformance.clients.sides import Sides
 from conformance.clients.taking_place import drop_in_of
-from conformance.judgement import unavailable
-from conformance.library import Library
+from conformance.judge.judgement import unavailable
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
 _LIBRARIES = ("accelerate", "transformers", "lightning", "peft", "bitsandbytes", "torchao")

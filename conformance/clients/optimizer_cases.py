@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from conformance.clients import tiny
-from conformance.library import load_library
+from conformance.judge.library import load_library
 from conformance.ranks import Rank
 
 # By default bitsandbytes keeps states of fewer than 4096 elements in 32 bits.

@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from conformance.library import Library
-from conformance.outcome import assert_same_outcome, observe
+from conformance.judge.library import Library
+from conformance.judge.outcome import assert_same_outcome, observe
+from conformance.judge.tolerances import TRAINED, Tolerance
 from conformance.ranks import RankPool
-from conformance.tolerances import TRAINED, Tolerance
 
 _IMPORTS_S, _CASE_S = 400.0, 120.0
 

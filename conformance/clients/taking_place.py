@@ -6,7 +6,7 @@ import os
 import sys
 
 from conformance.faults import handmade
-from conformance.library import Library, load_library
+from conformance.judge.library import Library, load_library
 from conformance.ranks import Rank
 
 # Nothing is downloaded, and nothing is told to anybody.

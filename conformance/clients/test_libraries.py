@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
 from conformance.clients.sides import Sides, assert_same
-from conformance.judgement import unavailable
-from conformance.tolerances import EXACT
+from conformance.judge.clauses import clause
+from conformance.judge.judgement import unavailable
+from conformance.judge.tolerances import EXACT
 
 # The first one waits for all imports, on both sides.
 pytestmark = [pytest.mark.profile("full"), pytest.mark.deadline(900)]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.judgement import unavailable
-from conformance.library import Library
-from conformance.outcome import assert_same_outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.judgement import unavailable
+from conformance.judge.library import Library
+from conformance.judge.outcome import assert_same_outcome
 from conformance.strategies.compiled_steps import Rig, Script, outcome, soon, tracing_of
 from conformance.strategies.optimizers import Make, maker
 from conformance.strategies.user_optimizers import Collecting

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import assert_same_outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import assert_same_outcome
 from conformance.strategies.compiled_steps import Rig, Script, after, outcome, soon, tracing_of
 from conformance.strategies.optimizers import COMPILED, Make, four_parameters, maker
 

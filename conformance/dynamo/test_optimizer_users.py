@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.tolerances import Tolerance
 from conformance.strategies import user_optimizers as users
 from conformance.strategies.compiled_steps import Rig, Script, after, outcome
 from conformance.strategies.optimizers import Make, maker
-from conformance.tolerances import Tolerance
 
 STEPS = 4
 # A number that changes is a symbol of the graph, which multiplies as a tensor of float64 would.

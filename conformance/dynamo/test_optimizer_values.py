@@ -14,12 +14,12 @@ import torch._inductor.config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.global_state import put_back, read
-from conformance.judgement import unavailable
-from conformance.library import Library
-from conformance.outcome import assert_same_outcome, observe
-from conformance.process_state import PROCESS
+from conformance.judge.clauses import clause
+from conformance.judge.global_state import put_back, read
+from conformance.judge.judgement import unavailable
+from conformance.judge.library import Library
+from conformance.judge.outcome import assert_same_outcome, observe
+from conformance.judge.process_state import PROCESS
 from conformance.strategies.compiled_steps import Rig, outcome, soon, tracing_of
 from conformance.strategies.optimizers import (
     COMPILED,

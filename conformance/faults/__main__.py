@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance import environment, faults
-from conformance.clauses import all_clauses
-from conformance.errors import stop_by_hand
+from conformance import faults
 from conformance.faults.kills import Idle, Kill, Kills, read_kills, write_kills
 from conformance.faults.memory import known, remember
 from conformance.faults.trials import RedWithoutFault, fault_ids, idle, killing, proven, takes_ranks
 from conformance.faults.worker import Crew, Trial
+from conformance.judge import environment
+from conformance.judge.clauses import all_clauses
+from conformance.judge.errors import stop_by_hand
 
 AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 1, 2, 130
 _say = functools.partial(print, flush=True)

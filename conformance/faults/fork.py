@@ -21,14 +21,14 @@ from typing import Any, TextIO
 import pytest
 import torch._dynamo  # noqa: F401 the first step of an optimizer imports it, which takes as long as a fault lives
 
-from conformance.clauses import HERE, all_clauses, clause_of
-from conformance.deadlines import Deadlines
 from conformance.faults.order import Task, in_order
-from conformance.judgement import RED
-from conformance.library import load_library
-from conformance.notes import Notes
+from conformance.judge.clauses import HERE, all_clauses, clause_of
+from conformance.judge.deadlines import Deadlines
+from conformance.judge.judgement import RED
+from conformance.judge.library import load_library
+from conformance.judge.notes import Notes
+from conformance.judge.results import WorkerRecorder
 from conformance.ranks.handle import keep_fork_server, start_fork_server
-from conformance.results import WorkerRecorder
 
 LOG = "log"
 _SILENCE_S = 300.0  # each test has its own deadline and is told of; this is for what hangs outside of one

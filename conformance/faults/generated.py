@@ -16,9 +16,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from conformance import surface
-from conformance.clauses import all_clauses
 from conformance.faults.fault import Fault, subclass
+from conformance.judge import surface
+from conformance.judge.clauses import all_clauses
 
 _MISSING = object()
 _ASKED_LIKE_ANY = "taken so that it can be called like any wrap policy"

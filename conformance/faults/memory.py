@@ -7,9 +7,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from conformance.clauses import HERE, all_clauses
 from conformance.faults.kills import Kills, read_kills
 from conformance.faults.trials import fault_ids
+from conformance.judge.clauses import HERE, all_clauses
 
 _FILE = Path(__file__).parent / "killers.json"
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from conformance import surface
-from conformance.clauses import all_clauses, clause_of
+from conformance.judge import surface
+from conformance.judge.clauses import all_clauses, clause_of
 
 
 @dataclass(frozen=True)

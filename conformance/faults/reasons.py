@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
-from conformance.clauses import HERE
+from conformance.judge.clauses import HERE
 
 
 def all_excuses() -> dict[str, dict[str, str]]:

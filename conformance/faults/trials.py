@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Generator, Iterable
 
-from conformance.clauses import all_clauses
 from conformance.faults import generated
 from conformance.faults.fork import Ending
 from conformance.faults.handmade import HANDMADE, find
@@ -13,6 +12,7 @@ from conformance.faults.kills import Idle, Kill
 from conformance.faults.order import Task, distance, is_about, likeness_to
 from conformance.faults.reasons import excuses, idle_reasons
 from conformance.faults.worker import Trial
+from conformance.judge.clauses import all_clauses
 
 
 def fault_ids() -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe_machine, own_name
-from conformance import environment
 from conformance.gpu.rows import Rows, Task, in_words, serve
+from conformance.judge import environment
 
 
 def work(task: Task, rows: Rows) -> None:

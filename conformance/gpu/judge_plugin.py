@@ -12,7 +12,7 @@ import pytest
 from conformance.gpu.probe import Probe
 from conformance.gpu.probe_cases import COLLECTIVES
 from conformance.gpu.rows import PROGRESS, VARIABLE, Rows, Task, read_rows
-from conformance.judgement import RED, unavailable
+from conformance.judge.judgement import RED, unavailable
 from conformance.ranks import backend_for
 
 _TELL_EVERY_S = 10.0

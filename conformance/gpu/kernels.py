@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance.gpu.rows import Rows, Task, in_words, serve
-from conformance.tolerances import EXACT, Tolerance, norm_of
+from conformance.judge.tolerances import EXACT, Tolerance, norm_of
 from impl import kernels
 from impl.kernels.tests.update_bounds import update
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conformance import surface
+from conformance.judge import surface
 
 # What Python makes anew for each class.
 _OF_THE_CLASS = ("__dict__", "__weakref__", "__module__")

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import torch
 
-from conformance import environment, mutation
-from conformance.errors import stop_by_hand
+from conformance import mutation
 from conformance.exact_copy.copying import ROOT
 from conformance.faults.order import Task
 from conformance.faults.trials import RedWithoutFault, prove
 from conformance.faults.worker import Crew, Trial
+from conformance.judge import environment
+from conformance.judge.errors import stop_by_hand
 from conformance.mutation import lines
 from conformance.mutation.groups import (
     GROUPS,

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from conformance.clauses import all_clauses
 from conformance.exact_copy.copying import ROOT, copied, source_of
+from conformance.judge.clauses import all_clauses
 from conformance.mutation.operators import OPERATORS, Site, mutate, sites
 
 # What torch's FSDP calls to wait where its device is the CPU, by how the call ends.

@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import HERE, clause_of
 from conformance.faults.fork import test_files
-from conformance.judgement import RED
+from conformance.judge.clauses import HERE, clause_of
+from conformance.judge.judgement import RED
 from conformance.mutation import lines
 from conformance.mutation.groups import GROUPS, LINES, Group, clauses_of, file_of
 

@@ -1,7 +1,7 @@
 """Ranks to run multi-process cases on: real processes in a real process group, kept warm, never waited for in vain.
 
     with RankPool(2) as pool:
-        sums = pool.run("conformance.rank_cases:all_reduce", values=[[1.0, 2.0], [3.0, 4.0]])
+        sums = pool.run("conformance.ranks.cases:all_reduce", values=[[1.0, 2.0], [3.0, 4.0]])
 
 Hypothesis and every assertion stay in the parent. A *case* is an importable function, named `module:function`; each
 rank calls it with a `Rank` and the same plain arguments, and what it returns comes back as data, one item a rank. So a

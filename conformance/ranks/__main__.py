@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from conformance.errors import stop_by_hand
+from conformance.judge.errors import stop_by_hand
 from conformance.ranks.soak import Figures, soak
 
 

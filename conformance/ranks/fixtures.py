@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 
 import pytest
 
-from conformance.library import Library
+from conformance.judge.library import Library
 from conformance.ranks.pool import RankPool
 
 # What pytest-xdist calls the run that its workers have in common; without workers nobody need take turns.
@@ -35,7 +35,7 @@ def ranks(request: pytest.FixtureRequest, _warm_pools: Pools, subject: Library) 
         key = (world_size, device)
         asked.add(key)
         if key not in _warm_pools:
-            warm_up = ("conformance.rank_cases:load", {"library": subject.spec})
+            warm_up = ("conformance.ranks.cases:load", {"library": subject.spec})
             _warm_pools[key] = RankPool(
                 world_size, device=device, warm_up=warm_up, turns=os.environ.get(_RUN)
             )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from conformance.judge.seeding import run_seed
 from conformance.ranks.errors import (
     Failure,
     PoolBroken,
@@ -29,7 +30,6 @@ from conformance.ranks.handle import Handle
 from conformance.ranks.process import Done, Listening, Ready, Resolved, Settings
 from conformance.ranks.slots import cpu_slots
 from conformance.ranks.trace import Agreement, Collective
-from conformance.seeding import run_seed
 
 # After the first failure its peers get this long to fail in their turn, so that the report has their side too.
 _GRACE_S = 1.0

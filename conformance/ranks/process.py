@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conformance import seeding
+from conformance.judge import seeding
 from conformance.ranks.channel import Channel
 from conformance.ranks.errors import Failure
 from conformance.ranks.trace import report_collectives

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from xml.sax.saxutils import escape
 
-from conformance.judgement import RED
+from conformance.judge.judgement import RED
 from conformance.report.text import legible
 from conformance.report.verdict import worst_by_clause
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.judgement import RED
+from conformance.judge.judgement import RED
 
 _WANTED = ("verdict", "subject", "profile", "began", "environment", "clauses", "tests")
 

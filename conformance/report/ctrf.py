@@ -6,7 +6,7 @@ import datetime
 from collections import Counter
 from typing import Any
 
-from conformance.judgement import RED
+from conformance.judge.judgement import RED
 
 _STATUS = {
     **dict.fromkeys(RED, "failed"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformance.judgement import RED
+from conformance.judge.judgement import RED
 
 # From worst to best; a cell shows the worst of its tests.
 SEVERITY = (

@@ -12,13 +12,13 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from conformance.judgement import RED
+from conformance.judge.judgement import RED
+from conformance.judge.results import Broken, broken_clauses
 from conformance.report import speed
 from conformance.report.kills import kill_matrix
 from conformance.report.matrix import MEANINGS, SIGNS, Area, matrix, ranked
 from conformance.report.text import legible
 from conformance.report.verdict import parts
-from conformance.results import Broken, broken_clauses
 
 _HERE = Path(__file__).parent
 _SIDES = {"known": "takes torch's side", "passed": "takes impl's side", "failed": "takes neither side"}

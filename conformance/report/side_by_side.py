@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.judgement import RED
+from conformance.judge.judgement import RED
 from conformance.report.matrix import MEANINGS, SEVERITY, ranked
 from conformance.report.page import environment
 from conformance.report.text import legible

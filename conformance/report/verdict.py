@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.clauses import LEVELS
-from conformance.judgement import RED
+from conformance.judge.clauses import LEVELS
+from conformance.judge.judgement import RED
+from conformance.judge.results import BAD_INPUT
 from conformance.report.matrix import SEVERITY, ranked
 from conformance.report.speed import MISSING, REGRESSION, is_faster, is_slower
-from conformance.results import BAD_INPUT
 
 _WORDS = {
     "passed": "hold",

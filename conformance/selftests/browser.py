@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from conformance.judgement import unavailable
+from conformance.judge.judgement import unavailable
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from conformance import environment
-from conformance.judgement import Judgement
+from conformance.judge import environment
+from conformance.judge.judgement import Judgement
 from conformance.training.compare import Check
 from conformance.training.judge import Comparison, as_entry
 from conformance.training.plan import small_plan

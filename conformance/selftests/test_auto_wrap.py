@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp.api import MixedPrecision
 
-from conformance.library import Library, load_library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.wrapping import (
     ONE_BY_ONE,
     SEEING_THE_TREE,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance import catalogue, clauses
+from conformance import catalogue
 from conformance.catalogue import Change
-from conformance.rows import all_deviations
+from conformance.judge import clauses
+from conformance.judge.rows import all_deviations
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from conformance import claims_file, trial
-from conformance.claims import wrong_in_claims
-from conformance.library import Library, NotProvided
-from conformance.results import BAD_INPUT
+from conformance.judge import claims_file, trial
+from conformance.judge.claims import wrong_in_claims
+from conformance.judge.library import Library, NotProvided
+from conformance.judge.results import BAD_INPUT
 from conformance.selftests.test_misbehaving_subjects import CPU_ALONE, OTHERS, SCALER, judged, of
 
 Subject = Callable[[str], Library]

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import __main__ as clock
 from benchmarks import catalogue, decision, earlier, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
-from conformance.judgement import unavailable
+from conformance.judge.judgement import unavailable
 from conformance.report import speed as drawn
 from conformance.report.verdict import parts, reasons
 from conformance.selftests.clock_cases import CI, MACHINE, git, loaded, measured, results

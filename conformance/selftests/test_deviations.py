@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.deviations import DeviationJudge, StaleRow
-from conformance.library import Library
-from conformance.outcome import Outcome, observe
-from conformance.rows import Deviation
+from conformance.judge.deviations import DeviationJudge, StaleRow
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, observe
+from conformance.judge.rows import Deviation
 
 ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "")
 OURS, TORCHS, THIRD = [observe(lambda: torch.ones(2))], [observe(lambda: torch.zeros(2))], []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.library import Library
+from conformance.judge.library import Library
 from conformance.strategies.autocast_operators import CALLS
 from conformance.strategies.operator_outcomes import (
     RECURRENT,

@@ -10,8 +10,8 @@ import pytest
 
 from conformance.faults.fault import in_method, subclass
 from conformance.faults.handmade import HANDMADE
-from conformance.library import Library, load_library
-from conformance.outcome import observe
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import observe
 
 
 def members(made: type) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from conformance import gate
-from conformance.judging import _JudgingBar, _Lines, _salvaged
-from conformance.options import of_gate
+from conformance.judge.judging import _JudgingBar, _Lines, _salvaged
+from conformance.judge.options import of_gate
+from conformance.judge.results import verdict
+from conformance.judge.running import Stop
 from conformance.ranks.soak import marked_processes
 from conformance.report.verdict import parts, reasons
-from conformance.results import verdict
-from conformance.running import Stop
 from conformance.selftests.report_cases import a_report, judged, trained
 
 ROOT = Path(__file__).parents[2]

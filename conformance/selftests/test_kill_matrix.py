@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-from conformance import environment, surface
-from conformance.clauses import all_clauses
 from conformance.faults.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
 from conformance.faults.fork import Ending
 from conformance.faults.handmade import HANDMADE
@@ -28,7 +26,9 @@ from conformance.faults.order import Task, distance, likeness_to, lineage
 from conformance.faults.reasons import all_excuses, idle_reasons
 from conformance.faults.trials import candidates, clauses_of, fault_ids, idle, killing, proven, takes_ranks
 from conformance.faults.worker import Trial, Worker
-from conformance.library import Library
+from conformance.judge import environment, surface
+from conformance.judge.clauses import all_clauses
+from conformance.judge.library import Library
 from conformance.ranks.soak import marked_processes
 
 OF_MEMORY = ("what_killed_is_remembered", "what_is_remembered_is_there", "reasons_are_for_what_there_is")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from conformance.claims import claimed_extensions, claims
-from conformance.clauses import _read, all_clauses
 from conformance.faults.order import Task
 from conformance.faults.worker import Worker
-from conformance.rows import all_reference_limits
-from conformance.surface import names
+from conformance.judge.claims import claimed_extensions, claims
+from conformance.judge.clauses import _read, all_clauses
+from conformance.judge.rows import all_reference_limits
+from conformance.judge.surface import names
 
 CLAIMANT = "conformance.selftests.claims_all"
 EXTENSIONS = [clause.id for clause in all_clauses().values() if clause.level == "extension"]

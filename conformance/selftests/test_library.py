@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conformance.library import Library, NotProvided
+from conformance.judge.library import Library, NotProvided
 
 
 def test_names_are_torchs_own() -> None:

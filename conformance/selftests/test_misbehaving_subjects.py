@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from conformance import trial
-from conformance.judgement import RED
-from conformance.notes import Notes
-from conformance.results import BAD_INPUT
+from conformance.judge import trial
+from conformance.judge.judgement import RED
+from conformance.judge.notes import Notes
+from conformance.judge.results import BAD_INPUT
 
 ROOT = Path(__file__).parents[2]
 MISBEHAVING = Path(__file__).parent / "misbehaving"
@@ -207,7 +207,7 @@ def test_what_never_returns_costs_its_clause_two_deadlines(tmp_path: Path) -> No
     assert sorted(outcomes) == ["hang"] * 2 + ["unavailable"] * (len(outcomes) - 2)
     for entry in of(report, CPU_ALONE):
         assert entry["reason"].startswith(
-            "conformance.errors.Hang: the test did not end within 2 s"
+            "conformance.judge.errors.Hang: the test did not end within 2 s"
             if entry["outcome"] == "hang"
             else "not run: its clause was given up after "
         )

@@ -14,7 +14,7 @@ import torch
 from conformance.exact_copy.copying import ROOT
 from conformance.faults.order import Task
 from conformance.faults.worker import Worker
-from conformance.judgement import unavailable
+from conformance.judge.judgement import unavailable
 from conformance.mutation import lines
 from conformance.mutation.__main__ import main
 from conformance.mutation.groups import (

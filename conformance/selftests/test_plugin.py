@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import HERE
+from conformance.judge.clauses import HERE
 from conformance.plugin import _concerns, usable_world_sizes
 
 

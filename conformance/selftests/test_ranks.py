@@ -77,7 +77,7 @@ def test_all_reduce_gives_every_rank_what_the_parent_computes(
     values = [torch.tensor(row, dtype=dtype) for row in rows]
     wanted = REDUCED[op](torch.stack(values)).to(dtype)
     for rank, got in enumerate(
-        pools[group_size].run("conformance.rank_cases:all_reduce", values=values, op=op)
+        pools[group_size].run("conformance.ranks.cases:all_reduce", values=values, op=op)
     ):
         assert got.dtype == dtype
         assert torch.equal(got, wanted), f"rank {rank} of {group_size}"

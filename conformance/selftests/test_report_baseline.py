@@ -16,7 +16,7 @@ pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml 
 
 from conformance import gate
 from conformance.faults.kills import Kill, Kills, write_kills
-from conformance.judgement import RED
+from conformance.judge.judgement import RED
 from conformance.report import write_page
 from conformance.report.baseline import Comparison, compare, read_report, sentences
 from conformance.report.matrix import SEVERITY

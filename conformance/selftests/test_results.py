@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from conformance import clauses
-from conformance.claims import claims, is_claimed
-from conformance.judgement import _axes
-from conformance.library import NotProvided, load_library
-from conformance.outcome import observe
+from conformance.judge import clauses
+from conformance.judge.claims import claims, is_claimed
+from conformance.judge.judgement import _axes
+from conformance.judge.library import NotProvided, load_library
+from conformance.judge.outcome import observe
+from conformance.judge.results import BAD_INPUT, broken_clauses
 from conformance.ranks import RankPool
-from conformance.results import BAD_INPUT, broken_clauses
 
 ROOT = Path(__file__).parents[2]
 FIRST, SECOND = (clause["id"] for clause in clauses.for_report()[:2])

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.claims_file import NAME, read
-from conformance.clauses import all_clauses
+from conformance.judge.claims_file import NAME, read
+from conformance.judge.clauses import all_clauses
 from conformance.subjects.__main__ import HERE, RESULTS, SUBJECTS, counted, folders, table
 from conformance.subjects.source import Instead, definitions
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from conformance.library import Library, load_library
+from conformance.judge.library import Library, load_library
 from conformance.training.compare import Bound, compare
 from conformance.training.corpus import load_corpus
 from conformance.training.judge import judge, parts_of

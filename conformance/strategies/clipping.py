@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.library import Library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, observe
+from conformance.judge.tolerances import Tolerance, norm_of
 from conformance.strategies.gradients import Gradient, GradientList
-from conformance.tolerances import Tolerance, norm_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])

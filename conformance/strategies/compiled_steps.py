@@ -14,8 +14,8 @@ import torch._dynamo.variables.builder
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters, get_static_address_type
 
-from conformance.library import Library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.optimizers import Make, draw_gradient, four_parameters
 
 Script = Callable[["Rig"], Any]

@@ -11,12 +11,12 @@ import torch
 from hypothesis import strategies as st
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.tolerances import Tolerance, norm_of, updates
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Rig
-from conformance.tolerances import Tolerance, norm_of, updates
 
 LACKING = "no such method"
 ROW = pytest.mark.deviation("grad_scaler.fused_step")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from conformance import seeding
+from conformance.judge import seeding
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset")
 

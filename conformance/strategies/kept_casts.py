@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.library import Library
+from conformance.judge.library import Library
 from conformance.strategies.regions import Planned
 
 

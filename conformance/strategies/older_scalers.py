@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.scaling import Rig, assert_same_story, pickled
 
 # Each parameter by itself, all by position and by name, and what is refused.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.outcome import Outcome, observe
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.regions import state
 
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from conformance.library import Library
-from conformance.outcome import plain_text
+from conformance.judge.library import Library
+from conformance.judge.outcome import plain_text
 from conformance.strategies.autocast_operators import CALLS
 from conformance.strategies.operator_calls import spellings
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from conformance import seeding
-from conformance.tolerances import Tolerance
+from conformance.judge import seeding
+from conformance.judge.tolerances import Tolerance
 
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 

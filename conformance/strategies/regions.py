@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance import seeding
-from conformance.library import Library
+from conformance.judge import seeding
+from conformance.judge.library import Library
 
 DEVICE_TYPES = ("cpu", "cuda")
 LOW = [torch.bfloat16, torch.float16]

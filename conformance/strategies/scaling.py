@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from conformance.library import Library, LookupFailed, NotProvided
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.library import Library, LookupFailed, NotProvided
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.tolerances import EXACT, Tolerance
 from conformance.strategies.gradients import Gradient
-from conformance.tolerances import EXACT, Tolerance
 
 Story = Callable[[Library], Iterator[Outcome]]
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from conformance.library import Library
+from conformance.judge.library import Library
 
 
 class Block(nn.Module):

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance.claims_file import NAME, read
-from conformance.clauses import all_clauses
-from conformance.expectations import TELLS_NOTHING
+from conformance.judge.claims_file import NAME, read
+from conformance.judge.clauses import all_clauses
+from conformance.judge.expectations import TELLS_NOTHING
 from conformance.report.matrix import SEVERITY
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from conformance.errors import told
+from conformance.judge.errors import told
 
 # What the package does and what torch does, as text.
 Sides = tuple[str, str]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conformance.library import Library, load_library
+from conformance.judge.library import Library, load_library
 from conformance.training.compare import TIMES_FURTHER, Bound, Check, compare
 from conformance.training.corpus import load_corpus
 from conformance.training.plan import Plan

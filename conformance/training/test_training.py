@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import conformance
-from conformance.library import load_library
+from conformance.judge.library import load_library
 from conformance.training.compare import Bound, compare
 from conformance.training.corpus import load_corpus, windows
 from conformance.training.gpt import Shape

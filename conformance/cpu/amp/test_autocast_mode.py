@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.clauses import clause
-from conformance.library import Library
-from conformance.outcome import assert_same_outcome
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import assert_same_outcome
 from conformance.strategies.older_spellings import ARGUMENTS, used_as_decorator, used_as_region
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.older_spellings import ARGUMENTS, used_as_decorator, used_as_region
 from conformance.strategies.regions import state
 

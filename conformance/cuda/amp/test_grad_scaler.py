@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
 from conformance.strategies.older_scalers import ARGUMENTS, OlderScaler
 
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance import seeding
 from conformance.distributed.fsdp.fsdp_cases import FSDP
-from conformance.library import Library, load_library
+from conformance.judge import seeding
+from conformance.judge.library import Library, load_library
 from conformance.ranks import Rank
 
 ASTRAY = 1  # the rank that parts from the others

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP
-from conformance.library import load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 WIDTH, BLOCKS, STEPS = 4, 2, 3

@@ -24,8 +24,8 @@ from conformance.distributed.fsdp.fsdp_cases import (
 )
 from conformance.distributed.fsdp.method_cases import TREE, Lab, named
 from conformance.distributed.fsdp.module_trees import LEAVES, call, loss_of
-from conformance.library import Library, load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 

@@ -23,8 +23,8 @@ from conformance.distributed.fsdp.module_trees import (
     loss_of,
     out_of_form,
 )
-from conformance.library import Library, load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 FSDP = "distributed.fsdp.FullyShardedDataParallel"

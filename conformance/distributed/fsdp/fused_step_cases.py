@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
-from conformance import seeding
 from conformance.distributed.fsdp.fsdp_cases import FSDP, gathered_parameters
-from conformance.library import load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge import seeding
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 SIZE = 4  # of a rank's batch

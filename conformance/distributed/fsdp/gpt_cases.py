@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conformance.library import load_library
+from conformance.judge.library import load_library
 from conformance.ranks import Rank
 from conformance.training.corpus import load_corpus, windows
 from conformance.training.gpt import BYTES, GPT, Block

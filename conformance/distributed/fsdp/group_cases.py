@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from conformance import seeding
 from conformance.distributed.fsdp.fsdp_cases import FSDP
 from conformance.distributed.fsdp.scaler_cases import SCALER
-from conformance.library import load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge import seeding
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 _TIMEOUT = timedelta(seconds=30)

@@ -13,10 +13,10 @@ from hypothesis import settings
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, Step, Training, train_unsharded
 from conformance.distributed.fsdp.method_cases import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome
+from conformance.judge.tolerances import ONE_STEP, TRAINED, Tolerance
 from conformance.ranks import RankFault, RankPool
-from conformance.tolerances import ONE_STEP, TRAINED, Tolerance
 
 _PLACE = "conformance.distributed.fsdp"
 _TO_TORCH_ITSELF = (

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, gathered_gradients, groups_put_back, mesh_of
-from conformance.library import load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 _BACKWARDS = 2

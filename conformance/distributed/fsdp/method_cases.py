@@ -12,8 +12,8 @@ from torch import nn
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, groups_put_back, wrapped
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
-from conformance.library import Library, load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 # Wrapped leaf by leaf: units within a chain that is none, buffers, and a unit with fewer elements than three ranks.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from conformance import seeding
+from conformance.judge import seeding
 
 ROWS = 3  # of each rank's data, at each forward
 WIDTH = 3  # of the model's input

@@ -17,8 +17,8 @@ from conformance.distributed.fsdp.fsdp_cases import (
     gathered_gradients,
     state_of,
 )
-from conformance.library import load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 _BACKWARDS = 2

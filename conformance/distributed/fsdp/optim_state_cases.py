@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from conformance.distributed.fsdp.fsdp_cases import Setup, clean, gathered_parameters, wrapped
 from conformance.distributed.fsdp.method_cases import Lab
-from conformance.library import load_library
+from conformance.judge.library import load_library
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": functools.partial(torch.optim.Adam, lr=0.05),

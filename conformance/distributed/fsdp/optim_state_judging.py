@@ -15,10 +15,10 @@ from conformance.distributed.fsdp.judging import assert_ranks_agree, probed
 from conformance.distributed.fsdp.method_cases import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.distributed.fsdp.optim_state_cases import Optimized
-from conformance.library import Library
-from conformance.outcome import Outcome, TensorState
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, TensorState
+from conformance.judge.tolerances import EXACT, ONE_STEP
 from conformance.ranks import RankPool
-from conformance.tolerances import EXACT, ONE_STEP
 
 
 def assert_agrees(

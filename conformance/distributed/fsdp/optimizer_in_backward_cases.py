@@ -10,8 +10,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, average_gradients, gathered_parameters
 from conformance.distributed.fsdp.lifted_cases import built
-from conformance.library import load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 _STEPS = 3

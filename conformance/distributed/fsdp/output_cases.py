@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from conformance.distributed.fsdp.construct_cases import Site
 from conformance.distributed.fsdp.fsdp_cases import COMPILER, gathered_gradients, groups_put_back, state_of
-from conformance.library import load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 _WIDTH = 4

@@ -21,8 +21,8 @@ from conformance.distributed.fsdp.fsdp_cases import (
 )
 from conformance.distributed.fsdp.method_cases import Lab, tried
 from conformance.distributed.fsdp.module_trees import call, out_of_form
-from conformance.library import load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from conformance.distributed.fsdp.construct_cases import Site
 from conformance.distributed.fsdp.fsdp_cases import FSDP, gathered_parameters, groups_put_back, state_of
-from conformance.library import load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 LEARNING_RATE = 0.1

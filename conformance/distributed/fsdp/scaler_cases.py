@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
-from conformance import seeding
-from conformance.library import load_library
-from conformance.outcome import Outcome, observe
+from conformance.judge import seeding
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Rig, TakesScaler, entries, pickled

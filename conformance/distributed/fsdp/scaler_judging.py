@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from conformance.distributed.fsdp.scaler_cases import SCALER, Plan
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.ranks import RankPool
 from conformance.ranks.trace import Collective
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, clean, gathered_parameters, wrapped
 from conformance.distributed.fsdp.method_cases import Lab, named, tried
-from conformance.library import Library, load_library
+from conformance.judge.library import Library, load_library
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.distributed.fsdp.state_dict_cases import on_demand
-from conformance.library import load_library
+from conformance.judge.library import load_library
 from conformance.ranks import Rank
 
 

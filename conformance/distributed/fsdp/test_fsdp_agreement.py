@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.agreement_cases import ASTRAY, LARGE, TIMEOUT_S, Program
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankFault, RankPool, RanksDiverged
-from conformance.tolerances import TRAINED
 
 CASES = "conformance.distributed.fsdp.agreement_cases"
 GRACE_S = 20.0

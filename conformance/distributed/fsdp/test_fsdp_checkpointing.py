@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import (
     assert_trains,
@@ -16,7 +14,9 @@ from conformance.distributed.fsdp.judging import (
     trains_like_unsharded,
 )
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 from conformance.strategies.sharding import steps, trainings
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp import clip_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import (
@@ -21,9 +20,10 @@ from conformance.distributed.fsdp.judging import (
     unsharded_gradients,
 )
 from conformance.distributed.fsdp.method_cases import SIMPLE
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.tolerances import ONE_STEP, Tolerance
 from conformance.ranks import RankPool
-from conformance.tolerances import ONE_STEP, Tolerance
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 NORM_TYPES = [2.0, 1.0, 3, 0.5, math.inf, "inf"]

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp import hook_cases, summon_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import outcomes, probed, share_of_examples
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, kind, steps_of
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 from conformance.ranks.trace import Collective
 from conformance.strategies.sharding import trainings

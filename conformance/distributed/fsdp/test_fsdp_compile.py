@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp.compile_cases import BLOCKS, graph_of_a_block
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import assert_trains, outcomes
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
 TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"))))

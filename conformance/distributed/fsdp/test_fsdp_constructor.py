@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge, StaleRow
 from conformance.distributed.fsdp.construct_cases import THE_ROOT_IGNORED, WAYS
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import assert_like_unsharded, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.method_cases import TREE
 from conformance.distributed.fsdp.test_fsdp_lifted import raised
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge, StaleRow
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
 from conformance.ranks import RankFault, RankPool
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

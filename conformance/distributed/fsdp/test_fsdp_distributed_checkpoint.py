@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp import dcp_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import assert_ranks_agree, probed
@@ -19,9 +18,10 @@ from conformance.distributed.fsdp.method_cases import SIMPLE, TREE
 from conformance.distributed.fsdp.module_trees import Group, Leaf
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied
 from conformance.distributed.fsdp.optim_state_judging import as_tensors, values_of
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.tolerances import EXACT
 from conformance.ranks import RankPool
-from conformance.tolerances import EXACT
 from impl.distributed.fsdp.checkpoint import LoadPlanner
 
 FLAT, ORIGINAL = (Setup(wrap="leaves", arguments={"use_orig_params": one}) for one in (False, True))

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.double_backward_cases import (
     Penalty,
     built,
@@ -18,9 +16,11 @@ from conformance.distributed.fsdp.double_backward_cases import (
 )
 from conformance.distributed.fsdp.judging import outcomes
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, have_whole, raised
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.tolerances import ONE_STEP
 from conformance.ranks import RankPool
-from conformance.tolerances import ONE_STEP
 
 Ranks = Callable[..., RankPool]
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
-from conformance.judgement import unavailable
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.judgement import unavailable
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
 from conformance.ranks import RankPool
 
 

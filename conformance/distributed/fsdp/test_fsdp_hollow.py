@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import assert_trains
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
 FULL = pytest.mark.profile("full")

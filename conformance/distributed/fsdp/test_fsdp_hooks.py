@@ -7,8 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import StaleRow
 from conformance.distributed.fsdp import hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import (
@@ -17,9 +15,11 @@ from conformance.distributed.fsdp.judging import (
     probed,
     unsharded_gradients,
 )
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import StaleRow
+from conformance.judge.library import Library
+from conformance.judge.tolerances import Tolerance
 from conformance.ranks import RankFault, RankPool
-from conformance.tolerances import Tolerance
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 LOW = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}

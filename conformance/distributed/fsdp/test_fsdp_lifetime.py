@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, zero_for_none
 from conformance.distributed.fsdp.judging import assert_close_gradients, outcomes, trains_like_unsharded
 from conformance.distributed.fsdp.lifted_cases import accumulated, built
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
+from conformance.judge.tolerances import ONE_STEP
 from conformance.ranks import RankPool
-from conformance.tolerances import ONE_STEP
 
 Seen = Sequence[Outcome]
 

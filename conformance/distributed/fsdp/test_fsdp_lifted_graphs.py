@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp import graph_cases
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen
 from conformance.distributed.fsdp.test_fsdp_lifted_writes import (
@@ -20,7 +18,9 @@ from conformance.distributed.fsdp.test_fsdp_lifted_writes import (
     probe_of,
 )
 from conformance.distributed.fsdp.written_cases import Forked, written_without_sharding
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
 refused = clause("distributed.fsdp.fsdp_lifted.graphs_of_former_weights")

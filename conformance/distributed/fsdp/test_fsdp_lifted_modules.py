@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.lifted_cases import built
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, accumulate, has_averaged, raised
 from conformance.distributed.fsdp.test_fsdp_lifted_weights import gave
 from conformance.distributed.fsdp.traffic import counts
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
 Ranks = Callable[..., RankPool]

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.construct_cases import USED_UP
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import outcomes
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
 from conformance.ranks import RankPool
 
 Ranks = Callable[..., RankPool]

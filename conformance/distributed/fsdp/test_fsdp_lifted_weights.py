@@ -7,17 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import assert_like_unsharded, outcomes
 from conformance.distributed.fsdp.lifted_cases import built
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, averaged_gradients, raised
 from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.tolerances import ONE_STEP
 from conformance.ranks import RankPool
-from conformance.tolerances import ONE_STEP
 
 
 def output_without_sharding(ranks: int, steps: bool) -> torch.Tensor:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp import written_cases
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
 from conformance.distributed.fsdp.written_cases import Forked, written_without_sharding
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.tolerances import ONE_STEP
 from conformance.ranks import RankPool
-from conformance.tolerances import ONE_STEP
 
 each_strategy = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 both_kinds = pytest.mark.parametrize("use_orig_params", [False, True])

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp import construct_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import assert_probes_agree, assert_ranks_agree, outcomes
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp import precision_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Training
 from conformance.distributed.fsdp.judging import (
@@ -22,11 +21,12 @@ from conformance.distributed.fsdp.judging import (
 )
 from conformance.distributed.fsdp.method_cases import SIMPLE, TREE
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
+from conformance.judge.tolerances import TRAINED, Tolerance
 from conformance.ranks import RankPool
 from conformance.strategies.sharding import WRAPS, steps, trainings
-from conformance.tolerances import TRAINED, Tolerance
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 LOW = (torch.bfloat16, torch.float16)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp.judging import assert_all_close, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.nested_precision_cases import Nesting, Precision, trained_unsharded
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.tolerances import Tolerance
 from conformance.ranks import RankPool
-from conformance.tolerances import Tolerance
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 POLICIES: dict[str, tuple[Precision, Precision]] = {

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp import optim_state_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import assert_ranks_agree, probed, share_of_examples
@@ -23,12 +22,13 @@ from conformance.distributed.fsdp.optim_state_judging import (
     unwrapped,
     values_of,
 )
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome
+from conformance.judge.tolerances import EXACT
 from conformance.ranks import RankPool
 from conformance.strategies.modules import module_trees
 from conformance.strategies.sharding import setups
-from conformance.tolerances import EXACT
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 # What torch keeps apart where parameters keep their own: deviation optim_state.tensors_of_their_own.

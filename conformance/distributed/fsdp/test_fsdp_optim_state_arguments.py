@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp import optim_state_argument_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import probed
 from conformance.distributed.fsdp.optim_state_judging import assert_agrees, values_of
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
 FULL = pytest.mark.profile("full")

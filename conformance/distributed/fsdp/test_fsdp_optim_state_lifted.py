@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp import optim_state_lifted_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import probed
@@ -19,8 +17,10 @@ from conformance.distributed.fsdp.optim_state_judging import (
     unwrapped,
     values_of,
 )
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
 from conformance.ranks import RankFault, RankPool
 
 FLAT, ORIGINAL = (Setup(wrap="leaves", arguments={"use_orig_params": one}) for one in (False, True))

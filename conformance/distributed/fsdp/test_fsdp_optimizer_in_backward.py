@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.judging import assert_all_close, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.optimizer_in_backward_cases import trained_unsharded
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankPool
-from conformance.tolerances import TRAINED
 
 Ranks = Callable[..., RankPool]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.output_cases import DOUBLED, KINDS
 from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
 Ranks = Callable[..., RankPool]

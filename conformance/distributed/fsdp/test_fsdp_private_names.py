@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.compat import COMPAT_NAMES, CompatName
 from conformance.distributed.fsdp.fsdp_cases import FSDP
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.compat import COMPAT_NAMES, CompatName
+from conformance.judge.library import Library
+from conformance.judge.tolerances import Tolerance
 from conformance.ranks import RankPool
-from conformance.tolerances import Tolerance
 
 _ROWS = [row for row in COMPAT_NAMES if row.on_ranks]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp import state_dict_cases, state_dict_hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import (
@@ -23,11 +22,12 @@ from conformance.distributed.fsdp.judging import (
 from conformance.distributed.fsdp.method_cases import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.distributed.fsdp.state_dict_cases import Form
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.tolerances import EXACT
 from conformance.ranks import RankPool
 from conformance.strategies.modules import module_trees
 from conformance.strategies.sharding import setups
-from conformance.tolerances import EXACT
 
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 IGNORED = ("", "", "ignored_modules", "ignored_states", "parameters")

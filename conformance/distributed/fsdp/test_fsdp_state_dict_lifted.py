@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp import state_dict_cases, state_dict_hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import probed
 from conformance.distributed.fsdp.method_cases import TREE
 from conformance.distributed.fsdp.state_dict_cases import Form
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
 from conformance.ranks import RankPool
 
 LEAVES = Setup(wrap="leaves")

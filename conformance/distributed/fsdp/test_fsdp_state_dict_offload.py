@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import StaleRow
 from conformance.distributed.fsdp import optim_state_cases, state_dict_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import assert_ranks_agree, probed
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way
 from conformance.distributed.fsdp.state_dict_cases import Form
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import StaleRow
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
+from conformance.judge.tolerances import EXACT
 from conformance.ranks import RankFault, RankPool
-from conformance.tolerances import EXACT
 
 Ranks = Callable[..., RankPool]
 _TO_CPU = {"offload_to_cpu": True}

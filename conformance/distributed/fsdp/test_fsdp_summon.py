@@ -11,8 +11,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge, StaleRow
 from conformance.distributed.fsdp import summon_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import (
@@ -24,10 +22,12 @@ from conformance.distributed.fsdp.judging import (
 from conformance.distributed.fsdp.method_cases import SIMPLE, TREE
 from conformance.distributed.fsdp.module_trees import call, out_of_form
 from conformance.distributed.fsdp.test_fsdp_lifted import raised
-from conformance.library import Library
-from conformance.outcome import Outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge, StaleRow
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
+from conformance.judge.tolerances import ONE_STEP
 from conformance.ranks import RankFault, RankPool
-from conformance.tolerances import ONE_STEP
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 ORIGINALS = {"use_orig_params": True}

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import assert_trains, share_of_examples
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 from conformance.strategies.sharding import trainings
 

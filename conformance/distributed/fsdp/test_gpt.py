@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import clause
 from conformance.distributed.fsdp.gpt_cases import PARTS, train_whole
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
 STEPS = 24

@@ -16,8 +16,8 @@ from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.clauses import clause
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
 from conformance.ranks.trace import Collective, report_collectives
 
 SMALL = 8

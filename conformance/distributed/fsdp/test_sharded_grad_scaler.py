@@ -11,8 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.distributed.fsdp.scaler_cases import Call, Plan
 from conformance.distributed.fsdp.scaler_judging import (
@@ -23,8 +21,10 @@ from conformance.distributed.fsdp.scaler_judging import (
     scales,
     stepped,
 )
-from conformance.library import Library
-from conformance.outcome import assert_same_outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import assert_same_outcome
 from conformance.ranks import RankPool
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import PLAIN

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.scaler_cases import Call, Plan
 from conformance.distributed.fsdp.scaler_judging import (
     assert_same_on_every_rank,
@@ -18,7 +16,9 @@ from conformance.distributed.fsdp.scaler_judging import (
     scales,
     stepped,
 )
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
 from conformance.ranks import RankFault, RankPool
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 

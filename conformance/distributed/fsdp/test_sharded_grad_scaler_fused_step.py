@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp import fused_step_cases
 from conformance.distributed.fsdp.fused_step_cases import OPTIMIZERS
 from conformance.distributed.fsdp.scaler_cases import SCALER
-from conformance.library import Library
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankPool
-from conformance.tolerances import TRAINED
 
 ROW = pytest.mark.deviation("grad_scaler.fused_step")
 FULL = pytest.mark.profile("full")

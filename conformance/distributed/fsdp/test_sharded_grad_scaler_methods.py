@@ -10,8 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
 from conformance.distributed.fsdp.scaler_cases import SCALER, Call, Plan
 from conformance.distributed.fsdp.scaler_judging import (
     assert_same_on_every_rank,
@@ -19,8 +17,10 @@ from conformance.distributed.fsdp.scaler_judging import (
     outcomes,
     scales,
 )
-from conformance.library import Library
-from conformance.outcome import assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import assert_same_outcome, observe
 from conformance.ranks import RankPool
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Rig, entries

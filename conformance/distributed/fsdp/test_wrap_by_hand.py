@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from conformance.clauses import clause
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.wrapping import Wrapper
 
 

@@ -13,10 +13,10 @@ from torch import distributed, nn
 from torch.distributed.fsdp.api import MixedPrecision
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.wrapping import ONE_BY_ONE, SEEING_THE_TREE, Block, Policy, Tree, trees
 
 _WRAPPED = "_fsdp_wrapped_module"

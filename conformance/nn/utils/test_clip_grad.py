@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome
+from conformance.judge.tolerances import norm_of
 from conformance.strategies.clipping import (
     DTYPES,
     NONFINITE,
@@ -24,7 +25,6 @@ from conformance.strategies.clipping import (
     norm_tolerance,
 )
 from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
-from conformance.tolerances import norm_of
 
 NORM_TYPES = [2.0, 1.0, 0.5, 3.0, 0.0, math.inf, -math.inf, -1.0, "inf", 2]
 

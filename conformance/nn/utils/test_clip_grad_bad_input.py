@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.clipping import clip_of, clipped, holding, sparse_parameter
 from conformance.strategies.gradients import Gradient, GradientList
 

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import seeding
-from conformance.clauses import clause
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome
-from conformance.rank_cases import PlacedGradient
+from conformance.judge import seeding
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome
+from conformance.judge.tolerances import EXACT, Tolerance, norm_of
 from conformance.ranks import RankPool, RanksDiverged
-from conformance.tolerances import EXACT, Tolerance, norm_of
+from conformance.ranks.cases import PlacedGradient
 
 NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
 max_norms = st.sampled_from([1e-3, 0.5, 10.0, 1e6, 0.0])
@@ -46,7 +46,7 @@ def outcomes(
     """What every rank saw."""
     library.find(f"nn.utils.{function}")  # missing here rather than on the ranks, which is reported as such
     return pool.run(
-        "conformance.rank_cases:clip",
+        "conformance.ranks.cases:clip",
         library=library.spec,
         function=function,
         gradients=gradients,
@@ -268,7 +268,7 @@ def test_torch_leaves_its_peers_waiting_for_an_empty_part() -> None:
     """The day torch is mended this fails, and `without_empty_parts` above can go."""
     with RankPool(2) as pool, pytest.raises(RanksDiverged, match="allreduce"):
         pool.run(
-            "conformance.rank_cases:clip",
+            "conformance.ranks.cases:clip",
             library="torch",
             function="get_total_norm",
             gradients=[PlacedGradient(torch.ones(1), shard_dim=0)],

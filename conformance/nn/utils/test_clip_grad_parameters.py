@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.deviations import DeviationJudge
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.tolerances import norm_of
 from conformance.strategies.clipping import clip_of, clipped, holding, norm_tolerance, sparse_parameter
 from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
-from conformance.tolerances import norm_of
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.parameter_containers")

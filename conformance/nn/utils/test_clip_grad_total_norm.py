@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.clauses import clause
-from conformance.library import Library
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.tolerances import EXACT, norm_of
 from conformance.strategies.clipping import DTYPES, NONFINITE, max_norms, sparse_parameter
 from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
-from conformance.tolerances import EXACT, norm_of
 
 
 def tensors_of(case: GradientList, device: str) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from conformance.judgement import unavailable
+from conformance.judge.judgement import unavailable
 
 _ROOT = Path(__file__).parents[3]
 _START_S = 120.0

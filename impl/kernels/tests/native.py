@@ -1,6 +1,6 @@
 """The CPU library, for tests of it."""
 
-from conformance.judgement import unavailable
+from conformance.judge.judgement import unavailable
 from impl.kernels import _native
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.clauses import HERE
-from conformance.library import Library
+from conformance.judge.clauses import HERE
+from conformance.judge.library import Library
 
 _SCALER = HERE / "amp" / "test_grad_scaler.py"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
-from conformance.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from impl.optim import capture
 
 SHAPES = ((3,), (2, 3), (3,))

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import impl.amp
-from conformance.judgement import unavailable
+from conformance.judge.judgement import unavailable
 from impl.optim import capture, explain, release
 from impl.optim.tests import captured_twins as on
 from impl.optim.tests.captured_twins import FUSED, Side, Twins

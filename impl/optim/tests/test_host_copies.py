@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conformance.clauses import HERE
+from conformance.judge.clauses import HERE
 from conformance.mutation.groups import source_files
 
 pytestmark = [pytest.mark.deadline(300), pytest.mark.profile("full")]

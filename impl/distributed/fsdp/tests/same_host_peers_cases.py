@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from conformance import seeding
+from conformance.judge import seeding
 from conformance.ranks import Rank
 from impl.distributed.fsdp import _same_host_peers
 from impl.distributed.fsdp._collective_order import order_checker_of

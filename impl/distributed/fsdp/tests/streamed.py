@@ -18,7 +18,7 @@ from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, group
 from conformance.distributed.fsdp.happens_before import Entry
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
 from conformance.distributed.fsdp.test_scale import world_of
-from conformance.library import Library
+from conformance.judge.library import Library
 from conformance.ranks import Rank
 from impl.distributed.fsdp import _root
 from impl.distributed.fsdp._streams import StreamRole

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.judgement import unavailable
+from conformance.judge.judgement import unavailable
 from conformance.ranks import RankFault, RankPool
 from impl.distributed.fsdp import _same_host_peers
 from impl.distributed.fsdp.tests import same_host_peers_cases

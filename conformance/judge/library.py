@@ -14,10 +14,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from conformance import surface
-from conformance.claims_file import claims_file
-from conformance.errors import FROM_OUTSIDE, told
 from conformance.faults import handmade
+from conformance.judge import surface
+from conformance.judge.claims_file import claims_file
+from conformance.judge.errors import FROM_OUTSIDE, told
 
 _CHANGED_SOURCE = ("mutant:", "lines:")  # what `conformance.mutation` makes of a subject
 

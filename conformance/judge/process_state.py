@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.global_state import Item, State
+from conformance.judge.global_state import Item, State
 
 _TORCHS_FOLDER = os.path.dirname(torch.__file__) + os.sep
 # Settings that pytest, and parts of torch when they are imported, make for themselves.

@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import torch
 
-from conformance import surface
-from conformance.rows import all_deviations
+from conformance.judge import surface
+from conformance.judge.rows import all_deviations
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 TORCH_VERSIONS = ("2.11", "2.12", "2.13")  # all that this package supports
 # Folders whose tests judge a subject; the others test this repository's own parts.
 AREAS = ("amp", "clients", "cpu", "cuda", "distributed", "dynamo", "nn")
@@ -36,7 +36,7 @@ LEVELS = ("core", "deviation", "extension")
 class Clause:
     id: str
     says: str
-    covers: tuple[str, ...]  # surface items (`conformance.surface`) that this clause is about
+    covers: tuple[str, ...]  # surface items (`conformance.judge.surface`) that this clause is about
     level: str  # one of `LEVELS`
     thread: str = ""  # where it was reported, or how it was found; its deviation's, unless it names one
     torch: tuple[str, ...] = TORCH_VERSIONS  # that it holds for

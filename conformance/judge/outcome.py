@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from conformance import global_state
-from conformance.library import LookupFailed, NotProvided
-from conformance.tolerances import EXACT, Tolerance
+from conformance.judge import global_state
+from conformance.judge.library import LookupFailed, NotProvided
+from conformance.judge.tolerances import EXACT, Tolerance
 
 
 @dataclass(frozen=True)

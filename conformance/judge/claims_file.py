@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conformance.errors import told
+from conformance.judge.errors import told
 
 NAME = "conformance_claims.toml"
 # By which every process that a run starts, ranks among them, learns of a file that does not lie beside its package.

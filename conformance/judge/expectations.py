@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from conformance.claims_file import Expectation
+from conformance.judge.claims_file import Expectation
 
 # Not `stale`: that torch has changed is nothing that a subject does.
 CAN_BE_EXPECTED = ("failed", "hang", "crash")

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from conformance.library import Library
-from conformance.outcome import Outcome, differences
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, differences
+from conformance.judge.rows import Deviation
+from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankFault
-from conformance.rows import Deviation
-from conformance.tolerances import TRAINED
 
 
 class StaleRow(AssertionError):

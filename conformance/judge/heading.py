@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
-from conformance import catalogue, clauses, environment
-from conformance.claims_file import UnreadableClaims, claims_file
-from conformance.library import package_of
-from conformance.rows import all_deviations
+from conformance import catalogue
+from conformance.judge import clauses, environment
+from conformance.judge.claims_file import UnreadableClaims, claims_file
+from conformance.judge.library import package_of
+from conformance.judge.rows import all_deviations
 
 SCHEMA = 1  # of report.json: raised when a key goes or means something else (`report/report.schema.json`)
 _DISTRIBUTION = "tandem-torch"
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def _is_checkout() -> bool:

@@ -14,16 +14,16 @@ from typing import Any
 import hypothesis
 import pytest
 
-from conformance import clauses
-from conformance.claims import NotClaimed, is_claimed
-from conformance.deviations import StaleRow
-from conformance.errors import told
-from conformance.expectations import CAN_BE_EXPECTED, Expectations, forgiven
-from conformance.heading import replay_command
-from conformance.library import NotProvided, load_library
+from conformance.judge import clauses
+from conformance.judge.claims import NotClaimed, is_claimed
+from conformance.judge.deviations import StaleRow
+from conformance.judge.errors import told
+from conformance.judge.expectations import CAN_BE_EXPECTED, Expectations, forgiven
+from conformance.judge.heading import replay_command
+from conformance.judge.library import NotProvided, load_library
+from conformance.judge.reference_limits import ReferenceCannot
+from conformance.judge.tolerances import take_margins
 from conformance.ranks import RankRaised
-from conformance.reference_limits import ReferenceCannot
-from conformance.tolerances import take_margins
 
 RED = ("failed", "hang", "crash", "stale")
 _MOST_TEXT = 4000

@@ -20,14 +20,14 @@ from collections.abc import Generator, Iterable
 
 import pytest
 
-from conformance import trial
-from conformance.clauses import all_clauses, clause_of
-from conformance.errors import Hang, StoppedByHand, stop_by_hand, told
-from conformance.global_state import put_back, read
-from conformance.judgement import unavailable
-from conformance.notes import Notes
-from conformance.process_state import PROCESS, lasting_threads
-from conformance.watchdog import Watchdog
+from conformance.judge import trial
+from conformance.judge.clauses import all_clauses, clause_of
+from conformance.judge.errors import Hang, StoppedByHand, stop_by_hand, told
+from conformance.judge.global_state import put_back, read
+from conformance.judge.judgement import unavailable
+from conformance.judge.notes import Notes
+from conformance.judge.process_state import PROCESS, lasting_threads
+from conformance.judge.watchdog import Watchdog
 
 _PROFILES_S = {"quick": 120.0, "full": 300.0, "deep": 3600.0}
 _LEAST_S = 10.0

@@ -1,7 +1,7 @@
 """The subject is imported on trial, in a process of its own, before anything depends on it.
 
 Whatever importing does to that process, exit, kill, hang or patch, the process that asked only hears of it.
-    python -m conformance.trial SUBJECT cpu,cuda 5      tells on the file descriptor 5; its output must be a file
+    python -m conformance.judge.trial SUBJECT cpu,cuda 5      tells on the file descriptor 5; its output must be a file
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conformance import surface
-from conformance.claims import claims, wrong_in_claims
-from conformance.claims_file import UnreadableClaims, claims_file
-from conformance.environment import is_device
-from conformance.errors import FROM_OUTSIDE, told
-from conformance.global_state import put_back, read
-from conformance.library import load_library, package_of
-from conformance.process_state import PROCESS
+from conformance.judge import surface
+from conformance.judge.claims import claims, wrong_in_claims
+from conformance.judge.claims_file import UnreadableClaims, claims_file
+from conformance.judge.environment import is_device
+from conformance.judge.errors import FROM_OUTSIDE, told
+from conformance.judge.global_state import put_back, read
+from conformance.judge.library import load_library, package_of
+from conformance.judge.process_state import PROCESS
 
 IMPORT_S = 60.0
 _CHILDREN_S = 5.0  # for what was forked while importing to end
@@ -112,7 +112,7 @@ def learn_on_trial(spec: str, devices: str = "auto", limit_s: float = IMPORT_S) 
     """
     heard, told_end = os.pipe()
     with open(heard) as answers, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-m", "conformance.trial", spec, devices, str(told_end)]
+        command = [sys.executable, "-m", "conformance.judge.trial", spec, devices, str(told_end)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

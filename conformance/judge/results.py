@@ -13,12 +13,12 @@ from typing import Any, TextIO
 
 import pytest
 
-from conformance import clauses
-from conformance.expectations import Expectations, Held, Seen
-from conformance.heading import heading, replay_command
-from conformance.judgement import RED, Judgement, if_expected, judgement_of
-from conformance.notes import Incident, Notes
-from conformance.trial import Learned
+from conformance.judge import clauses
+from conformance.judge.expectations import Expectations, Held, Seen
+from conformance.judge.heading import heading, replay_command
+from conformance.judge.judgement import RED, Judgement, if_expected, judgement_of
+from conformance.judge.notes import Incident, Notes
+from conformance.judge.trial import Learned
 
 BAD_INPUT = 2  # the exit code where the claims file is wrong, whatever became of the tests
 NO_DEVICE = "no device"  # how the reason begins why a test is unavailable

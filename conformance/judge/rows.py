@@ -33,7 +33,7 @@ class ReferenceLimit:
 
 @functools.cache
 def all_reference_limits() -> Mapping[str, ReferenceLimit]:
-    rows = tomllib.loads(Path(__file__).with_name("reference_limits.toml").read_text())
+    rows = tomllib.loads((Path(__file__).parents[1] / "reference_limits.toml").read_text())
     return {
         row_id: ReferenceLimit(id=row_id, **row | {key: tuple(row[key]) for key in ("clauses", "devices")})
         for row_id, row in rows.items()
@@ -42,5 +42,5 @@ def all_reference_limits() -> Mapping[str, ReferenceLimit]:
 
 @functools.cache
 def all_deviations() -> Mapping[str, Deviation]:
-    rows = tomllib.loads(Path(__file__).with_name("deviations.toml").read_text())
+    rows = tomllib.loads((Path(__file__).parents[1] / "deviations.toml").read_text())
     return {row_id: Deviation(id=row_id, **row) for row_id, row in rows.items()}

@@ -11,13 +11,13 @@ from collections.abc import Generator
 
 import pytest
 
-from conformance.claims import claimed_extensions
-from conformance.clauses import clause_of
-from conformance.errors import told
-from conformance.library import load_library
-from conformance.outcome import plain_text
+from conformance.judge.claims import claimed_extensions
+from conformance.judge.clauses import clause_of
+from conformance.judge.errors import told
+from conformance.judge.library import load_library
+from conformance.judge.outcome import plain_text
+from conformance.judge.rows import ReferenceLimit, all_reference_limits
 from conformance.ranks import RankFault, RankRaised
-from conformance.rows import ReferenceLimit, all_reference_limits
 
 
 class ReferenceCannot(pytest.skip.Exception):

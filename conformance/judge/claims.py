@@ -1,6 +1,6 @@
 """What a subject claims to provide, which decides whether a missing name is red or merely reported.
 
-A package claims all that it exposes and no extension, unless its claims file (`conformance.claims_file`) says
+A package claims all that it exposes and no extension, unless its claims file (`conformance.judge.claims_file`) says
 otherwise.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-from conformance import surface
-from conformance.claims_file import Expectation, claims_file, similar
-from conformance.clauses import HERE, all_clauses
-from conformance.errors import told
-from conformance.library import Library, LookupFailed, NotProvided, load_library, package_of
-from conformance.rows import all_reference_limits
+from conformance.judge import surface
+from conformance.judge.claims_file import Expectation, claims_file, similar
+from conformance.judge.clauses import HERE, all_clauses
+from conformance.judge.errors import told
+from conformance.judge.library import Library, LookupFailed, NotProvided, load_library, package_of
+from conformance.judge.rows import all_reference_limits
 
 
 class NotClaimed(pytest.skip.Exception):

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from conformance.judge.results import broken_clauses
 from conformance.report.verdict import parts
-from conformance.results import broken_clauses
 
 _MOST_BROKEN, _MOST_REASONS = 10, 3  # in the terminal; the report has all
 

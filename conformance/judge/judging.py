@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 from rich.progress import Progress, TaskID
 
-from conformance import heading, telling
-from conformance.claims_file import give
-from conformance.clauses import AREAS, HERE, all_clauses
-from conformance.judgement import RED
-from conformance.library import package_of
-from conformance.options import PROFILES
-from conformance.results import BAD_INPUT
-from conformance.running import Stop, run
+from conformance.judge import heading, telling
+from conformance.judge.claims_file import give
+from conformance.judge.clauses import AREAS, HERE, all_clauses
+from conformance.judge.judgement import RED
+from conformance.judge.library import package_of
+from conformance.judge.options import PROFILES
+from conformance.judge.results import BAD_INPUT
+from conformance.judge.running import Stop, run
 
 DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
 _ROOT = HERE.parent
