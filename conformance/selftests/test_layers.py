@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conformance.mutation.groups import source_files
-from conformance.selftests.rewritten import ALLOWED, REWRITTEN, is_within
+from impl.tests.rewritten import ALLOWED, REWRITTEN, is_within
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
-import shutil
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +13,9 @@ import pytest
 from benchmarks import __main__ as clock
 from benchmarks import catalogue, decision, earlier, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
-from conformance.judge.judgement import unavailable
+from benchmarks.tests.clock_cases import MACHINE, measured, results
 from conformance.report import speed as drawn
 from conformance.report.verdict import parts, reasons
-from conformance.selftests.clock_cases import CI, MACHINE, git, loaded, measured, results
 from conformance.selftests.report_cases import a_report
 
 pytestmark = pytest.mark.deadline(60)
@@ -245,164 +241,3 @@ def test_a_slowed_kernel_takes_so_many_times_as_long(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(slowed, "time", SimpleNamespace(perf_counter=look))
     assert slowed._slowed(kernel, 1.5)(1) == 2
     assert now_s == pytest.approx(15.0, abs=0.01)
-
-
-# Commits
-
-
-@pytest.fixture
-def ci_history(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(CI))
-    return importlib.import_module("_history")
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """Five commits, of which the first, the third and the fifth touch impl; the third's impl cannot be imported."""
-    root = tmp_path / "repository"
-    (root / "impl").mkdir(parents=True)
-    (root / "benchmarks").mkdir()
-    (root / "benchmarks" / "now.py").write_text("")
-    git(root, "init", "-q", "-b", "main")
-    for number in range(5):
-        own = root / ("impl/__init__.py" if number % 2 == 0 else "notes")
-        own.write_text("1 / 0" if number == 2 else f"number = {number}")
-        git(root, "add", own)
-        git(root, "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", f"commit {number}")
-    return root
-
-
-def test_history_takes_the_last_commits_that_touch_impl(ci_history: ModuleType, repository: Path) -> None:
-    told = [ci_history.subject_of(commit, repository) for commit in ci_history.commits_of_impl(2, repository)]
-    assert [line.split(" ", 1)[1] for line in told] == ["commit 4", "commit 2"]
-    assert len(ci_history.commits_of_impl(99, repository)) == 3
-
-
-def test_history_skips_what_has_numbers_of_this_machine(
-    ci_history: ModuleType, repository: Path, tmp_path: Path
-) -> None:
-    newest, *others = ci_history.commits_of_impl(99, repository)
-    history.add(results({"few": 0.5}), MACHINE, newest, 1, tmp_path / "results")
-    assert ci_history.unmeasured([newest, *others], tmp_path / "results" / "m") == others
-    assert ci_history.unmeasured([newest], tmp_path / "results" / "another machine") == [newest]
-
-
-def test_a_worktree_has_impl_of_then_and_benchmarks_of_now(
-    ci_history: ModuleType, repository: Path, tmp_path: Path
-) -> None:
-    *_, oldest = ci_history.commits_of_impl(99, repository)
-    left = tmp_path / "trees" / oldest[:12]
-    left.mkdir(parents=True)  # by a run that was killed
-    with ci_history.worktree(oldest, tmp_path / "trees", repository) as tree:
-        assert (tree / "impl" / "__init__.py").read_text() == "number = 0"
-        assert (tree / "benchmarks" / "now.py").is_file()
-        assert not (tree / "notes").exists()
-        ci_history.require_impl_of(tree, Path(sys.executable), {})
-    assert not left.exists()
-    assert len(git(repository, "worktree", "list").splitlines()) == 1
-    assert git(repository, "status", "--porcelain", "--", "impl") == ""
-
-
-def test_a_worktree_goes_when_the_run_is_stopped(
-    ci_history: ModuleType, repository: Path, tmp_path: Path
-) -> None:
-    def stopped() -> None:
-        with ci_history.worktree("HEAD", tmp_path / "trees", repository):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        stopped()
-    assert list((tmp_path / "trees").iterdir()) == []
-    assert len(git(repository, "worktree", "list").splitlines()) == 1
-
-
-def test_an_impl_from_elsewhere_is_not_timed(
-    ci_history: ModuleType, repository: Path, tmp_path: Path
-) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(RuntimeError, match=r"came from: .*repository/impl"):
-        ci_history.require_impl_of(empty, Path(sys.executable), {"PYTHONPATH": str(repository)})
-    broken = ci_history.commits_of_impl(99, repository)[1]
-    with (
-        ci_history.worktree(broken, tmp_path / "trees", repository) as tree,
-        pytest.raises(RuntimeError, match="ZeroDivisionError"),
-    ):
-        ci_history.require_impl_of(tree, Path(sys.executable), {})
-
-
-def test_a_commit_is_timed_with_its_own_library(
-    ci_history: ModuleType, repository: Path, tmp_path: Path
-) -> None:
-    if shutil.which("cc") is None:
-        unavailable("no C compiler")
-    native = repository / "impl" / "kernels" / "_native"
-    native.mkdir(parents=True)
-    (native / "one.c").write_text("int one(void) { return 1; }")
-    (repository / "README.md").write_text("")
-    (repository / "LICENSE").write_text("")
-    (repository / "pyproject.toml").write_text(
-        '[project]\nname = "p"\nversion = "1"\n[tool.setuptools]\npackages = []\n[[tool.setuptools.ext-modules]]\n'
-        'name = "impl.kernels._native._library"\nsources = ["impl/kernels/_native/one.c"]\n'
-    )
-    git(repository, "add", ".")
-    git(repository, "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "a library")
-    newest, *_, without = ci_history.commits_of_impl(99, repository)
-    for commit, built in ((newest, 1), (without, 0)):
-        with ci_history.worktree(commit, tmp_path / "trees", repository) as tree:
-            ci_history.build_library(tree, commit, Path(sys.executable))
-            assert len(list(tree.glob("impl/kernels/_native/_library.*"))) == built
-
-
-def test_a_commit_that_is_none_is_told(ci_history: ModuleType, repository: Path) -> None:
-    assert ci_history.commit_named("main", repository) == git(repository, "rev-parse", "HEAD")
-    with pytest.raises(ValueError, match="'nonsense' names no commit"):
-        ci_history.commit_named("nonsense", repository)
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-@pytest.mark.parametrize(
-    ("words", "kept"),
-    [
-        ([], "always"),
-        (["--quick"], "never"),
-        (["--history=1"], "if whole"),
-        (["--history=1", "--only=Clip", "--without=Fsdp"], "if whole"),
-    ],
-)
-def test_what_is_kept_of_a_run(
-    monkeypatch: pytest.MonkeyPatch, ci_history: ModuleType, words: list[str], kept: str, stopped: bool
-) -> None:
-    bench = loaded("bench")
-    added: list[Any] = []
-
-    def run(command: list[str], **_: Any) -> SimpleNamespace:
-        file = next(word.removeprefix("--point=") for word in command if word.startswith("--point="))
-        Path(file).write_text("{}")
-        assert {word for word in words if "history" not in word} <= set(command)
-        assert ("--machine=own" in command) == ("--quick" not in words)
-        if stopped:
-            raise KeyboardInterrupt
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(sys, "argv", ["ci/bench", *words])
-    monkeypatch.setattr(bench._environment, "enter", lambda extras: {})
-    monkeypatch.setattr(bench, "draw", lambda environ: 0)
-    monkeypatch.setattr(bench, "warn_of_changes", lambda: None)
-    monkeypatch.setattr(bench, "make_own_name", lambda: "own")
-    monkeypatch.setattr(bench, "add", lambda numbers, commit: added.append(numbers))
-    monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
-    for name, answer in {
-        "commit_named": "a" * 40,
-        "date_ms": 1,
-        "commits_of_impl": ["a" * 40],
-        "unmeasured": ["a" * 40],
-        "subject_of": "a commit",
-        "require_impl_of": None,
-        "build_library": None,
-        "worktree": contextlib.nullcontext(Path()),
-    }.items():
-        monkeypatch.setattr(ci_history, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=run))
-    assert bench.main() == (130 if stopped else 0)
-    assert bool(added) == {"always": True, "never": False, "if whole": not stopped}[kept]

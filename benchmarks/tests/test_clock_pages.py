@@ -1,11 +1,8 @@
-"""What the clock tells people: the dashboard's first page, asv's pages in our words, the warning about old points."""
+"""What the clock tells people on the dashboard's first page."""
 
 from __future__ import annotations
 
-import importlib
-import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,7 +11,6 @@ pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml 
 from benchmarks import asv_format, catalogue, history, landing
 
 pytestmark = pytest.mark.deadline(60)
-CI = Path(__file__).resolve().parents[2] / "ci"
 TRAITS = {"cpu": "AMD EPYC", "num_cpu": "2", "ram": "24 GiB", "gpu": "none", "driver": "none"}
 TRAITS |= {"torch": "2.13.0", "python": "3.11"}
 TOLD = {
@@ -94,63 +90,3 @@ def test_each_headline_has_a_curve_that_asv_knows() -> None:
     assert told["FsdpPeak[4]"].link("m") == (
         "asv.html#bench_fsdp.FsdpPeak.track_bytes?machine=m&p-subject=%27impl%27&p-world_size=4"
     )
-
-
-@pytest.fixture
-def freshness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(CI))
-    return importlib.import_module("_freshness")
-
-
-@pytest.fixture
-def commits(tmp_path: Path) -> list[str]:
-    """Thirteen commits of a repository at `tmp_path`, oldest first; all but the last touch impl."""
-
-    def git(*words: str) -> str:
-        identity = ["-c", "user.name=n", "-c", "user.email=e"]
-        command = ["git", "-C", str(tmp_path), *identity, *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    (tmp_path / "impl").mkdir()
-    git("init", "-q", "-b", "main")
-    found: list[str] = []
-    for number in range(13):
-        (tmp_path / ("impl/a" if number < 12 else "notes")).write_text(str(number))
-        git("add", ".")
-        git("commit", "-qm", "c")
-        found.append(git("rev-parse", "HEAD"))
-    return found
-
-
-@pytest.mark.parametrize(("position", "behind"), [(0, 11), (1, None), (11, None), (12, None)])
-def test_a_newest_point_older_than_ten_commits_of_impl_is_warned_of(
-    freshness: ModuleType, commits: list[str], tmp_path: Path, position: int, behind: int | None
-) -> None:
-    newest = history.Point(Path(), "amd", commits[position], 2, TRAITS, {})
-    told = freshness.warnings([newest], tmp_path)
-    wanted = f"is {behind} commits of impl old, more than 10: run ci/bench --history {behind}"
-    assert [wanted in line for line in told] == ([True] if behind else [])
-
-
-def test_points_of_another_history_and_none_at_all_are_warned_of(
-    freshness: ModuleType, commits: list[str], tmp_path: Path
-) -> None:
-    assert freshness.warnings([], tmp_path) == ["the clock has no points: ci/bench makes one"]
-    (told,) = freshness.warnings([point("a", 1)], tmp_path)
-    assert "of no commit of this history" in told
-
-
-def test_asv_pages_get_our_words_and_leave_the_first_place(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asv = pytest.importorskip("asv", reason="the extra `benchmarks` of pyproject.toml brings asv")
-    monkeypatch.syspath_prepend(str(CI))
-    dashboard = importlib.import_module("_dashboard")
-    monkeypatch.setattr(dashboard, "_fetch", lambda cache: False)
-    for file in ("index.html", *dashboard.WORDS):
-        (tmp_path / file).write_text((Path(asv.__file__).parent / "www" / file).read_text())
-    dashboard.finish(tmp_path, tmp_path / "npm")
-    assert not (tmp_path / "index.html").exists()
-    page = (tmp_path / "asv.html").read_text()
-    assert '<a href="index.html" class="navbar-link">the clock</a> of' in page
-    assert "pretty_name" in (tmp_path / "graphdisplay.js").read_text()

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.distributed.fsdp.api import MixedPrecision
 
-from conformance.selftests.rewritten import ALLOWED, REWRITTEN, is_within
 from conformance.strategies.wrapping import Wrapper
+from impl.tests.rewritten import ALLOWED, REWRITTEN, is_product, is_within
 
 
 class Watch:
@@ -40,10 +40,10 @@ class Watch:
         if event != "call":
             return
         name = self._module(frame)
-        self.seen += name.partition(".")[0] == "impl"
+        self.seen += is_product(name)
         if is_within(name, REWRITTEN) and not is_within(name, ALLOWED):
             caller = next(above for above in self._above(frame) if above not in self.BETWEEN)
-            if caller.partition(".")[0] == "impl":
+            if is_product(caller):
                 self.calls.append(f"{caller} calls {name}.{frame.f_code.co_name}")
 
     @staticmethod

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import asv_format, catalogue, history, machine, point, source
 from benchmarks.point import Unfit
-from conformance.selftests.clock_cases import MACHINE, git, loaded, results
+from benchmarks.tests.clock_cases import MACHINE, git, loaded, results
 
 pytestmark = pytest.mark.deadline(60)
 ROOT = Path(__file__).parents[2]

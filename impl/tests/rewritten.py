@@ -17,3 +17,8 @@ ALLOWED = ("torch.distributed.fsdp.api",)
 
 def is_within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def is_product(module: str) -> bool:
+    """Whether a module is one of `impl` that users get: its tests may call what they compare it with."""
+    return is_within(module, ("impl",)) and "tests" not in module.split(".")
