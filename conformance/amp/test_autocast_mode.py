@@ -11,7 +11,8 @@ from conformance.judge import seeding
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.regions import LOW, operands, state
+from conformance.ranks import RankPool
+from conformance.strategies.regions import LOW, cuda_as_told, operands, state
 
 
 @clause("amp.autocast_mode.autocast.casts_by_operator")
@@ -68,11 +69,24 @@ def test_each_device_type(subject: Library, reference: Library, name: str, enabl
 
 @clause("amp.autocast_mode.autocast.device_type")
 @pytest.mark.parametrize("name", ["meta", "tpu", "", "CPU", "cpu:0"])
-def test_device_types_without_autocast(subject: Library, reference: Library, name: str) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_device_types_without_autocast(
+    subject: Library, reference: Library, name: str, dtype: torch.dtype | None
+) -> None:
     assert_same_outcome(
-        observe(lambda: reference.amp.autocast(name).device),
-        observe(lambda: subject.amp.autocast(name).device),
+        observe(lambda: reference.amp.autocast(name, dtype).device),
+        observe(lambda: subject.amp.autocast(name, dtype).device),
     )
+
+
+@clause("amp.autocast_mode.autocast.device_type")
+def test_backends_that_name_themselves(subject: Library) -> None:
+    """In a process of their own: a backend can name itself once."""
+    with RankPool(1) as pool:
+        [(expected, actual)] = pool.run(
+            "conformance.amp.named_backend_cases:regions", reference="torch", subject=subject.spec
+        )
+    assert_same_outcome(expected, actual)
 
 
 @clause("amp.autocast_mode.autocast.default_dtype")
@@ -102,6 +116,23 @@ def test_unsupported_dtype(
         def run() -> Any:
             with library.amp.autocast(device, dtype=dtype, enabled=enabled):
                 return a @ b, state()
+
+        return observe(run)
+
+    assert_same_outcome(inside(reference), inside(subject))
+
+
+@clause("amp.autocast_mode.autocast.unsupported_dtype")
+@pytest.mark.parametrize("dtype", [None, *LOW, torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_a_cuda_device_with_and_without_bfloat16(
+    subject: Library, reference: Library, dtype: torch.dtype | None, enabled: bool, has_bfloat16: bool
+) -> None:
+    def inside(library: Library) -> Outcome:
+        def run() -> Any:
+            with cuda_as_told(has_bfloat16), library.amp.autocast("cuda", dtype, enabled):
+                return state()
 
         return observe(run)
 

@@ -66,7 +66,8 @@ def serve(tasks: connection.Connection, package: str, profile: str, folder: Path
 
 
 def test_files() -> list[str]:
-    folders = {HERE.joinpath(*c.area.split(".")).parent for c in all_clauses().values()}
+    """What any subject is asked: by the clauses, and about its names and signatures."""
+    folders = {HERE, *(HERE.joinpath(*c.area.split(".")).parent for c in all_clauses().values())}
     return [str(file) for folder in sorted(folders) for file in sorted(folder.glob("test_*.py"))]
 
 

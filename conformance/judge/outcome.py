@@ -1,7 +1,8 @@
 """Everything a call did, in a form that two libraries' calls can be compared by.
 
 An `Outcome` holds the result, the state afterwards of whatever was watched, what shares memory with what, the
-exception (type and text) and the warnings (category and text). `assert_same_outcome` names every difference.
+exception (type and text) and the warnings (category, text, and whether they point at the caller).
+`assert_same_outcome` names every difference.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import conformance
 from conformance.judge import global_state
 from conformance.judge.library import LookupFailed, NotProvided
 from conformance.judge.tolerances import EXACT, Tolerance
@@ -41,6 +44,7 @@ class TensorState:
         return f"{self.values} as {self.dtype} of shape {self.shape} on {self.device}"
 
 
+_CALLERS = Path(conformance.__file__).parent
 _DESCRIPTION = tuple(field.name for field in dataclasses.fields(TensorState) if field.name != "values")
 
 
@@ -59,6 +63,8 @@ class Outcome:
     watched: Any = None
     raised: Raised | None = None
     warned: tuple[tuple[str, str], ...] = field(default=())
+    # Of these, those that point at a line of whoever called, where their filters and their eyes find them.
+    at_the_caller: frozenset[tuple[str, str]] = frozenset()
     # What it left changed of the settings and random generators that are the user's, in words.
     left_changed: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,13 +94,22 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
     moved = dict.fromkeys(generators.moved(), "moved")
     changed = global_state.put_back(global_state.SETTINGS, settings)
     names = _Names(named)
+    warned = tuple((warning.category.__name__, plain_text(warning.message)) for warning in caught)
     return Outcome(
         value=_snapshot(value, names),
         watched=_snapshot(watch, names),
         raised=raised,
-        warned=tuple((warning.category.__name__, plain_text(warning.message)) for warning in caught),
+        warned=warned,
+        at_the_caller=frozenset(
+            told for told, warning in zip(warned, caught, strict=True) if _is_callers(warning.filename)
+        ),
         left_changed=moved | {name: f"{was} before, {now} after" for name, (was, now) in changed.items()},
     )
+
+
+def _is_callers(file: str) -> bool:
+    """Whether it is the judge's, who calls both libraries."""
+    return Path(file).is_relative_to(_CALLERS)
 
 
 def plain_text(message: object) -> str:
@@ -118,6 +133,8 @@ def differences(reference: Outcome, subject: Outcome, tolerance: Tolerance = EXA
     yield from _raised_differences(reference.raised, subject.raised)
     if reference.warned != subject.warned:
         yield f"warned {list(subject.warned)}, wanted {list(reference.warned)}"
+    for kind, text in (reference.at_the_caller - subject.at_the_caller) & {*subject.warned}:
+        yield f"warned {(kind, text)} at a line of its own, wanted it at the caller's (stacklevel)"
     for name in subject.left_changed.keys() - reference.left_changed.keys():
         yield f"left {name} changed ({subject.left_changed[name]})"
     yield from _differences("value", reference.value, subject.value, tolerance)

@@ -9,6 +9,7 @@ Also the plugin of pytest that this run has in each of its processes.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -26,11 +27,12 @@ import pytest
 from conformance.faults.fork import test_files
 from conformance.judge.clauses import HERE, clause_of
 from conformance.judge.judgement import RED
+from conformance.judge.library import load_library
 from conformance.mutation import lines
 from conformance.mutation.groups import GROUPS, LINES, Group, clauses_of, file_of
 
 _FOLDER, _GROUPS, _KNOWN = "CONFORMANCE_LINES_FOLDER", "CONFORMANCE_LINES_GROUPS", "CONFORMANCE_LINES_KNOWN"
-_COLLECTED = "collected.json"
+_COLLECTED, _IMPORTED = "collected.json", "imported.json"
 _GREEN = ("passed", "known", "reference cannot run here")
 _USUAL_CODES = (0, 1, 5)  # of pytest: all passed, some failed, none was left to run
 
@@ -46,12 +48,21 @@ class Reach:
         default_factory=dict
     )  # by test, the lines as `lines.numbered` counts them
     unmeasured: list[str] = field(default_factory=list)
+    imported: list[int] = field(default_factory=list)  # the lines that run when modules are imported
 
     def tests_of(self, number: int, group: Group) -> list[str]:
-        """A group's tests that may reach a line: each clause's quickest first, then each one's second, and so on."""
-        clauses = clauses_of(group)
+        """A group's tests that may reach a line: each clause's quickest first, then each one's second, and so on.
+
+        What runs at import any test may notice, and those of names and signatures, which have no clause, nothing else.
+        """
+        clauses = _asked_about(group)
         asked = [test for test, clause in self.clauses.items() if clause in clauses]
-        reaching = [test for test in asked if test in self.seconds and number in self.reached.get(test, ())]
+        is_imported = number in self.imported
+        reaching = [
+            test
+            for test in asked
+            if test in self.seconds and (is_imported or number in self.reached.get(test, ()))
+        ]
         place: dict[str, int] = {}
         before: Counter[str] = Counter()
         for test in sorted(reaching, key=self.seconds.__getitem__):
@@ -64,6 +75,10 @@ class Reach:
         """The first of them that together take no longer, and at least one."""
         ends = itertools.accumulate(self.seconds.get(test, 0.0) for test in tests)
         return [test for test, end in zip(tests, ends, strict=True) if end <= seconds] or [*tests[:1]]
+
+
+def _asked_about(group: Group) -> frozenset[str]:
+    return clauses_of(group) | {""}
 
 
 def measure(package: str, groups: Sequence[Group], jobs: int, kept: Path | None = None) -> Reach:
@@ -84,6 +99,7 @@ def measure(package: str, groups: Sequence[Group], jobs: int, kept: Path | None 
         plain = _judged(package, folder, jobs, red, environment) if red else []
         for file in folder.glob("lines-*.jsonl"):
             reach.reached |= dict(json.loads(line) for line in file.read_text().splitlines())
+        reach.imported = json.loads((folder / _IMPORTED).read_text())
     reach.clauses |= collected
     reach.seconds |= {test["nodeid"]: test["seconds"] for test in noting if test["outcome"] in _GREEN}
     reach.unmeasured += [test["nodeid"] for test in plain if test["outcome"] in _GREEN]
@@ -136,13 +152,17 @@ def pytest_configure(config: pytest.Config) -> None:
         file = Path(os.environ[_FOLDER], f"lines-{os.getpid()}")
         file.write_bytes(bytes(max(numbers.stop for numbers in lines.numbered(package).values())))
         os.environ[lines.FILE] = str(file)
+        load_library(config.option.subject)
+        for module in lines.numbered(package):
+            importlib.import_module(f"{package}.{module}")
+        file.with_name(_IMPORTED).write_text(json.dumps(lines.taken()))
         config.pluginmanager.register(_Noting(file.with_suffix(".jsonl")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The groups' tests that are not known already; all of them are noted, with their clauses."""
     names = json.loads(os.environ[_GROUPS])
-    wanted = frozenset[str]().union(*(clauses_of(group) for group in GROUPS if group.name in names))
+    wanted = frozenset[str]().union(*(_asked_about(group) for group in GROUPS if group.name in names))
     items[:] = [item for item in items if clause_of(item) in wanted]
     if file := os.environ.get(_KNOWN):
         collected = json.dumps({item.nodeid: clause_of(item) for item in items})

@@ -179,7 +179,8 @@ def test_each_clauses_quickest_test_that_reaches_a_line_comes_first() -> None:
     clauses = {"slow": value, "quick": value, "same": value, "gone": value, "traced": value, "else": other}
     seconds = {"slow": 3.0, "quick": 1.0, "same": 1.5, "else": 2.0, "forgotten": 0.1}
     reached = {"slow": [1, 2], "quick": [1], "same": [3], "else": [1], "forgotten": [1]}
-    reach = Reach("", clauses, seconds, reached, ["traced"])
+    reach = Reach("", clauses | {"names": ""}, seconds | {"names": 0.2}, reached, ["traced"], [9])
+    assert reach.tests_of(9, GROUPS[2]) == ["names", "quick", "else", "same", "slow", "traced"]
     assert reach.tests_of(1, GROUPS[2]) == ["quick", "else", "slow", "traced"]
     assert reach.tests_of(2, GROUPS[2]) == ["slow", "traced"]
     assert reach.tests_of(4, GROUPS[2]) == ["traced"]
@@ -213,7 +214,7 @@ def test_a_proof_is_found_by_what_a_mutant_changes(tmp_path: Path, monkeypatch: 
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("package", [ROOT, "impl"])
 def test_a_mutant_is_killed_by_a_test_that_reaches_it_and_what_it_was_made_of_is_not(package: str) -> None:
-    test = "conformance/nn/utils/test_clip_grad_value.py::test_clamping_foreach[True-cpu]"
+    test = "conformance/nn/utils/test_clip_grad_value.py::test_clamping_foreach[cpu-True]"
     module = "nn.utils.clip_grad"
     site = next(
         site

@@ -1,14 +1,16 @@
-"""Warnings of `impl` name the line that called it, not one of its own."""
+"""Warnings of `impl` name the line that called it, not one of its own; whether a subject's do, the judge compares."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from conformance.judge.outcome import differences, observe
 from conformance.ranks import RankPool
 from conformance.strategies.scaling import TakesScaler
 from impl.amp import GradScaler
@@ -50,3 +52,18 @@ def test_the_capture_of_an_optimizer_that_stays_eager() -> None:
 def test_state_dicts_in_parts(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """torch warns whoever treats a ShardedTensor as a tensor: not us, so that a user's warnings are a user's."""
     ranks(2).run("conformance.selftests.warned_cases:save_and_load", path=str(tmp_path))
+
+
+def warning_at(stacklevel: int) -> Callable[[], None]:
+    """A function of a library that is not the judge's."""
+    run: dict[str, Any] = {}
+    source = f"import warnings\ndef call(): warnings.warn('told', stacklevel={stacklevel})"
+    exec(compile(source, "/elsewhere/library.py", "exec"), run)
+    return run["call"]
+
+
+def test_a_warning_that_points_elsewhere_than_the_references_is_told() -> None:
+    inside, at_the_caller = (observe(lambda level=level: warning_at(level)()) for level in (1, 2))
+    assert [*differences(inside, at_the_caller)] == []
+    [told] = differences(at_the_caller, inside)
+    assert told.startswith("warned ('UserWarning', 'told') at a line of its own")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -17,6 +19,16 @@ from conformance.strategies.gradients import Gradient, GradientList
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
 max_norms = st.sampled_from([1e-3, 0.5, 1.0, 10.0, 1e6, 0.0, -1.0, math.inf, 3])
+
+# Devices of the parameters, the second of which has no foreach operators. Where it is among others, torch's refusal of
+# foreach=True may come after a first change: `refusal_is_whole` is about that.
+WITH_AND_WITHOUT_FOREACH = pytest.mark.parametrize(
+    ("where", "foreach"),
+    [
+        *itertools.product(("cpu", "meta"), (True, False, None)),
+        *itertools.product(("cpu meta", "meta cpu"), (False, None)),
+    ],
+)
 
 
 def holding(grad: torch.Tensor) -> Any:

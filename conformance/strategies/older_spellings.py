@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -19,29 +20,33 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-def used_as_region(autocast: Any, arguments: str) -> Outcome:
+def used_as_region(autocast: Any, arguments: str, on: Any = contextlib.nullcontext) -> Outcome:
     """The attributes, the state inside and after, and the warnings; entered twice, and with a subclass's `super`."""
     args, kwargs = ARGUMENTS[arguments]
 
     def run() -> Any:
-        region = autocast(*args, **kwargs)
-        seen = [region.device, region.fast_dtype, region._enabled, region._cache_enabled]
-        for _ in range(2):
-            with region as entered:
-                seen += [state(), entered is region]
-        return [*seen, state()]
+        with on():
+            region = autocast(*args, **kwargs)
+            seen = [region.device, region.fast_dtype, region._enabled, region._cache_enabled]
+            for _ in range(2):
+                with region as entered:
+                    seen += [state(), entered is region]
+            return [*seen, state()]
 
     return observe(run)
 
 
-def used_as_decorator(autocast: Any, arguments: str, function: Any = None) -> Outcome:
+def used_as_decorator(
+    autocast: Any, arguments: str, function: Any = None, on: Any = contextlib.nullcontext
+) -> Outcome:
     args, kwargs = ARGUMENTS[arguments]
 
     def inside(x: int) -> Any:
         return x, state()
 
     def run() -> Any:
-        decorated = autocast(*args, **kwargs)(function or inside)
-        return decorated(1), decorated(x=2), decorated.__name__, state()
+        with on():
+            decorated = autocast(*args, **kwargs)(function or inside)
+            return decorated(1), decorated(x=2), decorated.__name__, state()
 
     return observe(run)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
@@ -50,6 +52,16 @@ class Region:
         else:
             with region:
                 body()
+
+
+@contextlib.contextmanager
+def cuda_as_told(has_bfloat16: bool) -> Iterator[None]:
+    """torch.cuda says that a device is there, with bfloat16 or without, as no machine here or there need have it."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "is_bf16_supported", return_value=has_bfloat16),
+    ):
+        yield
 
 
 def state() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,25 +12,32 @@ from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.older_spellings import ARGUMENTS, used_as_decorator, used_as_region
-from conformance.strategies.regions import state
+from conformance.strategies.regions import cuda_as_told, state
+
+# As the machine is, and as one with CUDA is.
+ON = pytest.mark.parametrize("on", [contextlib.nullcontext, lambda: cuda_as_told(True)], ids=["here", "cuda"])
 
 
 @clause("cuda.amp.autocast_mode.autocast.older_spelling")
+@ON
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
-def test_as_a_region(subject: Library, reference: Library, arguments: str) -> None:
+def test_as_a_region(subject: Library, reference: Library, arguments: str, on: Any) -> None:
     assert_same_outcome(
-        used_as_region(reference.cuda.amp.autocast, arguments),
-        used_as_region(subject.cuda.amp.autocast, arguments),
+        used_as_region(reference.cuda.amp.autocast, arguments, on),
+        used_as_region(subject.cuda.amp.autocast, arguments, on),
     )
 
 
 @clause("cuda.amp.autocast_mode.autocast.older_spelling")
+@ON
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
 @pytest.mark.parametrize("function", [None, abs], ids=str)
-def test_as_a_decorator(subject: Library, reference: Library, arguments: str, function: object) -> None:
+def test_as_a_decorator(
+    subject: Library, reference: Library, arguments: str, function: object, on: Any
+) -> None:
     assert_same_outcome(
-        used_as_decorator(reference.cuda.amp.autocast, arguments, function),
-        used_as_decorator(subject.cuda.amp.autocast, arguments, function),
+        used_as_decorator(reference.cuda.amp.autocast, arguments, function, on),
+        used_as_decorator(subject.cuda.amp.autocast, arguments, function, on),
     )
 
 

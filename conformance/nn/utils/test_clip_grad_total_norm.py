@@ -14,7 +14,13 @@ from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import EXACT, norm_of
-from conformance.strategies.clipping import DTYPES, NONFINITE, max_norms, sparse_parameter
+from conformance.strategies.clipping import (
+    DTYPES,
+    NONFINITE,
+    WITH_AND_WITHOUT_FOREACH,
+    max_norms,
+    sparse_parameter,
+)
 from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
 
 
@@ -113,11 +119,15 @@ def test_total_norm_of_nonfinite(
 
 @clause("nn.utils.clip_grad.get_total_norm.foreach")
 @pytest.mark.parametrize("foreach", [True, False, None])
-def test_total_norm_foreach(subject: Library, reference: Library, foreach: bool | None) -> None:
+@pytest.mark.parametrize("where", ["meta", "meta cpu", "cpu meta"])
+def test_total_norm_foreach(subject: Library, reference: Library, where: str, foreach: bool | None) -> None:
     def norm(library: Library) -> Outcome:
-        return observe(
-            lambda: library.nn.utils.get_total_norm([torch.zeros(2, device="meta")], foreach=foreach).shape
-        )
+        def run() -> Any:
+            tensors = [torch.zeros(2, device=device) for device in where.split()]
+            total = library.nn.utils.get_total_norm(tensors, foreach=foreach)
+            return total.shape, total.dtype, total.device
+
+        return observe(run)
 
     assert_same_outcome(norm(reference), norm(subject))
 
@@ -177,15 +187,17 @@ def test_scales_sparse_gradients(
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.foreach")
-@pytest.mark.parametrize("foreach", [True, False, None])
-@pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_scaling_foreach(subject: Library, reference: Library, where: str, foreach: bool | None) -> None:
+@WITH_AND_WITHOUT_FOREACH
+@pytest.mark.parametrize("norm_on", ["cpu", "meta"])
+def test_scaling_foreach(
+    subject: Library, reference: Library, where: str, foreach: bool | None, norm_on: str
+) -> None:
     def outcome(library: Library) -> Outcome:
-        parameter = Gradient((5,), scale=3.0).parameter(where)
-        watch = [parameter] if where != "meta" else None
-        norm = torch.tensor(4.0, device=where)
+        parameters = [Gradient((5,), scale=3.0).parameter(device) for device in where.split()]
+        watch = [parameter for parameter in parameters if parameter.device.type == "cpu"]
+        norm = torch.tensor(4.0, device=norm_on)
         return observe(
-            library.nn.utils.clip_grads_with_norm_, [parameter], 0.5, norm, foreach=foreach, watch=watch
+            library.nn.utils.clip_grads_with_norm_, parameters, 0.5, norm, foreach=foreach, watch=watch
         )
 
     assert_same_outcome(outcome(reference), outcome(subject), norm_of(1, 1))

@@ -15,7 +15,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import EXACT
-from conformance.strategies.clipping import DTYPES, NONFINITE, clip_of
+from conformance.strategies.clipping import DTYPES, NONFINITE, WITH_AND_WITHOUT_FOREACH, clip_of
 from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
 
 
@@ -68,12 +68,11 @@ def test_clamps_any_container(
 
 
 @clause("nn.utils.clip_grad.clip_grad_value_.foreach")
-@pytest.mark.parametrize("where", ["cpu", "meta"])
-@pytest.mark.parametrize("foreach", [True, False, None])
+@WITH_AND_WITHOUT_FOREACH
 def test_clamping_foreach(subject: Library, reference: Library, where: str, foreach: bool | None) -> None:
     def outcome(library: Library) -> Outcome:
-        parameter = Gradient((5,), scale=3.0).parameter(where)
-        watch = [parameter] if where != "meta" else None
-        return observe(library.nn.utils.clip_grad_value_, [parameter], 0.5, foreach=foreach, watch=watch)
+        parameters = [Gradient((5,), scale=3.0).parameter(device) for device in where.split()]
+        watch = [parameter for parameter in parameters if parameter.device.type == "cpu"]
+        return observe(library.nn.utils.clip_grad_value_, parameters, 0.5, foreach=foreach, watch=watch)
 
     assert_same_outcome(outcome(reference), outcome(subject))
