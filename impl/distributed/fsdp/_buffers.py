@@ -63,11 +63,11 @@ class Buffers:
 
 def _deciding(wrappers: Sequence[Any]) -> Sequence[Any]:
     """The outermost decides for all; one without parameters leaves it to the others."""
-    return wrappers[:1] if wrappers and wrappers[0]._unit.handles else wrappers
+    return wrappers[:1] if wrappers and wrappers[0]._unit.param_groups else wrappers
 
 
 def _evaluates_in_full_precision(wrapper: Any) -> bool:
     """Instead of in a lower one."""
     return not wrapper._fsdp_wrapped_module.training and any(
-        {handle.compute_dtype, handle.reduce_dtype} != {handle.dtype} for handle in wrapper._unit.handles
+        {handle.compute_dtype, handle.reduce_dtype} != {handle.dtype} for handle in wrapper._unit.param_groups
     )

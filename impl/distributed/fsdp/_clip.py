@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ _EXCHANGED = torch.float64
 
 
 def joint_norm(
-    units: Sequence[Unit], others: Sequence[Tensor], norm_type: float, device: torch.device
+    units: Sequence[Unit[Any]], others: Sequence[Tensor], norm_type: float, device: torch.device
 ) -> Tensor:
     """The norm of all gradients of `units`, each element counted once, with those in `others`; 0-dim f64.
 
@@ -27,11 +28,12 @@ def joint_norm(
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
     replicated: list[Tensor] = []
     for unit in units:
-        grads = [p.grad for handle in unit.handles for p in handle.stepped if p.grad is not None]
-        if unit.groups.shard is None:
-            replicated += grads
-        else:
-            sharded.setdefault(unit.groups.shard, []).extend(grads)
+        for group in unit.param_groups:
+            grads = [p.grad for p in group.stepped if p.grad is not None]
+            if group.groups.shard is None:
+                replicated += grads
+            else:
+                sharded.setdefault(group.groups.shard, []).extend(grads)
     norms = [_norm(grads, norm_type, device) for grads in (replicated, others) if grads]
     for group, grads in sharded.items():
         mine = _norm(grads, norm_type, device).reshape(1)

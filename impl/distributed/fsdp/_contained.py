@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._unit import Unit
 
 
-def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[RemovableHandle]:
+def watch_contained(unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -> list[RemovableHandle]:
     """Have each module that keeps a parameter of the unit begin a forward of it where none is going on.
 
     Args:
@@ -22,7 +23,7 @@ def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[Removable
     """
     modules = {
         location.module: None
-        for handle in unit.handles
+        for handle in unit.param_groups
         for one in handle.param_infos
         for location in one.locations
     }
@@ -32,7 +33,7 @@ def watch_contained(unit: Unit, prepare: Callable[[], object]) -> list[Removable
 
 
 class _Entry:
-    def __init__(self, unit: Unit, prepare: Callable[[], object]) -> None:
+    def __init__(self, unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -> None:
         self._unit = weakref.ref(unit)
         self._prepare = weakref.WeakMethod(prepare)
 

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from impl.distributed.fsdp._flat_param import FlatParameter
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._phase import TrainingState
 from impl.distributed.fsdp._root import Root
 from impl.distributed.fsdp._unit import Unit
 
 
+class Handle:
+    """What accelerate sets of a unit's flat parameters."""
+
+    def __init__(self, param_groups: Sequence[FlatParamGroup]) -> None:
+        self._param_groups = param_groups
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """In which the optimizer steps; set after casting the flat parameter, the frozen follow."""
+        return self._param_groups[0].dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        for group in self._param_groups:
+            group.set_param_dtype(dtype)
+
+
 class PrivateNames:
     """Part of FullyShardedDataParallel; keeps nothing of its own."""
 
-    _unit: Unit
+    _unit: Unit[FlatParamGroup]
     _root: Root | None
 
     @property
@@ -28,12 +50,12 @@ class PrivateNames:
 
     @property
     def _has_params(self) -> bool:
-        return bool(self._unit.handles)
+        return bool(self._unit.param_groups)
 
     @property
     def _flat_param(self) -> FlatParameter | None:
-        return self._unit.handles[0].flat_param if self._unit.handles else None
+        return self._unit.param_groups[0].flat_param if self._unit.param_groups else None
 
     @property
-    def _handle(self) -> Unit | None:
-        return self._unit if self._unit.handles else None
+    def _handle(self) -> Handle | None:
+        return Handle(self._unit.param_groups) if self._unit.param_groups else None

@@ -121,3 +121,8 @@ class DeviceStreams:
 
 def streams_for(device: torch.device) -> Streams:
     return OneStream() if device.type == "cpu" else DeviceStreams(device)
+
+
+def shards_were_written(streams: Streams) -> None:
+    """Gathers see what COMPUTE has written so far."""
+    streams.wait(StreamRole.GATHER, streams.record(StreamRole.COMPUTE))

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._collectives import gather, gathered_like
-from impl.distributed.fsdp._flat_param import FlatParamHandle
-from impl.distributed.fsdp._gradients import GradientShard
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
+from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
+from impl.distributed.fsdp._param_group import gather
 from impl.distributed.fsdp._phase import Phase
-from impl.distributed.fsdp._streams import StreamRole
+from impl.distributed.fsdp._streams import StreamRole, shards_were_written
 from impl.distributed.fsdp._unit import Unit
-from impl.distributed.fsdp._unsharded_buffer import UnshardedBuffer
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def check(options: FullParamsOptions, use_orig_params: bool, is_sharded: bool) -
 
 
 @contextmanager
-def summoned(unit: Unit, options: FullParamsOptions, is_rank0: bool) -> Generator[None]:
+def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: bool) -> Generator[None]:
     """Unsharded parameters in the places of the unit's modules, in the dtype in which the optimizer keeps them.
 
     Raises:
@@ -67,20 +66,17 @@ def summoned(unit: Unit, options: FullParamsOptions, is_rank0: bool) -> Generato
     if unit.phase is not Phase.IDLE:
         raise AssertionError("Cannot manually unshard parameters during forward/backward")
     unit.reshard()
-    for handle in unit.handles:
+    for handle in unit.param_groups:
         handle.write_back_changes()
-    unit.root.shards_were_written()
-    unit.root.admit(unit)
+    shards_were_written(unit.root.streams)
+    unit.root.memory.admit(unit)
     is_shown_here = is_rank0 or not options.rank0_only
     keeps = is_shown_here and not options.offload_to_cpu
-    summoned_handles = [
-        _SummonedHandle(unit, handle, gradients, options)
-        for handle, gradients in zip(unit.handles, unit.gradients, strict=True)
-    ]
+    summoned_handles = [_SummonedHandle(unit, handle, options) for handle in unit.param_groups]
     for summoned_handle in summoned_handles:
         summoned_handle.begin(is_shown_here)
     if not keeps:
-        unit.root.note_resharded(unit)
+        unit.root.memory.note_resharded(unit)
     unit.begin_summoning(summoned_handles if is_shown_here else (), by_all=not options.rank0_only)
     try:
         yield
@@ -88,18 +84,20 @@ def summoned(unit: Unit, options: FullParamsOptions, is_rank0: bool) -> Generato
         unit.end_summoning()
         for summoned_handle in summoned_handles if is_shown_here else ():
             summoned_handle.end()
-        unit.root.note_resharded(unit)
+        unit.root.memory.note_resharded(unit)
 
 
 class _SummonedHandle:
     """One flat parameter while it is summoned."""
 
     def __init__(
-        self, unit: Unit, handle: FlatParamHandle, gradients: GradientShard, options: FullParamsOptions
+        self,
+        unit: Unit[FlatParamGroup],
+        handle: FlatParamGroup,
+        options: FullParamsOptions,
     ) -> None:
         self._unit = unit
         self._handle = handle
-        self._gradients = gradients
         self._options = options
         self._shown_buffer = torch.empty(0)  # [padded_numel], what is shown
         self._views: list[Tensor] = []
@@ -115,7 +113,7 @@ class _SummonedHandle:
         unsharded = handle.unsharded(handle.dtype)
         streams = unit.root.streams
         with streams.on(StreamRole.GATHER):
-            gather(handle, unsharded, unit.groups, unit.name)
+            gather(handle, handle.dtype, unit.name)
         streams.wait(StreamRole.COMPUTE, streams.record(StreamRole.GATHER))
         grads = self._gathered_grads() if self._options.with_grads else None
         if not is_shown_here:
@@ -183,7 +181,7 @@ class _SummonedHandle:
             handle.restore_flat_param()
         handle.use_sharded_views()
         if self._options.with_grads and self._grad_shard is not None:
-            self._gradients.show(self._grad_shard)
+            self._handle.gradients.show(self._grad_shard)
 
     def _register(self) -> None:
         handle = self._handle
@@ -200,8 +198,8 @@ class _SummonedHandle:
 
     def _gathered_grads(self) -> Tensor | None:
         """Unsharded gradients [padded_numel]; None if no rank has any. Zeros stand for those of a rank without."""
-        handle, groups = self._handle, self._unit.groups
-        shard = self._gradients.current()
+        handle, groups = self._handle, self._handle.groups
+        shard = handle.gradients.current()
         if groups.shard is not None:
             absent = torch.tensor([int(shard is None)], dtype=torch.int32, device=handle.device)
             dist.all_reduce(absent, group=groups.shard)
@@ -212,7 +210,7 @@ class _SummonedHandle:
         self._grad_shard = shard
         if shard is None:
             shard = handle.flat_param.new_zeros(handle.layout.shard_numel)
-        return gathered_like(handle, shard, groups, self._unit.name)
+        return handle.gathered_like(shard, self._unit.name)
 
     def _versions_now(self) -> list[Any]:
         return [

@@ -1,6 +1,6 @@
 """One wrapped module: when its parameters are unsharded, and what becomes of its gradients.
 
-A unit is a state machine; `Phase` says where it is. Forward: the flat parameters are all-gathered, the module's forward
+A unit is a state machine; `Phase` says where it is. Forward: the parameters are all-gathered, the module's forward
 sees views of them, and unless they are kept for backward they are resharded. Backward: a hook on the forward's outputs
 gathers them again; a hook on its inputs asks whether every view has its gradient, so that nothing in the graph will
 read the views again; then the gradients are copied into one buffer, averaged, and this rank's shard of them becomes the
@@ -13,57 +13,49 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.distributed.fsdp._collectives import Reduction, copy_in, gather
-from impl.distributed.fsdp._flat_param import FlatParamHandle
-from impl.distributed.fsdp._gradients import GradientShard
-from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
 from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
+from impl.distributed.fsdp._param_group import ParamGroup, Unsharded, gather
 from impl.distributed.fsdp._phase import Phase, TrainingState, torchs_name
 from impl.distributed.fsdp._shared import Shared, SummonedParams
-from impl.distributed.fsdp._streams import StreamRole
+from impl.distributed.fsdp._streams import StreamRole, shards_were_written
 from impl.distributed.fsdp._unit_config import UnitConfig
-from impl.distributed.fsdp._unsharded_buffer import UnshardedBuffer
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.optim._shards import register_shard_group
 
 # The number of the node that autograd makes next.
+_Group = TypeVar("_Group", bound=ParamGroup)
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  no stub
 
 
-class Unit:
-    """The parameters that one FullyShardedDataParallel manages, and the hooks around its module."""
+class Unit(Generic[_Group]):
+    """The parameters of one module that are unsharded together, in one group or several, and the hooks around it."""
 
-    def __init__(
-        self, module: nn.Module, handles: Sequence[FlatParamHandle], groups: Groups, config: UnitConfig
-    ) -> None:
+    def __init__(self, module: nn.Module, param_groups: Sequence[_Group], config: UnitConfig) -> None:
         self._module = weakref.ref(module)
-        self.handles = list(handles)
-        self.groups = groups
+        self.param_groups = list(param_groups)
         self.config = config
-        self.reduction = Reduction(groups)
-        self.gradients = [GradientShard(handle, config.keeps_low_precision_grads) for handle in handles]
         self.name = type(module).__name__
         self.phase = Phase.IDLE
         self.is_summoned = False  # to the user, on this rank
         self.is_summoned_on_all_ranks = False
-        self.summoned: Sequence[SummonedParams] = ()  # of the handles, then
+        self.summoned: Sequence[SummonedParams] = ()  # of the groups, then
         self._outer_phase = Phase.IDLE  # before and after a forward or backward
         self.shared: Shared | None = None
         self._depth = 0  # of calls of the module inside its own forward
         self._first_node = 0  # of the graph that the forward builds, by autograd's count
-        self._dtypes: list[torch.dtype] | None = None  # of the unsharded buffers that are live
+        self._dtypes: list[torch.dtype] | None = None  # of what is unsharded
         self._gathered: Any = None  # the event of their gather
         self._was_prefetched = False
         self.awaits_backward = False
-        self._in_graph: list[UnshardedBuffer] = []  # whose views the last graph was built from
+        self._in_graph: list[Unsharded] = []  # whose views the last graph was built from
         self._lost_graph = False  # since they were given up
         self._open_inputs = 0  # differentiable inputs whose gradients have not come yet
         self._input_hooks: list[RemovableHandle] = []
@@ -84,16 +76,6 @@ class Unit:
     def training_state(self) -> TrainingState:
         return torchs_name(self.phase)
 
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        """In which the optimizer steps; accelerate sets it after casting the flat parameter, the frozen follow."""
-        return self.handles[0].dtype
-
-    @_orig_param_dtype.setter
-    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        for handle in self.handles:
-            handle.set_param_dtype(dtype)
-
     def begin_summoning(self, summoned: Sequence[SummonedParams], by_all: bool) -> None:
         """The user is shown unsharded parameters: all of the unit on this rank, or none; or on all ranks."""
         self.phase = self._outer_phase = Phase.SUMMONED
@@ -108,12 +90,11 @@ class Unit:
     def register_params(self) -> None:
         """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
         self._lost_graph = any(unsharded.is_given_up for unsharded in self._in_graph)
-        group = self.groups.shard
-        for handle, gradients in zip(self.handles, self.gradients, strict=True):
-            track_optimizer_writes(handle.stepped, gradients.are_there)
-            if group is not None:
-                for parameter in handle.stepped:
-                    register_shard_group(parameter, group)
+        for group in self.param_groups:
+            track_optimizer_writes(group.stepped, group.gradients.are_there)
+            if group.groups.shard is not None:
+                for parameter in group.stepped:
+                    register_shard_group(parameter, group.groups.shard)
 
     # Forward
 
@@ -121,7 +102,6 @@ class Unit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs of the outermost unit: on the device, and cast where its mixed precision says so."""
-        self.root.buffers.begin_forward()
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor if tensor.device == device else tensor.to(device)
@@ -137,7 +117,7 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard the parameters and have the modules see them; the inputs, cast where mixed precision says so."""
         self.root.handle_failed_backward()
-        if self.phase is Phase.SUMMONED and self.handles and not self.is_summoned_on_all_ranks:
+        if self.phase is Phase.SUMMONED and self.param_groups and not self.is_summoned_on_all_ranks:
             raise RuntimeError(
                 f"the forward of {self.name} was called inside summon_full_params(rank0_only=True), which leaves the "
                 "other ranks without its parameters; leave the context first, or have every rank see them"
@@ -149,14 +129,14 @@ class Unit:
             return args, kwargs
         self.phase = Phase.FORWARD
         self.root.note_begun(self)
-        for gradients in self.gradients:
-            gradients.forget_if_cleared()
+        for group in self.param_groups:
+            group.gradients.forget_if_cleared()
         self.unshard()
         self._lost_graph = False
         if self.config.forward_prefetch:
-            self._prefetch(self.root.next_in_forward(self))
+            self._prefetch(self.root.order.after_in_forward(self))
         args, kwargs = self._cast(args, kwargs)
-        if self.handles and torch.is_grad_enabled():
+        if self.param_groups and torch.is_grad_enabled():
             self._watch_inputs(args, kwargs)
         self._first_node = _next_node()
         return args, kwargs
@@ -166,11 +146,12 @@ class Unit:
 
         What is returned of parameters is a copy.
         """
-        outputs = apart_from({unsharded.memory for unsharded in self._in_graph}, outputs)
+        outputs = apart_from({address for one in self._in_graph for address in one.memory}, outputs)
         held: Sequence[Tensor] = ()
         if not isinstance(outputs, Tensor) and (objects := held_in(outputs)):
             # What lasts is the user's, which objects may hold as such.
-            held = set_apart({one.memory for one in self._in_graph if not one.aliases_shard}, objects)
+            comes_and_goes = (one.memory for one in self._in_graph if not one.aliases_shard)
+            held = set_apart({address for memory in comes_and_goes for address in memory}, objects)
         if self.phase is Phase.BACKWARD:
             return outputs
         self._depth -= 1
@@ -184,7 +165,8 @@ class Unit:
         self.awaits_backward |= bool(watched)
         self._refuse_changes()
         # Kept for a backward alone: what is written to a parameter's `.data` meanwhile moves no version counter.
-        if watched and self._is_kept_after_forward():
+        is_outermost = self.root.is_root(self)
+        if watched and all(group.keeps_after_forward(is_outermost) for group in self.param_groups):
             self._use_sharded_views()
         else:
             self.reshard()
@@ -217,7 +199,7 @@ class Unit:
         self.root.handle_failed_backward()
         if self.phase is Phase.BACKWARD:
             return
-        is_of_inside = not self.handles or any(one.was_computed_with for one in self.summoned)
+        is_of_inside = not self.param_groups or any(one.was_computed_with for one in self.summoned)
         if self.phase is not Phase.IDLE and not (self.phase is Phase.SUMMONED and is_of_inside):
             raise RuntimeError(
                 f"backward reached {self.name} while it is in the middle of {self.phase.value}"
@@ -228,11 +210,11 @@ class Unit:
         self.root.begin_backward()
         self.phase = Phase.BACKWARD
         self.awaits_backward = False
-        if not self.handles:
+        if not self.param_groups:
             return
         self.unshard()
-        for gradients in self.gradients:
-            gradients.begin_backward()
+        for group in self.param_groups:
+            group.gradients.begin_backward()
         if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_for_backward()
 
@@ -273,9 +255,9 @@ class Unit:
             self.reshard()
         elif self.is_unsharded:
             self._use_sharded_views()
-        for handle, gradients, mine in zip(self.handles, self.gradients, grads, strict=False):
+        for group, mine in zip(self.param_groups, grads, strict=False):
             if any(grad is not None for grad in mine):
-                self._reduce_gradients(handle, gradients, mine)
+                self._reduce_gradients(group, mine)
         if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_for_backward()
 
@@ -288,8 +270,8 @@ class Unit:
                 view.grad = None
         self.reshard()
         self._forget_inputs()
-        for gradients in self.gradients:
-            gradients.abandon_backward()
+        for group in self.param_groups:
+            group.gradients.abandon_backward()
 
     def close_backward(self) -> None:
         """Do what the graph left open."""
@@ -299,9 +281,9 @@ class Unit:
             self.finish_backward()
         elif self.is_unsharded and self._is_freed_in_backward():
             self.reshard()  # prefetched, and not needed after all
-        for handle, gradients in zip(self.handles, self.gradients, strict=True) if self.root.syncs else ():
-            if gradients.still_wait():
-                self._reduce_gradients(handle, gradients, [None] * len(handle.param_infos))
+        for group in self.param_groups:
+            if group.syncs and group.gradients.still_wait():
+                self._reduce_gradients(group, [None] * len(group.names))
         self._forget_inputs()
 
     def _forget_inputs(self) -> None:
@@ -313,18 +295,18 @@ class Unit:
 
     def show_gradients(self) -> None:
         """Have `.grad` hold what this backward left."""
-        for gradients in self.gradients:
-            gradients.end_backward(synced=self.root.syncs)
+        for group in self.param_groups:
+            group.gradients.end_backward(synced=group.syncs)
 
     # Unsharding and resharding
 
     def unshard(self) -> None:
         """Gather what is not unsharded yet, and have the modules see it; COMPUTE waits."""
-        if not self.handles:
+        if not self.param_groups:
             return
         if self.summoned:
-            pairs = zip(self.summoned, self.handles, strict=True)
-            self._in_graph = [one.use_unsharded_views(self._dtype_now(handle)) for one, handle in pairs]
+            pairs = zip(self.summoned, self.param_groups, strict=True)
+            self._in_graph = [one.use_unsharded_views(self._dtype_now(group)) for one, group in pairs]
             return
         self.gather()
         if self.phase is Phase.BACKWARD:
@@ -333,35 +315,35 @@ class Unit:
         root.streams.wait(StreamRole.COMPUTE, self._gathered)
         self._gathered = None
         self._was_prefetched = False
-        pairs = zip(self.handles, self._dtypes or (), strict=True)
-        self._in_graph = [handle.use_unsharded_views(dtype) for handle, dtype in pairs]
+        pairs = zip(self.param_groups, self._dtypes or (), strict=True)
+        self._in_graph = [group.use_unsharded_views(dtype) for group, dtype in pairs]
 
     def gather(self) -> None:
-        """Fill the unsharded buffers, as GATHER; nothing if they are filled with what the shards hold.
+        """Gather all groups, as GATHER; nothing if they are unsharded and have what the shards hold.
 
         If the shards were written to since, to graphs that read the views these are changed, also where they were kept
         for a backward.
         """
         root = self.root
-        changed = [handle.write_back_changes() for handle in self.handles]
+        changed = [group.write_back_changes() for group in self.param_groups]
         if any(changed):
-            root.shards_were_written()
+            shards_were_written(root.streams)
             self.register_params()
-        dtypes = [self._dtype_now(handle) for handle in self.handles]
+        dtypes = [self._dtype_now(group) for group in self.param_groups]
         is_kept = self._dtypes == dtypes
         if self._dtypes is not None:
             if is_kept and not any(changed) and self._shards_are_as_gathered():
                 return
             self.reshard()
-        root.admit(self)
+        root.memory.admit(self)
         with root.streams.on(StreamRole.GATHER):
-            for handle, dtype in zip(self.handles, dtypes, strict=True):
-                gather(handle, handle.unsharded(dtype), self.groups, self.name, is_kept=is_kept)
+            for group, dtype in zip(self.param_groups, dtypes, strict=True):
+                gather(group, dtype, self.name, is_kept=is_kept)
         self._gathered = root.streams.record(StreamRole.GATHER)
         self._dtypes = dtypes
 
     def reshard(self) -> None:
-        """Free the unsharded buffers; the modules see the sharded views."""
+        """Free what is unsharded; the modules see the sharded views."""
         if not self.is_unsharded:
             return
         self._use_sharded_views()
@@ -373,7 +355,7 @@ class Unit:
         # It may have been gathered for nothing: what COMPUTE does from here on may be to write to the shards.
         root.streams.wait(StreamRole.COMPUTE, self._gathered)
         self._gathered = None
-        root.note_resharded(self)
+        root.memory.note_resharded(self)
 
     def reshard_unused(self) -> None:
         """Reshard what was gathered ahead for a forward that did not come: the shards may change before one does."""
@@ -381,39 +363,34 @@ class Unit:
             self.reshard()
 
     def free(self) -> None:
-        for handle in self.handles:
-            handle.free()
+        for group in self.param_groups:
+            group.free()
 
     def _use_sharded_views(self) -> None:
         for one in self.summoned:
             one.use_summoned_params()
-        for handle in () if self.summoned else self.handles:
-            handle.use_sharded_views()
+        for group in () if self.summoned else self.param_groups:
+            group.use_sharded_views()
 
     def _prefetch_for_backward(self) -> None:
-        unit = self.root.next_in_backward(self)
+        unit = self.root.order.after_in_backward(self)
         if unit is not None and unit.awaits_backward:
             self._prefetch(unit)
 
-    def _prefetch(self, unit: Unit | None) -> None:
-        if unit is not None and not unit.is_unsharded and unit.phase is Phase.IDLE and unit.handles:
+    def _prefetch(self, unit: Unit[Any] | None) -> None:
+        if unit is not None and not unit.is_unsharded and unit.phase is Phase.IDLE and unit.param_groups:
             unit.gather()
             unit._was_prefetched = True
 
     def _shards_are_as_gathered(self) -> bool:
-        pairs = zip(self.handles, self._dtypes or (), strict=True)
-        return self._was_prefetched or all(handle.is_up_to_date(dtype) for handle, dtype in pairs)
-
-    def _is_kept_after_forward(self) -> bool:
-        return not self.config.frees_after_forward or self.root.is_root(self) or self.groups.shard is None
+        pairs = zip(self.param_groups, self._dtypes or (), strict=True)
+        return self._was_prefetched or all(group.is_up_to_date(dtype) for group, dtype in pairs)
 
     def _is_freed_in_backward(self) -> bool:
-        if self.groups.shard is None:
-            return self.config.mixed_precision.param_dtype is not None
-        return self.root.syncs or self.config.frees_after_forward
+        return all(group.frees_in_backward() for group in self.param_groups)
 
-    def _dtype_now(self, handle: FlatParamHandle) -> torch.dtype:
-        return handle.dtype if self._is_in_full_precision() else handle.compute_dtype
+    def _dtype_now(self, group: _Group) -> torch.dtype:
+        return group.dtype if self._is_in_full_precision() else group.compute_dtype
 
     def _is_in_full_precision(self) -> bool:
         module = self._module()
@@ -421,7 +398,7 @@ class Unit:
 
     def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mixed = self.config.mixed_precision
-        dtype = mixed.param_dtype if self.handles and mixed.cast_forward_inputs else None
+        dtype = mixed.param_dtype if self.param_groups and mixed.cast_forward_inputs else None
         if dtype is None or self._is_in_full_precision():
             return args, kwargs
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
@@ -457,35 +434,27 @@ class Unit:
         return self._open_inputs == 0 or not any(unsharded.has_frozen for unsharded in self._in_graph)
 
     @torch.no_grad()
-    def _reduce_gradients(
-        self, handle: FlatParamHandle, gradients: GradientShard, grads: list[Tensor | None]
-    ) -> None:
-        root = self.root
-        if not root.syncs:
+    def _reduce_gradients(self, group: _Group, grads: list[Tensor | None]) -> None:
+        root, gradients, reduction = self.root, group.gradients, group.reduction
+        if not group.syncs:
             gradients.accumulate_unreduced(grads)
             return
-        waiting = gradients.take_unreduced(grads)
-        is_as_computed = self.reduction.casts_itself or self._is_in_full_precision()
-        dtype = handle.compute_dtype if is_as_computed else handle.reduce_dtype
-        if waiting is not None:
-            buffer = waiting.to(dtype)
-        else:
-            # A user's hook may keep what it is given.
-            buffer, views = root.buffer(handle, dtype, is_lent=self.reduction.hook is None)
-            copy_in(handle.layout, grads, views, buffer)
+        is_as_computed = reduction.casts_itself or self._is_in_full_precision()
+        dtype = group.compute_dtype if is_as_computed else group.reduce_dtype
+        # A user's hook may keep what it is given; what is not sharded becomes `.grad`.
+        is_lent = reduction.hook is None and group.groups.shard is not None
+        buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_lent=is_lent))
         grads.clear()  # their memory serves the collective
         root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
         with root.streams.on(StreamRole.REDUCE):
-            reduced = self.reduction(buffer, handle.layout.shard_numel, self.name)
-            gradients.add(reduced)
-        root.keep_until_reduced(buffer)
+            gradients.add(reduction(buffer, self.name))
+        root.memory.keep_until_reduced(buffer)
 
     def _refuse_changes(self) -> None:
         """Nobody would ever see a change to a view: the next gather writes over it."""
-        for handle, dtype in zip(self.handles, self._dtypes or (), strict=False):
-            index = handle.unsharded(dtype).changed()
-            if index is not None:
-                name = handle.layout.slots[index].name
+        for group, dtype in zip(self.param_groups, self._dtypes or (), strict=False):
+            name = group.unsharded(dtype).changed()
+            if name is not None:
                 self.reshard()
                 raise RuntimeError(
                     f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "
@@ -493,7 +462,7 @@ class Unit:
                 )
 
 
-def _follow_in(unit: weakref.ref[Unit], gradient: Tensor | None) -> None:
+def _follow_in(unit: weakref.ref[Unit[Any]], gradient: Tensor | None) -> None:
     """If the backward in which the leaf gets its gradient has reached the unit's model at all."""
     found = unit()
     if found is not None and found.root.is_in_backward:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from impl.distributed.fsdp._buffers import Buffers
 from impl.distributed.fsdp._clip import joint_norm, scale
 from impl.distributed.fsdp._contained import watch_contained
-from impl.distributed.fsdp._flat_param import handles_for
 from impl.distributed.fsdp._groups import (
     HYBRID,
     effective_strategy,
@@ -24,6 +24,7 @@ from impl.distributed.fsdp._groups import (
     groups_for,
     groups_of,
 )
+from impl.distributed.fsdp._layout.flat import FlatParamGroup, flat_param_groups
 from impl.distributed.fsdp._managed import ignored_by, managed_params_of, mark_managed, refuse_dtensors
 from impl.distributed.fsdp._module_init import (
     broadcast_states,
@@ -193,21 +194,23 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         if sync_module_states:
             outward_in = [group for group in reversed(groups) if group is not None]
             broadcast_states(module, managed, outward_in)
-        handles = handles_for(
+        config = self._unit_config()
+        param_groups = flat_param_groups(
             managed,
             self._groups,
-            self.mixed_precision,
+            config,
             device=self.compute_device,
             offloads=self.cpu_offload.offload_params,
             use_orig_params=use_orig_params,
         )
-        self._unit = Unit(module, handles, self._groups, self._unit_config())
+        self._unit: Unit[FlatParamGroup] = Unit(module, param_groups, config)
         self._begin_state_dicts(module)
         mark_managed(module, self._ignored, managed)
         self._fsdp_wrapped_module = module
         for name, handle in self._named_handles():
             handle.register_flat_param(self.module, name)
         self._root: Root | None = None
+        self._buffer_casts: Buffers | None = None  # of the outermost one
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._claim_inner()
         self._entries = watch_contained(self._unit, self._find_root)
@@ -243,6 +246,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         unit = self._unit
         root = self._root or self._find_root()
         if root.is_root(unit) and unit.phase is not Phase.FORWARD:
+            assert self._buffer_casts is not None
+            self._buffer_casts.begin_forward()
             args, kwargs = unit.inputs_of_root(args, kwargs, self.compute_device)
         try:
             args, kwargs = unit.before_forward(args, kwargs)
@@ -337,11 +342,15 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module."
             )
         self._check_idle()
-        synced, root.syncs = root.syncs, False
+        param_groups = [group for unit in root.units for group in unit.param_groups]
+        synced = [group.syncs for group in param_groups]
+        for group in param_groups:
+            group.syncs = False
         try:
             yield
         finally:
-            root.syncs = synced
+            for group, before in zip(param_groups, synced, strict=True):
+                group.syncs = before
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -374,9 +383,9 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         if not root.is_root(self._unit):
             raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance")
         self._check_idle()
-        if all(unit.groups.shard is None for unit in root.units):
+        if all(one._groups.shard is None for one in self.fsdp_modules(self)):
             return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
-        managed = {p for unit in root.units for handle in unit.handles for p in handle.stepped}
+        managed = {p for unit in root.units for group in unit.param_groups for p in group.stepped}
         others = [p for p in self.parameters() if p not in managed]
         loose = [p.grad for p in others if p.grad is not None]
         norm = joint_norm(root.units, loose, float(norm_type), self.compute_device)
@@ -413,13 +422,12 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
                 raise AssertionError(
                     f"Communication hook is not supported for hybrid strategies: {one.sharding_strategy}"
                 )
-            if one._unit.reduction.hook is not None:
+            if any(group.reduction.hook is not None for group in one._unit.param_groups):
                 raise AssertionError("A communication hook is already registered")
             if not callable(hook):
                 raise ValueError(f"The communication hook must be callable but got {hook}")
-        for one in inner:
-            one._unit.reduction.hook = hook
-            one._unit.reduction.hook_state = state
+        for group in (group for one in inner for group in one._unit.param_groups):
+            group.reduction.hook, group.reduction.hook_state = hook, state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Move or cast: on the shards, which the parameters follow."""
@@ -430,12 +438,12 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             raise RuntimeError(f"the parameters cannot be moved or cast in the middle of {unit.phase.value}")
         unit.reshard()
         with contextlib.ExitStack() as stack:
-            for handle, gradients in zip(unit.handles, unit.gradients, strict=True):
-                stack.enter_context(gradients.on_flat_param())
-                stack.enter_context(handle.being_changed(fn))
+            for group in unit.param_groups:
+                stack.enter_context(group.gradients.on_flat_param())
+                stack.enter_context(group.being_changed(fn))
             super()._apply(fn, recurse)
         unit.register_params()
-        devices = [handle.device for handle in unit.handles if not handle.offloads]
+        devices = [handle.device for handle in unit.param_groups if not handle.offloads]
         self.compute_device = next(iter(devices), self.compute_device)
         for one in self.fsdp_modules(self._outermost()):
             one._root = None
@@ -474,6 +482,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             outermost = self._outermost()
             found = self.fsdp_modules(outermost)
             root = root_over(found, outermost.compute_device)
+            outermost._buffer_casts = Buffers(found, outermost.compute_device)
             for one in found:
                 one._root = root
         assert self._root is not None
@@ -481,7 +490,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     @contextlib.contextmanager
     def _summoned(self, options: FullParamsOptions) -> Generator[None]:
-        check(options, self._use_orig_params, self._groups.shard is not None or not self._unit.handles)
+        check(options, self._use_orig_params, self._groups.shard is not None or not self._unit.param_groups)
         self._find_root().handle_failed_backward()
         with summoned(self._unit, options, self.rank == 0):
             yield

@@ -26,7 +26,7 @@ def problem_of_any(wrappers: Sequence[Any], problem: str, given: Sequence[tuple[
         given: for the same keys in the same order on all ranks, what was given for them.
     Collectives: an all-reduce over each of the groups, and another one if there is a problem.
     """
-    groups = {group: how for one in wrappers for group, how in one._unit.groups.order_checkers.items()}
+    groups = {group: how for one in wrappers for group, how in one._groups.order_checkers.items()}
     if not groups:
         return problem
     device = wrappers[0].compute_device

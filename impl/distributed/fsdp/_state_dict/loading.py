@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from impl.distributed.fsdp._collectives import gathered_like
-from impl.distributed.fsdp._flat_layout import Slot
-from impl.distributed.fsdp._flat_param import FlatParamHandle
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
+from impl.distributed.fsdp._layout.flat_slots import Slot
 from impl.distributed.fsdp._managed import clean_name, is_managed
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
@@ -110,7 +109,7 @@ class StateDictLoading:
         met = self._units.get(wrapper)
         return [
             (f"{slot.name} of {wrapper._unit.name}", met.part_given(handle, index) if met else "nothing")
-            for handle in wrapper._unit.handles
+            for handle in wrapper._unit.param_groups
             for index, slot in enumerate(handle.layout.slots)
         ]
 
@@ -134,11 +133,11 @@ class UnitLoading:
 
     def __init__(self, wrapper: Any, kind: StateDictType, config: Any) -> None:
         self._wrapper = wrapper
-        self._unit: Unit = wrapper._unit
+        self._unit: Unit[FlatParamGroup] = wrapper._unit
         self._kind = kind
         self._config = config
         self._shown = ExitStack()
-        self._sources: dict[FlatParamHandle, list[Any]] = {}
+        self._sources: dict[FlatParamGroup, list[Any]] = {}
 
     def begin(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         bring_to_rest(self._unit, self._kind)
@@ -149,14 +148,14 @@ class UnitLoading:
         problems = []
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             problems = self._hide_parts(state_dict, prefix)
-        for handle in self._unit.handles:
+        for handle in self._unit.param_groups:
             self._shown.enter_context(handle.registering(stand_ins_for(handle, self)))
         return problems
 
     def end(self) -> None:
         """Take what the stand-ins were given; a second time there is nothing to do."""
         if not self._sources:
-            self._sources = {handle: _taken(handle) for handle in self._unit.handles}
+            self._sources = {handle: _taken(handle) for handle in self._unit.param_groups}
         self._shown.close()
 
     def unfit(self) -> list[str]:
@@ -171,14 +170,14 @@ class UnitLoading:
             if source is not None and _form_of(source) != (expected := self._expected_form(handle, index))
         ]
 
-    def _expected_form(self, handle: FlatParamHandle, index: int) -> str:
+    def _expected_form(self, handle: FlatParamGroup, index: int) -> str:
         slot = handle.layout.slots[index]
         if self._kind is StateDictType.SHARDED_STATE_DICT:
-            chunk = chunk_of(slot, self._unit.groups.shard_rank, handle.layout.world)
+            chunk = chunk_of(slot, self._wrapper._groups.shard_rank, handle.layout.world)
             return f"a tensor of shape {chunk.shape}"
         return f"a tensor of shape {slot.shape}"
 
-    def part_given(self, handle: FlatParamHandle, index: int) -> str:
+    def part_given(self, handle: FlatParamGroup, index: int) -> str:
         if self._kind is not StateDictType.SHARDED_STATE_DICT or self._sources[handle][index] is None:
             return "nothing"
         return f"a part in {self._sources[handle][index].dtype}"
@@ -201,7 +200,7 @@ class UnitLoading:
 
     def part_of(self, unsharded: Tensor, name: str) -> Part:
         """To be kept for a parameter, by its name."""
-        for handle in self._unit.handles:
+        for handle in self._unit.param_groups:
             for index, slot in enumerate(handle.layout.slots):
                 if slot.name == name:
                     values = _piece_of(handle, index, unsharded)
@@ -228,8 +227,11 @@ class UnitLoading:
             state_dict[key] = self._stand_in(torch.Size(slot.shape), dtype, name, part)
         return problems
 
-    def _problem_of(self, value: Any, chunk: Tensor | None, slot: Slot, handle: FlatParamHandle) -> str:
-        groups, mine = self._unit.groups, f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given"
+    def _problem_of(self, value: Any, chunk: Tensor | None, slot: Slot, handle: FlatParamGroup) -> str:
+        groups, mine = (
+            self._wrapper._groups,
+            f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given",
+        )
         if tuple(shape_of(value)) != slot.shape:
             return f"{mine} {_form_of(value)} but the parameter has the shape {slot.shape}"
         expected = chunk_of(slot, groups.shard_rank, handle.layout.world).shape
@@ -241,9 +243,9 @@ class UnitLoading:
             "torch.distributed.checkpoint"
         )
 
-    def _write_chunks(self, handle: FlatParamHandle, given: Sequence[int], chunks: Sequence[Tensor]) -> None:
+    def _write_chunks(self, handle: FlatParamGroup, given: Sequence[int], chunks: Sequence[Tensor]) -> None:
         held = [ShardChunk(index, chunk) for index, chunk in zip(given, chunks, strict=True)]
-        redistribution = Redistribution(handle.layout, self._unit.groups, handle.device, self._unit.name)
+        redistribution = Redistribution(handle.layout, self._wrapper._groups, handle.device, self._unit.name)
         shard = handle.flat_param.detach()
         for index, values in zip(given, redistribution.pieces_from(held), strict=True):
             piece = handle.pieces[index]
@@ -276,8 +278,8 @@ class UnitLoading:
             )
         return problems
 
-    def _shard_in(self, value: ShardedTensor, handle: FlatParamHandle) -> tuple[str, Tensor]:
-        rank, layout = self._unit.groups.shard_rank, handle.layout
+    def _shard_in(self, value: ShardedTensor, handle: FlatParamGroup) -> tuple[str, Tensor]:
+        rank, layout = self._wrapper._groups.shard_rank, handle.layout
         shards = value.local_shards()
         got = [
             (one.metadata.shard_offsets[0], one.tensor.numel()) for one in shards if not one.tensor.is_meta
@@ -295,11 +297,11 @@ class UnitLoading:
 
     # Both
 
-    def _names(self) -> list[tuple[FlatParamHandle, int, str]]:
+    def _names(self) -> list[tuple[FlatParamGroup, int, str]]:
         """Every name of every parameter, without what wrappers put in."""
         locations = {
             (location.module, location.attribute): (handle, index)
-            for handle in self._unit.handles
+            for handle in self._unit.param_groups
             for index, one in enumerate(handle.param_infos)
             for location in one.locations
         }
@@ -317,11 +319,9 @@ class UnitLoading:
         like = torch.empty(shape, dtype=dtype, device="meta")
         return StandIn.made(like, name, device=self._wrapper.compute_device, owner=self, source=source)
 
-    def _show_written(self, handle: FlatParamHandle, given: Sequence[int]) -> None:
+    def _show_written(self, handle: FlatParamGroup, given: Sequence[int]) -> None:
         """Inside `summon_full_params`, have the unsharded parameters be what was loaded."""
-        views = handle.views_of(
-            gathered_like(handle, handle.flat_param.detach(), self._unit.groups, self._unit.name)
-        )
+        views = handle.views_of(handle.gathered_like(handle.flat_param.detach(), self._unit.name))
         if self._unit.is_summoned:
             shown = dict(handle.registered())
             for index in given:
@@ -333,8 +333,10 @@ class UnitLoading:
 class PlainStates:
     """Buffers, parameters that no unit manages, and extra states: what nn.Module itself loads, as it was before."""
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
-        summoned = {shown for unit in units for handle in unit.handles for _, shown in handle.registered()}
+    def __init__(self, root: nn.Module, units: Sequence[Unit[FlatParamGroup]]) -> None:
+        summoned = {
+            shown for unit in units for handle in unit.param_groups for _, shown in handle.registered()
+        }
         self._tensors: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
         self._extras: list[tuple[nn.Module, Any]] = []
         for module in root.modules():
@@ -364,7 +366,7 @@ def _has_extra_state(module: nn.Module) -> bool:
     )
 
 
-def _taken(handle: FlatParamHandle) -> list[Any]:
+def _taken(handle: FlatParamGroup) -> list[Any]:
     """For each parameter what is to be loaded into it: what its stand-in has taken, or what was put in its place."""
     found: list[Any] = [None] * len(handle.layout.slots)
     for index, shown in handle.registered():
@@ -381,7 +383,7 @@ def _form_of(source: Any) -> str:
     return f"{kind} of shape {tuple(shape_of(source))}"
 
 
-def _write_unsharded(handle: FlatParamHandle, index: int, source: Tensor | Part) -> None:
+def _write_unsharded(handle: FlatParamGroup, index: int, source: Tensor | Part) -> None:
     """Copy this rank's piece of an unsharded parameter into the shard."""
     piece = handle.pieces[index]
     values = source.values if isinstance(source, Part) else _piece_of(handle, index, source)
@@ -389,7 +391,7 @@ def _write_unsharded(handle: FlatParamHandle, index: int, source: Tensor | Part)
         handle.flat_param.detach().narrow(0, piece.offset, piece.numel).copy_(values)
 
 
-def _piece_of(handle: FlatParamHandle, index: int, unsharded: Tensor) -> Tensor | None:
+def _piece_of(handle: FlatParamGroup, index: int, unsharded: Tensor) -> Tensor | None:
     """What of an unsharded parameter lies in this rank's shard, [numel of the piece]."""
     slot, piece = handle.layout.slots[index], handle.pieces[index]
     if piece is None:

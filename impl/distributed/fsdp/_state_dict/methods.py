@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._flat_param import FlatParamHandle
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._managed import Ignored, clean_name
 from impl.distributed.fsdp._root import Root
 from impl.distributed.fsdp._state_dict.loading import StateDictLoading
@@ -67,7 +67,7 @@ class StateDicts(nn.Module):
     sharding_strategy: ShardingStrategy
     mixed_precision: MixedPrecision
     compute_device: torch.device
-    _unit: Unit
+    _unit: Unit[FlatParamGroup]
     _ignored: Ignored
     _device_mesh: DeviceMesh | None
     _use_orig_params: bool
@@ -233,9 +233,9 @@ class StateDicts(nn.Module):
             "rank has unsharded; call impl.drop_in.install() before, or use impl.distributed.fsdp.checkpoint"
         )
 
-    def _named_handles(self) -> list[tuple[str, FlatParamHandle]]:
+    def _named_handles(self) -> list[tuple[str, FlatParamGroup]]:
         """Under the names by which modules know the flat parameters."""
-        handles = self._unit.handles
+        handles = self._unit.param_groups
         return [
             (f"{_FLAT_PARAM}_{index}" if index else _FLAT_PARAM, handle)
             for index, handle in enumerate(handles)

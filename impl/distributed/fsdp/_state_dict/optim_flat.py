@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from impl.distributed.fsdp._collectives import gathered_like
-from impl.distributed.fsdp._flat_param import FlatParamHandle
 from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict, Stepped, is_stepped_unsharded
 from impl.distributed.fsdp._state_dict.packing import chunked, meshed
 from impl.distributed.fsdp._state_dict.redistribution import ShardPiece, chunk_of
@@ -76,7 +75,7 @@ class FlatParamState:
 
     def __init__(self, one: NamedHandle, mine: dict[Stepped, StateDict], told: Sequence[RankStates]) -> None:
         self._one = one
-        self._handle: FlatParamHandle = one.handle
+        self._handle: FlatParamGroup = one.handle
         self._groups: Groups = one.wrapper._groups
         self._mine = {stepped.index: state for stepped, state in mine.items() if stepped.within is one}
         shard = self._groups.shard
@@ -192,7 +191,7 @@ class FlatParamState:
             if options.rank0_only and self._groups.shard is not None:
                 unsharded = self._gathered_at(destination, shard, self._groups.shard)
             else:
-                unsharded = gathered_like(self._handle, shard, self._groups, self._one.unit.name)
+                unsharded = self._handle.gathered_like(shard, self._one.unit.name)
             if unsharded is not None:
                 views = self._handle.views_of(unsharded.cpu() if options.offloads else unsharded)
                 yield from ((item, views[item.index]) for item in same)

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from impl.distributed.fsdp._flat_param import FlatParamHandle
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._managed import clean_name
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution
 from impl.distributed.fsdp._unit import Unit
@@ -31,12 +31,12 @@ class OptimStateKeyType(Enum):
 class NamedHandle:
     """A flat buffer, and what its parameters are called in the model whose optimizer it is."""
 
-    handle: FlatParamHandle
+    handle: FlatParamGroup
     wrapper: Any  # the FullyShardedDataParallel whose it is
     names: tuple[str, ...]
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> Unit[FlatParamGroup]:
         return self.wrapper._unit
 
     def redistribution(self) -> Redistribution:
@@ -81,7 +81,7 @@ class Names:
         self.handles = [
             NamedHandle(handle, one, tuple(prefixes[one] + slot.name for slot in handle.layout.slots))
             for one in wrappers
-            for handle in one._unit.handles
+            for handle in one._unit.param_groups
         ]
         self.handle_of = {name: one for one in self.handles for name in one.names}
         managed = {tensor: found for one in self.handles for tensor, found in _managed_by(one)}

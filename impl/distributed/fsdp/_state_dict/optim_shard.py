@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from impl.distributed.fsdp._flat_layout import Slot
-from impl.distributed.fsdp._flat_param import FlatParamHandle
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
+from impl.distributed.fsdp._layout.flat_slots import Slot
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
@@ -42,7 +42,7 @@ class FlatParamLoad:
 
     def __init__(self, one: NamedHandle, states: dict[int, StateDict]) -> None:
         self._one = one
-        self._handle: FlatParamHandle = one.handle
+        self._handle: FlatParamGroup = one.handle
         self._states = states
 
     def check(self) -> None:
@@ -186,7 +186,7 @@ def _device_of(value: ShardedTensor) -> torch.device:
     return shards[0].tensor.device if shards else torch.device("cpu")
 
 
-def _chunk_in(value: Tensor, slot: Slot, handle: FlatParamHandle) -> Tensor | None:
+def _chunk_in(value: Tensor, slot: Slot, handle: FlatParamGroup) -> Tensor | None:
     """The rows that this rank has of a tensor, if all ranks have those that `chunk_of` gives them."""
     world = handle.layout.world
     if isinstance(value, DTensor):

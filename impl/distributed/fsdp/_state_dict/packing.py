@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
-from impl.distributed.fsdp._flat_layout import FlatLayout, Slot
+from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
 from impl.distributed.fsdp._state_dict.redistribution import chunk_of
 
 

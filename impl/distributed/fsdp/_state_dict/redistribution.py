@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.distributed.fsdp._collectives import all_to_all
-from impl.distributed.fsdp._flat_layout import FlatLayout, Slot
 from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._collectives import gathered_in_parts
-from impl.distributed.fsdp._flat_param import FlatParamHandle
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardPiece, chunk_of
@@ -37,7 +36,7 @@ class StateDictSaving:
 
     def __init__(self, wrapper: Any, kind: StateDictType, config: Any) -> None:
         self._wrapper = wrapper
-        self._unit: Unit = wrapper._unit
+        self._unit: Unit[FlatParamGroup] = wrapper._unit
         self._kind = kind
         self._config = config
         self._is_left_out = kind is StateDictType.FULL_STATE_DICT and config.rank0_only and wrapper.rank != 0
@@ -55,7 +54,7 @@ class StateDictSaving:
             LOCAL_STATE_DICT.
         """
         bring_to_rest(self._unit, self._kind)
-        for handle in self._unit.handles:
+        for handle in self._unit.param_groups:
             if self._kind is not StateDictType.LOCAL_STATE_DICT:
                 self._shown.enter_context(handle.registering(self._values_of(handle)))
             elif handle.use_orig_params:
@@ -80,7 +79,7 @@ class StateDictSaving:
             if name != key:
                 del state_dict[key]
             state_dict[name] = self._own(value)
-        if not self._unit.handles:
+        if not self._unit.param_groups:
             return
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             self._put_flat_params(state_dict, prefix)
@@ -89,7 +88,7 @@ class StateDictSaving:
 
     # What is shown
 
-    def _values_of(self, handle: FlatParamHandle) -> Sequence[Tensor]:
+    def _values_of(self, handle: FlatParamGroup) -> Sequence[Tensor]:
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             chunks = self._chunks_of(handle)
             sources = [(chunk, handle, index) for index, chunk in enumerate(chunks)]
@@ -100,16 +99,16 @@ class StateDictSaving:
         self._copies.update((_storage_of(copy), False) for copy in copies)
         return [nn.Parameter(copy, handle.wants_grad(index)) for index, copy in enumerate(copies)]
 
-    def _unsharded_copies(self, handle: FlatParamHandle) -> list[Tensor]:
+    def _unsharded_copies(self, handle: FlatParamGroup) -> list[Tensor]:
         """None where this rank is left out. Beside them no rank has more than a part of the buffer at a time."""
         is_shown = self._unit.is_summoned_on_all_ranks
-        if is_shown or self._unit.groups.shard is None:
+        if is_shown or self._wrapper._groups.shard is None:
             full_tensors = _summoned_tensors(handle) if is_shown else handle.views_of(handle.flat_param.data)
             return [] if self._is_left_out else [self._copy(unsharded) for unsharded in full_tensors]
         slots = () if self._is_left_out else handle.layout.slots
         memories = [torch.empty(slot.numel, dtype=handle.dtype, device=self._device) for slot in slots]
         stops = [slot.stop for slot in slots]
-        for first, run in gathered_in_parts(handle, self._unit.groups, self._unit.name):
+        for first, run in handle.gathered_in_parts(self._unit.name):
             end = first + run.numel()
             for index in range(bisect_right(stops, first), len(slots)):
                 slot, memory = slots[index], memories[index]
@@ -121,8 +120,8 @@ class StateDictSaving:
             memory.as_strided(slot.shape, slot.stride) for slot, memory in zip(slots, memories, strict=True)
         ]
 
-    def _chunks_of(self, handle: FlatParamHandle) -> list[Tensor]:
-        groups, layout = self._unit.groups, handle.layout
+    def _chunks_of(self, handle: FlatParamGroup) -> list[Tensor]:
+        groups, layout = self._wrapper._groups, handle.layout
         if self._unit.is_summoned_on_all_ranks:
             chunks = [chunk_of(slot, groups.shard_rank, layout.world) for slot in layout.slots]
             full_tensors = _summoned_tensors(handle)
@@ -151,7 +150,7 @@ class StateDictSaving:
         has_a_key, self._copies[storage] = self._copies[storage], True
         return value.detach().clone() if has_a_key else value.detach()
 
-    def _pack(self, chunk: Tensor, handle: FlatParamHandle, index: int) -> Any:
+    def _pack(self, chunk: Tensor, handle: FlatParamGroup, index: int) -> Any:
         slot = handle.layout.slots[index]
         if id(chunk) in self._packed:
             chunk = chunk.clone()  # of a parameter with another name
@@ -185,7 +184,7 @@ class StateDictSaving:
                 state_dict[key] = state_dict[key].to(dtype, copy=True)
 
 
-def bring_to_rest(unit: Unit, kind: StateDictType) -> None:
+def bring_to_rest(unit: Unit[FlatParamGroup], kind: StateDictType) -> None:
     """Have the shards hold what the parameters are, and the modules show nothing else, unless users are shown it.
 
     Raises:
@@ -203,11 +202,11 @@ def bring_to_rest(unit: Unit, kind: StateDictType) -> None:
         )
     if unit.phase is Phase.IDLE:
         unit.reshard()
-        for handle in unit.handles:
+        for handle in unit.param_groups:
             handle.write_back_changes()
 
 
-def _summoned_tensors(handle: FlatParamHandle) -> list[Tensor]:
+def _summoned_tensors(handle: FlatParamGroup) -> list[Tensor]:
     """What the user sees as the unsharded parameters, and may have written to."""
     shown = dict(handle.registered())
     return [cast("Tensor", shown[index]).detach() for index in range(len(handle.layout.slots))]

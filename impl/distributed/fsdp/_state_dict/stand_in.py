@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from impl.distributed.fsdp._flat_param import FlatParamHandle
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._param_registration import ShardedPlaceholder
 
 
@@ -79,7 +79,7 @@ _ALIASES = (Tensor.detach, _data.__get__)
 _WRITES = (Tensor.copy_, _data.__set__)
 
 
-def stand_ins_for(handle: FlatParamHandle, owner: Any, sources: Sequence[Any] = ()) -> list[StandIn]:
+def stand_ins_for(handle: FlatParamGroup, owner: Any, sources: Sequence[Any] = ()) -> list[StandIn]:
     """One for each parameter of a flat parameter."""
     return [
         StandIn.made(

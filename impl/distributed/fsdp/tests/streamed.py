@@ -21,6 +21,7 @@ from conformance.distributed.fsdp.test_scale import world_of
 from conformance.judge.library import Library
 from conformance.ranks import Rank
 from impl.distributed.fsdp import _root
+from impl.distributed.fsdp._memory import Memory
 from impl.distributed.fsdp._streams import StreamRole
 from impl.distributed.fsdp.tests.recording_streams import RecordingStreams, is_of_impl
 
@@ -267,5 +268,5 @@ def _frames() -> Iterator[Any]:
 @contextlib.contextmanager
 def faulty(method: str, change: Callable[..., None]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_root.Root, method, change)
+        patch.setattr(Memory, method, change)
         yield

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.ranks import RankPool
-from impl.distributed.fsdp._flat_layout import FlatLayout, Slot, layout_of
+from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot, layout_of
 from impl.distributed.fsdp._state_dict.redistribution import chunk_of, overlaps
 from impl.distributed.fsdp.tests import resharding_cases
 

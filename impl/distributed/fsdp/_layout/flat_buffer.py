@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from impl.distributed.fsdp._flat_layout import FlatLayout, Slot
+from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
 
 
 class UnshardedBuffer:
@@ -15,6 +15,7 @@ class UnshardedBuffer:
         self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, over: Tensor | None = None
     ) -> None:
         self.aliases_shard = over is not None
+        self._slots = layout.slots
         self.flat = torch.empty(layout.padded_numel, dtype=dtype, device=device) if over is None else over
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
@@ -30,9 +31,9 @@ class UnshardedBuffer:
         self.free()
 
     @property
-    def memory(self) -> int:
+    def memory(self) -> tuple[int]:
         """The address of its storage."""
-        return self._storage._cdata
+        return (self._storage._cdata,)
 
     def set_requires_grad(self, wants_grad: list[bool]) -> None:
         """Have each view, or all of them, require a gradient or not."""
@@ -45,12 +46,12 @@ class UnshardedBuffer:
         self.trainable = [view for view in self.views if view.requires_grad]
         self.has_frozen = len(self.trainable) < len(self.views)
 
-    def alias(self, shard: Tensor, layout: FlatLayout) -> None:
+    def alias(self, shard: Tensor) -> None:
         """Of one that aliases the shard, which has other memory now."""
         self.flat = shard
         self._storage = shard.untyped_storage()
         with torch.inference_mode(False), torch.no_grad():
-            for view, slot in zip(self.views, layout.slots, strict=True):
+            for view, slot in zip(self.views, self._slots, strict=True):
                 view.data = view_into(shard, slot)
 
     def allocate(self) -> None:
@@ -91,8 +92,8 @@ class UnshardedBuffer:
             raise RuntimeError("FSDP does not support gradients of gradients")
         return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
 
-    def changed(self) -> int | None:
-        """The number of a view that was written to since it was made, or since the last answer."""
+    def changed(self) -> str | None:
+        """The name of a view that was written to since it was made, or since the last answer."""
         if self.aliases_shard:
             return None
         now = [view._version for view in self.views]
@@ -100,7 +101,7 @@ class UnshardedBuffer:
             return None
         found = next(i for i, pair in enumerate(zip(now, self._versions, strict=True)) if pair[0] != pair[1])
         self._versions = now
-        return found
+        return self._slots[found].name
 
 
 def view_into(flat: Tensor, slot: Slot) -> Tensor:

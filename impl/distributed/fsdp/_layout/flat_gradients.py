@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from impl.distributed.fsdp._collectives import copy_in
-from impl.distributed.fsdp._flat_param import FlatParamHandle
+from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
+from impl.distributed.fsdp._layout.flat_slots import FlatLayout
+from impl.distributed.fsdp._param_group import NewBuffer
 
 # Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
 _OPTIMIZERS = "_in_backward_optimizers"
@@ -93,19 +94,23 @@ class GradientShard:
             dtype = next(grad.dtype for grad in grads if grad is not None)
             self._unreduced = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
             self._unreduced_views = handle.views_of(self._unreduced)
-            copy_in(handle.layout, grads, self._unreduced_views, self._unreduced)
+            _copy_in(handle.layout, grads, self._unreduced_views, self._unreduced)
         else:
             self._shown_unreduced = []  # until the end of this backward
             self._add_to_unreduced(grads)
 
-    def take_unreduced(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """All that has not been averaged, with `grads` added, [padded_numel]; None if there is nothing before them."""
-        unsharded = self._unreduced
-        if unsharded is None:
-            return None
-        self._add_to_unreduced(grads)
-        self._forget_unreduced()
-        return unsharded
+    def reduce_input(
+        self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
+    ) -> Tensor:
+        """All that has not been averaged, with `grads` added, [padded_numel]."""
+        unsharded, handle = self._unreduced, self._handle
+        if unsharded is not None:
+            self._add_to_unreduced(grads)
+            self._forget_unreduced()
+            return unsharded.to(dtype)
+        buffer, views = new_buffer(handle.layout.padded_numel, dtype, handle.views_of)
+        _copy_in(handle.layout, grads, views, buffer)
+        return buffer
 
     def add(self, reduced: Tensor) -> None:
         """Add an average [shard_numel] of any dtype to those of this backward and before."""
@@ -277,6 +282,19 @@ class GradientShard:
         self._unreduced = None
         self._unreduced_views = []
         self._shown_unreduced = []
+
+
+def _copy_in(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor) -> None:
+    """Copy gradients into a buffer [padded_numel] that `views` lie over, casting; zeros where there is none."""
+    present = [grad for grad in grads if grad is not None]
+    if len(present) == len(views):
+        torch._foreach_copy_(views, present)
+    else:
+        targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+        torch._foreach_copy_(targets, present)
+        torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
+    for start, stop in layout.gaps:
+        buffer[start:stop].zero_()
 
 
 def _set_grad(parameter: Tensor, grad: Tensor) -> None:

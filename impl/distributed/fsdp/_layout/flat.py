@@ -1,0 +1,160 @@
+"""The layout of FullyShardedDataParallel: a group is one flat parameter, gathered and reduced as it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from impl.distributed.fsdp._collectives import Reduction, all_gathered
+from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._layout.flat_gradients import GradientShard
+from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
+from impl.distributed.fsdp._layout.flat_slots import FlatLayout, aligned_elements, layout_of
+from impl.distributed.fsdp._param_group import Gathering
+from impl.distributed.fsdp._param_registration import ManagedParam
+from impl.distributed.fsdp._unit_config import UnitConfig
+from impl.kernels import copy_into_, placed
+
+# An unsharded buffer that is needed elsewhere is gathered in so many parts at most, each of so many bytes at least.
+_PARTS = 8
+_PART_BYTES = 1 << 20
+
+
+class FlatParamGroup(FlatParamHandle):
+    """A flat parameter as the engine knows it."""
+
+    def __init__(  # noqa: PLR0913  made in one place, by keyword
+        self,
+        managed: Sequence[ManagedParam],
+        layout: FlatLayout,
+        groups: Groups,
+        config: UnitConfig,
+        *,
+        device: torch.device,
+        offloads: bool,
+        use_orig_params: bool,
+    ) -> None:
+        mixed = config.mixed_precision
+        super().__init__(
+            managed,
+            layout,
+            groups.shard_rank,
+            compute_dtype=mixed.param_dtype,
+            reduce_dtype=mixed.reduce_dtype,
+            device=device,
+            offloads=offloads,
+            use_orig_params=use_orig_params,
+        )
+        self.groups = groups
+        self.reduction = Reduction(groups)
+        self.gradients = GradientShard(self, mixed.keep_low_precision_grads)
+        self.syncs = True
+        self.names = [slot.name for slot in layout.slots]
+        self._config = config
+
+    def keeps_after_forward(self, is_outermost: bool) -> bool:
+        return is_outermost or not self._config.frees_after_forward or not self.is_sharded
+
+    def frees_in_backward(self) -> bool:
+        if not self.is_sharded:
+            return self._config.mixed_precision.param_dtype is not None
+        return self.syncs or self._config.frees_after_forward
+
+    def check_device(self, compute_device: torch.device) -> None:
+        device = self.flat_param.device
+        if not self.offloads and device != compute_device:
+            raise RuntimeError(
+                f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move the module to "
+                f"{compute_device} before training."
+            )
+        if self.offloads and device.type != "cpu":
+            raise RuntimeError(
+                "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+                f"{device}. Make sure to not move the module from CPU when offloading parameters."
+            )
+
+    def begin_gather(self, dtype: torch.dtype) -> Gathering | None:
+        unsharded = self.unsharded(dtype)
+        unsharded.allocate()
+        if unsharded.aliases_shard:
+            return None
+        written = unsharded.fill_from(self.versions)
+        shard = self.flat_param.data
+        if self.groups.shard is None:
+            copy_into_(unsharded.flat, shard)
+            return None
+        mine = placed(shard, unsharded.flat.device, unsharded.flat.dtype)
+        return Gathering(self.groups.shard, unsharded.flat, mine, written)
+
+    def end_gather(self, gathering: Gathering) -> None:
+        """What was gathered is the unsharded buffer."""
+
+    @torch.no_grad()
+    def gathered_like(self, shard: Tensor, name: str) -> Tensor:
+        """All elements [padded_numel] of any tensor that is sharded as the flat parameter is.
+
+        Collectives: as of unsharding the unit `name`.
+        """
+        if self.groups.shard is None:
+            return shard
+        return all_gathered(shard.to(self.device), self.groups, self.groups.shard, name)
+
+    @torch.no_grad()
+    def gathered_in_parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """All elements of a flat parameter that is sharded, in runs that follow one another: where in the unsharded
+        buffer each begins, and it.
+
+        No rank has more of the buffer at a time than an eighth, unless that were less than a megabyte. Every rank has
+        to take all of the runs.
+
+        Collectives: up to eight all-gathers, as of unsharding the unit `name`.
+        """
+        shard, layout, group = self.flat_param.data, self.layout, self.groups.shard
+        assert group is not None
+        fewest = -(-_PART_BYTES // (self.dtype.itemsize * layout.world))
+        width = max(-(-layout.shard_numel // _PARTS), fewest, 1)
+        for first in range(0, layout.shard_numel, width):
+            part = all_gathered(shard[first : first + width].to(self.device), self.groups, group, name)
+            for rank, run in enumerate(part.view(layout.world, -1)):
+                yield rank * layout.shard_numel + first, run
+
+
+def flat_param_groups(  # noqa: PLR0913  what a unit was told
+    managed: Sequence[ManagedParam],
+    groups: Groups,
+    config: UnitConfig,
+    *,
+    device: torch.device,
+    offloads: bool,
+    use_orig_params: bool,
+) -> list[FlatParamGroup]:
+    """One for each dtype, and one apart for what is frozen: nothing is kept ready for gradients it never has."""
+    kinds: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
+    for one in managed:
+        kinds.setdefault((one.parameter.dtype, one.parameter.requires_grad), []).append(one)
+    found: list[FlatParamGroup] = []
+    # What is trained comes first: the first flat parameter speaks for the unit to those who know of one.
+    for (dtype, _), same in sorted(kinds.items(), key=lambda kind: not kind[0][1]):
+        itemsize = (config.mixed_precision.param_dtype or dtype).itemsize
+        alignment = aligned_elements(itemsize) if use_orig_params else 1
+        shapes = [(one.info.name, one.parameter.shape, _dense_stride(one.parameter)) for one in same]
+        layout = layout_of(shapes, groups.shard_size, alignment)
+        found.append(
+            FlatParamGroup(
+                same,
+                layout,
+                groups,
+                config,
+                device=device,
+                offloads=offloads,
+                use_orig_params=use_orig_params,
+            )
+        )
+    return found
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's stride if it fills its memory without gaps, else the contiguous one."""
+    return torch.empty_like(tensor, device="meta").stride()

@@ -1,0 +1,419 @@
+"""Parameters flattened into one buffer: the shard that stays, the unsharded buffer that comes and goes, what modules
+see.
+
+A `FlatParamHandle` holds the parameters of one unit that have one dtype and one `requires_grad`. This rank's part, the
+*shard*, is what the optimizer steps. The *unsharded buffer* is storage for all elements; unsharding fills it,
+resharding frees it. Its *views* are the tensors that the forward computes with: made once, they lie over its storage
+for as long as the unit lives, so that neither unsharding nor resharding touches a parameter. Modules are shown these
+*unsharded views* while the buffer is live and *sharded views* otherwise: with `use_orig_params` the user's own
+parameters, as views of the shard, else a `ShardedPlaceholder`, which knows its shape and refuses to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from impl.distributed.fsdp._flat_param import FlatParameter
+from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer, view_into
+from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Piece, split_sizes
+from impl.distributed.fsdp._param_registration import (
+    ManagedParam,
+    ParamInfo,
+    ParamRegistration,
+    ShardedPlaceholder,
+)
+
+
+class FlatParamHandle:
+    """One flat parameter of a unit: the buffer that its parameters are joined in, and who sees what of it.
+
+    Args:
+        managed: parameters of one dtype and one `requires_grad`, on one device.
+        layout: of all of them.
+        rank: in the group that the buffer is sharded over.
+        compute_dtype: of the unsharded buffer; None is the parameters' own.
+        reduce_dtype: of gradients on their way; None is `compute_dtype` or the parameters' own.
+        device: where the unsharded buffer lies, and the shard too unless it is offloaded.
+        offloads: the shard lies on the CPU.
+        use_orig_params: modules keep the user's parameters, as views of the shard.
+    """
+
+    def __init__(  # noqa: PLR0913  made in one place, by keyword
+        self,
+        managed: Sequence[ManagedParam],
+        layout: FlatLayout,
+        rank: int,
+        *,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        device: torch.device,
+        offloads: bool,
+        use_orig_params: bool,
+    ) -> None:
+        self.param_infos: list[ParamInfo] = [one.info for one in managed]
+        self.layout = layout
+        self.rank = rank
+        self.device = device
+        self.offloads = offloads
+        self.use_orig_params = use_orig_params
+        self._given_compute_dtype = compute_dtype
+        self._given_reduce_dtype = reduce_dtype or compute_dtype
+        self.pieces: list[Piece | None] = [layout.piece(slot, rank) for slot in layout.slots]
+        self._sizes, self._numbers = split_sizes(self.pieces, layout.shard_numel)
+        given = [one.parameter for one in managed]
+        self.parameters = (
+            given if use_orig_params else []
+        )  # the user's own, whose memory the unit does without
+        with torch.no_grad():
+            shard = self._shard_of([p.data for p in given])
+        requires_grad = any(p.requires_grad for p in given)
+        self.flat_param = FlatParameter(shard.to("cpu") if offloads else shard, requires_grad)
+        self.flat_param._fqns = tuple(one.name for one in self.param_infos)
+        self._registration = ParamRegistration(self.param_infos, as_parameters=use_orig_params)
+        self.sharded_views: list[Tensor] = []
+        self.uses_unsharded_views = False
+        self._summoned: ParamRegistration | None = None
+        self._home: tuple[dict[str, Any], str] | None = None
+        self._unsharded: dict[torch.dtype, UnshardedBuffer] = {}
+        self._address = 0
+        self._refreshed_in = self.dtype
+        self.refresh()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' own, in which the optimizer steps."""
+        return self.flat_param.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._given_compute_dtype or self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self._given_reduce_dtype or self.dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.layout.world > 1
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """What the optimizer steps."""
+        return self.parameters if self.use_orig_params else [self.flat_param]
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the shard as one, and of the user's own parameters: they move when it is written to by these names."""
+        return [self.flat_param._version, *[p._version for p in self.parameters]]
+
+    def set_param_dtype(self, dtype: torch.dtype) -> None:
+        """Have the optimizer step another dtype; those to compute and to reduce in stay as they are.
+
+        The shard may have been cast already; what is made of it follows with the next gather.
+        """
+        self._given_compute_dtype = self._given_compute_dtype or self._refreshed_in
+        self._given_reduce_dtype = self._given_reduce_dtype or self._refreshed_in
+        if self.dtype is not dtype:
+            self.flat_param.data = self.flat_param.data.to(dtype)
+
+    def wants_grad(self, index: int) -> bool:
+        """Of a parameter, by its number."""
+        return self.stepped[index if self.use_orig_params else 0].requires_grad
+
+    def refresh(self) -> None:
+        """Follow the shard after it was made, moved or cast."""
+        if self.flat_param.data_ptr() != self._address or self.flat_param.is_meta:
+            for unsharded in self._unsharded.values():
+                unsharded.is_given_up = True
+            self._unsharded.clear()
+        self._address, self._refreshed_in = self.flat_param.data_ptr(), self.dtype
+        if self.use_orig_params:
+            self.point_params_into_shard()
+        else:
+            views = self.unsharded(self.compute_dtype).views
+            pairs = zip(views, self.layout.slots, strict=True)
+            self.sharded_views = [ShardedPlaceholder.of(view, slot.name) for view, slot in pairs]
+        self.use_sharded_views()
+
+    def unsharded(self, dtype: torch.dtype) -> UnshardedBuffer:
+        """The buffer in a dtype; its storage is free until it is allocated."""
+        found = self._unsharded.get(dtype)
+        if found is None:
+            shard = self.flat_param.data
+            serves = not self.is_sharded and dtype is self.dtype and shard.device == self.device
+            with torch.inference_mode(False):  # the views serve training too
+                found = UnshardedBuffer(self.layout, dtype, self.device, over=shard if serves else None)
+                found.views = [self._as_param(view) for view in found.views]
+            self._unsharded[dtype] = found
+        return found
+
+    def is_up_to_date(self, dtype: torch.dtype) -> bool:
+        """Whether the buffer has what the shard holds now."""
+        unsharded = self.unsharded(dtype)
+        return unsharded.aliases_shard or unsharded.is_filled_from(self.versions)
+
+    def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedBuffer:
+        """Have the modules see the unsharded views."""
+        unsharded = self.unsharded(dtype)
+        if unsharded.aliases_shard:
+            unsharded.fill_from(self.versions)
+        unsharded.set_requires_grad([p.requires_grad for p in self.stepped])
+        self._registration.register(unsharded.views)
+        self.uses_unsharded_views = True
+        return unsharded
+
+    def use_sharded_views(self) -> None:
+        """Have the modules see the sharded views."""
+        self._registration.register(self.sharded_views)
+        self.uses_unsharded_views = False
+
+    def free(self) -> None:
+        for unsharded in self._unsharded.values():
+            unsharded.free()
+
+    def point_params_into_shard(self) -> None:
+        """Point the user's parameters into the shard: 1-D pieces of it, and all of it where nothing is sharded."""
+        shard = self.flat_param.data
+        nothing = shard.new_empty(0)
+        views = [nothing if piece is None else piece for piece in self.pieces_of(shard)]
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+        self.sharded_views = list(self.parameters)
+        self._addresses = [_address_of(view) for view in views]
+
+    def write_back_changes(self) -> bool:
+        """Copy into the shard what a user put in a parameter's place, or a parameter's data; was there any?
+
+        Raises:
+            RuntimeError: it does not have the shape of what this rank owns; or no parameter was put there.
+        """
+        if not self.use_orig_params:
+            return self._write_back_flat_param()
+        found = False
+        for index, shown in self._registration.registered() if not self.uses_unsharded_views else ():
+            if shown is not None and shown is not self.parameters[index]:
+                if not isinstance(shown, nn.Parameter):
+                    raise self._replaced(self.param_infos[index].name)
+                self.parameters[index] = shown
+                found = True
+        is_at_home = self.flat_param.data_ptr() == self._address
+        if not found and is_at_home and self._addresses == [_address_of(p) for p in self.parameters]:
+            return False
+        self._check_shape()
+        with torch.no_grad():
+            self._copy_parameters_in()
+        self.point_params_into_shard()
+        return True
+
+    def _write_back_flat_param(self) -> bool:
+        for index, shown in self._registration.registered() if not self.uses_unsharded_views else ():
+            if shown is not self.sharded_views[index]:
+                raise self._replaced(self.param_infos[index].name)
+        if self._home is not None and self._home[0].get(self._home[1]) is not self.flat_param:
+            raise self._replaced(self._home[1])
+        data = self.flat_param.data
+        if data.data_ptr() == self._address:
+            return False
+        self._check_shape()
+        self._adopt(data.contiguous())
+        return True
+
+    def _check_shape(self) -> None:
+        shape = tuple(self.flat_param.shape)
+        if shape != (self.layout.shard_numel,):
+            raise RuntimeError(
+                f"the flat parameter with {self.param_infos[0].name} was given {shape} elements, but this rank "
+                f"keeps {self.layout.shard_numel}; change unsharded parameters inside summon_full_params()"
+            )
+
+    def _adopt(self, shard: Tensor) -> None:
+        """Go on with another shard; the memory of the one before stays as it is, since a user may put it back."""
+        self.flat_param.data = shard
+        torch.autograd.graph.increment_version(self.flat_param)  # which other memory does not by itself
+        if shard.dtype is not self._refreshed_in:
+            self.refresh()
+            return
+        self._address = shard.data_ptr()
+        for unsharded in self._unsharded.values():
+            if unsharded.aliases_shard:
+                unsharded.alias(shard)
+
+    @staticmethod
+    def _replaced(name: str) -> RuntimeError:
+        return RuntimeError(
+            f"{name} was replaced by another tensor (as torch.func.functional_call does for a call), which the ranks "
+            "cannot gather; write to parameters in place, unsharded ones inside summon_full_params()"
+        )
+
+    def _copy_parameters_in(self) -> None:
+        shard = self.flat_param.data.clone()
+        for parameter, slot, piece in zip(self.parameters, self.layout.slots, self.pieces, strict=True):
+            numel = piece.numel if piece else 0
+            got = parameter.shape if self.is_sharded else torch.Size([parameter.numel()])
+            if got != (numel,):
+                error = RuntimeError(
+                    "Cannot writeback when the parameter shape changes\n"
+                    f"Expects {torch.Size([numel])} but got {got}"
+                )
+                error.add_note(f"{slot.name}; change unsharded parameters inside summon_full_params()")
+                raise error
+            if piece is not None and self.is_sharded:
+                shard.narrow(0, piece.offset, numel).copy_(parameter.data)
+            elif piece is not None:
+                view_into(shard, slot).copy_(parameter.data.reshape(slot.shape))
+        self._adopt(shard)
+
+    def registered(self) -> Iterator[tuple[int, Tensor | None]]:
+        """What stands in the modules now, with the number of the parameter it stands for."""
+        if self._summoned is not None:
+            return self._summoned.registered()
+        return self._registration.registered()
+
+    def register_unsharded_params(self, views: Sequence[Tensor]) -> None:
+        """Register unsharded parameters with the modules, and not the flat one; without `use_orig_params`."""
+        self._register_instead([nn.Parameter(view, self.flat_param.requires_grad) for view in views])
+
+    def register_again(self, parameters: Sequence[Tensor]) -> None:
+        """Unsharded parameters that have been registered before."""
+        if self.use_orig_params:
+            self._registration.register(parameters)
+        else:
+            self._register_instead(parameters)
+
+    def _register_instead(self, parameters: Sequence[Tensor]) -> None:
+        self._unregister_flat_param()
+        self._summoned = ParamRegistration(self.param_infos, as_parameters=True)
+        self._registration.unregister()
+        self._summoned.register(parameters)
+
+    @contextmanager
+    def registering(self, parameters: Sequence[Tensor]) -> Generator[None]:
+        """Inside, these are registered with the modules rather than whatever is now; the flat parameter is not."""
+        before = None if self._summoned is None else dict(self._summoned.registered())
+        if self.use_orig_params:
+            self._registration.register(parameters)
+        elif self._summoned is not None:
+            self._summoned.register(parameters)
+        else:
+            self._register_instead(parameters)
+        try:
+            yield
+        finally:
+            if self._summoned is not None and before is not None:
+                self._summoned.register([cast("Tensor", before[index]) for index in range(len(before))])
+            else:
+                if not self.use_orig_params:
+                    self.restore_flat_param()
+                self.use_sharded_views()
+
+    @contextmanager
+    def registering_flat_param(self, parameter: Tensor) -> Generator[None]:
+        """Inside, this is registered as the flat parameter, and no other."""
+        if self.use_orig_params:
+            self._registration.unregister()
+        if self._home is not None:
+            self._home[0][self._home[1]] = cast("nn.Parameter", parameter)
+        try:
+            yield
+        finally:
+            if self.use_orig_params:
+                self._unregister_flat_param()
+                self.use_sharded_views()
+            else:
+                self._register_flat_param()
+
+    def restore_flat_param(self) -> None:
+        """The other way round again."""
+        if self._summoned is not None:
+            self._summoned.unregister()
+            self._summoned = None
+        self._register_flat_param()
+
+    @contextmanager
+    def being_changed(self, change: Callable[[Tensor], Tensor]) -> Generator[None]:
+        """Inside, `flat_param` alone is registered and may be moved or cast so; what is made of it follows.
+
+        Raises:
+            NotImplementedError: original parameters, which stay the same objects, would move to the meta device.
+        """
+        if self.use_orig_params and change(self.flat_param.new_empty(0)).is_meta:
+            raise NotImplementedError(
+                f"{self.param_infos[0].name} stays the same object, since use_orig_params is set, and so cannot be "
+                "moved to the meta device; wrap the module without use_orig_params, or let go of it"
+            )
+        if self.use_orig_params:
+            self._registration.unregister()
+            self._register_flat_param()
+        try:
+            yield
+        finally:
+            if self._home is not None:
+                self._follow_replacement(*self._home)
+            if self.use_orig_params:
+                self._unregister_flat_param()
+            if not self.offloads and not self.flat_param.is_meta:
+                self.device = self.flat_param.device
+            self.refresh()
+
+    def _follow_replacement(self, home: dict[str, Any], name: str) -> None:
+        """What comes from or goes to the meta device is another parameter afterwards, and a plain one."""
+        if home[name] is not self.flat_param:
+            names, self.flat_param = (
+                self.flat_param._fqns,
+                FlatParameter(home[name], home[name].requires_grad),
+            )
+            self.flat_param._fqns = names
+            home[name] = self.flat_param
+
+    def register_flat_param(self, module: nn.Module, name: str) -> None:
+        """Say where the flat parameter is seen: without `use_orig_params` always, else while the others are hidden."""
+        self._home = (cast("dict[str, Any]", module._parameters), name)
+        if not self.use_orig_params:
+            self._register_flat_param()
+
+    def _register_flat_param(self) -> None:
+        if self._home is not None:
+            self._home[0][self._home[1]] = self.flat_param
+
+    def _unregister_flat_param(self) -> None:
+        if self._home is not None:
+            self._home[0].pop(self._home[1], None)
+
+    def pieces_of(self, flat_shard: Tensor) -> list[Tensor | None]:
+        """Cut a tensor like the shard into what belongs to each parameter, shaped as this rank's part of it."""
+        if not self.is_sharded:
+            return [*self.views_of(flat_shard)]
+        parts = flat_shard.split_with_sizes(self._sizes)
+        return [None if number is None else parts[number] for number in self._numbers]
+
+    def views_of(self, buffer: Tensor) -> list[Tensor]:
+        """Tensors in the parameters' shapes over a buffer of all elements."""
+        return [view_into(buffer, slot) for slot in self.layout.slots]
+
+    def _as_param(self, view: Tensor) -> Tensor:
+        return nn.Parameter(view, requires_grad=False) if self.use_orig_params else view
+
+    def _shard_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The part of the flattened tensors that is this rank's, in memory of its own."""
+        unsharded = tensors[0].new_zeros(self.layout.padded_numel)
+        for tensor, slot in zip(tensors, self.layout.slots, strict=True):
+            unsharded[slot.start : slot.stop].copy_(_in_memory_order(tensor))
+        if not self.is_sharded:
+            return unsharded
+        width = self.layout.shard_numel
+        return unsharded[self.rank * width : (self.rank + 1) * width].clone()
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    dense = torch.empty_like(tensor).copy_(tensor)
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def _address_of(tensor: Tensor) -> int:
+    """Where its memory is, or if it has no elements its storage: ranks without any of a parameter see changes too."""
+    return tensor.data_ptr() or tensor.untyped_storage()._cdata

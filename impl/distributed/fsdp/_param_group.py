@@ -1,0 +1,194 @@
+"""What the engine knows of parameters that a unit gathers and reduces together, however they lie on the ranks.
+
+A layout is a folder file in `_layout/` whose groups do what the protocols here say; units, their root and the
+collectives know no other name of it. W is the number of ranks that a group is sharded over, S the elements of one
+rank's part of what travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from impl.distributed.fsdp._collectives import Reduction, all_gather_into
+from impl.distributed.fsdp._desync_monitor import GATHERED, GATHERED_ANEW
+from impl.distributed.fsdp._groups import Groups
+
+ViewsOf = Callable[[Tensor], list[Tensor]]
+# Memory for what is reduced: of so many elements and a dtype, with the views that a layout makes of it, made once.
+NewBuffer = Callable[[int, torch.dtype, ViewsOf], tuple[Tensor, list[Tensor]]]
+
+
+class Unsharded(Protocol):
+    """Unsharded parameters of a group in one dtype, which graphs are built from; their memory comes and goes."""
+
+    aliases_shard: bool  # the memory of the shards serves, and is not freed
+    is_given_up: bool  # since the shards were moved or cast: a graph made of it cannot be differentiated
+    trainable: list[Tensor]  # those in whose `.grad` autograd leaves a gradient
+    has_frozen: bool
+
+    @property
+    def memory(self) -> Collection[int]:
+        """The addresses of its storages: what a module returns of them is copied."""
+        ...
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """Those of all parameters, which lose them."""
+        ...
+
+    def changed(self) -> str | None:
+        """The name of a parameter that was written to since it was made, or since the last answer."""
+        ...
+
+
+class Gathering(NamedTuple):
+    """One all-gather: fills `output` [W * S] from every rank's `mine` [S]."""
+
+    over: dist.ProcessGroup
+    output: Tensor
+    mine: Tensor
+    written: Sequence[int]  # numbers of the parameters that were written to since the last one
+
+
+class Gradients(Protocol):
+    """`.grad` of what the optimizer steps."""
+
+    def refuse_optimizers(self) -> None:
+        """Raises a RuntimeError where a hook is to step what cannot be stepped in backward."""
+        ...
+
+    def are_there(self) -> bool:
+        """Whether any rank has some to step by."""
+        ...
+
+    def still_wait(self) -> bool:
+        """Whether some are left of backwards that did not synchronise, where the one that does has not come by."""
+        ...
+
+    def forget_if_cleared(self) -> None:
+        """Let go of memory that `.grad` was made of until a user set it to None."""
+        ...
+
+    def begin_backward(self) -> None:
+        """Take aside what `.grad` holds, so that this backward is added to it."""
+        ...
+
+    def abandon_backward(self) -> None:
+        """It raised: `.grad` stays as it is, and counts."""
+        ...
+
+    def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
+        """Add those of all parameters to what a backward that synchronises will reduce."""
+        ...
+
+    def reduce_input(
+        self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
+    ) -> Tensor:
+        """All that has not been reduced, with `grads` added, [W * S]; it may be overwritten."""
+        ...
+
+    def add(self, reduced: Tensor) -> None:
+        """Add what was made of the last `reduce_input`, [S], to those of this backward and before."""
+        ...
+
+    def end_backward(self, synced: bool) -> None:
+        """Show what this backward left."""
+        ...
+
+
+class ParamGroup(Protocol):
+    """Parameters of a unit that are gathered and reduced together."""
+
+    groups: Groups  # of ranks
+    device: torch.device  # where it is computed with
+    offloads: bool  # its shards lie on the CPU
+    syncs: bool  # a backward reduces its gradients
+
+    @property
+    def reduction(self) -> Reduction: ...
+    @property
+    def gradients(self) -> Gradients: ...
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' own, in which the optimizer steps."""
+        ...
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype: ...
+    @property
+    def stepped(self) -> Sequence[nn.Parameter]:
+        """What the optimizer steps."""
+        ...
+
+    def keeps_after_forward(self, is_outermost: bool) -> bool:
+        """Whether it stays unsharded for the backward of a forward, of the outermost unit or another."""
+        ...
+
+    def frees_in_backward(self) -> bool:
+        """Whether it is resharded once this backward has computed its gradients."""
+        ...
+
+    def check_device(self, compute_device: torch.device) -> None:
+        """Raises a RuntimeError where the parameters were moved to where they cannot be gathered from."""
+        ...
+
+    def write_back_changes(self) -> bool:
+        """Take in what a user put in a parameter's place, or in the place of its data; was there any?"""
+        ...
+
+    def is_up_to_date(self, dtype: torch.dtype) -> bool:
+        """Whether what is unsharded has what the shards hold now."""
+        ...
+
+    def unsharded(self, dtype: torch.dtype) -> Unsharded:
+        """The one that there is in a dtype, whether its memory is there or not."""
+        ...
+
+    def begin_gather(self, dtype: torch.dtype) -> Gathering | None:
+        """Allocate what is unsharded, and what travels; None if nothing has to: it has its values already."""
+        ...
+
+    def end_gather(self, gathering: Gathering) -> None:
+        """What is unsharded takes its values out of what was gathered."""
+        ...
+
+    def use_unsharded_views(self, dtype: torch.dtype) -> Unsharded:
+        """Have the modules see what is unsharded."""
+        ...
+
+    def use_sharded_views(self) -> None:
+        """Have the modules see the shards, or what stands for them."""
+        ...
+
+    def free(self) -> None:
+        """Free the memory of what is unsharded, in every dtype."""
+        ...
+
+
+@torch.no_grad()
+def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False) -> None:
+    """Unshard a group of the unit `name`; anew, if it `is_kept` unsharded and its shards were written to.
+
+    Collectives: one all-gather over the ranks that it is sharded over, or what paces `SameHostPeers`; none if it is
+        not sharded.
+    """
+    gathering = group.begin_gather(dtype)
+    if gathering is None:
+        return
+    entry = f"{GATHERED_ANEW if is_kept else GATHERED} '{name}'"
+    try:
+        all_gather_into(gathering.output, gathering.mine, group.groups, gathering.over, entry)
+    except RuntimeError as error:
+        if is_kept and gathering.written:
+            names = ", ".join(group.names[index] for index in gathering.written)
+            error.add_note(f"This rank gathers {name} anew since {names} of it was written to.")
+        raise
+    group.end_gather(gathering)
