@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -65,6 +67,15 @@ def construct(rank: Rank, *, library: str, way: str) -> Outcome:
 
     with groups_put_back():
         return observe(run)
+
+
+def logged(rank: Rank, *, library: str) -> list[str]:
+    """What wrapping and a step write to any log, from the level of warnings on, in a process new to the library."""
+    records: list[logging.LogRecord] = []
+    with mock.patch.object(logging.Logger, "handle", lambda _, record: records.append(record)):
+        model = Site(rank, load_library(library), TREE.build()).wrap(use_orig_params=True)
+        loss_of(call(model, TREE, TREE.batch(0, rank.rank))).backward()
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
 def _with_a_scalar(site: Site) -> nn.Module:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +13,15 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 
 from conformance.distributed.fsdp.method_cases import Lab, tried
-from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied, plain, step
+from conformance.distributed.fsdp.optim_state_cases import (
+    Optimized,
+    Way,
+    by_name,
+    copied,
+    plain,
+    step,
+    there_and_back,
+)
 
 _WHOLE, _FULL = Way("whole"), Way("FULL", offloads=False)
 
@@ -77,6 +87,17 @@ def of_users_own(lab: Lab) -> Any:
     return {"saved": seen, "found": plain(found)}
 
 
+def of_a_part_called_module(lab: Lab) -> Any:
+    """Wrappers give this name to what they wrap, and take it out of other names; here it is the user's."""
+    parts = {"module": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
+    user_model = nn.Sequential(OrderedDict(parts))
+    for parameter in user_model.parameters():
+        parameter.detach().copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+    originals = lab.setup.uses_orig_params
+    model = lab.fsdp(user_model, device_id=lab.rank.device, use_orig_params=originals)
+    return there_and_back(replace(lab, model=model), Optimized("momentum"), _FULL)
+
+
 def loaded_directly(lab: Lab, directly: bool) -> Any:
     optimizer = Optimized().stepped(lab.model)
     saved = _FULL.save(lab, optimizer)
@@ -122,7 +143,10 @@ def rekeyed(lab: Lab) -> Any:
     mixed = {"state": {0: {}, "a": {}}, "param_groups": []}
     in_order = list(plain_model.parameters())
     alone = Optimized().stepped(plain_model).state_dict()
+    empty = {"state": {}, "param_groups": numbered["param_groups"]}
     return {
+        "numbers as they are": rekey(numbered, types.PARAM_ID, plain_model, optim=optimizer) is numbered,
+        "no state": rekey(empty, types.PARAM_ID, plain_model, optim=optimizer) is empty,
         "to names": plain(rekey(numbered, types.PARAM_NAME, plain_model, optim=optimizer)),
         "to numbers": plain(rekey(named, types.PARAM_ID, plain_model, optim=optimizer)),
         "as it is": rekey(named, types.PARAM_NAME, plain_model, optim=optimizer) is named,

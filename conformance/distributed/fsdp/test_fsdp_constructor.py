@@ -61,6 +61,18 @@ def test_ignoring_the_root_warns(subject: Library, reference: Library, rank_pool
     assert_ranks_agree(wanted, got)
 
 
+@clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
+def test_what_nobody_asked_for_is_not_warned_of_in_logs(subject: Library, reference: Library) -> None:
+    """In a pool of its own, since such warnings come once a process."""
+    with RankPool(2) as pool:
+        expected, actual = (
+            pool.run("conformance.distributed.fsdp.construct_cases:logged", library=library.spec)
+            for library in (reference, subject)
+        )
+    for of_reference, of_subject in zip(expected, actual, strict=True):
+        assert set(of_subject) <= set(of_reference)
+
+
 def _with_short_warnings(outcome: Outcome) -> Outcome:
     return replace(outcome, warned=tuple((kind, text.partition(": ")[0]) for kind, text in outcome.warned))
 

@@ -65,6 +65,15 @@ def test_what_belongs_to_no_parameter_is_kept(
     assert all(value["found"]["state"]["mine"]["name"] == "mine" for value in values_of(seen))
 
 
+@clause("distributed.fsdp.fsdp_optim_state.there_and_back")
+@both_kinds
+def test_a_part_may_be_called_module(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], world_size: int, setup: Setup
+) -> None:
+    seen = assert_agrees(ranks(world_size), (reference, subject), cases.of_a_part_called_module, setup)
+    assert all("module.weight" in value["saved"]["state"] for value in values_of(seen))
+
+
 @clause("distributed.fsdp.fsdp_optim_state.load_directly")
 @both_kinds
 @pytest.mark.parametrize("directly", [False, True])

@@ -49,6 +49,9 @@ options = st.fixed_dictionaries(
     adds=st.sampled_from([0.0, 0.5]),
 )
 @example(options={"with_grads": True}, use_orig_params=True, at=0, adds=0.5)
+@example(
+    options={"with_grads": True, "rank0_only": True, "writeback": False}, use_orig_params=True, at=0, adds=0.0
+)
 def test_every_option(
     subject: Library,
     reference: Library,
