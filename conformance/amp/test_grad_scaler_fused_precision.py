@@ -28,7 +28,7 @@ from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Rig
 
 
-@clause("amp.grad_scaler.fused_step.copies")
+@clause("amp.grad_scaler.fused_step.low_precision_params")
 @ROW
 @pytest.mark.parametrize("kind", ["adam", "nesterov", "adagrad", "rmsprop"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -61,7 +61,7 @@ def test_copies_in_lower_precision(
             if number == 1:
                 copies[0].grad[-1] = math.inf
             if norms is None:
-                norm = scaler.fused_step(optimizer, max_norm, copies=copies)
+                norm = scaler.fused_step(optimizer, max_norm, low_precision_params=copies)
             else:
                 for master, copy in zip(masters, copies, strict=True):
                     master.grad = copy.grad.float()

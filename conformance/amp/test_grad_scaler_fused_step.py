@@ -237,10 +237,16 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
         weights = [parameter.detach().clone() for parameter in rig.parameters]
         ruinous = [
             observe(rig.scaler.fused_step, rig.optimizer, **arguments).raised
-            for arguments in ({"max_norm": math.nan}, {"norm_type": math.nan}, {"copies": [torch.ones(1)]})
+            for arguments in (
+                {"max_norm": math.nan},
+                {"norm_type": math.nan},
+                {"low_precision_params": [torch.ones(1)]},
+            )
         ]
         rig.scaler.update()
-        ruinous.append(observe(rig.scaler.fused_step, rig.optimizer, copies=[torch.ones(1)]).raised)
+        ruinous.append(
+            observe(rig.scaler.fused_step, rig.optimizer, low_precision_params=[torch.ones(1)]).raised
+        )
         kept = all(map(torch.equal, weights, rig.parameters))
         return [raised and raised.text for raised in (early, *others, without, twice, *ruinous)], kept
 
@@ -254,7 +260,7 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
             "max_norm is nan",
             "norm_type is nan",
             "step() has already been called since the last update()",
-            "copies are 1 tensors",
+            "low_precision_params are 1 tensors",
         ]
         found = [text and expected in text for text, expected in zip(texts, wanted, strict=True)]
         assert found == [True] * 11

@@ -1,6 +1,6 @@
 """A whole mixed-precision step: the norm of scaled gradients, then one update from them.
 
-Two ways
+Two updates
     An optimizer that has a fused update reads its gradients where they are, scaled; the clip factor, times one over the
     scale, is one number in that update. Every other optimizer, and gradients that no fused update takes (sparse ones,
     some tensor subclasses), get them unscaled and clipped in place, as by `unscale_` and `clip_grad_norm_`.
@@ -11,9 +11,6 @@ Whether a step is taken
     itself, or by putting back what the step has changed.
 """
 
-# A part of the scaler: it works on attributes that bear torch's underscored names.
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import functools
@@ -21,7 +18,7 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,18 +26,30 @@ from torch import Tensor
 
 from impl import kernels
 from impl.amp._conditional_step import step_unless
-from impl.amp._gradients import coalesced
+from impl.amp._gradients import borrowed_grads, coalesced
 from impl.amp._loss_scale import inverse
+from impl.amp._opt_state import CheckResults, OptimizerState
 from impl.kernels import KnownLayoutList, joined, placed
 from impl.nn.utils.clip_grad import clip_coefficient, clip_grads_with_norm_, get_total_norm
-from impl.optim._fused_updates import NoFusedUpdate, Update, step_by, updates_of
+from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
 from impl.optim._shards import Norms, local_part, shard_group, shard_groups
-
-if TYPE_CHECKING:
-    from impl.amp.grad_scaler import GradScaler
 
 _Optimizer = torch.optim.Optimizer
 Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 where there is inf or nan
+
+
+class Scaler(Protocol):
+    """What a fused step asks of its scaler, which answers for one process or for many."""
+
+    _has_peers: bool
+    _per_optimizer_states: dict[int, OptimizerState]
+
+    def unscale_(self, optimizer: _Optimizer) -> None: ...
+    def step(self, optimizer: _Optimizer) -> float | None: ...
+    def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]: ...
+    def _place_of_norms(self, params: Sequence[Tensor]) -> torch.device: ...
+    def _found_inf_per_device(self, optimizer: _Optimizer) -> Found: ...
+    def _check_results_on(self, optimizer: _Optimizer) -> CheckResults: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class FusedStepOptions:
 
     max_norm: float
     norm_type: float
-    copies: Sequence[Tensor]
+    low_precision_params: Sequence[Tensor]
 
     def __post_init__(self) -> None:
         if not self.max_norm > -math.inf:
@@ -78,7 +87,7 @@ class FusedStepResult:
 class _Step:
     """One call, and what it needs of the scaler."""
 
-    scaler: GradScaler
+    scaler: Scaler
     optimizer: _Optimizer
     options: FusedStepOptions
     params: list[Tensor]
@@ -94,11 +103,17 @@ class _Step:
         """Where numbers about all gradients meet."""
         return self.scaler._place_of_norms(self.params)
 
+    @functools.cached_property
+    def norm_dtype(self) -> torch.dtype | None:
+        # Gradients of copies are worth more than their dtype: what they change is wide.
+        has_copies = bool(self.options.low_precision_params)
+        return functools.reduce(torch.promote_types, {p.dtype for p in self.params}) if has_copies else None
+
 
 @kernels.dynamo_disable  # Dynamo would keep, of what `step_by` has the optimizer do, that of the step it was traced in
 @kernels.no_grad_fast
 def fused_step(
-    scaler: GradScaler,
+    scaler: Scaler,
     optimizer: _Optimizer,
     options: FusedStepOptions,
     scale: Tensor | None,
@@ -112,11 +127,20 @@ def fused_step(
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     step = _Step(scaler, optimizer, options, params, scale, known)
-    with borrowed_grads(params, options.copies):
+    copies = dict(zip(map(id, params), options.low_precision_params, strict=False))
+    with borrowed_grads(params, options.low_precision_params):
         try:
-            copies = dict(zip(map(id, params), options.copies, strict=False))
             with updates_of(optimizer, copies) as updates:
-                return _by_updates(step, updates)
+                norm, here, found = _agreed(step, [(update.params, update.grads) for update in updates])
+                inv_scale = inverse(scale) if scale is not None and known is None else None
+                if inv_scale is not None and options.norm_type != 0:
+                    norm = (norm * placed(inv_scale, norm.device)).to(norm.dtype)
+                flag = None if scale is None else joint_flag(found, step.home)
+                is_bad = False if flag is None else kernels.known_on_host(flag)
+                if not is_bad:
+                    factor = _factor(options, norm, inv_scale)
+                    step_by(optimizer, updates, factor, flag if is_bad is None else None)
+                return FusedStepResult(norm, here, found, None if is_bad is None else not is_bad)
         except NoFusedUpdate as why:
             has_peers = bool(step.groups) or (scaler._has_peers and scale is not None)
             if has_peers and why.is_of_this_rank:
@@ -128,65 +152,10 @@ def fused_step(
         return _by_optimizer(step)
 
 
-@contextmanager
-def borrowed_grads(params: Sequence[Tensor], copies: Sequence[Tensor]) -> Generator[None]:
-    """Parameters that have no gradient have that of their copy, whatever its dtype.
-
-    Raises:
-        ValueError: the copies are not as many, or not of the shapes of the parameters; or both have a gradient.
-    """
-    if not copies:
-        yield
-        return
-    if [p.shape for p in params] != [c.shape for c in copies]:
-        raise ValueError(
-            f"copies are {len(copies)} tensors and the optimizer has {len(params)} parameters, or their shapes differ; "
-            "pass one copy for each parameter, in the order of the optimizer's groups"
-        )
-    borrowers = [
-        (param, copy.grad) for param, copy in zip(params, copies, strict=True) if copy.grad is not None
-    ]
-    if any(param.grad is not None for param, _ in borrowers):
-        raise ValueError(
-            "a parameter has a gradient and its copy has one too; leave gradients on the copies alone, "
-            "which the backward writes"
-        )
-    dtypes = [param.grad_dtype for param, _ in borrowers]
-    try:
-        for param, grad in borrowers:
-            param.grad_dtype = None
-            param.grad = grad
-        yield
-    finally:
-        for (param, _), dtype in zip(borrowers, dtypes, strict=True):
-            param.grad = None
-            param.grad_dtype = dtype
-
-
-def _by_updates(step: _Step, updates: Sequence[Update]) -> FusedStepResult:
-    norm, here, found = _agreed(step, [(update.params, update.grads) for update in updates])
-    unscales = step.scale is not None and step.known is None
-    inv_scale = inverse(step.scale) if unscales and step.scale is not None else None
-    if inv_scale is not None and step.options.norm_type != 0:
-        norm = (norm * placed(inv_scale, norm.device)).to(norm.dtype)
-    flag = None if step.scale is None else joint_flag(found, step.home)
-    is_bad = False if flag is None else kernels.known_on_host(flag)
-    if not is_bad:
-        factor = _factor(step.options, norm, inv_scale)
-
-        def apply(update: Update) -> None:
-            device = update.bucket.device
-            undecided = None if flag is None or is_bad is False else placed(flag, device)
-            update.apply(step.optimizer, placed(factor, device), undecided)
-
-        step_by(step.optimizer, updates, apply)
-    return FusedStepResult(norm, here, found, None if is_bad is None else not is_bad)
-
-
 def _by_optimizer(step: _Step) -> FusedStepResult:
     """By the optimizer's own step, from gradients that are unscaled and clipped in place."""
     scaler, optimizer, options = step.scaler, step.optimizer, step.options
-    with _widened(step.params, options.copies):
+    with _widened(step.params, options.low_precision_params):
         if step.scale is not None and step.known is None:
             scaler.unscale_(optimizer)
         having = [(param, coalesced(param)) for param in step.params if param.grad is not None]
@@ -202,8 +171,8 @@ def _by_optimizer(step: _Step) -> FusedStepResult:
         if options.max_norm < math.inf:
             clip_grads_with_norm_(step.params, options.max_norm, norm)
         taken = _call_step(step)
-        if options.copies and taken is not False:
-            torch._foreach_copy_([*options.copies], step.params)
+        if options.low_precision_params and taken is not False:
+            torch._foreach_copy_([*options.low_precision_params], step.params)
     if step.scale is None:
         return FusedStepResult(norm, {}, {}, taken)
     check_results = scaler._check_results_on(optimizer)
@@ -271,16 +240,10 @@ def _agreed(
     else:
         replicated = joined([grads for _, grads in parts])
     here: Found = {}
-    # Gradients of copies are worth more than their dtype: what they change is wide.
-    dtype = (
-        functools.reduce(torch.promote_types, {p.dtype for p in step.params}) if step.options.copies else None
-    )
-
-    def norm_of(grads: list[Tensor]) -> Tensor:
-        return _norm(grads, step.options.norm_type, dtype, here, step.home)
-
     norms = Norms(
-        step.options.norm_type, norm_of(replicated), {group: norm_of(some) for group, some in sharded.items()}
+        step.options.norm_type,
+        _norm(step, replicated, here),
+        {group: _norm(step, some, here) for group, some in sharded.items()},
     )
     norm, found = step.scaler._agree(norms, here if step.known is None else step.known)
     if step.scale is not None and not found:
@@ -288,10 +251,9 @@ def _agreed(
     return norm, here, found
 
 
-def _norm(
-    grads: Sequence[Tensor], order: float, dtype: torch.dtype | None, here: Found, home: torch.device
-) -> Tensor:
+def _norm(step: _Step, grads: Sequence[Tensor], here: Found) -> Tensor:
     """Of gradients that may lie on several devices; what a check of them finds goes into `here`."""
+    order, home = step.options.norm_type, step.home
     norms: list[Tensor] = []
     filled = (
         grads
@@ -299,7 +261,7 @@ def _norm(
         else [grad for grad in grads if grad.numel()]
     )
     for device, batch in _by_device(filled).items():
-        norm, flag = kernels.checked_norm(batch, order, dtype)
+        norm, flag = kernels.checked_norm(batch, order, step.norm_dtype)
         here[device] = torch.maximum(here[device], flag) if device in here else flag
         norms.append(placed(norm, home))
     if len(filled) < len(grads):
@@ -340,9 +302,9 @@ def _factor(options: FusedStepOptions, norm: Tensor, inv_scale: Tensor | None) -
 
 
 @contextmanager
-def _widened(params: Sequence[Tensor], copies: Sequence[Tensor]) -> Generator[None]:
+def _widened(params: Sequence[Tensor], low_precision_params: Sequence[Tensor]) -> Generator[None]:
     """Gradients borrowed from copies are, in here, copies in the dtype of their parameter."""
-    narrow = [(param, param.grad) for param in params if copies and param.grad is not None]
+    narrow = [(param, param.grad) for param in params if low_precision_params and param.grad is not None]
     try:
         for param, grad in narrow:
             param.grad = grad.to(param.dtype, copy=True)

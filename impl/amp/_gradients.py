@@ -6,6 +6,8 @@ All or nothing
     gradients behind it are then as they were.
 """
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,11 +53,70 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
     return _ordinary_last([param for param in params if param.grad is not None])
 
 
-def nonfinite_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
+@contextmanager
+def borrowed_grads(params: Sequence[Tensor], low_precision_params: Sequence[Tensor]) -> Generator[None]:
+    """Parameters that have no gradient have that of their copy, whatever its dtype.
+
+    Raises:
+        ValueError: the copies are not as many, or not of the shapes of the parameters; or both have a gradient.
+    """
+    if not low_precision_params:
+        yield
+        return
+    if [p.shape for p in params] != [c.shape for c in low_precision_params]:
+        raise ValueError(
+            f"low_precision_params are {len(low_precision_params)} tensors and the optimizer has {len(params)} "
+            "parameters, or their shapes differ; pass one copy for each parameter, in the order of the optimizer's "
+            "groups"
+        )
+    pairs = zip(params, low_precision_params, strict=True)
+    borrowers = [(param, copy.grad) for param, copy in pairs if copy.grad is not None]
+    if any(param.grad is not None for param, _ in borrowers):
+        raise ValueError(
+            "a parameter has a gradient and its copy has one too; leave gradients on the copies alone, "
+            "which the backward writes"
+        )
+    dtypes = [param.grad_dtype for param, _ in borrowers]
+    try:
+        for param, grad in borrowers:
+            param.grad_dtype = None
+            param.grad = grad
+        yield
+    finally:
+        for (param, _), dtype in zip(borrowers, dtypes, strict=True):
+            param.grad = None
+            param.grad_dtype = dtype
+
+
+def nonfinite_parameters(
+    optimizer: torch.optim.Optimizer,
+    low_precision_params: Sequence[Tensor],
+    found: dict[torch.device, Tensor],
+) -> list[str]:
     """Names of the parameters whose gradients hold inf or nan; of a sharded one, this rank's part is looked at.
 
+    Args:
+        optimizer: has the parameters.
+        low_precision_params: copies of them that have the gradients; or empty.
+        found: by the last check, in these gradients.
+
+    Raises:
+        RuntimeError: the check found something that is not there any more.
     Sync: one for each device. Collectives: none.
     """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with borrowed_grads(params, low_precision_params):
+        names = _nonfinite_names(optimizer)
+    if not names and any(flag.item() for flag in found.values()):
+        raise RuntimeError(
+            "the last check of this optimizer found inf or nan, but none of its gradients holds any now: they were "
+            "cleared or overwritten; call nonfinite_parameters(optimizer) after unscale_() or step() and before "
+            "zero_grad(), backward() or clipping"
+        )
+    return names
+
+
+def _nonfinite_names(optimizer: torch.optim.Optimizer) -> list[str]:
     names: dict[torch.device, list[tuple[int, str]]] = {}
     grads: dict[torch.device, list[Tensor]] = {}
     for place, (name, param) in enumerate(_named(optimizer)):
@@ -71,6 +132,11 @@ def nonfinite_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
             if bad
         ]
     return [name for _, name in sorted(found)]
+
+
+def first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return next((grad for param in params if (grad := getattr(param, "grad", None)) is not None), None)
 
 
 def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:

@@ -2,9 +2,10 @@
 
 import math
 import struct
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -45,23 +46,39 @@ def times(outputs: Tensor, scale: Tensor) -> Tensor:
     return outputs * scale
 
 
-def checked_floor(min_scale: float) -> float:
-    """`min_scale` as float32 holds it, so that it compares with a scale."""
-    if not SMALLEST_SCALE <= min_scale <= torch.finfo(torch.float32).max:
+def scaled(outputs: Any, scales: PerDevice) -> Any:
+    """Tensors nested in iterables, times the scale on their device: lists and tuples, or else lazy iterators."""
+    if isinstance(outputs, Tensor):
+        return times(outputs, scales[outputs.device])
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)([scaled(each, scales) for each in outputs])
+    if not isinstance(outputs, Iterable) or isinstance(outputs, str | bytes):
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+    return (scaled(each, scales) for each in cast("Iterable[Any]", outputs))
+
+
+def checked_settings(
+    growth_factor: float, backoff_factor: float, init_scale: object, min_scale: float
+) -> float:
+    """`min_scale` as float32 holds it, so that it compares with a scale; or what is wrong with one of the four."""
+    if growth_factor <= 1.0 or math.isnan(growth_factor):
+        raise AssertionError("The growth factor must be > 1.0.")
+    if backoff_factor >= 1.0 or math.isnan(backoff_factor):
+        raise AssertionError("The backoff factor must be < 1.0.")
+    check_backoff_factor(backoff_factor)
+    largest = torch.finfo(torch.float32).max
+    if not SMALLEST_SCALE <= min_scale <= largest:
         raise ValueError(
             f"min_scale is {min_scale}; it must lie between {SMALLEST_SCALE} (float32's smallest normal number, "
             "the default) and float32's largest"
         )
-    return struct.unpack("f", struct.pack("f", min_scale))[0]
-
-
-def check_initial(init_scale: object, min_scale: float) -> None:
+    min_scale = struct.unpack("f", struct.pack("f", min_scale))[0]
     # What is no number at all is refused by torch, at the first scale().
-    largest = torch.finfo(torch.float32).max
     if isinstance(init_scale, int | float) and not min_scale <= init_scale <= largest:
         raise ValueError(
             f"init_scale is {init_scale}; it must lie between min_scale, {min_scale:g}, and float32's largest"
         )
+    return min_scale
 
 
 def check_growth_factor(factor: float) -> None:
@@ -78,7 +95,25 @@ def check_backoff_factor(factor: float) -> None:
         )
 
 
-def check_new_scale(value: float) -> None:
+def set_scale_(scale: Tensor, new_scale: Any, device_type: str, min_scale: float) -> None:
+    """Take `new_scale`, a float or a tensor of one element on that device type, but `min_scale` where it is less."""
+    if isinstance(new_scale, float):
+        _check_new_scale(new_scale)
+        scale.fill_(max(new_scale, min_scale))
+        return
+    if new_scale.device.type != device_type or new_scale.numel() != 1 or new_scale.requires_grad:
+        raise AssertionError(
+            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
+            "requires_grad=False."
+        )
+    there = torch.empty_like(scale).copy_(new_scale)
+    if there.device.type == "cpu":
+        _check_new_scale(there.item())
+    torch.where(there.isfinite(), there, scale, out=scale)
+    scale.clamp_(min=min_scale)
+
+
+def _check_new_scale(value: float) -> None:
     if not 0.0 <= value < math.inf:
         raise ValueError(
             f"new_scale is {value}; it must be finite and not negative (below min_scale, min_scale is taken)"
@@ -161,7 +196,15 @@ class FloorWatch:
             sent = HostCopy(torch.stack((scale, found_inf.view_as(scale))))
             self._under_way.append((self._updates, sent))
 
-    def read(self, backoff_factor: float, min_scale: float) -> int:
+    def tell(self, backoff_factor: float, min_scale: float, raises: bool, stacklevel: int) -> None:
+        """Warn once when steps are skipped on the floor, or raise each time. Sync: none."""
+        skipped = self._read(backoff_factor, min_scale)
+        if skipped >= self.PATIENCE and raises:
+            raise RuntimeError(_stuck(skipped, min_scale))
+        if skipped == self.PATIENCE:
+            warnings.warn(_stuck(skipped, min_scale), RuntimeWarning, stacklevel=stacklevel + 1)
+
+    def _read(self, backoff_factor: float, min_scale: float) -> int:
         """Skipped steps in a row on the floor, counting what has arrived. Sync: none."""
         while self._under_way:
             update, sent = self._under_way[0]
@@ -173,6 +216,15 @@ class FloorWatch:
             self.skipped = self.skipped + 1 if found_inf and not scale > min_scale else 0
             self._next_look = update + _falls_left(scale, backoff_factor, min_scale) - 1
         return self.skipped
+
+
+def _stuck(skipped: int, min_scale: float) -> str:
+    return (
+        f"the loss scale is down at min_scale ({min_scale:g}) and the last {skipped} steps were skipped all the same: "
+        "the gradients hold inf or nan that come from no scale, and training stands still. Ask "
+        "nonfinite_parameters(optimizer) after step(optimizer) which ones; common causes are nan in the inputs or the "
+        "weights, and activations beyond 65504 in float16, for which bfloat16 has room; update(new_scale) starts anew"
+    )
 
 
 def _falls_left(scale: float, backoff_factor: float, min_scale: float) -> int:

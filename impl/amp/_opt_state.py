@@ -1,12 +1,16 @@
-"""The order in which the methods of a `GradScaler` may be called, optimizer by optimizer."""
+"""What a `GradScaler` knows of each optimizer: in which order its methods may be called, and what checks found."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypedDict
 
 import torch
 from torch import Tensor
+
+_Found = dict[torch.device, Tensor]
 
 
 class OptState(Enum):
@@ -49,9 +53,58 @@ class OptimizerState(TypedDict):
     """One optimizer since the last `update`."""
 
     stage: OptState
-    found_inf_per_device: dict[torch.device, Tensor]
+    found_inf_per_device: _Found
 
 
 def refresh_per_optimizer_state() -> OptimizerState:
     """The state of an optimizer that no method has touched yet."""
     return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+def stage_of(states: Mapping[int, OptimizerState], optimizer: torch.optim.Optimizer) -> OptState:
+    state = states.get(id(optimizer))
+    if state is None:
+        return OptState.READY
+    stage = state["stage"]
+    # By name: others may have put torch's own OptState there.
+    return stage if type(stage) is OptState else OptState[stage.name]
+
+
+@dataclass(slots=True)
+class CheckResults:
+    """What was found about one optimizer, kept beyond `update`."""
+
+    checked: _Found | None = None  # by its last check
+    here: _Found | None = None  # the same, as far as this process's gradients tell
+    stepped: _Found | None = None  # by the check that its last step went by
+    taken: bool | None = None  # that step, once the host knows
+    low_precision_params: Sequence[
+        Tensor
+    ] = ()  # that have the gradients which were checked, where params have not
+
+    def note(
+        self, found: _Found, here: _Found, taken: bool | None, low_precision_params: Sequence[Tensor]
+    ) -> None:
+        """What a fused step found and did."""
+        self.checked = self.stepped = found
+        self.here, self.taken, self.low_precision_params = here, taken, low_precision_params
+
+    def known(self) -> _Found:
+        """What its last check found."""
+        if self.checked is None:
+            raise RuntimeError(
+                "this scaler has not checked the gradients of this optimizer; call unscale_(optimizer) or "
+                "step(optimizer) before found_inf(optimizer)"
+            )
+        return self.checked
+
+    def step_was_taken(self) -> bool:
+        """Sync: one, where the host does not know yet."""
+        if self.stepped is None:
+            raise RuntimeError(
+                "this scaler has not stepped this optimizer (or cannot know, if it takes no weak references); call "
+                "step(optimizer) before step_was_taken(optimizer)"
+            )
+        if self.taken is None:
+            self.taken = not any(flag.item() for flag in self.stepped.values())
+        return self.taken

@@ -107,8 +107,12 @@ class Update:
     def apply(self, optimizer: Optimizer, factor: Tensor, found_inf: Tensor | None) -> None:
         """Step from gradients times `factor`, unless `found_inf` is 1.0; None: it is known to be 0.0.
 
+        Both may lie on another device.
+
         Sync: one where momentum begins with `dampening` and whether it does is known on the device alone.
         """
+        factor = placed(factor, self.bucket.device)
+        found_inf = None if found_inf is None else placed(found_inf, self.bucket.device)
         begins_by_itself = found_inf is None or not self.group.get("dampening")
         if self.unfilled and not begins_by_itself:
             assert found_inf is not None
@@ -168,14 +172,16 @@ def updates_of(optimizer: Optimizer, copies: Mapping[int, Tensor]) -> Generator[
         lists.list_cache.let_go_of_gradients()
 
 
-def step_by(optimizer: Optimizer, updates: Sequence[Update], apply: Callable[[Update], None]) -> None:
-    """Call `optimizer.step()`, which does `apply` to each update and nothing else: hooks and schedulers see a step."""
+def step_by(
+    optimizer: Optimizer, updates: Sequence[Update], factor: Tensor, found_inf: Tensor | None
+) -> None:
+    """Call `optimizer.step()`, which applies the updates and does nothing else: hooks and schedulers see a step."""
 
     def of_group(group: dict[str, Any], *lists: list[Any]) -> Any:
         """In the place of `_init_group`: does the group's updates, and returns lists that leave nothing to do."""
         for update in updates:
             if update.group is group:
-                apply(update)
+                update.apply(optimizer, factor, found_inf)
         return (False, False) if type(optimizer) is Adagrad else False
 
     attributes: Any = optimizer

@@ -202,10 +202,12 @@ def hooks_not_called(original: Any, self: Any, optimizer: Any, *args: Any, **mor
 
 
 @broken("copies_not_written", "the copies in lower precision stay as they were")
-def copies_not_written(original: Any, self: Any, *args: Any, copies: Any = (), **more: Any) -> Any:
-    kept = [*copies]
+def copies_not_written(
+    original: Any, self: Any, *args: Any, low_precision_params: Any = (), **more: Any
+) -> Any:
+    kept = [*low_precision_params]
     before = [copy.detach().clone() for copy in kept]
-    norm = original(self, *args, copies=kept, **more)
+    norm = original(self, *args, low_precision_params=kept, **more)
     for copy, values in zip(kept, before, strict=True):
         copy.data.copy_(values)
     return norm

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from impl.amp._fused_step import joint_flag
 from impl.amp._loss_scale import SMALLEST_SCALE
-from impl.amp._scaling import stage_of
+from impl.amp._opt_state import stage_of
 from impl.amp.grad_scaler import GradScaler, OptState
 from impl.kernels import placed
 from impl.optim._fused_updates import has_fused_update
@@ -90,6 +90,7 @@ class ShardedGradScaler(GradScaler):
 
     _frames_above = 1
     _has_peers = True
+    _unscales_fp16 = True
     _owes_verdict: bool = False  # peers wait for what this rank's check finds
 
     def __init__(  # noqa: PLR0913  torch's seven
@@ -163,14 +164,14 @@ class ShardedGradScaler(GradScaler):
         max_norm: float = math.inf,
         norm_type: float = 2.0,
         *,
-        copies: Iterable[Tensor] = (),
+        low_precision_params: Iterable[Tensor] = (),
         update: bool = True,
     ) -> Tensor:
         """Do what `unscale_`, the clipping of all ranks' gradients, `step` and `update` do, on all ranks alike.
 
         Args:
             optimizer: owns the gradients, or none; the same parameters on every rank, unsharded or sharded.
-            max_norm, norm_type, copies, update: as for `GradScaler.fused_step`.
+            max_norm, norm_type, low_precision_params, update: as for `GradScaler.fused_step`.
 
         Returns:
             The norm of all ranks' gradients, each element counted once; as `GradScaler.fused_step`.
@@ -190,7 +191,9 @@ class ShardedGradScaler(GradScaler):
         params = (param for group in optimizer.param_groups for param in group["params"])
         numbers = 1 + len(shard_groups(params)) if has_fused_update(optimizer) else None
         with self._answering_peers(optimizer, numbers):
-            return super().fused_step(optimizer, max_norm, norm_type, copies=copies, update=update)
+            return super().fused_step(
+                optimizer, max_norm, norm_type, low_precision_params=low_precision_params, update=update
+            )
 
     def _agree(
         self, norms: Norms, found_inf_per_device: dict[torch.device, Tensor]
@@ -205,11 +208,6 @@ class ShardedGradScaler(GradScaler):
 
     def _place_of_norms(self, params: Sequence[Tensor]) -> torch.device:
         return self._meeting_place() if self._enabled else super()._place_of_norms(params)
-
-    def _checked(
-        self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        return super()._checked(optimizer, inv_scale, allow_fp16=True)
 
     def _reduce_found_inf(
         self, found_inf_per_device: dict[torch.device, Tensor]
@@ -259,7 +257,7 @@ class ShardedGradScaler(GradScaler):
             yield
             return
         self._refuse_foreign_group()
-        stage = stage_of(self, optimizer)
+        stage = stage_of(self._per_optimizer_states, optimizer)
         self._owes_verdict = stage is OptState.READY or (numbers is not None and stage is OptState.UNSCALED)
         try:
             yield

@@ -40,10 +40,10 @@ def of_fused_step(optimizer: str, copies: torch.dtype | None) -> Passes:
         for param in params:
             param.grad = torch.ones(NUMEL)
         for _ in range(2):  # the first one makes states, the second one moves counters together
-            scaler.fused_step(stepped, max_norm=1.0, copies=narrow)
+            scaler.fused_step(stepped, max_norm=1.0, low_precision_params=narrow)
         launched.clear()
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-            scaler.fused_step(stepped, max_norm=1.0, copies=narrow)
+            scaler.fused_step(stepped, max_norm=1.0, low_precision_params=narrow)
     events = list(profiled.events() or [])
     return Passes(
         launched,

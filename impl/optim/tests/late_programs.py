@@ -92,7 +92,7 @@ def fused_from_copies(scaler: Any, optimizer: Optimizer) -> Any:
     copies = [param.detach().half().requires_grad_() for param in params]
     for param, copy in zip(params, copies, strict=True):
         copy.grad, param.grad = param.grad.half(), None
-    norm = scaler.fused_step(optimizer, max_norm=0.5, copies=copies)
+    norm = scaler.fused_step(optimizer, max_norm=0.5, low_precision_params=copies)
     return norm, [copy.detach() for copy in copies]
 
 
