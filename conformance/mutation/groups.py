@@ -52,10 +52,12 @@ GROUPS = (
             "*.amp.grad_scaler",
             "distributed.fsdp.sharded_grad_scaler",
             # Of impl:
-            *(
-                f"amp._{part}"
-                for part in ("conditional_step", "fused_step", "gradients", "loss_scale", "scaling")
-            ),
+            "amp._aware_optimizers",
+            "amp._conditional_step",
+            "amp._fused_step",
+            "amp._gradients",
+            "amp._loss_scale",
+            "amp._opt_state",
         ),
         ("*.grad_scaler", "*.sharded_grad_scaler"),
     ),

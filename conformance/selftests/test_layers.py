@@ -1,4 +1,4 @@
-"""What `impl` may import, read from its source."""
+"""What files may import, read from their source: `impl` what is free to use, and none in a circle."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import graphlib
 import sys
 import types
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,10 +168,7 @@ class Reader(ast.NodeVisitor):
             )
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        source = node.module or ""
-        if node.level:
-            parents = self._package.split(".")[: len(self._package.split(".")) - node.level + 1]
-            source = ".".join([*parents, *([node.module] if node.module else [])])
+        source = absolute(node, self._package)
         for name in node.names:
             path = f"{source}.{name.name}"
             self._imported(
@@ -238,6 +236,11 @@ class Reader(ast.NodeVisitor):
             self.reading.objections.append(what)
 
 
+def absolute(node: ast.ImportFrom, package: str) -> str:
+    parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    return ".".join([*parents, *([node.module] if node.module else [])])
+
+
 def read(name: str, source: str, modules: set[str], is_package: bool = False) -> Reading:
     reader = Reader(name, is_package, modules)
     reader.visit(ast.parse(source))
@@ -246,14 +249,41 @@ def read(name: str, source: str, modules: set[str], is_package: bool = False) ->
 
 @functools.cache
 def readings() -> list[Reading]:
-    files: dict[str, Path] = {}
-    for file in source_files("impl"):
-        parts = file.relative_to(ROOT).with_suffix("").parts
-        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    files = by_module(source_files("impl"))
     return [
         read(name, file.read_text(encoding="utf-8"), set(files), file.name == "__init__.py")
         for name, file in files.items()
     ]
+
+
+def by_module(files: Iterable[Path]) -> dict[str, Path]:
+    named: dict[str, Path] = {}
+    for file in files:
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return named
+
+
+def imports_of(package: str, source: str, modules: Collection[str]) -> set[str]:
+    """Those of `modules` that the source of a file of `package` imports: in functions and for type checkers too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = absolute(node, package)
+            paths = [f"{origin}.{name.name}" for name in node.names]
+            found.update(path if path in modules else origin for path in paths)
+    return found.intersection(modules)
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Modules each of which imports the one before it, and the first the last; empty if there is no circle."""
+    try:
+        graphlib.TopologicalSorter({name: named - {name} for name, named in graph.items()}).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def layer_of(module: str) -> int:
@@ -299,10 +329,34 @@ def test_sharding_is_in_order() -> None:
     assert {reading.name: out_of_order(reading) for reading in within if out_of_order(reading)} == {}
 
 
-def test_no_cycles() -> None:
-    """Of imports that run; two files of one layer may name each other's types."""
-    graph = {reading.name: reading.imports - {reading.name} for reading in readings()}
-    assert len(list(graphlib.TopologicalSorter(graph).static_order())) >= len(graph)
+def test_no_circle_of_imports() -> None:
+    """Between any files: tests, and imports in functions and for type checkers, count."""
+    files = by_module(
+        file
+        for folder in ("impl", "conformance", "benchmarks", "ci")
+        for file in (ROOT / folder).rglob("*.py")
+    )
+    assert {"impl.kernels", "impl.kernels.norm", "conformance.selftests.test_layers"} <= files.keys()
+    graph = {
+        name: imports_of(
+            name if file.name == "__init__.py" else name.rpartition(".")[0],
+            file.read_text(encoding="utf-8"),
+            files.keys(),
+        )
+        for name, file in files.items()
+    }
+    assert circle_in(graph) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import p.a", "from p import a", "from . import a", "from .a import A", "def f():\n    import p.a"],
+)
+def test_a_circle_is_seen(source: str) -> None:
+    one, other = "if TYPE_CHECKING:\n    from p.b import B", source
+    graph = {"p": set(), "p.a": imports_of("p", one, {"p", "p.a", "p.b"})}
+    assert circle_in(graph | {"p.b": imports_of("p", other, {"p", "p.a", "p.b"})}) == ["p.a", "p.b", "p.a"]
+    assert circle_in(graph | {"p.b": set()}) == []
 
 
 def test_nothing_reaches_what_impl_rewrites() -> None:
