@@ -35,13 +35,13 @@ LAYERS = (
 # Inside this package a module may import what stands in a row above its own, and nothing else of the package.
 SHARDING = "impl.distributed.fsdp"
 WITHIN_SHARDING = (
-    ("_group_store",),
+    ("_group_store", "api"),
     ("_desync_monitor",),
     (
-        "api",
         "_collective_order",
         "_param_assignment",
         "_flat_param",
+        "_config",
         "_nested",
         "_order",
         "_phase",
@@ -51,7 +51,6 @@ WITHIN_SHARDING = (
         "_full_precision",
         "_groups",
         "_same_host_peers",
-        "_unit_config",
         "_param_registration",
         "_optimizer_writes",
     ),

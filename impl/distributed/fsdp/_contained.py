@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
-from impl.distributed.fsdp._phase import Phase
+from impl.distributed.fsdp._phase import BACKWARDS, Phase
 from impl.distributed.fsdp._unit import Unit
 
 
@@ -43,7 +43,7 @@ class _Entry:
                 None  # the unit's own forward is what is compiled, and a look at its phase would be guarded
             )
         unit = self._unit()
-        if unit is not None and unit.phase is Phase.BACKWARD:
+        if unit is not None and unit.phase in BACKWARDS:
             unit.root.handle_failed_backward()
         prepare = self._prepare()
         if unit is None or prepare is None or unit.phase is not Phase.IDLE:

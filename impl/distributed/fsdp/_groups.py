@@ -15,8 +15,6 @@ from impl.distributed.fsdp._collective_order import CollectiveOrderChecker, orde
 from impl.distributed.fsdp.api import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-# Parameters are unsharded only while the unit computes; the others keep them from forward to backward.
-_FREED_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,6 @@ class Groups:
     def order_checkers(self) -> dict[dist.ProcessGroup, CollectiveOrderChecker]:
         """About the order of the collectives in each group."""
         return {group: order_checker_of(group) for group in (self.shard, self.replicate) if group is not None}
-
-
-def frees_after_forward(strategy: ShardingStrategy) -> bool:
-    return strategy in _FREED_AFTER_FORWARD
 
 
 def predivide_factor(size: int) -> float:

@@ -1,4 +1,4 @@
-"""What a unit is in the middle of, in our words and in torch's."""
+"""What a unit is in the middle of, and what may come next: one enum, one table, one function that moves."""
 
 from __future__ import annotations
 
@@ -6,12 +6,29 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What a unit is in the middle of."""
+    """What a unit is in the middle of. Summoned, its parameters are unsharded for the user to read and write."""
 
     IDLE = "idle"  # its forward may run, or a backward begin
     FORWARD = "forward"
     BACKWARD = "backward"  # its gradients are being computed
-    SUMMONED = "summoned"  # its parameters are unsharded for the user to read
+    SUMMONED = "summoned"  # every rank is shown its parameters
+    SUMMONED_ON_FIRST_RANK = "summoned on the first rank"  # the others have their shards
+    SUMMONED_AND_USED = (
+        "summoned and used"  # a forward inside has computed with what is shown; or there is nothing
+    )
+    SUMMONED_FORWARD = "forward inside summon_full_params"
+    SUMMONED_BACKWARD = "backward inside summon_full_params"
+
+
+class Move(Enum):
+    BEGIN_FORWARD = "begin_forward"
+    END_FORWARD = "end_forward"  # or give it up
+    BEGIN_BACKWARD = "begin_backward"
+    END_BACKWARD = "end_backward"
+    SUMMON = "summon"
+    SUMMON_ON_FIRST_RANK = "summon_on_first_rank"
+    SUMMON_NOTHING = "summon_nothing"  # of a unit without parameters
+    END_SUMMON = "end_summon"
 
 
 class TrainingState(Enum):
@@ -22,13 +39,80 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = 3
 
 
-_TORCHS_NAMES = {
-    Phase.IDLE: TrainingState.IDLE,
-    Phase.FORWARD: TrainingState.FORWARD_BACKWARD,
-    Phase.BACKWARD: TrainingState.FORWARD_BACKWARD,
-    Phase.SUMMONED: TrainingState.SUMMON_FULL_PARAMS,
+FORWARDS = (Phase.FORWARD, Phase.SUMMONED_FORWARD)
+BACKWARDS = (Phase.BACKWARD, Phase.SUMMONED_BACKWARD)
+SHOWN_ON_ALL_RANKS = (Phase.SUMMONED, Phase.SUMMONED_AND_USED)
+SHOWN = (*SHOWN_ON_ALL_RANKS, Phase.SUMMONED_ON_FIRST_RANK)
+_SUMMONS = (Move.SUMMON, Move.SUMMON_ON_FIRST_RANK, Move.SUMMON_NOTHING)
+
+_NEXT = {
+    (Phase.IDLE, Move.BEGIN_FORWARD): Phase.FORWARD,
+    (Phase.FORWARD, Move.END_FORWARD): Phase.IDLE,
+    (Phase.IDLE, Move.BEGIN_BACKWARD): Phase.BACKWARD,
+    (Phase.BACKWARD, Move.END_BACKWARD): Phase.IDLE,
+    (Phase.IDLE, Move.SUMMON): Phase.SUMMONED,
+    (Phase.IDLE, Move.SUMMON_ON_FIRST_RANK): Phase.SUMMONED_ON_FIRST_RANK,
+    (Phase.IDLE, Move.SUMMON_NOTHING): Phase.SUMMONED_AND_USED,
+    (Phase.SUMMONED, Move.BEGIN_FORWARD): Phase.SUMMONED_FORWARD,
+    (Phase.SUMMONED_AND_USED, Move.BEGIN_FORWARD): Phase.SUMMONED_FORWARD,
+    (Phase.SUMMONED_FORWARD, Move.END_FORWARD): Phase.SUMMONED_AND_USED,
+    (Phase.SUMMONED_AND_USED, Move.BEGIN_BACKWARD): Phase.SUMMONED_BACKWARD,
+    (Phase.SUMMONED_BACKWARD, Move.END_BACKWARD): Phase.SUMMONED_AND_USED,
+    # What raised inside may have left a forward or backward open.
+    **{
+        (phase, Move.END_SUMMON): Phase.IDLE
+        for phase in (*SHOWN, Phase.SUMMONED_FORWARD, Phase.SUMMONED_BACKWARD)
+    },
+}
+
+_IN_USE = "Cannot manually unshard parameters during forward/backward"
+_IN_THE_MIDDLE = "{move} reached {name} while it is in the middle of {phase}"
+# Of each move what is raised where the table does not have it; the last three can only be wrong by our own fault.
+_REFUSALS: dict[Move, tuple[type[Exception], str]] = {
+    Move.BEGIN_FORWARD: (RuntimeError, _IN_THE_MIDDLE.replace("{move}", "a forward")),
+    Move.BEGIN_BACKWARD: (RuntimeError, _IN_THE_MIDDLE.replace("{move}", "backward")),
+    **dict.fromkeys(_SUMMONS, (AssertionError, _IN_USE)),
+    **dict.fromkeys(
+        (Move.END_FORWARD, Move.END_BACKWARD, Move.END_SUMMON),
+        (AssertionError, "{name} is {phase}, so nothing ends"),
+    ),
+}
+_REFUSED = {
+    (phase, move): refusal
+    for move, refusal in _REFUSALS.items()
+    for phase in Phase
+    if (phase, move) not in _NEXT
+} | {
+    (Phase.SUMMONED_ON_FIRST_RANK, Move.BEGIN_FORWARD): (
+        RuntimeError,
+        "the forward of {name} was called inside summon_full_params(rank0_only=True), which leaves the other ranks "
+        "without its parameters; leave the context first, or have every rank see them",
+    ),
+    **{
+        (phase, move): (
+            AssertionError,
+            "Cannot manually unshard parameters when already unsharding parameters",
+        )
+        for phase in SHOWN
+        for move in _SUMMONS
+    },
 }
 
 
+def advance(phase: Phase, move: Move, name: str) -> Phase:
+    """The phase after a move of the unit `name`.
+
+    Raises:
+        RuntimeError, AssertionError: it may not come now.
+    """
+    try:
+        return _NEXT[phase, move]
+    except KeyError:
+        kind, sentence = _REFUSED[phase, move]
+        raise kind(sentence.format(name=name, phase=phase.value)) from None
+
+
 def torchs_name(phase: Phase) -> TrainingState:
-    return _TORCHS_NAMES[phase]
+    if phase is Phase.IDLE:
+        return TrainingState.IDLE
+    return TrainingState.SUMMON_FULL_PARAMS if phase in SHOWN else TrainingState.FORWARD_BACKWARD

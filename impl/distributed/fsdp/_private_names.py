@@ -8,7 +8,7 @@ import torch
 
 from impl.distributed.fsdp._flat_param import FlatParameter
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
-from impl.distributed.fsdp._phase import TrainingState
+from impl.distributed.fsdp._phase import TrainingState, torchs_name
 from impl.distributed.fsdp._root import Root
 from impl.distributed.fsdp._unit import Unit
 
@@ -46,7 +46,7 @@ class PrivateNames:
         root = self._root
         if root is not None and root.is_in_backward and root.is_root(self._unit):
             return TrainingState.FORWARD_BACKWARD
-        return self._unit.training_state
+        return torchs_name(self._unit.phase)
 
     @property
     def _has_params(self) -> bool:

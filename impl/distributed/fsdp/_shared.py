@@ -32,8 +32,6 @@ class Shared(Protocol):
 class SummonedParams(Protocol):
     """A group of the unit's parameters inside `summon_full_params`, on a rank that is shown it."""
 
-    was_computed_with: bool
-
     def use_unsharded_views(self, dtype: torch.dtype) -> Unsharded:
         """Have the modules see views that have the values shown, for a forward or backward inside."""
         ...

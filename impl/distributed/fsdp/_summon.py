@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
 from impl.distributed.fsdp._param_group import gather
-from impl.distributed.fsdp._phase import Phase
+from impl.distributed.fsdp._phase import Move, advance
 from impl.distributed.fsdp._streams import StreamRole, shards_were_written
 from impl.distributed.fsdp._unit import Unit
 
@@ -61,10 +61,7 @@ def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: b
         AssertionError: the unit is in the middle of a forward or backward, or summoned already.
     Collectives: an all-gather for each flat parameter, and with gradients an all-reduce and another all-gather.
     """
-    if unit.phase is Phase.SUMMONED:
-        raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
-    if unit.phase is not Phase.IDLE:
-        raise AssertionError("Cannot manually unshard parameters during forward/backward")
+    advance(unit.phase, Move.SUMMON, unit.name)  # or refuse, before anything is changed
     unit.reshard()
     for handle in unit.param_groups:
         handle.write_back_changes()
@@ -102,7 +99,7 @@ class _SummonedHandle:
         self._shown_buffer = torch.empty(0)  # [padded_numel], what is shown
         self._views: list[Tensor] = []
         self._grad_shard: Tensor | None = None
-        self.was_computed_with = False
+        self._was_computed_with = False
         self._has_unsharded_grads = False
         self._aside: dict[int, Tensor | None] | None = None  # what was shown, while views are
         self._versions: list[Any] = []  # of what was shown, in the beginning and when a forward last used it
@@ -153,7 +150,7 @@ class _SummonedHandle:
                 unsharded.allocate()
                 unsharded.flat.copy_(self._shown_buffer)
             unsharded.fill_from(handle.versions)
-        self.was_computed_with = True
+        self._was_computed_with = True
         return handle.use_unsharded_views(dtype)
 
     def use_summoned_params(self) -> None:
@@ -172,7 +169,7 @@ class _SummonedHandle:
         if keeps:
             self._take_in()
             self._write_back()
-        elif self.was_computed_with and self._first_versions != self._versions_now():
+        elif self._was_computed_with and self._first_versions != self._versions_now():
             # A graph may have been made of values that nobody has any more.
             torch.autograd.graph.increment_version(handle.flat_param)
         if handle.use_orig_params:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from impl.distributed.fsdp._config import Config
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
 from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._param_group import ParamGroup, Unsharded, gather
-from impl.distributed.fsdp._phase import Phase, TrainingState, torchs_name
+from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS, Move, Phase, advance
 from impl.distributed.fsdp._shared import Shared, SummonedParams
 from impl.distributed.fsdp._streams import StreamRole, shards_were_written
-from impl.distributed.fsdp._unit_config import UnitConfig
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.optim._shards import register_shard_group
 
@@ -38,16 +38,13 @@ _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: 
 class Unit(Generic[_Group]):
     """The parameters of one module that are unsharded together, in one group or several, and the hooks around it."""
 
-    def __init__(self, module: nn.Module, param_groups: Sequence[_Group], config: UnitConfig) -> None:
+    def __init__(self, module: nn.Module, param_groups: Sequence[_Group], config: Config) -> None:
         self._module = weakref.ref(module)
         self.param_groups = list(param_groups)
         self.config = config
         self.name = type(module).__name__
         self.phase = Phase.IDLE
-        self.is_summoned = False  # to the user, on this rank
-        self.is_summoned_on_all_ranks = False
         self.summoned: Sequence[SummonedParams] = ()  # of the groups, then
-        self._outer_phase = Phase.IDLE  # before and after a forward or backward
         self.shared: Shared | None = None
         self._depth = 0  # of calls of the module inside its own forward
         self._first_node = 0  # of the graph that the forward builds, by autograd's count
@@ -72,20 +69,18 @@ class Unit(Generic[_Group]):
         assert self.shared is not None
         return self.shared
 
-    @property
-    def training_state(self) -> TrainingState:
-        return torchs_name(self.phase)
-
     def begin_summoning(self, summoned: Sequence[SummonedParams], by_all: bool) -> None:
         """The user is shown unsharded parameters: all of the unit on this rank, or none; or on all ranks."""
-        self.phase = self._outer_phase = Phase.SUMMONED
-        self.summoned, self.is_summoned_on_all_ranks = summoned, by_all
-        self.is_summoned = bool(summoned) or by_all
+        shows = Move.SUMMON if by_all else Move.SUMMON_ON_FIRST_RANK
+        self._move(shows if self.param_groups else Move.SUMMON_NOTHING)
+        self.summoned = summoned
 
     def end_summoning(self) -> None:
-        self.phase = self._outer_phase = Phase.IDLE
-        self.summoned, self.is_summoned_on_all_ranks = (), False
-        self.is_summoned = False
+        self._move(Move.END_SUMMON)
+        self.summoned = ()
+
+    def _move(self, move: Move) -> None:
+        self.phase = advance(self.phase, move, self.name)
 
     def register_params(self) -> None:
         """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
@@ -107,7 +102,7 @@ class Unit(Generic[_Group]):
             return tensor if tensor.device == device else tensor.to(device)
 
         args, kwargs = replaced(args, moved), replaced(kwargs, moved)
-        mixed = self.config.mixed_precision
+        mixed = self.config.precision
         if mixed.param_dtype is None or not mixed.cast_root_forward_inputs or self._is_in_full_precision():
             return args, kwargs
         return cast_floats(args, mixed.param_dtype), cast_floats(kwargs, mixed.param_dtype)
@@ -117,17 +112,13 @@ class Unit(Generic[_Group]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard the parameters and have the modules see them; the inputs, cast where mixed precision says so."""
         self.root.handle_failed_backward()
-        if self.phase is Phase.SUMMONED and self.param_groups and not self.is_summoned_on_all_ranks:
-            raise RuntimeError(
-                f"the forward of {self.name} was called inside summon_full_params(rank0_only=True), which leaves the "
-                "other ranks without its parameters; leave the context first, or have every rank see them"
-            )
-        if self.phase is Phase.BACKWARD:  # recomputed for it: the parameters are unsharded
+        if self.phase in BACKWARDS:  # recomputed for it: the parameters are unsharded
             return self._cast(args, kwargs)
+        if self._depth == 0:
+            self._move(Move.BEGIN_FORWARD)
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        self.phase = Phase.FORWARD
         self.root.note_begun(self)
         for group in self.param_groups:
             group.gradients.forget_if_cleared()
@@ -152,13 +143,13 @@ class Unit(Generic[_Group]):
             # What lasts is the user's, which objects may hold as such.
             comes_and_goes = (one.memory for one in self._in_graph if not one.aliases_shard)
             held = set_apart({address for memory in comes_and_goes for address in memory}, objects)
-        if self.phase is Phase.BACKWARD:
+        if self.phase in BACKWARDS:
             return outputs
         self._depth -= 1
         if self._depth > 0:
             return outputs
         self.root.note_ended(self)
-        self.phase = self._outer_phase
+        self._move(Move.END_FORWARD)
         watched = self._entries(outputs, held) if torch.is_grad_enabled() else []
         for output in watched:
             output.register_hook(self.before_backward)
@@ -182,9 +173,9 @@ class Unit(Generic[_Group]):
 
     def abandon_forward(self) -> None:
         """The forward raised: as if it had not been called."""
-        if self.phase is Phase.FORWARD:
+        if self.phase in FORWARDS:
             self._depth = 0
-            self.phase = self._outer_phase
+            self._move(Move.END_FORWARD)
             self.root.note_abandoned()
             self.reshard()
 
@@ -197,18 +188,14 @@ class Unit(Generic[_Group]):
         """
         self.follow(gradient)
         self.root.handle_failed_backward()
-        if self.phase is Phase.BACKWARD:
+        if self.phase in BACKWARDS:
             return
-        is_of_inside = not self.param_groups or any(one.was_computed_with for one in self.summoned)
-        if self.phase is not Phase.IDLE and not (self.phase is Phase.SUMMONED and is_of_inside):
-            raise RuntimeError(
-                f"backward reached {self.name} while it is in the middle of {self.phase.value}"
-            )
+        after = advance(self.phase, Move.BEGIN_BACKWARD, self.name)
         self._refuse_lost_graph()
         for one in self.summoned:
             one.refuse_backward(self.name)
         self.root.begin_backward()
-        self.phase = Phase.BACKWARD
+        self.phase = after
         self.awaits_backward = False
         if not self.param_groups:
             return
@@ -243,13 +230,13 @@ class Unit(Generic[_Group]):
         """An input has its gradient: finish as soon as nothing in the graph will read the views again."""
         del gradient
         self._open_inputs -= 1
-        if self.phase is Phase.BACKWARD and not self._finishes_at_end and self._has_all_gradients():
+        if self.phase in BACKWARDS and not self._finishes_at_end and self._has_all_gradients():
             self.finish_backward()
 
     def finish_backward(self) -> None:
         """Reduce the gradients that came, reshard the parameters. Called again, it does what is left to do."""
-        if self.phase is Phase.BACKWARD:
-            self.phase = self._outer_phase
+        if self.phase in BACKWARDS:
+            self._move(Move.END_BACKWARD)
         grads = [unsharded.take_gradients() for unsharded in self._in_graph]
         if self._is_freed_in_backward():
             self.reshard()
@@ -263,7 +250,8 @@ class Unit(Generic[_Group]):
 
     def abandon_backward(self) -> None:
         """The backward raised: drop what it has not shown in `.grad`. No collective, since peers may go on."""
-        self.phase = self._outer_phase
+        if self.phase in BACKWARDS:
+            self._move(Move.END_BACKWARD)
         self.awaits_backward = False
         for unsharded in self._in_graph:
             for view in unsharded.trainable:
@@ -277,7 +265,7 @@ class Unit(Generic[_Group]):
         """Do what the graph left open."""
         self.awaits_backward = False
         has_grads = any(view.grad is not None for unsharded in self._in_graph for view in unsharded.trainable)
-        if self.phase is Phase.BACKWARD or has_grads:
+        if self.phase in BACKWARDS or has_grads:
             self.finish_backward()
         elif self.is_unsharded and self._is_freed_in_backward():
             self.reshard()  # prefetched, and not needed after all
@@ -309,7 +297,7 @@ class Unit(Generic[_Group]):
             self._in_graph = [one.use_unsharded_views(self._dtype_now(group)) for one, group in pairs]
             return
         self.gather()
-        if self.phase is Phase.BACKWARD:
+        if self.phase in BACKWARDS:
             self._refuse_lost_graph()
         root = self.root
         root.streams.wait(StreamRole.COMPUTE, self._gathered)
@@ -397,7 +385,7 @@ class Unit(Generic[_Group]):
         return self.config.full_precision_in_eval and module is not None and not module.training
 
     def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        mixed = self.config.mixed_precision
+        mixed = self.config.precision
         dtype = mixed.param_dtype if self.param_groups and mixed.cast_forward_inputs else None
         if dtype is None or self._is_in_full_precision():
             return args, kwargs

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._buffers import Buffers
 from impl.distributed.fsdp._clip import joint_norm, scale
+from impl.distributed.fsdp._config import Config, ProcessGroups
 from impl.distributed.fsdp._contained import watch_contained
 from impl.distributed.fsdp._groups import (
     HYBRID,
     effective_strategy,
-    frees_after_forward,
     groups_for,
     groups_of,
 )
@@ -32,7 +30,7 @@ from impl.distributed.fsdp._module_init import (
     made_of,
     materialize_and_move,
 )
-from impl.distributed.fsdp._phase import Phase, TrainingState
+from impl.distributed.fsdp._phase import FORWARDS, SHOWN, Phase, TrainingState
 from impl.distributed.fsdp._private_names import PrivateNames
 from impl.distributed.fsdp._root import Root, root_over
 from impl.distributed.fsdp._state_dict.methods import StateDicts
@@ -40,7 +38,6 @@ from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType
 from impl.distributed.fsdp._summon import FullParamsOptions, check, summoned
 from impl.distributed.fsdp._unit import Unit
-from impl.distributed.fsdp._unit_config import UnitConfig
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite
@@ -48,8 +45,6 @@ from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite
 __all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]
 
 _PREFIX = "_fsdp_wrapped_module."
-_FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-_ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
 class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
@@ -114,7 +109,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     def __init__(  # noqa: PLR0913, PLR0917  torch's sixteen
         self,
         module: nn.Module,
-        process_group: _ProcessGroups = None,
+        process_group: ProcessGroups = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Callable[..., Any] | ModuleWrapPolicy | CustomPolicy | None = None,
@@ -138,6 +133,20 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
                 f"FSDP will not all-gather parameters for containers that do not implement forward: {module}",
                 stacklevel=2,
             )
+        config = Config(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            device_mesh=device_mesh,
+        )
         self._ignored = ignored_by(module, ignored_modules, ignored_states, FullyShardedDataParallel)
         refuse_dtensors(module, self._ignored)
         device_type = device_type_for(module, self._ignored, device_id)
@@ -152,34 +161,21 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
                 ignored_modules=set(self._ignored.modules),
                 ignored_params=set(self._ignored.parameters),
                 wrapper_cls=FullyShardedDataParallel,
-                wrapper_kwargs={
-                    "process_group": in_groups,
-                    "sharding_strategy": sharding_strategy,
-                    "cpu_offload": cpu_offload,
-                    "backward_prefetch": backward_prefetch,
-                    "mixed_precision": mixed_precision,
-                    "param_init_fn": param_init_fn,
-                    "device_id": device_id,
-                    "sync_module_states": sync_module_states,
-                    "forward_prefetch": forward_prefetch,
-                    "limit_all_gathers": limit_all_gathers,
-                    "use_orig_params": use_orig_params,
-                    "ignored_states": self._ignored.parameters,
-                    "device_mesh": device_mesh,
-                },
+                wrapper_kwargs=config.arguments
+                | {"process_group": in_groups, "ignored_states": self._ignored.parameters},
             )
         self.process_group, self._inter_node_pg = groups
         self.rank = self.process_group.rank()
         self.world_size = self.process_group.size()
         self.sharding_strategy = effective_strategy(sharding_strategy, self.world_size)
-        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.mixed_precision = config.precision
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
         self._device_mesh = device_mesh
-        self._use_full_prec_in_eval = os.environ.get(_FULL_PRECISION_IN_EVAL, "") == "1"
+        self._use_full_prec_in_eval = config.full_precision_in_eval
         self.compute_device = materialize_and_move(
             module,
             self._ignored,
@@ -194,15 +190,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         if sync_module_states:
             outward_in = [group for group in reversed(groups) if group is not None]
             broadcast_states(module, managed, outward_in)
-        config = self._unit_config()
-        param_groups = flat_param_groups(
-            managed,
-            self._groups,
-            config,
-            device=self.compute_device,
-            offloads=self.cpu_offload.offload_params,
-            use_orig_params=use_orig_params,
-        )
+        param_groups = flat_param_groups(managed, self._groups, config, self.compute_device)
         self._unit: Unit[FlatParamGroup] = Unit(module, param_groups, config)
         self._begin_state_dicts(module)
         mark_managed(module, self._ignored, managed)
@@ -245,7 +233,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         """Run the wrapped module's forward with its parameters unsharded."""
         unit = self._unit
         root = self._root or self._find_root()
-        if root.is_root(unit) and unit.phase is not Phase.FORWARD:
+        if root.is_root(unit) and unit.phase not in FORWARDS:
             assert self._buffer_casts is not None
             self._buffer_casts.begin_forward()
             args, kwargs = unit.inputs_of_root(args, kwargs, self.compute_device)
@@ -451,15 +439,6 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     # Ours
 
-    def _unit_config(self) -> UnitConfig:
-        return UnitConfig(
-            frees_after_forward=frees_after_forward(self.sharding_strategy),
-            mixed_precision=self.mixed_precision,
-            backward_prefetch=self.backward_prefetch,
-            forward_prefetch=self.forward_prefetch,
-            full_precision_in_eval=self._use_full_prec_in_eval,
-        )
-
     def _check_idle(self) -> None:
         if self.training_state is not TrainingState.IDLE:
             raise ValueError(
@@ -496,6 +475,6 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             yield
 
     def _cleaned(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        if self._unit.phase is not Phase.SUMMONED:
+        if self._unit.phase not in SHOWN:
             return named
         return ((name.replace(_PREFIX, ""), value) for name, value in named)

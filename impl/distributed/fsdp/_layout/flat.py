@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from impl.distributed.fsdp._collectives import Reduction, all_gathered
+from impl.distributed.fsdp._config import Config
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.flat_gradients import GradientShard
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, aligned_elements, layout_of
 from impl.distributed.fsdp._param_group import Gathering
 from impl.distributed.fsdp._param_registration import ManagedParam
-from impl.distributed.fsdp._unit_config import UnitConfig
 from impl.kernels import copy_into_, placed
 
 # An unsharded buffer that is needed elsewhere is gathered in so many parts at most, each of so many bytes at least.
@@ -25,18 +25,15 @@ _PART_BYTES = 1 << 20
 class FlatParamGroup(FlatParamHandle):
     """A flat parameter as the engine knows it."""
 
-    def __init__(  # noqa: PLR0913  made in one place, by keyword
+    def __init__(
         self,
         managed: Sequence[ManagedParam],
         layout: FlatLayout,
         groups: Groups,
-        config: UnitConfig,
-        *,
+        config: Config,
         device: torch.device,
-        offloads: bool,
-        use_orig_params: bool,
     ) -> None:
-        mixed = config.mixed_precision
+        mixed = config.precision
         super().__init__(
             managed,
             layout,
@@ -44,8 +41,8 @@ class FlatParamGroup(FlatParamHandle):
             compute_dtype=mixed.param_dtype,
             reduce_dtype=mixed.reduce_dtype,
             device=device,
-            offloads=offloads,
-            use_orig_params=use_orig_params,
+            offloads=config.offloads,
+            use_orig_params=config.use_orig_params,
         )
         self.groups = groups
         self.reduction = Reduction(groups)
@@ -59,7 +56,7 @@ class FlatParamGroup(FlatParamHandle):
 
     def frees_in_backward(self) -> bool:
         if not self.is_sharded:
-            return self._config.mixed_precision.param_dtype is not None
+            return self._config.precision.param_dtype is not None
         return self.syncs or self._config.frees_after_forward
 
     def check_device(self, compute_device: torch.device) -> None:
@@ -121,14 +118,8 @@ class FlatParamGroup(FlatParamHandle):
                 yield rank * layout.shard_numel + first, run
 
 
-def flat_param_groups(  # noqa: PLR0913  what a unit was told
-    managed: Sequence[ManagedParam],
-    groups: Groups,
-    config: UnitConfig,
-    *,
-    device: torch.device,
-    offloads: bool,
-    use_orig_params: bool,
+def flat_param_groups(
+    managed: Sequence[ManagedParam], groups: Groups, config: Config, device: torch.device
 ) -> list[FlatParamGroup]:
     """One for each dtype, and one apart for what is frozen: nothing is kept ready for gradients it never has."""
     kinds: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
@@ -137,21 +128,11 @@ def flat_param_groups(  # noqa: PLR0913  what a unit was told
     found: list[FlatParamGroup] = []
     # What is trained comes first: the first flat parameter speaks for the unit to those who know of one.
     for (dtype, _), same in sorted(kinds.items(), key=lambda kind: not kind[0][1]):
-        itemsize = (config.mixed_precision.param_dtype or dtype).itemsize
-        alignment = aligned_elements(itemsize) if use_orig_params else 1
+        itemsize = (config.precision.param_dtype or dtype).itemsize
+        alignment = aligned_elements(itemsize) if config.use_orig_params else 1
         shapes = [(one.info.name, one.parameter.shape, _dense_stride(one.parameter)) for one in same]
         layout = layout_of(shapes, groups.shard_size, alignment)
-        found.append(
-            FlatParamGroup(
-                same,
-                layout,
-                groups,
-                config,
-                device=device,
-                offloads=offloads,
-                use_orig_params=use_orig_params,
-            )
-        )
+        found.append(FlatParamGroup(same, layout, groups, config, device))
     return found
 
 

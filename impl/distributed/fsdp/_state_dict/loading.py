@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_slots import Slot
 from impl.distributed.fsdp._managed import clean_name, is_managed
-from impl.distributed.fsdp._phase import Phase
+from impl.distributed.fsdp._phase import SHOWN, SHOWN_ON_ALL_RANKS
 from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
 from impl.distributed.fsdp._state_dict.packing import chunk_in, dtype_of, own_numel, shape_of
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardChunk, chunk_of, laid_out_as
@@ -195,7 +195,7 @@ class UnitLoading:
                 case _:
                     for index in given:
                         _write_unsharded(handle, index, sources[index])
-            if self._unit.phase is Phase.SUMMONED:
+            if self._unit.phase in SHOWN:
                 self._show_written(handle, given)
 
     def part_of(self, unsharded: Tensor, name: str) -> Part:
@@ -322,7 +322,7 @@ class UnitLoading:
     def _show_written(self, handle: FlatParamGroup, given: Sequence[int]) -> None:
         """Inside `summon_full_params`, have the unsharded parameters be what was loaded."""
         views = handle.views_of(handle.gathered_like(handle.flat_param.detach(), self._unit.name))
-        if self._unit.is_summoned:
+        if self._unit.summoned or self._unit.phase in SHOWN_ON_ALL_RANKS:
             shown = dict(handle.registered())
             for index in given:
                 target = shown[index]

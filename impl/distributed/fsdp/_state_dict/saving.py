@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
-from impl.distributed.fsdp._phase import Phase
+from impl.distributed.fsdp._phase import SHOWN, SHOWN_ON_ALL_RANKS, Phase
 from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardPiece, chunk_of
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
@@ -101,7 +101,7 @@ class StateDictSaving:
 
     def _unsharded_copies(self, handle: FlatParamGroup) -> list[Tensor]:
         """None where this rank is left out. Beside them no rank has more than a part of the buffer at a time."""
-        is_shown = self._unit.is_summoned_on_all_ranks
+        is_shown = self._unit.phase in SHOWN_ON_ALL_RANKS
         if is_shown or self._wrapper._groups.shard is None:
             full_tensors = _summoned_tensors(handle) if is_shown else handle.views_of(handle.flat_param.data)
             return [] if self._is_left_out else [self._copy(unsharded) for unsharded in full_tensors]
@@ -122,7 +122,7 @@ class StateDictSaving:
 
     def _chunks_of(self, handle: FlatParamGroup) -> list[Tensor]:
         groups, layout = self._wrapper._groups, handle.layout
-        if self._unit.is_summoned_on_all_ranks:
+        if self._unit.phase in SHOWN_ON_ALL_RANKS:
             chunks = [chunk_of(slot, groups.shard_rank, layout.world) for slot in layout.slots]
             full_tensors = _summoned_tensors(handle)
             return [
@@ -191,11 +191,11 @@ def bring_to_rest(unit: Unit[FlatParamGroup], kind: StateDictType) -> None:
         AssertionError: the unit is in the middle of a forward or backward.
         RuntimeError: its parameters are unsharded, and shards are asked for.
     """
-    if unit.phase not in (Phase.IDLE, Phase.SUMMONED):
+    if unit.phase not in (Phase.IDLE, *SHOWN):
         raise AssertionError(
             f"the state of {unit.name} cannot be saved or loaded in the middle of its {unit.phase.value}"
         )
-    if unit.phase is Phase.SUMMONED and kind is StateDictType.LOCAL_STATE_DICT:
+    if unit.phase in SHOWN and kind is StateDictType.LOCAL_STATE_DICT:
         raise RuntimeError(
             f"LOCAL_STATE_DICT is of shards, but the parameters of {unit.name} are unsharded inside "
             "summon_full_params(); leave the context first"

@@ -1,0 +1,59 @@
+"""What a user asked for when a module was sharded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+_FREED_AFTER_FORWARD = (None, ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+def _is_asked_of_environment() -> bool:
+    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Arguments of FullyShardedDataParallel that the units inside are given too, by their names there."""
+
+    process_group: ProcessGroups = None
+    sharding_strategy: ShardingStrategy | None = None
+    cpu_offload: CPUOffload | None = None
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: MixedPrecision | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    device_id: int | torch.device | None = None
+    sync_module_states: bool = False
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    device_mesh: DeviceMesh | None = None
+    full_precision_in_eval: bool = field(default_factory=_is_asked_of_environment, init=False)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+
+    @cached_property
+    def precision(self) -> MixedPrecision:
+        return self.mixed_precision or MixedPrecision()
+
+    @property
+    def offloads(self) -> bool:
+        return self.cpu_offload is not None and self.cpu_offload.offload_params
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Parameters are unsharded only while the unit computes; others keep them from forward to backward."""
+        return self.sharding_strategy in _FREED_AFTER_FORWARD
