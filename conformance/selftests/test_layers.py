@@ -35,10 +35,9 @@ LAYERS = (
 # Inside this package a module may import what stands in a row above its own, and nothing else of the package.
 SHARDING = "impl.distributed.fsdp"
 WITHIN_SHARDING = (
-    ("_group_store", "api"),
-    ("_desync_monitor",),
+    ("_transport", "api"),
+    ("_desync",),
     (
-        "_collective_order",
         "_param_assignment",
         "_flat_param",
         "_config",
@@ -50,7 +49,6 @@ WITHIN_SHARDING = (
     (
         "_full_precision",
         "_groups",
-        "_same_host_peers",
         "_param_registration",
         "_optimizer_writes",
     ),

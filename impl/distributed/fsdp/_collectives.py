@@ -10,16 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from impl.distributed.fsdp._collective_order import Complete, method_of_group
-from impl.distributed.fsdp._desync_monitor import GATHERED
+from impl.distributed.fsdp._desync.monitor import GATHERED
 from impl.distributed.fsdp._groups import Groups, predivide_factor
-from impl.distributed.fsdp._same_host_peers import is_enough, is_over_gloo, same_host_peers_in
+from impl.distributed.fsdp._transport.choosing import transport_for
+from impl.distributed.fsdp._transport.collectives import method_of_group
+from impl.distributed.fsdp._transport.transport import Complete
 
-# From 2.13 on torch deprecates the older names, which are all that 2.11 and a group that is a mere backend have.
-_all_gather = method_of_group("all_gather_single", "_allgather_base")
-_reduce_scatter = method_of_group("reduce_scatter_single", "_reduce_scatter_base")
 _all_reduce = method_of_group("allreduce")
-all_to_all = method_of_group("all_to_all_single", "alltoall_base")
 
 # Hooks that cast by themselves, and what they cast to. torch's own cannot run where tensors have no streams.
 _LOW_PRECISION: dict[Any, torch.dtype] = {
@@ -43,19 +40,11 @@ def all_gather_into(
 
     Collectives: one all-gather, or what paces `SameHostPeers`.
     """
-    order_checker = groups.order_checkers[group]
-    if not is_enough(unsharded, group):
-        order_checker.run(entry, _all_gather, group, unsharded, mine)
-        return
 
     def steps(complete: Complete) -> None:
-        peers = same_host_peers_in(group, complete)
-        if peers is None:
-            complete(_all_gather(group, unsharded, mine))
-        else:
-            peers.gather(group, unsharded, mine, complete)
+        transport_for(group, unsharded, complete).all_gather(unsharded, mine, complete)
 
-    order_checker.exchange(entry, group, True, steps)
+    groups.order_checkers[group].exchange(entry, group, unsharded.is_cpu, steps)
 
 
 class Reduction:
@@ -67,9 +56,6 @@ class Reduction:
         self.hook_state: Any = None
         self._before = predivide_factor(groups.size)
         self._after = groups.size / self._before
-        self._adds_itself = (
-            groups.shard is not None and groups.shard.size() > 1 and is_over_gloo(groups.shard)
-        )
 
     @property
     def casts_itself(self) -> bool:
@@ -116,25 +102,11 @@ class Reduction:
         return output
 
     def _scattered_sum(self, buffer: Tensor, group: dist.ProcessGroup, entry: str) -> Tensor:
-        """Add up the ranks' buffers; the rank's shard of the sum.
-
-        gloo's reduce-scatter copies the buffer and reduces all of it for every rank: twice the traffic. There this rank
-        adds up itself what it reads or is sent, with one rounding where buffers are in low precision.
-        """
+        """Add up the ranks' buffers; the rank's shard of the sum."""
         shard = buffer.new_empty(buffer.numel() // group.size())
-        order_checker = self.groups.order_checkers[group]
-        if not (self._adds_itself and buffer.is_cpu):
-            order_checker.run(entry, _reduce_scatter, group, shard, buffer)
-            return shard
 
         def steps(complete: Complete) -> None:
-            peers = same_host_peers_in(group, complete) if is_enough(buffer, group) else None
-            if peers is not None:
-                peers.scatter_sum(group, shard, buffer, complete)
-                return
-            parts = torch.empty_like(buffer)
-            complete(all_to_all(group, parts, buffer, [], []))
-            torch.sum(parts.view(group.size(), -1), 0, out=shard)
+            transport_for(group, buffer, complete).reduce_scatter(shard, buffer, complete)
 
-        order_checker.exchange(entry, group, True, steps)
+        self.groups.order_checkers[group].exchange(entry, group, buffer.is_cpu, steps)
         return shard

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._collectives import Reduction, all_gather_into
-from impl.distributed.fsdp._desync_monitor import GATHERED, GATHERED_ANEW
+from impl.distributed.fsdp._desync.monitor import GATHERED, GATHERED_ANEW
 from impl.distributed.fsdp._groups import Groups
 
 ViewsOf = Callable[[Tensor], list[Tensor]]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._collective_order import CollectiveOrderChecker
+from impl.distributed.fsdp._desync.collective_order import CollectiveOrderChecker
 
 _TEXT_BYTES = 2048
 _NO_RANK = 2**31

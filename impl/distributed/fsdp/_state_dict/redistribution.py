@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._collectives import all_to_all
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
+from impl.distributed.fsdp._transport.collectives import all_to_all
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ import torch
 
 from conformance.judge.judgement import unavailable
 from conformance.ranks import RankFault, RankPool
-from impl.distributed.fsdp import _same_host_peers
-from impl.distributed.fsdp.tests import same_host_peers_cases
-from impl.distributed.fsdp.tests.same_host_peers_cases import given_by
+from impl.distributed.fsdp._transport import same_host
+from impl.distributed.fsdp.tests import same_host_cases
+from impl.distributed.fsdp.tests.same_host_cases import given_by
 
 pytestmark = [
     pytest.mark.deadline(120),
     pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has process_vm_readv"),
 ]
-CASES = same_host_peers_cases.__name__
+CASES = same_host_cases.__name__
 KEPT_APART = "this machine keeps processes from reading one another's memory"
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def test_what_is_read_is_what_is_there(
     ranks: Callable[..., RankPool], more_ranks: int, chunks: int, beyond: int, dtype: torch.dtype
 ) -> None:
-    shard_numel = chunks * _same_host_peers._CHUNK_BYTES // dtype.itemsize + beyond
+    shard_numel = chunks * same_host._CHUNK_BYTES // dtype.itemsize + beyond
     seen = ranks(more_ranks).run(f"{CASES}:exchange", shard_numel=shard_numel, dtype=dtype)
     if seen == [None] * more_ranks:
         unavailable(KEPT_APART)

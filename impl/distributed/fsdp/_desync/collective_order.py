@@ -37,19 +37,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from impl.distributed.fsdp._desync_monitor import CollectiveHistory, DesyncMonitor
-from impl.distributed.fsdp._group_store import STORE_IS_GONE, group_store_of
+from impl.distributed.fsdp._desync.group_store import STORE_IS_GONE, group_store_of
+from impl.distributed.fsdp._desync.monitor import CollectiveHistory, DesyncMonitor
+from impl.distributed.fsdp._transport.transport import Complete, OwnFault
 
 _SLICE = timedelta(seconds=1)
 _MEETING_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.05
 # What has come after a collective, and what has come after that.
 _Followers = dict[str, "_Followers"]
-Complete = Callable[[dist.Work], Any]
-
-
-class OwnFault(RuntimeError):
-    """What went wrong is known here, and is no matter of collectives that fail."""
 
 
 _order_checkers: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrderChecker] = (
@@ -179,20 +175,6 @@ def _named_ranks(group: dist.ProcessGroup) -> list[int]:
         return dist.get_process_group_ranks(group)
     except KeyError:
         return [*range(group.size())]
-
-
-def method_of_group(*names: str) -> Callable[..., dist.Work]:
-    """What issues a collective by a group's own method: the first of these names that the group has.
-
-    The functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step
-    takes. Asked of the group itself, since one that is written in Python may be no more than its methods.
-    """
-
-    def issue(group: dist.ProcessGroup, *tensors: Any) -> dist.Work:
-        name = next((name for name in names if hasattr(group, name)), names[0])
-        return getattr(group, name)(*tensors)
-
-    return issue
 
 
 def order_checker_of(group: dist.ProcessGroup) -> CollectiveOrderChecker:

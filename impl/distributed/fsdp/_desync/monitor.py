@@ -1,6 +1,6 @@
 """The thread that compares this rank's collectives with the others' while the main thread computes.
 
-`_collective_order.py` says when; here stands how. What ranks compare are *spans* of their collectives. The rank
+`collective_order.py` says when; here stands how. What ranks compare are *spans* of their collectives. The rank
 that ends a step first publishes its span, the others compare digests with it and look at the span where those differ.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from impl.distributed.fsdp._group_store import STORE_IS_GONE, GroupStore
+from impl.distributed.fsdp._desync.group_store import STORE_IS_GONE, GroupStore
 
 _log = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._collective_order import Complete, OwnFault
+from impl.distributed.fsdp._transport.transport import Complete, OwnFault
 
-LEAST_BYTES = 1 << 19  # of all ranks' parts together
 _CHUNK_BYTES = 1 << 18  # of what is summed at once: it stays in the cache
-_found: weakref.WeakKeyDictionary[dist.ProcessGroup, SameHostPeers | None] = weakref.WeakKeyDictionary()
+# By their numbers in the group; None where they cannot.
+_processes: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...] | None] = weakref.WeakKeyDictionary()
 
 
 class _Span(ctypes.Structure):
@@ -42,27 +42,27 @@ class _Span(ctypes.Structure):
 
 @dataclass(frozen=True)
 class SameHostPeers:
-    """The ranks of a group, each of which can read the memory of the others."""
+    """The ranks of a group, each of which can read the memory of the others; a transport."""
 
-    rank: int
+    group: dist.ProcessGroup
     pids: tuple[int, ...]
 
-    def gather(self, group: dist.ProcessGroup, unsharded: Tensor, mine: Tensor, complete: Complete) -> None:
-        """Fill `unsharded` with every rank's `mine`, one behind the other."""
-        parts = unsharded.view(len(self.pids), -1)
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
+        parts = output.view(len(self.pids), -1)
         parts[self.rank].copy_(mine)
-        with self._offered(group, mine, complete) as addresses:
+        with self._offered(mine, complete) as addresses:
             for peer in self._peers():
                 self._read(peer, addresses[peer], parts[peer])
 
-    def scatter_sum(
-        self, group: dist.ProcessGroup, shard: Tensor, buffer: Tensor, complete: Complete
-    ) -> None:
-        """Fill `shard` with the sum of this rank's part of every rank's `buffer`."""
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
         mine = buffer.view(len(self.pids), -1)[self.rank]
         length = _CHUNK_BYTES // shard.itemsize
         terms = shard.new_empty(len(self.pids), min(length, shard.numel()))
-        with self._offered(group, buffer, complete) as addresses:
+        with self._offered(buffer, complete) as addresses:
             for start in range(0, shard.numel(), length):
                 total = shard[start : start + length]
                 now = terms[:, : total.numel()]
@@ -77,14 +77,14 @@ class SameHostPeers:
         return ((self.rank + distance) % size for distance in range(1, size))
 
     @contextmanager
-    def _offered(self, group: dist.ProcessGroup, offered: Tensor, complete: Complete) -> Generator[list[int]]:
+    def _offered(self, offered: Tensor, complete: Complete) -> Generator[list[int]]:
         """Where lies what each rank offers; left when all have read."""
-        rows = _exchanged(group, [offered.data_ptr(), offered.nbytes], complete)
+        rows = _exchanged(self.group, [offered.data_ptr(), offered.nbytes], complete)
         for peer, (_, nbytes) in enumerate(rows):
             if nbytes != offered.nbytes:
                 raise OwnFault(f"rank {peer} of the group offers {nbytes} bytes, this one {offered.nbytes}")
         yield [address for address, _ in rows]
-        _exchanged(group, [0], complete)
+        _exchanged(self.group, [0], complete)
 
     def _read(self, peer: int, address: int, into: Tensor) -> None:
         if not _is_read(self.pids[peer], address, into):
@@ -93,29 +93,18 @@ class SameHostPeers:
             raise RuntimeError(f"the memory of rank {peer} of the group cannot be read: {why}")
 
 
-def is_enough(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the exchange of a tensor pays: asked on every rank, with the same answer."""
-    return tensor.nbytes >= LEAST_BYTES and tensor.is_cpu and is_over_gloo(group)
-
-
-def is_over_gloo(group: dist.ProcessGroup) -> bool:
-    try:
-        return group._get_backend(torch.device("cpu")).name() == "gloo"
-    except (RuntimeError, AttributeError):
-        return False  # it has no backend for the CPU, or is one itself, or names none
-
-
 def same_host_peers_in(group: dist.ProcessGroup, complete: Complete) -> SameHostPeers | None:
     """None where a rank of the group cannot read another's memory.
 
     Collectives: two, of a few numbers, at the first call for a group.
     """
-    if group not in _found:
-        _found[group] = _probe(group, complete)
-    return _found[group]
+    if group not in _processes:
+        _processes[group] = _probe(group, complete)
+    pids = _processes[group]
+    return None if pids is None else SameHostPeers(group, pids)
 
 
-def _probe(group: dist.ProcessGroup, complete: Complete) -> SameHostPeers | None:
+def _probe(group: dist.ProcessGroup, complete: Complete) -> tuple[int, ...] | None:
     """Each rank shows a number in its memory, and tries to read those of the others."""
     here = _kernel_id()
     token = torch.tensor([secrets.randbits(62)], device="cpu")
@@ -127,7 +116,7 @@ def _probe(group: dist.ProcessGroup, complete: Complete) -> SameHostPeers | None
     )
     if [0] in _exchanged(group, [int(reads_all)], complete):
         return None
-    return SameHostPeers(group.rank(), tuple(pid for _, pid, _, _ in rows))
+    return tuple(pid for _, pid, _, _ in rows)
 
 
 def _exchanged(group: dist.ProcessGroup, numbers: Sequence[int], complete: Complete) -> list[list[int]]:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from conformance.judge import seeding
 from conformance.ranks import Rank
-from impl.distributed.fsdp import _same_host_peers
-from impl.distributed.fsdp._collective_order import order_checker_of
-from impl.distributed.fsdp._same_host_peers import SameHostPeers
+from impl.distributed.fsdp._desync.collective_order import order_checker_of
+from impl.distributed.fsdp._transport import same_host
+from impl.distributed.fsdp._transport.same_host import SameHostPeers
 
 
 def given_by(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -32,34 +32,34 @@ def exchange(rank: Rank, *, shard_numel: int, dtype: torch.dtype) -> tuple[torch
     whole = torch.full((rank.world_size * shard_numel,), float("nan")).to(dtype)
     shard = torch.full((shard_numel,), float("nan")).to(dtype)
     mine, buffer = (given_by(rank.rank, numel, dtype) for numel in (shard_numel, whole.numel()))
-    with torch.device("meta"), _new_group() as (group, found):
+    with torch.device("meta"), _new_group() as (_, found):
         if found is None:
             return None
-        found.gather(group, whole, mine, dist.Work.wait)
-        found.scatter_sum(group, shard, buffer, dist.Work.wait)
+        found.all_gather(whole, mine, dist.Work.wait)
+        found.reduce_scatter(shard, buffer, dist.Work.wait)
     return whole, shard
 
 
 def meet_one_that_cannot_read(rank: Rank, *, blind: int) -> bool:
     """Whether this rank would read the others' memory."""
-    reader = _same_host_peers._reader
+    reader = same_host._reader
     if rank.rank == blind:
-        _same_host_peers._reader = lambda: None
+        same_host._reader = lambda: None
     try:
         with _new_group() as (_, found):
             return found is not None
     finally:
-        _same_host_peers._reader = reader
+        same_host._reader = reader
 
 
 def offer_unequal_sizes(rank: Rank) -> str | None:
     """What is raised; None where ranks cannot read one another's memory."""
-    with _new_group() as (group, found):
+    with _new_group() as (_, found):
         if found is None:
             return None
         numel = 5 + rank.rank
         try:
-            found.gather(group, torch.empty(2 * numel), torch.zeros(numel), dist.Work.wait)
+            found.all_gather(torch.empty(2 * numel), torch.zeros(numel), dist.Work.wait)
         except RuntimeError as error:
             return str(error)
     return ""
@@ -88,7 +88,7 @@ def lose_one_whose_memory_is_read(rank: Rank, *, victim: int) -> None:
             if late:
                 SameHostPeers._read = die if rank.rank == victim else read_too_late
             order_checker.exchange(
-                "gathered 'a'", group, True, functools.partial(found.gather, group, whole, mine)
+                "gathered 'a'", group, True, functools.partial(found.all_gather, whole, mine)
             )
 
 
@@ -97,6 +97,6 @@ def _new_group() -> Generator[tuple[dist.ProcessGroup, SameHostPeers | None]]:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     try:
-        yield group, _same_host_peers.same_host_peers_in(group, dist.Work.wait)
+        yield group, same_host.same_host_peers_in(group, dist.Work.wait)
     finally:
         dist.destroy_process_group(group)

@@ -1,0 +1,54 @@
+"""The collectives of a process group, issued by its own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.distributed.fsdp._transport.transport import Complete
+
+
+def method_of_group(*names: str) -> Callable[..., dist.Work]:
+    """What issues a collective by a group's own method: the first of these names that the group has.
+
+    The functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step
+    takes. Asked of the group itself, since one that is written in Python may be no more than its methods.
+    """
+
+    def issue(group: dist.ProcessGroup, *tensors: Any) -> dist.Work:
+        name = next((name for name in names if hasattr(group, name)), names[0])
+        return getattr(group, name)(*tensors)
+
+    return issue
+
+
+# From 2.13 on torch deprecates the older names, which are all that 2.11 and a group that is a mere backend have.
+_all_gather = method_of_group("all_gather_single", "_allgather_base")
+_reduce_scatter = method_of_group("reduce_scatter_single", "_reduce_scatter_base")
+all_to_all = method_of_group("all_to_all_single", "alltoall_base")
+
+
+@dataclass(frozen=True)
+class GroupCollectives:
+    group: dist.ProcessGroup
+    adds_up_itself: bool
+
+    def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
+        complete(_all_gather(self.group, output, mine))
+
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
+        """Gloo's own copies the buffer and reduces all of it for every rank: twice the traffic.
+
+        There this rank adds up itself what it is sent, with one rounding where buffers are in low precision.
+        """
+        if not self.adds_up_itself:
+            complete(_reduce_scatter(self.group, shard, buffer))
+            return
+        parts = torch.empty_like(buffer)
+        complete(all_to_all(self.group, parts, buffer, [], []))
+        torch.sum(parts.view(self.group.size(), -1), 0, out=shard)

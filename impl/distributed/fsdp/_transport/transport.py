@@ -1,0 +1,28 @@
+"""What a way to exchange elements has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+# Waits for a collective; every one has to be completed before the next.
+Complete = Callable[[dist.Work], Any]
+
+
+class OwnFault(RuntimeError):
+    """What went wrong is known here, and is no matter of collectives that fail."""
+
+
+class Transport(Protocol):
+    """Of one process group. All of its ranks call the same method, with as many elements."""
+
+    def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
+        """Fill `output` with every rank's `mine`, one behind the other."""
+        ...
+
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
+        """Fill `shard` with the sum of this rank's part of every rank's `buffer`, which may be overwritten."""
+        ...
