@@ -300,4 +300,4 @@ def test_offloads_what_it_gathers(
 
 
 def _without_warnings(outcome: Any) -> Any:
-    return type(outcome)(outcome.value, outcome.watched, outcome.raised, (), outcome.left_changed)
+    return replace(outcome, warned=())
