@@ -145,9 +145,9 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[Any, ...]]]
     for kind in kinds:
         for case in catalogue.cases(kind, left_out):
             name = catalogue.name_of(kind, case)
-            wanted = all(part in name for part in options.only) and name in (options.case or [name])
-            wanted = wanted and not any(part in name for part in options.without)
-            if wanted and catalogue.device_of(kind, case) in devices:
+            chosen = all(part in name for part in options.only) and name in (options.case or [name])
+            chosen = chosen and not any(part in name for part in options.without)
+            if chosen and catalogue.device_of(kind, case) in devices:
                 yield kind, case
 
 

@@ -75,7 +75,7 @@ def judge(
         was = statistics.median(earlier[name]) if earlier.get(name) else None
         row.update(verdict=verdicts[name], again=now[name][1:], was=was)
         if row["verdict"] in RED:
-            row["told"] = sentence(row)
+            row["reported"] = sentence(row)
 
 
 def sentence(row: dict[str, Any]) -> str:

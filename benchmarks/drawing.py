@@ -84,10 +84,10 @@ def sparkline(ratios: Sequence[float], says: str) -> str:
 
 
 def day(point: history.Point) -> str:
-    return _told_time(point, "%-d %b")
+    return _date(point, "%-d %b")
 
 
-def _told_time(point: history.Point, form: str) -> str:
+def _date(point: history.Point, form: str) -> str:
     return time.strftime(form, time.gmtime(point.date_ms / 1000))
 
 
@@ -158,8 +158,8 @@ def _end_labels(scale: _Scale, shown: Sequence[tuple[Curve, int]]) -> list[str]:
         most = scale.bottom - room + (position + 1) * _LINE_HEIGHT
         y = max(min(scale.y(curve.now.value) + 4, most), lowest_free)
         lowest_free = y + _LINE_HEIGHT
-        x, told = scale.right + 4, escape(_label(curve))
-        parts.append(f'<text class="end c{colour}" x="{x:.1f}" y="{y:.1f}">{told}</text>')
+        x, text = scale.right + 4, escape(_label(curve))
+        parts.append(f'<text class="end c{colour}" x="{x:.1f}" y="{y:.1f}">{text}</text>')
     return parts
 
 
@@ -177,9 +177,9 @@ def _under_pointer(
     found = [
         (curve.name, spot) for curve in curves for spot in curve.spots if spot.point.commit == point.commit
     ]
-    lines = [f"{point.commit[:8]}, {_told_time(point, '%-d %b %Y %H:%M UTC')}"]
+    lines = [f"{point.commit[:8]}, {_date(point, '%-d %b %Y %H:%M UTC')}"]
     lines += [subjects[point.commit]] if point.commit in subjects else []
-    lines += [f"{name} {_told(spot)}".strip() for name, spot in found]
+    lines += [f"{name} {_text(spot)}".strip() for name, spot in found]
     step = (scale.right - scale.left) / scale.commits
     x = at[point.commit] - step / 2
     return (
@@ -188,7 +188,7 @@ def _under_pointer(
     )
 
 
-def _told(spot: Spot) -> str:
+def _text(spot: Spot) -> str:
     return f"{in_digits(spot.value)} ({in_digits(spot.low)} to {in_digits(spot.high)})"
 
 

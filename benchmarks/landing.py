@@ -31,7 +31,7 @@ AREAS = (
 
 
 @dataclass(frozen=True)
-class Told:
+class Label:
     """How the page speaks of a case."""
 
     title: str
@@ -56,7 +56,7 @@ class Told:
 class Case:
     """A ratio at the newest point that has it, and how it came to be."""
 
-    told: Told
+    label: Label
     machine: str
     now: history.Ratio
     was: float | None  # median of the points before; None if there are none
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def mark(self) -> str:
-        return _mark(self.told, self.now, self.was)
+        return _mark(self.label, self.now, self.was)
 
     @property
     def change(self) -> str:
@@ -80,9 +80,9 @@ class Case:
         )  # fmt: skip
 
 
-def _mark(told: Told, now: history.Ratio, was: float | None) -> str:
+def _mark(label: Label, now: history.Ratio, was: float | None) -> str:
     # A point does not keep the seconds without which what is done once is not called worse: see decision.
-    if was is not None and now.value > decision.LIMIT * was and not told.is_one_off:
+    if was is not None and now.value > decision.LIMIT * was and not label.is_one_off:
         return "worse"
     noise = 0.0 if math.isnan(now.noise) else now.noise
     if now.value * (1 - noise) > decision.SURELY:
@@ -186,64 +186,66 @@ class Machine:
 
     @property
     def timed(self) -> list[Case]:
-        return [case for case in self.cases if case.told.unit == "time"]
+        return [case for case in self.cases if case.label.unit == "time"]
 
 
-def machines(points: Sequence[history.Point], told: dict[str, Told]) -> list[Machine]:
+def machines(points: Sequence[history.Point], label: dict[str, Label]) -> list[Machine]:
     """By machine, the one with the newest point first. `told` has the cases to show."""
     found: list[Machine] = []
     for name in {point.machine for point in points}:
-        own = [point for point in points if point.machine == name and point.ratios.keys() & told.keys()]
+        own = [point for point in points if point.machine == name and point.ratios.keys() & label.keys()]
         if not own:
             continue
-        cases = [_case(told[case], own, case) for case in told if any(case in point.ratios for point in own)]
+        cases = [
+            _case(label[case], own, case) for case in label if any(case in point.ratios for point in own)
+        ]
         order = sorted(cases, key=lambda case: (case.mark != "worse", -case.now.value))
         behind = history.commits_since(own[-1].commit)
-        found.append(Machine(name, own[-1], len(own), behind, order, _areas(own, told, cases)))
+        found.append(Machine(name, own[-1], len(own), behind, order, _areas(own, label, cases)))
     return sorted(found, key=lambda machine: -machine.newest.date_ms)
 
 
-def _case(told: Told, own: Sequence[history.Point], name: str) -> Case:
+def _case(label: Label, own: Sequence[history.Point], name: str) -> Case:
     having = [point for point in own if name in point.ratios]
     now, course = having[-1].ratios[name], [point.ratios[name].value for point in having]
     earlier = course[-1 - decision.EARLIER_POINTS : -1]
     was = statistics.median(earlier) if earlier else None
-    limit = {"worse": decision.LIMIT * (was or 0.0), "slower": 1.0}.get(_mark(told, now, was), math.inf)
-    return Case(told, own[-1].machine, now, was, course, curves.since(own, name, limit))
+    limit = {"worse": decision.LIMIT * (was or 0.0), "slower": 1.0}.get(_mark(label, now, was), math.inf)
+    return Case(label, own[-1].machine, now, was, course, curves.since(own, name, limit))
 
 
-def _areas(own: Sequence[history.Point], told: Mapping[str, Told], cases: Sequence[Case]) -> list[Area]:
+def _areas(own: Sequence[history.Point], label: Mapping[str, Label], cases: Sequence[Case]) -> list[Area]:
     found: list[Area] = []
     for area in AREAS:
-        names = [name for name in told if told[name].area == area]
-        lines = dict.fromkeys(told[name].curve for name in names)
+        names = [name for name in label if label[name].area == area]
+        lines = dict.fromkeys(label[name].curve for name in names)
         drawn = [
             curves.Curve(line, spots)
             for line in lines
-            if (spots := curves.spots(own, [name for name in names if told[name].curve == line]))
+            if (spots := curves.spots(own, [name for name in names if label[name].curve == line]))
         ]
         if drawn:
-            inside = [case for case in cases if case.told.area == area]
-            found.append(Area(area, inside[0].told.unit, drawn, inside))
+            inside = [case for case in cases if case.label.area == area]
+            found.append(Area(area, inside[0].label.unit, drawn, inside))
     return found
 
 
-def headlines() -> dict[str, Told]:
+def headlines() -> dict[str, Label]:
     """What history measures, by the name that a point has for it."""
-    found: dict[str, Told] = {}
+    found: dict[str, Label] = {}
     for kind in filter(catalogue.is_tracked, catalogue.load_all()):
         for case in catalogue.cases(kind, LEFT_OUT_OF_HISTORY):
             given = dict(zip(kind.param_names, case, strict=True))
             if given.get("subject", "impl") == "impl":
                 values = [value for name, value in given.items() if name != "subject"]
-                found[catalogue.name_of(kind, tuple(values))] = _told(kind, given)
+                found[catalogue.name_of(kind, tuple(values))] = _label(kind, given)
     return found
 
 
-def _told(kind: Any, given: dict[str, Any]) -> Told:
+def _label(kind: Any, given: dict[str, Any]) -> Label:
     is_ratio = issubclass(kind, comparison.Ratio)
     method = "track_ratio_vs_torch" if is_ratio else "track_bytes"
-    return Told(
+    return Label(
         kind.title if is_ratio else kind.track_bytes.pretty_name,
         asv_format.name_of(kind, method),
         given,

@@ -16,13 +16,13 @@ import subprocess
 from pathlib import Path
 
 NAME = r"\w[\w.-]*"  # it is a folder's
-WANTED_NAME = "letters, digits, '-', '_' and '.', such as lab-h100"
+NAME_RULE = "letters, digits, '-', '_' and '.', such as lab-h100"
 
 
 def checked_name(text: str) -> str:
     """What an option `--machine` takes."""
     if not re.fullmatch(NAME, text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a machine; wanted {WANTED_NAME}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a machine; expected {NAME_RULE}")
     return text
 
 
@@ -80,8 +80,8 @@ def nvidia() -> tuple[str, str]:
     """Name and driver of the first GPU."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        name, driver = told.splitlines()[0].rsplit(", ", 1)
+        reported = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        name, driver = reported.splitlines()[0].rsplit(", ", 1)
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):
         return "none", "none"
     return name, driver

@@ -15,7 +15,7 @@ def give_back_at_once() -> None:
 
 
 def resident_bytes() -> int:
-    return _said("VmRSS")
+    return _reported("VmRSS")
 
 
 def forget_peak() -> None:
@@ -25,7 +25,7 @@ def forget_peak() -> None:
 
 
 def peak_bytes() -> int:
-    return _said("VmHWM")
+    return _reported("VmHWM")
 
 
 def asked_of_new_ranks(case: str, world_size: int, **given: Any) -> int:
@@ -38,7 +38,7 @@ def asked_of_new_ranks(case: str, world_size: int, **given: Any) -> int:
         return pool.run(case, deadline_s=300, **given)[0]
 
 
-def _said(what: str) -> int:
+def _reported(what: str) -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     [line] = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(what)]

@@ -55,7 +55,7 @@ def add(point: Path, name: str | None = None, root: Path = source.ROOT) -> list[
         raise Unfit(f"{point} cannot be kept: {error}") from None
     own = {"machine": name or content["machine"]["machine"] or _name_here(content, point)}
     if not re.fullmatch(machine.NAME, own["machine"]):
-        raise Unfit(f"{point} names its machine {own['machine']!r}; wanted {machine.WANTED_NAME}")
+        raise Unfit(f"{point} names its machine {own['machine']!r}; expected {machine.NAME_RULE}")
     results = content["results"] | {"params": content["results"]["params"] | own}
     folder = root / "benchmarks" / "results"
     return history.add(results, content["machine"] | own, commit, source.author_date_ms(commit, root), folder)

@@ -54,12 +54,12 @@ def main() -> int:
                     found = [row["verdict"] for row in _run(cases, f"--baseline={baseline}", *words)["rows"]]
                     red[kind] += any(verdict in decision.RED for verdict in found)
                     verdicts[kind].update(found)
-                told = (f"{kind}: {_told(red[kind], position, verdicts[kind])}" for kind in kinds)
-                print("; ".join(told), flush=True)
+                reported = (f"{kind}: {_reported(red[kind], position, verdicts[kind])}" for kind in kinds)
+                print("; ".join(reported), flush=True)
     return 0
 
 
-def _told(red: int, runs: int, verdicts: Counter[str]) -> str:
+def _reported(red: int, runs: int, verdicts: Counter[str]) -> str:
     cases = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
     return f"{red} of {runs} runs red (cases: {cases})"
 

@@ -197,9 +197,9 @@ def _check_same_effects(subject: Workload, references: Sequence[Workload]) -> No
         return
     made = subject.effect()
     for effect in effects:
-        wanted = effect()
-        assert len(made) == len(wanted), f"the subject made {len(made)} tensors, torch {len(wanted)}"
-        for got, want in zip(made, wanted, strict=True):
+        expected = effect()
+        assert len(made) == len(expected), f"the subject made {len(made)} tensors, torch {len(expected)}"
+        for actual, want in zip(made, expected, strict=True):
             torch.testing.assert_close(
-                got.to(want.dtype), want, rtol=SPOT_CHECK_RTOL[want.dtype], atol=SPOT_CHECK_ATOL
+                actual.to(want.dtype), want, rtol=SPOT_CHECK_RTOL[want.dtype], atol=SPOT_CHECK_ATOL
             )

@@ -62,17 +62,17 @@ def become(extras: Iterable[str], *command: str) -> NoReturn:
 def enter(extras: Iterable[str]) -> dict[str, str]:
     """Make the environment ready with these extras of pyproject.toml; return its programs' variables."""
     _require_python()
-    wanted = {"root": str(ROOT), "python": sys.version, "torch": _torch_build(), "dependencies": _digest()}
+    expected = {"root": str(ROOT), "python": sys.version, "torch": _torch_build(), "dependencies": _digest()}
     missing = set(extras)
     lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     os.set_inheritable(lock, True)
     _wait_for(lock, fcntl.LOCK_SH)
-    while not _is_ready(stamp := _read_stamp(), wanted, missing):
+    while not _is_ready(stamp := _read_stamp(), expected, missing):
         # A shared lock cannot be turned into an exclusive one in a single step: look again once it is ours.
         fcntl.flock(lock, fcntl.LOCK_UN)
         _wait_for(lock, fcntl.LOCK_EX)
-        if not _is_ready(stamp := _read_stamp(), wanted, missing):
-            _build(wanted, stamp, missing)
+        if not _is_ready(stamp := _read_stamp(), expected, missing):
+            _build(expected, stamp, missing)
         _wait_for(lock, fcntl.LOCK_SH)
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "__PYVENV_LAUNCHER__")}
     if searched := environ.get("PYTHONPATH"):  # the command runs in another folder than it was given in
@@ -103,17 +103,17 @@ def _wait_for(lock: int, kind: int) -> None:
 # What is there, and what ought to be
 
 
-def _is_ready(stamp: dict[str, Any] | None, wanted: dict[str, str], extras: set[str]) -> bool:
+def _is_ready(stamp: dict[str, Any] | None, expected: dict[str, str], extras: set[str]) -> bool:
     return (
         stamp is not None
-        and _same(stamp, wanted, *wanted)
+        and _same(stamp, expected, *expected)
         and extras <= set(stamp["extras"])
         and PYTHON.exists()
     )
 
 
-def _same(stamp: dict[str, Any], wanted: dict[str, str], *keys: str) -> bool:
-    return all(stamp[key] == wanted[key] for key in keys)
+def _same(stamp: dict[str, Any], expected: dict[str, str], *keys: str) -> bool:
+    return all(stamp[key] == expected[key] for key in keys)
 
 
 def _read_stamp() -> dict[str, Any] | None:
@@ -159,20 +159,20 @@ def _has_nvidia_driver() -> bool:
 # Making it
 
 
-def _build(wanted: dict[str, str], stamp: dict[str, Any] | None, extras: set[str]) -> None:
+def _build(expected: dict[str, str], stamp: dict[str, Any] | None, extras: set[str]) -> None:
     began = time.monotonic()
-    if stamp is not None and PYTHON.exists() and _same(stamp, wanted, "root", "python", "torch"):
+    if stamp is not None and PYTHON.exists() and _same(stamp, expected, "root", "python", "torch"):
         extras = extras | set(stamp["extras"])
         say(f".venv: bringing it up to date ({', '.join(sorted(extras))})")
         STAMP.unlink()
     else:
         _make_anew(stamp)
-        _install_torch(wanted["torch"])
+        _install_torch(expected["torch"])
     say(f".venv: installing the extras {', '.join(sorted(extras))}")
     pin = f"torch=={project()['tool']['tandem']['torch']}"
     if _pip_install("-e", f"{ROOT}[{','.join(sorted(extras))}]", pin):
         sys.exit("ci: pip could not install the packages above; there is no environment to run in")
-    STAMP.write_text(json.dumps(wanted | {"extras": sorted(extras)}, indent=1))
+    STAMP.write_text(json.dumps(expected | {"extras": sorted(extras)}, indent=1))
     took_s = time.monotonic() - began
     say(f".venv: ready in {took_s:.0f} s, torch {_installed_torch()}, {_size_mb()} MB on disk")
 
@@ -241,8 +241,8 @@ def _pip_install(*arguments: str, quiet: bool = False) -> int:
         assert pip.stdout is not None
         for line in pip.stdout:
             lines.append(line)
-            if told := _worth_telling(line.strip()):
-                say(f"       {told}")
+            if reported := _worth_telling(line.strip()):
+                say(f"       {reported}")
     if pip.returncode and not quiet:
         sys.stderr.writelines(lines)
     return pip.returncode

@@ -26,12 +26,13 @@ def warnings(points: list[history.Point], root: Path = ROOT) -> list[str]:
         return ["the clock has no points: ci/bench makes one"]
     newest = points[-1]
     behind = history.commits_since(newest.commit, root)
-    told = f"the clock's newest point, {newest.commit[:8]} on {newest.machine},"
+    reported = f"the clock's newest point, {newest.commit[:8]} on {newest.machine},"
     if behind is None:
-        return [f"{told} is of no commit of this history (a shallow clone?)"]
+        return [f"{reported} is of no commit of this history (a shallow clone?)"]
     if behind > MOST_COMMITS_BEHIND:
         return [
-            f"{told} is {behind} commits of impl old, more than {MOST_COMMITS_BEHIND}: run ci/bench --history {behind}"
+            f"{reported} is {behind} commits of impl old, more than {MOST_COMMITS_BEHIND}: "
+            f"run ci/bench --history {behind}"
         ]
     return []
 
@@ -64,10 +65,10 @@ def folders_are_named() -> list[str]:
 
 def version_agrees() -> list[str]:
     """The changelog's first section is the unreleased one and carries the version of pyproject.toml."""
-    wanted = f"Unreleased: {project()['project']['version']}"
+    expected = f"Unreleased: {project()['project']['version']}"
     first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    if first is None or first[1] != wanted:
-        return [f"CHANGELOG.md must begin with the section `## {wanted}`, not {first and first[0]!r}"]
+    if first is None or first[1] != expected:
+        return [f"CHANGELOG.md must begin with the section `## {expected}`, not {first and first[0]!r}"]
     return []
 
 
@@ -75,8 +76,8 @@ def benchmarked_torch_agrees() -> list[str]:
     """asv builds its environments with the torch that ci/ installs, and uninstalls the project by its right name."""
     asv = json.loads((ROOT / "asv.conf.json").read_text())
     found = {"torch": asv["matrix"]["req"]["torch"], "project": asv["project"]}
-    wanted = {"torch": [project()["tool"]["tandem"]["torch"]], "project": project()["project"]["name"]}
-    return [] if found == wanted else [f"asv.conf.json has {found}, pyproject.toml {wanted}"]
+    expected = {"torch": [project()["tool"]["tandem"]["torch"]], "project": project()["project"]["name"]}
+    return [] if found == expected else [f"asv.conf.json has {found}, pyproject.toml {expected}"]
 
 
 def dependencies_have_reasons() -> list[str]:
@@ -86,11 +87,11 @@ def dependencies_have_reasons() -> list[str]:
         *table["dependencies"],
         *(line for extra in table["optional-dependencies"].values() for line in extra),
     ]
-    wanted = {match[0] for line in required if (match := re.match(r"[\w-]+", line))}
+    expected = {match[0] for line in required if (match := re.match(r"[\w-]+", line))}
     listed = set(re.findall(r"^\| `([\w-]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
     return [
-        *(f"CONTRIBUTING.md gives no reason for the dependency {name}" for name in sorted(wanted - listed)),
-        *(f"CONTRIBUTING.md lists {name}, which is no dependency" for name in sorted(listed - wanted)),
+        *(f"CONTRIBUTING.md gives no reason for the dependency {name}" for name in sorted(expected - listed)),
+        *(f"CONTRIBUTING.md lists {name}, which is no dependency" for name in sorted(listed - expected)),
     ]
 
 

@@ -63,8 +63,8 @@ def require_impl_of(folder: Path, python: Path, environ: dict[str, str]) -> None
     found = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
     where = found.stdout.strip()
     if found.returncode or not Path(where).resolve().is_relative_to(folder.resolve()):
-        told = where or found.stderr.strip().splitlines()[-1]
-        raise RuntimeError(f"impl of {folder.name} must be imported from {folder}, and came from: {told}")
+        reported = where or found.stderr.strip().splitlines()[-1]
+        raise RuntimeError(f"impl of {folder.name} must be imported from {folder}, and came from: {reported}")
 
 
 def build_library(tree: Path, commit: str, python: Path) -> None:

@@ -24,7 +24,7 @@ from conformance.judge import options
 from conformance.judge.clauses import HERE
 from conformance.judge.judging import chosen_tests, judged, tail
 from conformance.judge.running import Stop
-from conformance.judge.telling import progress_on, say_broken, say_verdict
+from conformance.judge.terminal import progress_on, say_broken, say_verdict
 from conformance.report import conclude
 
 

@@ -45,7 +45,7 @@ def main(words: Sequence[str]) -> int:
             loud += entry["verdict"] != "green" or bool(entry["unlike_before"])
             with options.log.open("a") as log:
                 log.write(json.dumps(entry) + "\n")
-            print(_told(entry), flush=True)  # noqa: T201 the command's output
+            print(_reported(entry), flush=True)  # noqa: T201 the command's output
     runs = options.seeds * (2 if options.twice else 1)
     print(f"{runs - loud} of {runs} runs without a false positive; {options.log}")  # noqa: T201
     return 1 if loud else 0
@@ -111,7 +111,7 @@ def unlike(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return sorted(name for name in before.keys() | now.keys() if before and before.get(name) != now.get(name))
 
 
-def _told(entry: dict[str, Any]) -> str:
+def _reported(entry: dict[str, Any]) -> str:
     counts = ", ".join(f"{count} {outcome}" for outcome, count in entry["outcomes"].items())
     lines = [
         f"seed {entry['seed']}, run {entry['run']}: {entry['verdict']} ({counts}) in {entry['seconds']} s"

@@ -29,7 +29,7 @@ from conformance.judge.heading import CHECKOUT
 from conformance.judge.judging import DEADLINES_S, judged, tail
 from conformance.judge.options import REPORT, of_gate
 from conformance.judge.running import Stop, run
-from conformance.judge.telling import begin, progress_on, say_broken, say_verdict
+from conformance.judge.terminal import begin, progress_on, say_broken, say_verdict
 from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
 
@@ -53,9 +53,11 @@ def main(words: Sequence[str]) -> int:
             report = judged(options, out, progress, stop)
             say_broken(console, report)
             for name, key, run_part in (("timing", "speed", _timed), ("training", "training", _trained)):
-                wanted = name in options.parts.split(",") and not report["ended_early"] and not stop.is_wanted
+                asked = (
+                    name in options.parts.split(",") and not report["ended_early"] and not stop.is_requested
+                )
                 report[key] = (
-                    _unless_unsafe(name, report) or run_part(options, out, progress, stop) if wanted else {}
+                    _unless_unsafe(name, report) or run_part(options, out, progress, stop) if asked else {}
                 )
         return _tell(report, out, console, baseline, kills)
 

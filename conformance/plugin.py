@@ -168,7 +168,7 @@ def _set_hypothesis_up(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = [item for item in items if _is_wanted(config, item)]
+    kept = [item for item in items if _is_selected(config, item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
@@ -227,7 +227,7 @@ def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
 
 
-def _is_wanted(config: pytest.Config, item: pytest.Item) -> bool:
+def _is_selected(config: pytest.Config, item: pytest.Item) -> bool:
     smallest = item.get_closest_marker("profile")
     in_profile = smallest is None or PROFILES.index(smallest.args[0]) <= PROFILES.index(config.option.profile)
     return (

@@ -30,14 +30,14 @@ def test_name_is_provided(subject: Library, name: str) -> None:
 
 @pytest.mark.parametrize("item", _CALLABLES, ids=str)
 def test_signature_is_torchs(subject: Library, reference: Library, item: surface.Item) -> None:
-    wanted, got = _callable_at(reference, item), _callable_at(subject, item)
-    if isinstance(wanted, type) and issubclass(wanted, enum.Enum):
-        assert [(member.name, member.value) for member in got] == [
-            (member.name, member.value) for member in wanted
+    expected, actual = _callable_at(reference, item), _callable_at(subject, item)
+    if isinstance(expected, type) and issubclass(expected, enum.Enum):
+        assert [(member.name, member.value) for member in actual] == [
+            (member.name, member.value) for member in expected
         ]
         return
-    torchs, ours = parameters_of(wanted), parameters_of(got)
-    assert told(ours[: len(torchs)]) == told(torchs)
+    torchs, ours = parameters_of(expected), parameters_of(actual)
+    assert reported(ours[: len(torchs)]) == reported(torchs)
     for extra in ours[len(torchs) :]:
         # What torch adds later would take its place; others may see that when it comes.
         assert extra.kind is inspect.Parameter.KEYWORD_ONLY or subject.package != "impl", (
@@ -63,7 +63,7 @@ def parameters_of(function: Any) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def told(parameters: list[inspect.Parameter]) -> list[tuple[str, str, Any]]:
+def reported(parameters: list[inspect.Parameter]) -> list[tuple[str, str, Any]]:
     """Name, kind and default of each; hints are not compared."""
     return [(parameter.name, parameter.kind.name, parameter.default) for parameter in parameters]
 

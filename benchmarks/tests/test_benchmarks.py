@@ -154,11 +154,11 @@ def test_renewed_gradients_have_the_same_values_elsewhere():
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("told", [("NVIDIA H200", "580"), ("none", "none")])
-def test_a_machine_tells_its_gpu_also_without_nvidia_smi(monkeypatch, told):
-    monkeypatch.setattr(machine, "nvidia", lambda: told)
+@pytest.mark.parametrize("reported", [("NVIDIA H200", "580"), ("none", "none")])
+def test_a_machine_tells_its_gpu_also_without_nvidia_smi(monkeypatch, reported):
+    monkeypatch.setattr(machine, "nvidia", lambda: reported)
     found = machine.describe_machine("lab", "NVIDIA H200")
-    assert (found["machine"], found["gpu"], found["driver"]) == ("lab", "NVIDIA H200", told[1])
+    assert (found["machine"], found["gpu"], found["driver"]) == ("lab", "NVIDIA H200", reported[1])
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.deadline(60)
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "wanted"),
+    ("was", "now", "expected"),
     [
         ([], [9.0], NEW),
         ([0.5], [], MISSING),
@@ -38,12 +38,12 @@ pytestmark = pytest.mark.deadline(60)
         ([1.0], [1.5, 1.5, 1.5], REGRESSION),
     ],
 )
-def test_the_verdict_of_a_case(was: list[float], now: list[float], wanted: str) -> None:
-    assert decision.verdict(was, now) == wanted
+def test_the_verdict_of_a_case(was: list[float], now: list[float], expected: str) -> None:
+    assert decision.verdict(was, now) == expected
 
 
 @pytest.mark.parametrize(
-    ("was", "ratio", "torch_s", "wanted"),
+    ("was", "ratio", "torch_s", "expected"),
     [
         (0.02, 0.05, 1.0, OK),  # 30 ms longer, if two and a half times as long
         (0.02, 0.08, 1.0, REGRESSION),
@@ -53,7 +53,7 @@ def test_the_verdict_of_a_case(was: list[float], now: list[float], wanted: str) 
     ],
 )
 def test_what_is_done_once_must_take_longer_by_50_ms_too(
-    was: float, ratio: float, torch_s: float, wanted: str
+    was: float, ratio: float, torch_s: float, expected: str
 ) -> None:
     row = measured("x", ratio) | {"reference_s": torch_s}
     rows = [row | {"name": "once", "is_one_off": True}, row | {"name": "each step"}]
@@ -61,7 +61,7 @@ def test_what_is_done_once_must_take_longer_by_50_ms_too(
         rows, {name: [was] for name in ("once", "each step")}, lambda names: dict.fromkeys(names, ratio)
     )
     once, each_step = (row["verdict"] for row in rows)
-    assert once == wanted
+    assert once == expected
     assert each_step == (REGRESSION if ratio > 1.2 * was else OK)
 
 
@@ -94,11 +94,11 @@ def test_only_suspects_are_measured_again_and_only_until_it_is_clear() -> None:
 
 def test_a_regression_is_a_reason_of_the_gate_and_noise_is_none() -> None:
     rows = [measured(name, 1.5) for name in ("slow", "noisy", "even")]
-    told = {"slow": (REGRESSION, [1.6, 1.7]), "noisy": (INCONCLUSIVE, [1.0]), "even": (OK, [])}
+    reported = {"slow": (REGRESSION, [1.6, 1.7]), "noisy": (INCONCLUSIVE, [1.0]), "even": (OK, [])}
     for row in rows:
-        verdict, again = told[row["name"]]
+        verdict, again = reported[row["name"]]
         row |= {"low": 1.4, "high": 1.6, "verdict": verdict, "again": again, "was": 1.0}
-        row["told"] = decision.sentence(row)
+        row["reported"] = decision.sentence(row)
     found = reasons(a_report(speed={"rows": rows, "against": "the points of m"}))
     assert found == ["regression of speed: slow was 1.00 × torch's time, now 1.50, 1.60, 1.70"]
 
@@ -130,17 +130,17 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_points_judge_impl_alone(kept: Path) -> None:
-    told, ratios = earlier.of_points("m", "2.13.0", "impl", 9)
-    assert told["not_judged"].startswith("m has no earlier points with torch 2.13.0 (ci/bench makes one")
+    reported, ratios = earlier.of_points("m", "2.13.0", "impl", 9)
+    assert reported["not_judged"].startswith("m has no earlier points with torch 2.13.0 (ci/bench makes one")
     assert ratios == {}
     for position, ratio in enumerate((0.4, 0.5)):
         history.add(results({"few": ratio}), MACHINE, str(position) * 40, position, kept)
-    told, ratios = earlier.of_points("m", "2.13.0", "impl", 9)
-    assert told == {"against": "the points of m with torch 2.13.0, the newest 11111111"}
+    reported, ratios = earlier.of_points("m", "2.13.0", "impl", 9)
+    assert reported == {"against": "the points of m with torch 2.13.0, the newest 11111111"}
     assert ratios == {"RatioClip[few]": [0.5, 0.4]}
     assert earlier.of_points("m", "2.13.0", "impl", 1)[1] == {"RatioClip[few]": [0.4]}
-    told, ratios = earlier.of_points("m", "2.13.0", "torch", 9)
-    assert told["not_judged"].startswith("points are impl's")
+    reported, ratios = earlier.of_points("m", "2.13.0", "torch", 9)
+    assert reported["not_judged"].startswith("points are impl's")
     assert ratios == {}
     assert earlier.of_points("", "2.13.0", "impl", 9)[1] == {}
 
@@ -168,10 +168,10 @@ def test_a_machine_without_points_is_green_and_says_so(
     assert (code, "against" in report) == (0, False)
     assert report["rows"][0]["elsewhere"] == {"m": 0.1}
     assert "verdict" not in report["rows"][0]
-    said = capsys.readouterr().out
-    assert "speed: not judged: this machine has no points (" in said
-    assert "elsewhere (m)" in said
-    assert "0.100\n" in said
+    reported = capsys.readouterr().out
+    assert "speed: not judged: this machine has no points (" in reported
+    assert "elsewhere (m)" in reported
+    assert "0.100\n" in reported
     (speed,) = (part for part in parts(a_report(speed=report)) if part.name == "speed")
     assert (speed.outcome, speed.reasons) == ("passed", [])
     assert speed.says.startswith("not judged: this machine has no points (ci/bench makes one")

@@ -67,14 +67,14 @@ def test_since_when_a_case_lies_above_a_ratio() -> None:
 # The page
 
 
-def told(area: str, curve: str, size: str) -> landing.Told:
-    return landing.Told(
+def label(area: str, curve: str, size: str) -> landing.Label:
+    return landing.Label(
         area.lower(), "bench_x.RatioX.track_ratio_vs_torch", {"size": size}, area=area, curve=curve
     )
 
 
-TOLD = {f"ranks{n}": told("FSDP step", f"{n} ranks", f"{n}") for n in (1, 2, 4)}
-TOLD |= {name: told("Clipping", "", name) for name in ("few", "many")}
+TOLD = {f"ranks{n}": label("FSDP step", f"{n} ranks", f"{n}") for n in (1, 2, 4)}
+TOLD |= {name: label("Clipping", "", name) for name in ("few", "many")}
 POINTS = [
     point(n, ranks1=1.0, ranks2=0.9 - 0.01 * n, ranks4=0.8, few=0.5, many=0.8 if n < 9 else 1.2)
     for n in range(1, 14)
@@ -119,7 +119,7 @@ def test_under_the_pointer_are_the_commit_its_message_and_each_curve(page: str) 
     )
 
 
-def test_what_is_slower_is_told_with_the_commit_that_it_is_slower_since(page: str) -> None:
+def test_what_is_slower_is_reported_with_the_commit_that_it_is_slower_since(page: str) -> None:
     table = re.sub(r"<svg.*?</svg>", "", page[page.index("Slower than torch, or") :], flags=re.DOTALL)
     text = " ".join(re.sub(r"<[^>]+>", " ", table).split())
     assert "many 1.200 ±5% 1.200 +0% slower than torch since 99999999 of 5 Jan: Change" in text

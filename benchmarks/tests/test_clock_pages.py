@@ -14,7 +14,9 @@ pytestmark = pytest.mark.deadline(60)
 TRAITS = {"cpu": "AMD EPYC", "num_cpu": "2", "ram": "24 GiB", "gpu": "none", "driver": "none"}
 TRAITS |= {"torch": "2.13.0", "python": "3.11"}
 TOLD = {
-    f"Clip[{size}]": landing.Told("clip_grad_norm_", "bench_clip.Clip.track_ratio_vs_torch", {"shapes": size})
+    f"Clip[{size}]": landing.Label(
+        "clip_grad_norm_", "bench_clip.Clip.track_ratio_vs_torch", {"shapes": size}
+    )
     for size in ("few", "many")
 }
 
@@ -62,7 +64,7 @@ def test_what_has_become_worse_comes_before_what_is_slower_and_machines_by_their
     ]
     intel, amd = landing.machines(points, TOLD)
     assert (intel.name, amd.name) == ("intel", "amd")
-    assert [case.told.case for case in amd.first] == ["few", "many"]
+    assert [case.label.case for case in amd.first] == ["few", "many"]
     assert amd.cases[0].change == "+80%"
     page = landing.page([intel, amd])
     assert (
@@ -83,10 +85,10 @@ def test_without_points_the_page_says_how_to_make_one() -> None:
 
 
 def test_each_headline_has_a_curve_that_asv_knows() -> None:
-    told = landing.headlines()
-    assert {"RatioUpdate[cpu]", "RatioImport[cpu]"} <= told.keys()
+    label = landing.headlines()
+    assert {"RatioUpdate[cpu]", "RatioImport[cpu]"} <= label.keys()
     known = asv_format.described(catalogue.load_all())
-    assert all(one.benchmark in known for one in told.values())
-    assert told["FsdpPeak[4]"].link("m") == (
+    assert all(one.benchmark in known for one in label.values())
+    assert label["FsdpPeak[4]"].link("m") == (
         "asv.html#bench_fsdp.FsdpPeak.track_bytes?machine=m&p-subject=%27impl%27&p-world_size=4"
     )

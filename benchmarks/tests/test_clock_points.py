@@ -206,7 +206,7 @@ def test_what_is_no_point_is_refused(
     file: Path, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(file, "machine", machine="../../up")
-    with pytest.raises(Unfit, match=r"names its machine '\.\./\.\./up'; wanted letters"):
+    with pytest.raises(Unfit, match=r"names its machine '\.\./\.\./up'; expected letters"):
         point.add(file, root=repository)
     file.write_text("{}")
     with pytest.raises(Unfit, match="is no point: it lacks host, machine, results, source"):

@@ -40,8 +40,10 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_history_takes_the_last_commits_that_touch_impl(ci_history: ModuleType, repository: Path) -> None:
-    told = [ci_history.subject_of(commit, repository) for commit in ci_history.commits_of_impl(2, repository)]
-    assert [line.split(" ", 1)[1] for line in told] == ["commit 4", "commit 2"]
+    reported = [
+        ci_history.subject_of(commit, repository) for commit in ci_history.commits_of_impl(2, repository)
+    ]
+    assert [line.split(" ", 1)[1] for line in reported] == ["commit 4", "commit 2"]
     assert len(ci_history.commits_of_impl(99, repository)) == 3
 
 
@@ -121,7 +123,7 @@ def test_a_commit_is_timed_with_its_own_library(
             assert len(list(tree.glob("impl/kernels/_native/_library.*"))) == built
 
 
-def test_a_commit_that_is_none_is_told(ci_history: ModuleType, repository: Path) -> None:
+def test_a_commit_that_is_none_is_reported(ci_history: ModuleType, repository: Path) -> None:
     assert ci_history.commit_named("main", repository) == git(repository, "rev-parse", "HEAD")
     with pytest.raises(ValueError, match="'nonsense' names no commit"):
         ci_history.commit_named("nonsense", repository)
@@ -204,17 +206,17 @@ def commits(tmp_path: Path) -> list[str]:
 def test_a_newest_point_older_than_ten_commits_of_impl_is_warned_of(
     freshness: ModuleType, commits: list[str], tmp_path: Path, position: int, behind: int | None
 ) -> None:
-    told = freshness.warnings([point(commits[position])], tmp_path)
-    wanted = f"is {behind} commits of impl old, more than 10: run ci/bench --history {behind}"
-    assert [wanted in line for line in told] == ([True] if behind else [])
+    reported = freshness.warnings([point(commits[position])], tmp_path)
+    expected = f"is {behind} commits of impl old, more than 10: run ci/bench --history {behind}"
+    assert [expected in line for line in reported] == ([True] if behind else [])
 
 
 def test_points_of_another_history_and_none_at_all_are_warned_of(
     freshness: ModuleType, commits: list[str], tmp_path: Path
 ) -> None:
     assert freshness.warnings([], tmp_path) == ["the clock has no points: ci/bench makes one"]
-    (told,) = freshness.warnings([point("a" * 40)], tmp_path)
-    assert "of no commit of this history" in told
+    (reported,) = freshness.warnings([point("a" * 40)], tmp_path)
+    assert "of no commit of this history" in reported
 
 
 def test_asv_pages_get_our_words_and_leave_the_first_place(

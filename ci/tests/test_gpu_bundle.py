@@ -122,8 +122,8 @@ def strictly_read(file: Path) -> Any:
 def test_the_bundle_is_complete_flat_and_small(tmp_path: Path) -> None:
     out = a_whole_run(tmp_path, PASSED).out
     files = list(out.iterdir())
-    wanted = {"report.json", "summary.md", "junit.xml", "log.txt"}
-    assert {file.name for file in files} == wanted | {"point.json"}
+    expected = {"report.json", "summary.md", "junit.xml", "log.txt"}
+    assert {file.name for file in files} == expected | {"point.json"}
     assert all(file.is_file() and re.fullmatch(r"[A-Za-z0-9._-]+", file.name) for file in files)
     assert len(files) <= 8
     assert sum(file.stat().st_size for file in files) < 1_000_000
@@ -264,8 +264,8 @@ def test_benchmarks_are_described_as_asv_describes_them(tmp_path: Path) -> None:
     assert ours.pop("version") == 2
     assert ours.keys() == theirs.keys()
     for name, described in ours.items():
-        told = {key: value for key, value in described.items() if key != "code"}
-        assert told == {key: theirs[name][key] for key in told}
+        reported = {key: value for key, value in described.items() if key != "code"}
+        assert reported == {key: theirs[name][key] for key in reported}
 
 
 # The command itself

@@ -126,16 +126,16 @@ def test_what_the_device_did_is_told_from_what_only_bears_a_name() -> None:
         event("Memcpy DtoH (Device -> Pageable)", 57, 58, DeviceType.CUDA),
         event("Memset (Device)", 58, 59, DeviceType.CUDA),
     ]
-    wanted = {"kernels": 2, "copies": 2, "synchronisations": 1, "reads": 0, "operators": 1}
-    assert launches.tally(events, cuda=True) == wanted
+    expected = {"kernels": 2, "copies": 2, "synchronisations": 1, "reads": 0, "operators": 1}
+    assert launches.tally(events, cuda=True) == expected
 
 
 @pytest.mark.parametrize(
-    ("where", "cores", "gpus", "wanted"),
+    ("where", "cores", "gpus", "expected"),
     [("cpu", 2, 0, 2), ("cuda", 16, 1, 8), ("cuda", 64, 1, 8), ("cuda", 64, 4, 32), ("cuda", 1, 1, 1)],
 )
-def test_workers_of_a_host(where: str, cores: int, gpus: int, wanted: int) -> None:
-    assert judging.workers(where, cores, gpus) == wanted
+def test_workers_of_a_host(where: str, cores: int, gpus: int, expected: int) -> None:
+    assert judging.workers(where, cores, gpus) == expected
 
 
 def probed(tmp_path: Path, outcomes: dict[str, str]) -> str:
@@ -215,7 +215,7 @@ def test_each_end_of_a_probe_has_its_word(
     monkeypatch.setattr(probe, "RankPool", Pool)
     found, says = probe.outcome_of(probe.Probe("all_reduce", "cpu", "gloo", 2))
     assert found == outcome
-    assert (str(fault) if fault else "wanted") in says
+    assert (str(fault) if fault else "expected") in says
 
 
 def test_several_gpus_are_probed_over_nccl_at_all_sizes() -> None:

@@ -189,12 +189,12 @@ def test_bad_arguments(subject: Library, reference: Library, call: str) -> None:
         torch.set_autocast_enabled("cpu", before["enabled"]["cpu"])
         return outcome
 
-    wanted, got = entered(reference), entered(subject)
-    if wanted.raised is not None and got.raised is not None and "set_autocast" in wanted.raised.text:
+    expected, actual = entered(reference), entered(subject)
+    if expected.raised is not None and actual.raised is not None and "set_autocast" in expected.raised.text:
         # Raised by the dispatcher's own functions, whose text names where they were called from.
-        assert issubclass(got.raised.kind, wanted.raised.kind)
+        assert issubclass(actual.raised.kind, expected.raised.kind)
     else:
-        assert_same_outcome(wanted, got)
+        assert_same_outcome(expected, actual)
 
 
 @clause("amp.autocast_mode.is_autocast_available.answers")

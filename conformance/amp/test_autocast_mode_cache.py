@@ -41,9 +41,9 @@ def casts_in(
 def test_casts_are_kept(
     subject: Library, reference: Library, device: str, cache_enabled: bool | None, leaf: bool
 ) -> None:
-    got = casts_in(subject, device, cache_enabled, leaf, uses=3, regions=2)
-    assert got == casts_in(reference, device, cache_enabled, leaf, uses=3, regions=2)
-    assert got == (2 if leaf and cache_enabled is not False else 10)
+    actual = casts_in(subject, device, cache_enabled, leaf, uses=3, regions=2)
+    assert actual == casts_in(reference, device, cache_enabled, leaf, uses=3, regions=2)
+    assert actual == (2 if leaf and cache_enabled is not False else 10)
 
 
 def played(library: Library, device: str, script: Script) -> Outcome:
@@ -71,7 +71,7 @@ def test_what_is_kept_of_which_tensors(
 def test_an_inner_region_of_another_dtype(deviation: DeviationJudge, device: str, script: Script) -> None:
     """The weight is cast for each region that has another dtype than the one before."""
     low, other = torch.bfloat16, torch.float16
-    wanted = [(1, low, 2.0, True), (1, other, 2.0, True), (1, low, 2.0, True)]
+    expected = [(1, low, 2.0, True), (1, other, 2.0, True), (1, low, 2.0, True)]
 
     def probe(library: Library) -> Outcome:
         return played(library, device, script)
@@ -79,7 +79,7 @@ def test_an_inner_region_of_another_dtype(deviation: DeviationJudge, device: str
     deviation.judge(
         probe,
         torch_does=lambda seen: seen.raised is not None and "same dtype" in seen.raised.text,
-        we_do=lambda seen: seen.value == wanted,
+        we_do=lambda seen: seen.value == expected,
     )
 
 
@@ -135,8 +135,8 @@ def test_steps_inside_a_region(deviation: DeviationJudge, device: str, optimizer
             former.sum().backward()
             stepper.step()
             used = x @ weight
-        wanted = x.bfloat16() @ weight.detach().bfloat16()
-        return [torch.equal(used, each) for each in (former, wanted)]
+        expected = x.bfloat16() @ weight.detach().bfloat16()
+        return [torch.equal(used, each) for each in (former, expected)]
 
     deviation.judge(probe, we_do=lambda seen: seen == [False, True])
 

@@ -113,15 +113,15 @@ def test_a_call_within_a_call_leaves_the_region_open(subject: Library, device: s
 @clause("amp.autocast_mode.autocast.decorator")
 @pytest.mark.parametrize("value", [None, 3, "f", torch.ones(2)], ids=repr)
 def test_decorating_what_cannot_be_called(subject: Library, reference: Library, value: Any) -> None:
-    wanted, got = (
+    expected, actual = (
         observe(lambda lib=lib: lib.amp.autocast("cpu")(value) and None) for lib in (reference, subject)
     )
-    if wanted.raised is None and got.raised is not None:
+    if expected.raised is None and actual.raised is not None:
         # torch 2.11 hands back a function that fails when it is called; later ones refuse at once, and so may we.
-        assert got.raised.kind is TypeError
-        assert got.raised.text.startswith("autocast()(func) requires a callable, but got")
+        assert actual.raised.kind is TypeError
+        assert actual.raised.text.startswith("autocast()(func) requires a callable, but got")
     else:
-        assert_same_outcome(wanted, got)
+        assert_same_outcome(expected, actual)
 
 
 @clause("amp.autocast_mode.autocast_decorator.wraps")

@@ -72,9 +72,9 @@ def test_backward_runs_in_forwards_state(
 
         return observe(both, watch=[a, b])
 
-    wanted = run(reference)
-    assert wanted.value[1]["backward"][0]["enabled"][device] is enabled
-    assert_same_outcome(wanted, run(subject))
+    expected = run(reference)
+    assert expected.value[1]["backward"][0]["enabled"][device] is enabled
+    assert_same_outcome(expected, run(subject))
 
 
 @clause("amp.autocast_mode.custom_fwd.casts_inputs")

@@ -48,9 +48,9 @@ def trace_of(library: Library, program: Region) -> Outcome:
 @clause("amp.autocast_mode.autocast.nesting_restores")
 @given(program=programs)
 def test_any_program_of_regions(subject: Library, reference: Library, program: Region) -> None:
-    wanted = trace_of(reference, program)
-    assert wanted.value[0] == wanted.value[-1], "the reference itself does not restore its state"
-    assert_same_outcome(wanted, trace_of(subject, program))
+    expected = trace_of(reference, program)
+    assert expected.value[0] == expected.value[-1], "the reference itself does not restore its state"
+    assert_same_outcome(expected, trace_of(subject, program))
 
 
 @clause("amp.autocast_mode.autocast.nesting_restores")

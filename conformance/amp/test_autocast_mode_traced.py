@@ -270,8 +270,10 @@ def test_jit_trace(subject: Library, reference: Library, device: str, dtype: tor
 @clause("amp.autocast_mode.autocast.jit_scripted")
 @pytest.mark.deviation("autocast.not_scripted")
 def test_jit_script(subject: Library, deviation: DeviationJudge) -> None:
-    def helps(said: str) -> bool:
-        return "torch.jit.script knows torch's own autocast class" in said and "torch.jit.trace" in said
+    def helps(reported: str) -> bool:
+        return (
+            "torch.jit.script knows torch's own autocast class" in reported and "torch.jit.trace" in reported
+        )
 
     def probe(library: Library) -> str:
         namespace: dict[str, Any] = {"__name__": __name__, "autocast": library.amp.autocast, "torch": torch}
@@ -291,7 +293,7 @@ def test_jit_script(subject: Library, deviation: DeviationJudge) -> None:
 
     deviation.judge(
         probe,
-        torch_does=lambda said: said == "scripted",
+        torch_does=lambda reported: reported == "scripted",
         # The compiler refuses every class but torch's; that the refusal helps is what `impl` promises beside.
-        we_do=lambda said: said != "scripted" and (subject.package != "impl" or helps(said)),
+        we_do=lambda reported: reported != "scripted" and (subject.package != "impl" or helps(reported)),
     )

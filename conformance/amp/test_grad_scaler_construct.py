@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.scaling import Rig, assert_same_story, entries
+from conformance.strategies.scaling import Harness, assert_same_scenario, entries
 
 ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "init_scale": st.sampled_from([1.0, 2.0**16, 3.0, 0.5, 1e-3, 8]),
@@ -29,13 +29,13 @@ ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
 def test_arguments_take_effect(
     subject: Library, reference: Library, device: str, given_: dict[str, Any]
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, **given_)
-        yield rig.did(rig.scaler.get_scale)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, **given_)
+        yield harness.did(harness.scaler.get_scale)
         for last in (None, None, None, None, None, None, math.inf, math.nan, None):
-            yield from rig.iteration(last)
+            yield from harness.iteration(last)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.constructor.arguments")
@@ -63,14 +63,14 @@ def test_intervals_that_count_nothing(
 ) -> None:
     """Whatever is no positive integer is kept as it is, too; what it does shows in the updates."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, init_scale=8.0, growth_interval=interval)
-        yield rig.did(rig.scaler.get_growth_interval)
-        yield from rig.iteration()
-        yield from rig.iteration()
-        yield from rig.iteration(math.inf)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, init_scale=8.0, growth_interval=interval)
+        yield harness.did(harness.scaler.get_growth_interval)
+        yield from harness.iteration()
+        yield from harness.iteration()
+        yield from harness.iteration(math.inf)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.constructor.bad_arguments")
@@ -127,15 +127,15 @@ def test_device_and_the_warning_without_cuda(
 
 @clause("amp.grad_scaler.constructor.device")
 def test_device_decides_where_a_new_scale_may_lie(subject: Library, reference: Library, device: str) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
+    def scenario(library: Library) -> Iterator[Outcome]:
         for where in (device, "xpu"):
-            rig = Rig(library, device)
-            rig.scaler = library.amp.GradScaler(device=where)
-            rig.used()
-            yield rig.did(rig.scaler.update, torch.tensor(4.0, device=device))
-            yield rig.did(rig.scaler.update, torch.tensor(4.0, device="meta"))
+            harness = Harness(library, device)
+            harness.scaler = library.amp.GradScaler(device=where)
+            harness.used()
+            yield harness.did(harness.scaler.update, torch.tensor(4.0, device=device))
+            yield harness.did(harness.scaler.update, torch.tensor(4.0, device="meta"))
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.enabled.off_does_nothing")
@@ -147,23 +147,23 @@ def test_switched_off(subject: Library, reference: Library, device: str, data: s
     )
     last = data.draw(st.sampled_from([None, math.inf, math.nan]))
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer="recording", enabled=False, init_scale=8.0)
-        yield rig.did(rig.scaler.is_enabled)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer="recording", enabled=False, init_scale=8.0)
+        yield harness.did(harness.scaler.is_enabled)
         for call in calls:
             if call == "backward":
-                yield rig.did(rig.backward, last)
+                yield harness.did(harness.backward, last)
             elif call == "unscale_":
-                yield rig.did(rig.scaler.unscale_, rig.optimizer)
+                yield harness.did(harness.scaler.unscale_, harness.optimizer)
             elif call == "step":
-                yield rig.did(rig.scaler.step, rig.optimizer, 1, two=2)
+                yield harness.did(harness.scaler.step, harness.optimizer, 1, two=2)
             elif call == "update":
-                yield rig.did(rig.scaler.update, 2.0)
+                yield harness.did(harness.scaler.update, 2.0)
             else:
-                yield rig.did(rig.scaler.load_state_dict, {"scale": 3.0})
-            yield rig.did(rig.scaler.get_scale)
+                yield harness.did(harness.scaler.load_state_dict, {"scale": 3.0})
+            yield harness.did(harness.scaler.get_scale)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.enabled.off_does_nothing")
@@ -187,21 +187,21 @@ def test_switched_off_hands_the_outputs_back(subject: Library, device: str) -> N
 
 @clause("amp.grad_scaler.enabled.off_does_nothing")
 def test_switched_off_takes_closures(subject: Library, reference: Library, device: str) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
+    def scenario(library: Library) -> Iterator[Outcome]:
         for give in ("by position", "by keyword"):
-            rig = Rig(library, device, optimizer="sgd", enabled=False)
+            harness = Harness(library, device, optimizer="sgd", enabled=False)
 
-            def closure(rig: Rig = rig) -> float:
-                rig.zero_grad()
-                rig.backward()
+            def closure(harness: Harness = harness) -> float:
+                harness.zero_grad()
+                harness.backward()
                 return 0.5
 
             if give == "by position":
-                yield rig.did(rig.scaler.step, rig.optimizer, closure)
+                yield harness.did(harness.scaler.step, harness.optimizer, closure)
             else:
-                yield rig.did(rig.scaler.step, rig.optimizer, closure=closure)
+                yield harness.did(harness.scaler.step, harness.optimizer, closure=closure)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.enabled.off_answers")

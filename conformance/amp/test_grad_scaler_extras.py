@@ -12,7 +12,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import AMP_AWARE, FOUR, PLAIN, Rig, pickled
+from conformance.strategies.scaling import AMP_AWARE, FOUR, PLAIN, Harness, pickled
 
 LACKING = "no such method"
 
@@ -25,33 +25,33 @@ def test_whether_the_step_was_taken(
     deviation: DeviationJudge, device: str, optimizer: str, unscale: bool
 ) -> None:
     """After step and still after update, for each of two optimizers; found_inf says the same on the device."""
-    fates = [None, math.inf, math.nan, None, None]
+    grad_outcomes = [None, math.inf, math.nan, None, None]
 
     def probe(library: Library) -> Any:
-        rig, other = Rig(library, device, FOUR, optimizer), Rig(library, device, FOUR)
-        other.scaler = rig.scaler
-        if not hasattr(rig.scaler, "step_was_taken") and not hasattr(rig.scaler, "found_inf"):
+        harness, other = Harness(library, device, FOUR, optimizer), Harness(library, device, FOUR)
+        other.scaler = harness.scaler
+        if not hasattr(harness.scaler, "step_was_taken") and not hasattr(harness.scaler, "found_inf"):
             return LACKING
         answers = []
-        for last in fates:
-            for each in (rig, other):
+        for last in grad_outcomes:
+            for each in (harness, other):
                 each.zero_grad()
-            rig.backward(last)
+            harness.backward(last)
             other.backward()
             if unscale:
-                rig.scaler.unscale_(rig.optimizer)
-            for each in (rig, other):
+                harness.scaler.unscale_(harness.optimizer)
+            for each in (harness, other):
                 each.scaler.step(each.optimizer)
-            before = rig.scaler.step_was_taken(rig.optimizer)
-            rig.scaler.update()
-            found = rig.scaler.found_inf(rig.optimizer)
-            assert rig.scaler.step_was_taken(other.optimizer) is True
+            before = harness.scaler.step_was_taken(harness.optimizer)
+            harness.scaler.update()
+            found = harness.scaler.found_inf(harness.optimizer)
+            assert harness.scaler.step_was_taken(other.optimizer) is True
             assert (found.shape, found.dtype, found.device.type) == ((), torch.float32, device)
-            answers.append((before, rig.scaler.step_was_taken(rig.optimizer), float(found)))
+            answers.append((before, harness.scaler.step_was_taken(harness.optimizer), float(found)))
         return answers
 
-    wanted = [(last is None, last is None, float(last is not None)) for last in fates]
-    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == wanted)
+    expected = [(last is None, last is None, float(last is not None)) for last in grad_outcomes]
+    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == expected)
 
 
 @clause("amp.grad_scaler.step.was_taken")
@@ -61,26 +61,26 @@ def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) 
     """Nobody knows, and that is an error; a scaler that is switched off skips nothing. A copy remembers no step."""
 
     def probe(library: Library) -> Any:
-        rig = Rig(library, device, enabled=enabled)
-        if not hasattr(rig.scaler, "step_was_taken"):
+        harness = Harness(library, device, enabled=enabled)
+        if not hasattr(harness.scaler, "step_was_taken"):
             return LACKING
-        scalers = [rig.scaler]
+        scalers = [harness.scaler]
         if enabled:
-            rig.backward()
-            rig.scaler.step(rig.optimizer)
-            rig.scaler.update()
-            scalers = [library.amp.GradScaler(device), pickled(rig.scaler)]
+            harness.backward()
+            harness.scaler.step(harness.optimizer)
+            harness.scaler.update()
+            scalers = [library.amp.GradScaler(device), pickled(harness.scaler)]
         answers = []
         for scaler in scalers:
             for question in (scaler.step_was_taken, scaler.found_inf):
                 try:
-                    answers.append(float(question(rig.optimizer)))
+                    answers.append(float(question(harness.optimizer)))
                 except RuntimeError:
                     answers.append("RuntimeError")
         return answers
 
-    wanted = ["RuntimeError"] * 4 if enabled else [1.0, 0.0]
-    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == wanted)
+    expected = ["RuntimeError"] * 4 if enabled else [1.0, 0.0]
+    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == expected)
 
 
 @clause("amp.grad_scaler.step.was_taken")
@@ -89,16 +89,18 @@ def test_a_refused_step_changes_no_answer(deviation: DeviationJudge, device: str
     """A step without any gradient is refused; what the last check found is told as before."""
 
     def probe(library: Library) -> Any:
-        rig = Rig(library, device, FOUR)
-        if not hasattr(rig.scaler, "found_inf"):
+        harness = Harness(library, device, FOUR)
+        if not hasattr(harness.scaler, "found_inf"):
             return LACKING
-        rig.backward(math.inf)
-        rig.scaler.step(rig.optimizer)
-        rig.scaler.update()
-        rig.optimizer.zero_grad(set_to_none=True)
+        harness.backward(math.inf)
+        harness.scaler.step(harness.optimizer)
+        harness.scaler.update()
+        harness.optimizer.zero_grad(set_to_none=True)
         with pytest.raises(AssertionError, match="No inf checks"):
-            rig.scaler.step(rig.optimizer)
-        return float(rig.scaler.found_inf(rig.optimizer)), rig.scaler.step_was_taken(rig.optimizer)
+            harness.scaler.step(harness.optimizer)
+        return float(harness.scaler.found_inf(harness.optimizer)), harness.scaler.step_was_taken(
+            harness.optimizer
+        )
 
     deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == (1.0, False))
 
@@ -119,15 +121,17 @@ def test_which_parameters_were_not_finite(
     )
 
     def probe(library: Library) -> Any:
-        rig = Rig(library, device, gradients).used()
-        if not hasattr(rig.scaler, "nonfinite_parameters"):
+        harness = Harness(library, device, gradients).used()
+        if not hasattr(harness.scaler, "nonfinite_parameters"):
             return LACKING
         if named:
-            layers = [(f"layer.{index}.weight", parameter) for index, parameter in enumerate(rig.parameters)]
+            layers = [
+                (f"layer.{index}.weight", parameter) for index, parameter in enumerate(harness.parameters)
+            ]
             groups = [{"params": layers[:1]}, {"params": layers[1:]}]
-            rig.optimizer = torch.optim.SGD(groups, lr=0.125)
-        (rig.scaler.unscale_ if unscale else rig.scaler.step)(rig.optimizer)
-        return rig.scaler.nonfinite_parameters(rig.optimizer)
+            harness.optimizer = torch.optim.SGD(groups, lr=0.125)
+        (harness.scaler.unscale_ if unscale else harness.scaler.step)(harness.optimizer)
+        return harness.scaler.nonfinite_parameters(harness.optimizer)
 
     def names_them(seen: Any) -> bool:
         if named:
@@ -145,14 +149,14 @@ def test_gradients_that_are_gone(deviation: DeviationJudge, device: str) -> None
     """Asked too late, after zero_grad, the answer is an error and not an empty list."""
 
     def probe(library: Library) -> Any:
-        rig = Rig(library, device)
-        if not hasattr(rig.scaler, "nonfinite_parameters"):
+        harness = Harness(library, device)
+        if not hasattr(harness.scaler, "nonfinite_parameters"):
             return LACKING
-        rig.backward(math.inf)
-        rig.scaler.step(rig.optimizer)
-        rig.zero_grad()
+        harness.backward(math.inf)
+        harness.scaler.step(harness.optimizer)
+        harness.zero_grad()
         try:
-            return rig.scaler.nonfinite_parameters(rig.optimizer)
+            return harness.scaler.nonfinite_parameters(harness.optimizer)
         except RuntimeError:
             return "RuntimeError"
 
@@ -163,12 +167,12 @@ def test_gradients_that_are_gone(deviation: DeviationJudge, device: str) -> None
 @pytest.mark.parametrize("how", ["overflows", "new_scale", "new_scale tensor", "load_state_dict"])
 def test_a_floor_of_ones_own(subject: Library, device: str, how: str) -> None:
     """min_scale holds however the scale would get below it."""
-    rig = Rig(subject, device).used()
-    rig.scaler = scaler = subject.amp.GradScaler(device, init_scale=8.0, min_scale=2.0)
+    harness = Harness(subject, device).used()
+    harness.scaler = scaler = subject.amp.GradScaler(device, init_scale=8.0, min_scale=2.0)
     for _ in range(4 if how == "overflows" else 1):
-        rig.zero_grad()
-        rig.backward(math.inf)
-        scaler.step(rig.optimizer)
+        harness.zero_grad()
+        harness.backward(math.inf)
+        scaler.step(harness.optimizer)
         if how.startswith("new_scale"):
             scaler.update(0.5 if how == "new_scale" else torch.tensor(0.5, device=device))
         else:
@@ -180,14 +184,16 @@ def test_a_floor_of_ones_own(subject: Library, device: str, how: str) -> None:
 
 @clause("amp.grad_scaler.update.min_scale")
 def test_an_error_where_one_was_asked_for(subject: Library, device: str) -> None:
-    rig = Rig(subject, device)
-    rig.scaler = scaler = subject.amp.GradScaler(device, init_scale=8.0, min_scale=2.0, error_if_stuck=True)
+    harness = Harness(subject, device)
+    harness.scaler = scaler = subject.amp.GradScaler(
+        device, init_scale=8.0, min_scale=2.0, error_if_stuck=True
+    )
 
     def skip(times: int) -> None:
         for _ in range(times):
-            rig.zero_grad()
-            rig.backward(math.nan)
-            scaler.step(rig.optimizer)
+            harness.zero_grad()
+            harness.backward(math.nan)
+            scaler.step(harness.optimizer)
             scaler.update()
 
     # Two overflows take the scale to its floor; three more with no way down are a pattern.

@@ -26,10 +26,10 @@ from conformance.strategies.fused_steps import (
     by_four,
     by_one,
     judge,
-    judge_as_told,
+    judge_as_reported,
 )
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import Rig
+from conformance.strategies.scaling import Harness
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -37,22 +37,22 @@ from conformance.strategies.scaling import Rig
 def test_a_parameter_that_is_cut_off(deviation: DeviationJudge, reference: Library, device: str) -> None:
     """By `.data`, at the same address: what it does not hold any more stays as it is."""
 
-    def told(library: Library, take: Take) -> list[Any]:
-        rig = Rig(
+    def reported(library: Library, take: Take) -> list[Any]:
+        harness = Harness(
             library, device, (Gradient((9,), seed=1), Gradient((4,), seed=2)), KINDS["sgd"], init_scale=8.0
         )
-        whole = rig.parameters[0].data
+        whole = harness.parameters[0].data
         for _ in range(2):
-            rig.zero_grad()
-            rig.backward()
-            take(rig, math.inf)
-        rig.parameters[0].grad = None
-        rig.parameters[0].data = whole[:3]
-        rig.parameters[0].grad = torch.full((3,), 8.0, device=device)
-        take(rig, math.inf)
+            harness.zero_grad()
+            harness.backward()
+            take(harness, math.inf)
+        harness.parameters[0].grad = None
+        harness.parameters[0].data = whole[:3]
+        harness.parameters[0].grad = torch.full((3,), 8.0, device=device)
+        take(harness, math.inf)
         return [whole.clone()]
 
-    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
+    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
 
 
 def negated(grad: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ def test_gradients_laid_out_otherwise_than_before(
     torch's are not laid out anew: its unscale_ takes no negated ones.
     """
 
-    def told(library: Library, take: Take, layout: str) -> list[Any]:
-        rig = Rig(
+    def reported(library: Library, take: Take, layout: str) -> list[Any]:
+        harness = Harness(
             library,
             device,
             (Gradient((9, 4), seed=1), Gradient((4,), seed=2), Gradient((3, 5), seed=3)),
@@ -118,20 +118,22 @@ def test_gradients_laid_out_otherwise_than_before(
         seen: list[Any] = []
 
         def lay() -> None:
-            for param in rig.parameters[::2]:
+            for param in harness.parameters[::2]:
                 assert param.grad is not None
                 param.grad.data = LAYOUTS[layout](param.grad.data)
 
         for iteration in range(4):
-            rig.zero_grad()
-            rig.backward()
-            with BEFORE_THE_STEP[by](rig.optimizer, lay) if iteration == 2 else nullcontext():
-                take(rig, 1.0)
-            seen += [param.detach().clone() for param in rig.parameters]
+            harness.zero_grad()
+            harness.backward()
+            with BEFORE_THE_STEP[by](harness.optimizer, lay) if iteration == 2 else nullcontext():
+                take(harness, 1.0)
+            seen += [param.detach().clone() for param in harness.parameters]
         return seen
 
-    judge_as_told(
-        deviation, told(reference, by_four, "elsewhere"), lambda library: told(library, by_one, layout)
+    judge_as_reported(
+        deviation,
+        reported(reference, by_four, "elsewhere"),
+        lambda library: reported(library, by_one, layout),
     )
 
 
@@ -144,27 +146,27 @@ def test_what_is_written_lies_elsewhere_than_before(
 ) -> None:
     """In the third step, by `.data`: the memory where it lay is not written."""
 
-    def told(library: Library, take: Take) -> list[Any]:
+    def reported(library: Library, take: Take) -> list[Any]:
         given = (Gradient((9, 4), seed=1), Gradient((4,), seed=2))
-        rig = Rig(library, device, given, lambda groups: AdamW(groups, lr=0.125), init_scale=8.0)
+        harness = Harness(library, device, given, lambda groups: AdamW(groups, lr=0.125), init_scale=8.0)
         moved: list[tuple[Tensor, Tensor]] = []
         seen: list[Any] = []
 
         def move() -> None:
-            for param in rig.parameters:
-                tensor = param if what == "parameter" else rig.optimizer.state[param][what]
+            for param in harness.parameters:
+                tensor = param if what == "parameter" else harness.optimizer.state[param][what]
                 moved.append((tensor.data, tensor.data.clone()))
                 tensor.data = tensor.data.clone()
 
         for iteration in range(4):
-            rig.zero_grad()
-            rig.backward()
-            with BEFORE_THE_STEP[by](rig.optimizer, move) if iteration == 2 else nullcontext():
-                take(rig, 1.0)
-            seen += [param.detach().clone() for param in rig.parameters]
+            harness.zero_grad()
+            harness.backward()
+            with BEFORE_THE_STEP[by](harness.optimizer, move) if iteration == 2 else nullcontext():
+                take(harness, 1.0)
+            seen += [param.detach().clone() for param in harness.parameters]
         return [*seen, *(torch.equal(old, copy) for old, copy in moved)]
 
-    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
+    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -174,12 +176,12 @@ def test_a_parameter_laid_out_otherwise_than_before(
 ) -> None:
     """By `.data`, while gradients and states stay as they lay."""
 
-    def told(library: Library, take: Take) -> list[Any]:
-        rig = Rig(library, device, (Gradient((4, 4), seed=1),), KINDS["sgd"], init_scale=8.0)
-        [param] = rig.parameters
+    def reported(library: Library, take: Take) -> list[Any]:
+        harness = Harness(library, device, (Gradient((4, 4), seed=1),), KINDS["sgd"], init_scale=8.0)
+        [param] = harness.parameters
         seen: list[Any] = []
         for iteration in range(4):
-            rig.scaler.scale(torch.zeros((), device=device))
+            harness.scaler.scale(torch.zeros((), device=device))
             if iteration == 0:
                 param.grad = torch.empty_like(param)
             if iteration == 2:
@@ -188,11 +190,11 @@ def test_a_parameter_laid_out_otherwise_than_before(
             param.grad.copy_(torch.arange(16.0, device=device).view(4, 4))
             if library is reference:  # whose fused operators take them in the order of memory
                 param.grad.data = torch.empty_like(param).copy_(param.grad)
-            take(rig, math.inf)
+            take(harness, math.inf)
             seen.append(param.detach().clone())
         return seen
 
-    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
+    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
 
 
 STATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -220,25 +222,27 @@ def test_a_state_of_another_form_than_before(
 ) -> None:
     """By `.data`, in the third step: it is the same tensor object. Where torch's step refuses it, ours does."""
 
-    def told(library: Library, take: Take) -> list[Outcome]:
+    def reported(library: Library, take: Take) -> list[Outcome]:
         given = (Gradient((4, 4), seed=1), Gradient((3,), seed=2))
-        rig = Rig(library, device, given, STATEFUL[kind], init_scale=8.0)
+        harness = Harness(library, device, given, STATEFUL[kind], init_scale=8.0)
         seen: list[Outcome] = []
         for iteration in range(4):
-            rig.zero_grad()
-            rig.backward()
+            harness.zero_grad()
+            harness.backward()
             if iteration == 2:
-                for state in rig.optimizer.state[rig.parameters[0]].values():
+                for state in harness.optimizer.state[harness.parameters[0]].values():
                     if state.dim():
                         state.data = STATES[form](state.data)
-            outcome = observe(take, rig, 1.0)
+            outcome = observe(take, harness, 1.0)
             if outcome.raised is not None:
                 return [*seen, outcome]
-            seen.append(observe(lambda: [param.detach().clone() for param in rig.parameters]))
+            seen.append(observe(lambda: [param.detach().clone() for param in harness.parameters]))
         return seen
 
-    wanted = told(reference, by_four)
-    judge(deviation, lambda library: told(library, by_one), lambda seen: assert_same_states(wanted, seen))
+    expected = reported(reference, by_four)
+    judge(
+        deviation, lambda library: reported(library, by_one), lambda seen: assert_same_states(expected, seen)
+    )
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -248,21 +252,21 @@ def test_a_parameter_swapped_for_one_without_memory(
 ) -> None:
     """After two steps with both; its address cannot be asked, and it has no gradient any more."""
 
-    def told(library: Library, take: Take) -> list[Any]:
-        rig = Rig(
+    def reported(library: Library, take: Take) -> list[Any]:
+        harness = Harness(
             library, device, (Gradient((8,), seed=1), Gradient((4,), seed=2)), KINDS["sgd"], init_scale=8.0
         )
-        kept, swapped = rig.parameters
+        kept, swapped = harness.parameters
         for iteration in range(4):
-            rig.zero_grad()
-            rig.backward()
+            harness.zero_grad()
+            harness.backward()
             if iteration == 3:
                 swapped.grad = None
                 torch.utils.swap_tensors(swapped, Parameter(torch.ones(4, device=device).to_sparse()))
-            take(rig, 1.0)
+            take(harness, 1.0)
         return [kept.detach().clone()]
 
-    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
+    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -272,9 +276,9 @@ def test_a_step_counter_that_two_groups_share(
 ) -> None:
     """It counts the steps of both."""
 
-    def told(library: Library, take: Take) -> list[Any]:
+    def reported(library: Library, take: Take) -> list[Any]:
         given = tuple(Gradient((size,), seed=size) for size in (3, 4, 5, 6))
-        rig = Rig(
+        harness = Harness(
             library,
             device,
             given,
@@ -283,17 +287,17 @@ def test_a_step_counter_that_two_groups_share(
         )
         seen: list[Any] = []
         for iteration in range(5):
-            rig.zero_grad()
-            rig.backward()
-            take(rig, 1.0)
-            states = [rig.optimizer.state[param] for param in rig.parameters]
+            harness.zero_grad()
+            harness.backward()
+            take(harness, 1.0)
+            states = [harness.optimizer.state[param] for param in harness.parameters]
             if iteration == 0:
                 states[2]["step"] = states[0]["step"]
             seen += [state["step"].clone() for state in states]
-            seen += [param.detach().clone() for param in rig.parameters]
+            seen += [param.detach().clone() for param in harness.parameters]
         return seen
 
-    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
+    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
 
 
 def in_two(given: Any) -> list[dict[str, Any]]:

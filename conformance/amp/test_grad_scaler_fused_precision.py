@@ -17,15 +17,15 @@ from conformance.strategies.fused_steps import (
     FUSED,
     KINDS,
     ROW,
-    Story,
-    assert_same_stories,
+    Iterations,
+    assert_same_iterations,
     by_four,
     clipped,
     judge,
     norms_in,
 )
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import Rig
+from conformance.strategies.scaling import Harness
 
 
 @clause("amp.grad_scaler.fused_step.low_precision_params")
@@ -43,7 +43,7 @@ def test_copies_in_lower_precision(
 ) -> None:
     """What loops around the step do: widen the gradients of the copies, step, and round the parameters to them."""
 
-    def told(library: Library, norms: list[torch.Tensor | None] | None) -> Story:
+    def reported(library: Library, norms: list[torch.Tensor | None] | None) -> Iterations:
         """By four calls and loops, which clip by these norms; by one without them."""
         copies = [
             torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
@@ -80,8 +80,8 @@ def test_copies_in_lower_precision(
 
     judge(
         deviation,
-        lambda library: told(library, None),
-        lambda seen: assert_same_stories(told(reference, norms_in(seen)), seen),
+        lambda library: reported(library, None),
+        lambda seen: assert_same_iterations(reported(reference, norms_in(seen)), seen),
     )
 
 
@@ -99,35 +99,38 @@ def test_parameters_of_every_dtype(
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     shapes = ((5, 1.0), (16_500, 0.1))
 
-    def told(library: Library, fused: bool) -> list[Outcome]:
+    def reported(library: Library, fused: bool) -> list[Outcome]:
         gradients = tuple(
             Gradient((numel,), dtype if fused else wide, seed=seed, scale=scale)
             for seed, (numel, scale) in enumerate(shapes, 1)
         )
-        rig = Rig(library, device, gradients, KINDS[kind], init_scale=8.0)
+        harness = Harness(library, device, gradients, KINDS[kind], init_scale=8.0)
         seen = []
         for last in (None, math.nan, None):
-            rig.zero_grad()
-            rig.backward(last)
+            harness.zero_grad()
+            harness.backward(last)
             if fused:
-                rig.scaler.fused_step(rig.optimizer)
+                harness.scaler.fused_step(harness.optimizer)
             else:
-                for parameter in rig.parameters:
+                for parameter in harness.parameters:
                     parameter.grad.copy_(parameter.grad.to(dtype))
-                by_four(rig, math.inf)
+                by_four(harness, math.inf)
                 stored = [
-                    t for state in rig.optimizer.state.values() for name, t in state.items() if name != "step"
+                    t
+                    for state in harness.optimizer.state.values()
+                    for name, t in state.items()
+                    if name != "step"
                 ]
-                for tensor in (*rig.parameters, *stored):
+                for tensor in (*harness.parameters, *stored):
                     tensor.data.copy_(tensor.to(dtype))
-            seen.append(observe(lambda: [parameter.detach().double() for parameter in rig.parameters]))
+            seen.append(observe(lambda: [parameter.detach().double() for parameter in harness.parameters]))
         return seen
 
     def compare(seen: list[Outcome]) -> None:
-        for step, (state, ours) in enumerate(zip(told(reference, False), seen, strict=True), 1):
+        for step, (state, ours) in enumerate(zip(reported(reference, False), seen, strict=True), 1):
             assert_same_outcome(state, ours, stored_updates(step, dtype))
 
-    judge(deviation, lambda library: told(library, True), compare)
+    judge(deviation, lambda library: reported(library, True), compare)
 
 
 @clause("amp.grad_scaler.fused_step.low_precision")

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.strategies.fused_steps import ROW, SOME, Take, by_four, by_one, judge_as_told
-from conformance.strategies.scaling import Rig
+from conformance.strategies.fused_steps import ROW, SOME, Take, by_four, by_one, judge_as_reported
+from conformance.strategies.scaling import Harness
 
 
 class HostKnowsNothing(TorchDispatchMode):
@@ -121,30 +121,30 @@ def test_what_an_optimizer_keeps_is_put_back(
 ) -> None:
     """Of parameters that are given their gradients, as masters of copies are, too."""
 
-    def told(library: Library, take: Take) -> list[Any]:
-        rig = Rig(library, device, SOME, make, init_scale=8.0)
+    def reported(library: Library, take: Take) -> list[Any]:
+        harness = Harness(library, device, SOME, make, init_scale=8.0)
         seen: list[Any] = []
         for last in (None, math.inf, None, math.nan, math.inf, None):
-            rig.zero_grad()
-            rig.backward(last)
-            for param in rig.parameters:
+            harness.zero_grad()
+            harness.backward(last)
+            for param in harness.parameters:
                 param.requires_grad_(require_grad or param.grad is None)
             with HostKnowsNothing() if take is by_one else contextlib.nullcontext():
-                take(rig, math.inf)
-            for param in rig.parameters:
+                take(harness, math.inf)
+            for param in harness.parameters:
                 param.requires_grad_(True)
-            states = [rig.optimizer.state.get(param, {}) for param in rig.parameters]
-            groups = [{**group, "params": len(group["params"])} for group in rig.optimizer.param_groups]
-            own = {key: vars(rig.optimizer).get(key) for key in ("momentum", "count")}
+            states = [harness.optimizer.state.get(param, {}) for param in harness.parameters]
+            groups = [{**group, "params": len(group["params"])} for group in harness.optimizer.param_groups]
+            own = {key: vars(harness.optimizer).get(key) for key in ("momentum", "count")}
             seen += [
-                [param.detach().clone() for param in rig.parameters],
+                [param.detach().clone() for param in harness.parameters],
                 copied(states),
                 copied(groups),
                 copied(own),
             ]
         return seen
 
-    judge_as_told(deviation, told(reference, by_four), lambda library: told(library, by_one))
+    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
 
 
 def copied(kept: Any) -> Any:

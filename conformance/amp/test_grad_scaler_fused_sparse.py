@@ -15,7 +15,7 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome, observe
 from conformance.judge.tolerances import norm_of
-from conformance.strategies.fused_steps import ROW, Story, assert_same_states, judge
+from conformance.strategies.fused_steps import ROW, Iterations, assert_same_states, judge
 
 _SCALE = 8.0
 _KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -42,11 +42,13 @@ def by_four(scaler: Any, optimizer: Optimizer, max_norm: float, norm_type: float
     return norm
 
 
-def told(library: Library, device: str, take: Take, kind: str, max_norm: float, norm_type: float) -> Story:
+def reported(
+    library: Library, device: str, take: Take, kind: str, max_norm: float, norm_type: float
+) -> Iterations:
     """Of each iteration the norm, and all that lasts; the second one finds inf."""
     params = [torch.nn.Parameter(torch.ones(6, 2, device=device)) for _ in range(2)]
     optimizer, scaler = _KINDS[kind](params), library.amp.GradScaler(device, init_scale=_SCALE)
-    seen: Story = []
+    seen: Iterations = []
     for number, last in enumerate((3.0, math.inf, 5.0)):
         scaler.scale(torch.ones((), device=device))
         values = torch.tensor([[1.0, -2.0], [0.5, 4.0], [2.0, last]], device=device) * _SCALE
@@ -76,11 +78,11 @@ def _checked_tensors() -> Generator[None]:
 def test_sparse_gradients(
     deviation: DeviationJudge, reference: Library, device: str, kind: str, max_norm: float, norm_type: float
 ) -> None:
-    wanted = told(reference, device, by_four, kind, max_norm, norm_type)
+    expected = reported(reference, device, by_four, kind, max_norm, norm_type)
 
-    def compare(seen: Story) -> None:
-        for (norm, _), (our_norm, _) in zip(wanted, seen, strict=True):
+    def compare(seen: Iterations) -> None:
+        for (norm, _), (our_norm, _) in zip(expected, seen, strict=True):
             assert_same_outcome(norm, our_norm, norm_of(24, 2, norm_type))
-        assert_same_states([after for _, after in wanted], [after for _, after in seen])
+        assert_same_states([after for _, after in expected], [after for _, after in seen])
 
-    judge(deviation, lambda library: told(library, device, by_one, kind, max_norm, norm_type), compare)
+    judge(deviation, lambda library: reported(library, device, by_one, kind, max_norm, norm_type), compare)

@@ -25,24 +25,24 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.fused_steps import (
-    FATES,
     FUSED,
+    GRAD_OUTCOMES,
     KINDS,
     ROW,
     SOME,
-    Story,
+    Iterations,
     Take,
+    assert_same_iterations,
     assert_same_states,
-    assert_same_stories,
     by_four,
     by_four_with,
     by_one,
+    iterations,
     judge,
     norms_in,
     state_of,
-    story,
 )
-from conformance.strategies.scaling import Rig
+from conformance.strategies.scaling import Harness
 
 
 def assert_judged_by_four(
@@ -51,17 +51,17 @@ def assert_judged_by_four(
     device: str,
     take: Take,
     kind: str,
-    fates: list[float | None],
-    *wanted: float,
+    grad_outcomes: list[float | None],
+    *expected: float,
 ) -> None:
     """torch's calls clip by the norms that were returned, and these are judged by torch's."""
     judge(
         deviation,
-        lambda library: list(story(library, device, take, kind, fates, *wanted)),
-        lambda seen: assert_same_stories(
-            list(story(reference, device, by_four_with(norms_in(seen)), kind, fates, *wanted)),
+        lambda library: list(iterations(library, device, take, kind, grad_outcomes, *expected)),
+        lambda seen: assert_same_iterations(
+            list(iterations(reference, device, by_four_with(norms_in(seen)), kind, grad_outcomes, *expected)),
             seen,
-            *wanted[1:],
+            *expected[1:],
         ),
     )
 
@@ -71,16 +71,16 @@ def assert_judged_by_four(
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 @share_of_examples(0.4)
-@given(fates=FATES)
+@given(grad_outcomes=GRAD_OUTCOMES)
 def test_iterations(
     deviation: DeviationJudge,
     reference: Library,
     device: str,
     kind: str,
     max_norm: float,
-    fates: list[float | None],
+    grad_outcomes: list[float | None],
 ) -> None:
-    assert_judged_by_four(deviation, reference, device, by_one, kind, fates, max_norm)
+    assert_judged_by_four(deviation, reference, device, by_one, kind, grad_outcomes, max_norm)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -90,8 +90,8 @@ def test_iterations(
 def test_norms_of_every_order(
     deviation: DeviationJudge, reference: Library, device: str, kind: str, norm_type: float
 ) -> None:
-    fates = [None, math.nan, None]
-    assert_judged_by_four(deviation, reference, device, by_one, kind, fates, 0.5, norm_type)
+    grad_outcomes = [None, math.nan, None]
+    assert_judged_by_four(deviation, reference, device, by_one, kind, grad_outcomes, 0.5, norm_type)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -106,12 +106,12 @@ def test_inside_torch_compile(deviation: DeviationJudge, reference: Library, dev
         torch._dynamo.reset()
 
 
-def by_a_compiled_step(rig: Rig, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    if "step" not in vars(rig.optimizer):
-        rig.optimizer.step = torch.compile(rig.optimizer.step, backend="eager")
+def by_a_compiled_step(harness: Harness, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    if "step" not in vars(harness.optimizer):
+        harness.optimizer.step = torch.compile(harness.optimizer.step, backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Dynamo itself warns of while it compiles
-        return by_one(rig, max_norm, norm_type)
+        return by_one(harness, max_norm, norm_type)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -122,8 +122,8 @@ def test_of_an_optimizer_whose_step_is_compiled(
 ) -> None:
     torch._dynamo.reset()
     try:
-        fates = [None, None, math.inf, None]
-        assert_judged_by_four(deviation, reference, device, by_a_compiled_step, kind, fates, 0.5)
+        grad_outcomes = [None, None, math.inf, None]
+        assert_judged_by_four(deviation, reference, device, by_a_compiled_step, kind, grad_outcomes, 0.5)
     finally:
         torch._dynamo.reset()
 
@@ -136,12 +136,12 @@ def test_gradients_stay_as_they_are(
     deviation: DeviationJudge, device: str, kind: str, last: float | None
 ) -> None:
     def probe(library: Library) -> Any:
-        rig = Rig(library, device, SOME, KINDS[kind], init_scale=8.0)
-        rig.zero_grad()
-        rig.backward(last)
-        having = [p for p in rig.parameters if p.grad is not None]
+        harness = Harness(library, device, SOME, KINDS[kind], init_scale=8.0)
+        harness.zero_grad()
+        harness.backward(last)
+        having = [p for p in harness.parameters if p.grad is not None]
         before = [(p.grad, p.grad.clone()) for p in having]
-        by_one(rig, 0.5)
+        by_one(harness, 0.5)
         return [p.grad is grad and torch.equal(grad.nan_to_num(), kept.nan_to_num())
                 for p, (grad, kept) in zip(having, before, strict=True)]  # fmt: skip
 
@@ -161,59 +161,62 @@ def test_after_unscaling(
 ) -> None:
     """Gradients that the user has unscaled, and changed, are taken as they are; what was found then decides."""
 
-    def told(library: Library, fused: bool) -> list[Outcome]:
-        rig = Rig(library, device, SOME, KINDS[kind], init_scale=8.0)
+    def reported(library: Library, fused: bool) -> list[Outcome]:
+        harness = Harness(library, device, SOME, KINDS[kind], init_scale=8.0)
         seen = []
-        for fate in (None, last):
-            rig.zero_grad()
-            rig.backward(fate)
-            rig.scaler.unscale_(rig.optimizer)
-            for parameter in rig.parameters:
+        for grad_outcome in (None, last):
+            harness.zero_grad()
+            harness.backward(grad_outcome)
+            harness.scaler.unscale_(harness.optimizer)
+            for parameter in harness.parameters:
                 if parameter.grad is not None:
                     parameter.grad.clamp_(-0.5, 0.5)
             if fused:
-                rig.scaler.fused_step(rig.optimizer)
+                harness.scaler.fused_step(harness.optimizer)
             else:
-                rig.scaler.step(rig.optimizer)
-                rig.scaler.update()
-            seen.append(state_of(rig))
+                harness.scaler.step(harness.optimizer)
+                harness.scaler.update()
+            seen.append(state_of(harness))
         return seen
 
-    wanted = told(reference, False)
-    judge(deviation, lambda library: told(library, True), lambda seen: assert_same_states(wanted, seen))
+    expected = reported(reference, False)
+    judge(deviation, lambda library: reported(library, True), lambda seen: assert_same_states(expected, seen))
 
 
 @clause("amp.grad_scaler.fused_step.several_optimizers")
 @ROW
 @given(
-    fates=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=5),
+    grad_outcomes=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=5),
     kinds=st.tuples(*[st.sampled_from(["adam", "sgd", "adagrad", "rmsprop"])] * 2),
 )
 def test_several_optimizers(
-    deviation: DeviationJudge, reference: Library, device: str, fates: Any, kinds: tuple[str, str]
+    deviation: DeviationJudge, reference: Library, device: str, grad_outcomes: Any, kinds: tuple[str, str]
 ) -> None:
     """The scale moves once an iteration, by what any found, whichever of them takes the fused step."""
 
-    def told(library: Library, fused: bool) -> list[Outcome]:
-        rigs = [
-            Rig(library, device, SOME[-2:], KINDS[kind], init_scale=8.0, growth_interval=2) for kind in kinds
+    def reported(library: Library, fused: bool) -> list[Outcome]:
+        harnesses = [
+            Harness(library, device, SOME[-2:], KINDS[kind], init_scale=8.0, growth_interval=2)
+            for kind in kinds
         ]
-        rigs[1].scaler = rigs[0].scaler
+        harnesses[1].scaler = harnesses[0].scaler
         seen = []
-        for first_bad, second_bad, second_plain in fates:
-            for rig, bad, plain in zip(rigs, (first_bad, second_bad), (False, second_plain), strict=True):
-                rig.zero_grad()
-                rig.backward(math.inf if bad else None)
+        for first_bad, second_bad, second_plain in grad_outcomes:
+            for harness, bad, plain in zip(
+                harnesses, (first_bad, second_bad), (False, second_plain), strict=True
+            ):
+                harness.zero_grad()
+                harness.backward(math.inf if bad else None)
                 if fused and not plain:
-                    rig.scaler.fused_step(rig.optimizer, update=False)
+                    harness.scaler.fused_step(harness.optimizer, update=False)
                 else:
-                    rig.scaler.step(rig.optimizer)
-            rigs[0].scaler.update()
-            seen += [state_of(rig) for rig in rigs]
+                    harness.scaler.step(harness.optimizer)
+            harnesses[0].scaler.update()
+            seen += [state_of(harness) for harness in harnesses]
         return seen
 
-    wanted = told(reference, False)
-    judge(deviation, lambda library: told(library, True), lambda seen: assert_same_states(wanted, seen))
+    expected = reported(reference, False)
+    judge(deviation, lambda library: reported(library, True), lambda seen: assert_same_states(expected, seen))
 
 
 @clause("amp.grad_scaler.fused_step.in_order")
@@ -222,37 +225,37 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
     """Twice without update, before any scale, and without any gradient: refused as step refuses."""
 
     def probe(library: Library) -> Any:
-        rig = Rig(library, device, SOME, KINDS["adamw"])
-        early = observe(rig.scaler.fused_step, rig.optimizer).raised
-        rig.used().zero_grad()
+        harness = Harness(library, device, SOME, KINDS["adamw"])
+        early = observe(harness.scaler.fused_step, harness.optimizer).raised
+        harness.used().zero_grad()
         others = [
             observe(ask, other).raised
-            for ask in (rig.scaler.fused_step, rig.scaler.nonfinite_parameters)
+            for ask in (harness.scaler.fused_step, harness.scaler.nonfinite_parameters)
             for other in (torch.nn.Linear(1, 1), SGD)
         ]
-        without = observe(rig.scaler.fused_step, rig.optimizer).raised
-        rig.backward()
-        rig.scaler.fused_step(rig.optimizer, update=False)
-        twice = observe(rig.scaler.fused_step, rig.optimizer).raised
-        weights = [parameter.detach().clone() for parameter in rig.parameters]
+        without = observe(harness.scaler.fused_step, harness.optimizer).raised
+        harness.backward()
+        harness.scaler.fused_step(harness.optimizer, update=False)
+        twice = observe(harness.scaler.fused_step, harness.optimizer).raised
+        weights = [parameter.detach().clone() for parameter in harness.parameters]
         ruinous = [
-            observe(rig.scaler.fused_step, rig.optimizer, **arguments).raised
+            observe(harness.scaler.fused_step, harness.optimizer, **arguments).raised
             for arguments in (
                 {"max_norm": math.nan},
                 {"norm_type": math.nan},
                 {"low_precision_params": [torch.ones(1)]},
             )
         ]
-        rig.scaler.update()
+        harness.scaler.update()
         ruinous.append(
-            observe(rig.scaler.fused_step, rig.optimizer, low_precision_params=[torch.ones(1)]).raised
+            observe(harness.scaler.fused_step, harness.optimizer, low_precision_params=[torch.ones(1)]).raised
         )
-        kept = all(map(torch.equal, weights, rig.parameters))
+        kept = all(map(torch.equal, weights, harness.parameters))
         return [raised and raised.text for raised in (early, *others, without, twice, *ruinous)], kept
 
     def compare(seen: Any) -> None:
         texts, kept = seen
-        wanted = [
+        expected = [
             "Attempted fused_step but _scale is None",
             *["wanted an optimizer, which has param_groups, got Linear", "got the class SGD"] * 2,
             "No inf checks were recorded for this optimizer",
@@ -262,7 +265,7 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
             "step() has already been called since the last update()",
             "low_precision_params are 1 tensors",
         ]
-        found = [text and expected in text for text, expected in zip(texts, wanted, strict=True)]
+        found = [text and words in text for text, words in zip(texts, expected, strict=True)]
         assert found == [True] * 11
         assert kept
 
@@ -278,34 +281,34 @@ def test_a_step_that_was_replaced(
 ) -> None:
     """What stands in its place is called once a step, with gradients unscaled and clipped, as `step` calls it."""
 
-    def told(library: Library, take: Take) -> list[Any]:
-        rig = Rig(library, device, SOME, lambda groups: AdamW(groups, lr=0.125, foreach=True))
+    def reported(library: Library, take: Take) -> list[Any]:
+        harness = Harness(library, device, SOME, lambda groups: AdamW(groups, lr=0.125, foreach=True))
         plain, seen = AdamW.step, []
 
         def replaced(self: Optimizer) -> None:
-            params = [param for param in rig.parameters if param.grad is not None]
+            params = [param for param in harness.parameters if param.grad is not None]
             seen.append([param.grad.clone() for param in params if param.grad is not None])
             if comes_to_it:
                 for param in params:
                     param.data = param.data.clone()
                 plain(self)
 
-        place = AdamW if on == "its class" else rig.optimizer
+        place = AdamW if on == "its class" else harness.optimizer
         with mock.patch.object(
-            place, "step", replaced if place is AdamW else lambda: replaced(rig.optimizer)
+            place, "step", replaced if place is AdamW else lambda: replaced(harness.optimizer)
         ):
             for last in (None, None, math.inf, None):
-                rig.zero_grad()
-                rig.backward(last)
-                take(rig, 0.5)
-                seen.append([param.detach().clone() for param in rig.parameters])
+                harness.zero_grad()
+                harness.backward(last)
+                take(harness, 0.5)
+                seen.append([param.detach().clone() for param in harness.parameters])
         return seen
 
-    wanted = observe(told, reference, by_four)
+    expected = observe(reported, reference, by_four)
     judge(
         deviation,
-        lambda library: observe(told, library, by_one),
-        lambda seen: assert_same_states([wanted], [seen]),
+        lambda library: observe(reported, library, by_one),
+        lambda seen: assert_same_states([expected], [seen]),
     )
 
 
@@ -314,23 +317,26 @@ def test_a_step_that_was_replaced(
 def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, reference: Library, device: str) -> None:
     """As states of old have them: refused as torch's own step refuses them."""
 
-    def told(library: Library, take: Take) -> list[Any]:
-        rig = Rig(library, device, SOME, KINDS["adamw"])
-        rig.backward()
-        rig.optimizer.step()
-        for state in rig.optimizer.state.values():
+    def reported(library: Library, take: Take) -> list[Any]:
+        harness = Harness(library, device, SOME, KINDS["adamw"])
+        harness.backward()
+        harness.optimizer.step()
+        for state in harness.optimizer.state.values():
             state["step"] = state["step"].item()
-        rig.zero_grad()
-        rig.backward()
-        return [observe(take, rig, math.inf).raised, [parameter.tolist() for parameter in rig.parameters]]
+        harness.zero_grad()
+        harness.backward()
+        return [
+            observe(take, harness, math.inf).raised,
+            [parameter.tolist() for parameter in harness.parameters],
+        ]
 
-    wanted = told(reference, by_four)
+    expected = reported(reference, by_four)
 
     def compare(seen: list[Any]) -> None:
-        assert seen == wanted
-        assert wanted[0] is not None
+        assert seen == expected
+        assert expected[0] is not None
 
-    judge(deviation, lambda library: told(library, by_one), compare)
+    judge(deviation, lambda library: reported(library, by_one), compare)
 
 
 @clause("amp.grad_scaler.fused_step.seen_as_a_step")
@@ -343,19 +349,19 @@ def test_hooks_schedulers_and_answers(
     """A step that is taken is one for hooks and schedulers, one that is skipped is none; both can be asked about."""
 
     def probe(library: Library) -> Any:
-        rig = Rig(library, device, SOME, KINDS[kind])
+        harness = Harness(library, device, SOME, KINDS[kind])
         called: list[str] = []
-        rig.optimizer.register_step_pre_hook(lambda *_: called.append("before"))
-        rig.optimizer.register_step_post_hook(lambda *_: called.append("after"))
-        scheduler = StepLR(rig.optimizer, 1)
-        rig.zero_grad()
-        rig.backward(last)
-        rig.scaler.fused_step(rig.optimizer)
+        harness.optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+        harness.optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        scheduler = StepLR(harness.optimizer, 1)
+        harness.zero_grad()
+        harness.backward(last)
+        harness.scaler.fused_step(harness.optimizer)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             scheduler.step()
-        names = rig.scaler.nonfinite_parameters(rig.optimizer)
-        return called, len(caught), rig.scaler.step_was_taken(rig.optimizer), len(names)
+        names = harness.scaler.nonfinite_parameters(harness.optimizer)
+        return called, len(caught), harness.scaler.step_was_taken(harness.optimizer), len(names)
 
     # Where the device decides, a fused optimizer is called for a step that it skips, as by torch's scaler.
     skipped = (
@@ -377,19 +383,19 @@ def test_switched_off(
 ) -> None:
     """Clipping and the step, whatever the gradients hold."""
 
-    def told(library: Library, take: Take) -> Story:
-        rig = Rig(library, device, SOME, KINDS[kind], enabled=False)
-        seen: Story = []
+    def reported(library: Library, take: Take) -> Iterations:
+        harness = Harness(library, device, SOME, KINDS[kind], enabled=False)
+        seen: Iterations = []
         for times in (1.0, 2.0):
-            rig.zero_grad()
-            rig.backward(times=times)
-            seen.append((observe(take, rig, max_norm), state_of(rig)))
+            harness.zero_grad()
+            harness.backward(times=times)
+            seen.append((observe(take, harness, max_norm), state_of(harness)))
         return seen
 
     judge(
         deviation,
-        lambda library: told(library, by_one),
-        lambda seen: assert_same_stories(told(reference, by_four_with(norms_in(seen))), seen),
+        lambda library: reported(library, by_one),
+        lambda seen: assert_same_iterations(reported(reference, by_four_with(norms_in(seen))), seen),
     )
 
 
@@ -401,20 +407,26 @@ def test_momentum_that_begins_with_a_skipped_step(
 ) -> None:
     """Judged by torch's unfused momentum, whose products are exact: the fused one then holds what lay in its memory."""
 
-    def told(library: Library, take: Take) -> Story:
-        rig = Rig(
+    def reported(library: Library, take: Take) -> Iterations:
+        harness = Harness(
             library, device, SOME, lambda groups: SGD(groups, lr=0.125, momentum=0.5, dampening=dampening)
         )
         seen = []
         for last in (math.inf, None, None):
-            rig.zero_grad()
-            rig.backward(last)
-            norm = observe(take, rig, math.inf)
-            seen.append((norm, observe(lambda: [parameter.detach().clone() for parameter in rig.parameters])))
+            harness.zero_grad()
+            harness.backward(last)
+            norm = observe(take, harness, math.inf)
+            seen.append(
+                (norm, observe(lambda: [parameter.detach().clone() for parameter in harness.parameters]))
+            )
         return seen
 
-    wanted = told(reference, by_four)
-    judge(deviation, lambda library: told(library, by_one), lambda seen: assert_same_stories(wanted, seen))
+    expected = reported(reference, by_four)
+    judge(
+        deviation,
+        lambda library: reported(library, by_one),
+        lambda seen: assert_same_iterations(expected, seen),
+    )
 
 
 class NoHostRead(TorchDispatchMode):
@@ -435,15 +447,15 @@ def test_nothing_waits_for_the_device_that_decides(
 ) -> None:
     """The flag decides where it lies, to the same bits; what is documented to wait, in its first step, may."""
 
-    def unread(rig: Rig, *wanted: float) -> torch.Tensor:
-        may_wait = kind in ("dampened", "rmsprop") and not rig.optimizer.state
+    def unread(harness: Harness, *expected: float) -> torch.Tensor:
+        may_wait = kind in ("dampened", "rmsprop") and not harness.optimizer.state
         with contextlib.nullcontext() if may_wait else NoHostRead():
-            return by_one(rig, *wanted)
+            return by_one(harness, *expected)
 
     with pytest.raises(AssertionError, match="on the host"), NoHostRead():
         torch.ones(()).item()
-    fates = [None, math.inf, None, math.nan, None]
-    assert_judged_by_four(deviation, reference, device, unread, kind, fates, max_norm)
+    grad_outcomes = [None, math.inf, None, math.nan, None]
+    assert_judged_by_four(deviation, reference, device, unread, kind, grad_outcomes, max_norm)
 
 
 @clause("amp.grad_scaler.fused_step.waits_for_nothing")
@@ -453,12 +465,12 @@ def test_nothing_waits_for_the_device(deviation: DeviationJudge, max_norm: float
     """Tensors on the meta device have no values: reading or copying one to the host raises."""
 
     def probe(library: Library) -> Any:
-        rig = Rig(library, "meta", SOME, AdamW, init_scale=8.0)
+        harness = Harness(library, "meta", SOME, AdamW, init_scale=8.0)
         norms = []
         for _ in range(2):
-            rig.zero_grad()
-            rig.backward()
-            norms.append(by_one(rig, max_norm))
+            harness.zero_grad()
+            harness.backward()
+            norms.append(by_one(harness, max_norm))
         return [norm.device.type for norm in norms]
 
     def compare(seen: Any) -> None:
@@ -494,20 +506,24 @@ def test_hooks_before_the_step_have_the_last_word(
 ) -> None:
     """They see unscaled gradients, and it is stepped by what they leave; in the third step, after two without."""
 
-    def told(library: Library, take: Take) -> list[Any]:
-        rig = Rig(library, device, SOME, KINDS["adamw"], init_scale=8.0)
+    def reported(library: Library, take: Take) -> list[Any]:
+        harness = Harness(library, device, SOME, KINDS["adamw"], init_scale=8.0)
         seen: list[Any] = []
         for iteration in range(4):
-            rig.zero_grad()
-            rig.backward()
+            harness.zero_grad()
+            harness.backward()
             register = (
-                register_optimizer_step_pre_hook if everywhere else rig.optimizer.register_step_pre_hook
+                register_optimizer_step_pre_hook if everywhere else harness.optimizer.register_step_pre_hook
             )
-            hook = register(lambda *_: does(rig.parameters)) if iteration == 2 else contextlib.nullcontext()
+            hook = (
+                register(lambda *_: does(harness.parameters)) if iteration == 2 else contextlib.nullcontext()
+            )
             with hook:
-                take(rig, math.inf)
-            seen.append(state_of(rig))
+                take(harness, math.inf)
+            seen.append(state_of(harness))
         return seen
 
-    wanted = told(reference, by_four)
-    judge(deviation, lambda library: told(library, by_one), lambda seen: assert_same_states(wanted, seen))
+    expected = reported(reference, by_four)
+    judge(
+        deviation, lambda library: reported(library, by_one), lambda seen: assert_same_states(expected, seen)
+    )

@@ -14,7 +14,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import OPTIMIZERS, Rig, assert_same_story
+from conformance.strategies.scaling import OPTIMIZERS, Harness, assert_same_scenario
 
 
 def one_each(groups: list[dict[str, Any]]) -> Any:
@@ -28,29 +28,29 @@ def one_each(groups: list[dict[str, Any]]) -> Any:
 def test_finds_it_in_every_group(subject: Library, device: str, where: int, value: float) -> None:
     gradients = [Gradient((3,), seed=seed) for seed in range(4)]
     gradients[where] = dataclasses.replace(gradients[where], last=value)
-    rig = Rig(subject, device, tuple(gradients), optimizer=one_each, init_scale=8.0).used()
-    assert len(rig.optimizer.param_groups) == 4
-    rig.scaler.step(rig.optimizer)
-    rig.scaler.update()
-    assert rig.optimizer.calls == []
-    assert rig.scaler.get_scale() == 4.0
+    harness = Harness(subject, device, tuple(gradients), optimizer=one_each, init_scale=8.0).used()
+    assert len(harness.optimizer.param_groups) == 4
+    harness.scaler.step(harness.optimizer)
+    harness.scaler.update()
+    assert harness.optimizer.calls == []
+    assert harness.scaler.get_scale() == 4.0
 
 
 @clause("amp.grad_scaler.unscale_.divides")
 def test_divides_in_every_group(subject: Library, reference: Library, device: str) -> None:
     """By the scale of now, also after it has moved."""
 
-    def story(library: Library) -> Iterator[Outcome]:
+    def scenario(library: Library) -> Iterator[Outcome]:
         gradients = tuple(Gradient((3,), seed=seed) for seed in range(4))
-        rig = Rig(library, device, gradients, optimizer=one_each, init_scale=8.0, growth_interval=1)
+        harness = Harness(library, device, gradients, optimizer=one_each, init_scale=8.0, growth_interval=1)
         for last in (None, math.inf, None, None):
-            rig.zero_grad()
-            yield rig.did(rig.backward, last)
-            yield rig.did(rig.scaler.unscale_, rig.optimizer)
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update)
+            harness.zero_grad()
+            yield harness.did(harness.backward, last)
+            yield harness.did(harness.scaler.unscale_, harness.optimizer)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.unscale_.divides")
@@ -58,18 +58,18 @@ def test_divides_in_every_group(subject: Library, reference: Library, device: st
 def test_under_another_default_dtype(
     subject: Library, reference: Library, device: str, dtype: torch.dtype
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, init_scale=8.0, growth_interval=1)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, init_scale=8.0, growth_interval=1)
         for last in (None, math.inf, None):
-            rig.zero_grad()
-            yield rig.did(rig.backward, last)
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update)
-        yield rig.did(rig.scaler.load_state_dict, rig.scaler.state_dict())
+            harness.zero_grad()
+            yield harness.did(harness.backward, last)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(harness.scaler.update)
+        yield harness.did(harness.scaler.load_state_dict, harness.scaler.state_dict())
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        assert_same_story(reference, subject, story)
+        assert_same_scenario(reference, subject, scenario)
     finally:
         torch.set_default_dtype(before)

@@ -12,7 +12,7 @@ import torch
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
-from conformance.strategies.scaling import FOUR, Rig, assert_same_story, entries, pickled
+from conformance.strategies.scaling import FOUR, Harness, assert_same_scenario, entries, pickled
 
 
 @clause("amp.grad_scaler.opt_state.stages")
@@ -20,17 +20,17 @@ def test_the_stages_of_an_iteration(subject: Library, device: str) -> None:
     """Read by whoever must know whether an optimizer's gradients are unscaled already."""
     stages = subject.amp.grad_scaler.OptState
     assert [(stage.name, stage.value) for stage in stages] == [("READY", 0), ("UNSCALED", 1), ("STEPPED", 2)]
-    rig = Rig(subject, device).used()
+    harness = Harness(subject, device).used()
 
     def stage() -> str:
-        return rig.scaler._per_optimizer_states[id(rig.optimizer)]["stage"].name
+        return harness.scaler._per_optimizer_states[id(harness.optimizer)]["stage"].name
 
     assert stage() == "READY"
-    rig.scaler.unscale_(rig.optimizer)
+    harness.scaler.unscale_(harness.optimizer)
     assert stage() == "UNSCALED"
-    rig.scaler.step(rig.optimizer)
+    harness.scaler.step(harness.optimizer)
     assert stage() == "STEPPED"
-    rig.scaler.update()
+    harness.scaler.update()
     assert stage() == "READY"
 
 
@@ -47,50 +47,50 @@ def test_numbers_that_others_read(subject: Library, reference: Library, device: 
         "_device",
     ]
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, init_scale=8.0, growth_factor=4.0, growth_interval=3)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, init_scale=8.0, growth_factor=4.0, growth_interval=3)
         if used:
-            yield from rig.iteration()
-        yield observe(lambda: {name: getattr(rig.scaler, name) for name in names})
-        yield observe(lambda: (rig.scaler._init_scale, rig.scaler._init_growth_tracker))
-        yield observe(rig.scaler._get_scale_async)
-        yield observe(lambda: rig.scaler._get_scale_async() is rig.scaler._scale)
-        yield observe(rig.scaler._check_scale_growth_tracker, "their_method")
+            yield from harness.iteration()
+        yield observe(lambda: {name: getattr(harness.scaler, name) for name in names})
+        yield observe(lambda: (harness.scaler._init_scale, harness.scaler._init_growth_tracker))
+        yield observe(harness.scaler._get_scale_async)
+        yield observe(lambda: harness.scaler._get_scale_async() is harness.scaler._scale)
+        yield observe(harness.scaler._check_scale_growth_tracker, "their_method")
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.hooks.numbers")
 def test_filling_the_scale_and_the_tracker(subject: Library, reference: Library, device: str) -> None:
     """A scaler that is updated by its owner, in place, as composer and fairscale do."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, init_scale=8.0, growth_interval=3).used()
-        rig.scaler._scale.fill_(4.0)
-        rig.scaler._growth_tracker.fill_(2)
-        yield rig.did(rig.scaler.get_scale)
-        yield from rig.iteration()
-        yield from rig.iteration()
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, init_scale=8.0, growth_interval=3).used()
+        harness.scaler._scale.fill_(4.0)
+        harness.scaler._growth_tracker.fill_(2)
+        yield harness.did(harness.scaler.get_scale)
+        yield from harness.iteration()
+        yield from harness.iteration()
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.hooks.numbers")
 def test_the_scale_is_one_tensor_for_ever(subject: Library, device: str) -> None:
     """A captured graph reads it at its address, and what an optimizer was handed must move with it."""
-    rig = Rig(subject, device, init_scale=8.0, growth_interval=1).used()
-    scale, tracker = rig.scaler._scale, rig.scaler._growth_tracker
+    harness = Harness(subject, device, init_scale=8.0, growth_interval=1).used()
+    scale, tracker = harness.scaler._scale, harness.scaler._growth_tracker
     moves: list[Callable[[], Any]] = [
-        lambda: list(rig.iteration()),
-        lambda: list(rig.iteration(last=math.inf)),
-        lambda: rig.scaler.update(4.0),
-        lambda: rig.scaler.update(torch.tensor(2.0, device=device)),
+        lambda: list(harness.iteration()),
+        lambda: list(harness.iteration(last=math.inf)),
+        lambda: harness.scaler.update(4.0),
+        lambda: harness.scaler.update(torch.tensor(2.0, device=device)),
     ]
     for move in moves:
         move()
-        assert rig.scaler._scale is scale
-        assert rig.scaler._growth_tracker is tracker
-    assert scale.item() == rig.scaler.get_scale() == 2.0
+        assert harness.scaler._scale is scale
+        assert harness.scaler._growth_tracker is tracker
+    assert scale.item() == harness.scaler.get_scale() == 2.0
 
 
 @clause("amp.grad_scaler.hooks.numbers")
@@ -104,16 +104,16 @@ def test_starting_the_scale_by_hand(subject: Library, reference: Library, device
         "_growth_tracker": 1,
     }
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, init_scale=8.0)
-        yield rig.did(rig.scaler._lazy_init_scale_growth_tracker, torch.device(device))
-        yield rig.did(rig.scaler._lazy_init_scale_growth_tracker, torch.device(device))
-        yield rig.did(rig.scaler.load_state_dict, state)
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, init_scale=8.0)
+        yield harness.did(harness.scaler._lazy_init_scale_growth_tracker, torch.device(device))
+        yield harness.did(harness.scaler._lazy_init_scale_growth_tracker, torch.device(device))
+        yield harness.did(harness.scaler.load_state_dict, state)
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
@@ -122,36 +122,38 @@ def test_starting_the_scale_by_hand(subject: Library, reference: Library, device
 def test_verdicts_that_others_read(
     subject: Library, reference: Library, device: str, optimizer: str, last: float | None
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=optimizer)
-        rig.backward(last)
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=optimizer)
+        harness.backward(last)
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
         yield observe(
-            lambda: dict(rig.scaler._per_optimizer_states[id(rig.optimizer)]["found_inf_per_device"])
+            lambda: dict(harness.scaler._per_optimizer_states[id(harness.optimizer)]["found_inf_per_device"])
         )
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield observe(lambda: len(rig.scaler._per_optimizer_states))
-        yield rig.did(rig.scaler.update)
-        yield observe(lambda: len(rig.scaler._per_optimizer_states))
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield observe(lambda: len(harness.scaler._per_optimizer_states))
+        yield harness.did(harness.scaler.update)
+        yield observe(lambda: len(harness.scaler._per_optimizer_states))
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
 def test_a_verdict_changed_by_hand(subject: Library, reference: Library, device: str) -> None:
     """Reduced over ranks by whoever owns several: the step and the update follow it."""
 
-    def story(library: Library) -> Iterator[Outcome]:
+    def scenario(library: Library) -> Iterator[Outcome]:
         for last in (None, math.inf):
-            rig = Rig(library, device, optimizer="recording", init_scale=8.0)
-            rig.backward(last)
-            yield rig.did(rig.scaler.unscale_, rig.optimizer)
-            for found in rig.scaler._per_optimizer_states[id(rig.optimizer)]["found_inf_per_device"].values():
+            harness = Harness(library, device, optimizer="recording", init_scale=8.0)
+            harness.backward(last)
+            yield harness.did(harness.scaler.unscale_, harness.optimizer)
+            for found in harness.scaler._per_optimizer_states[id(harness.optimizer)][
+                "found_inf_per_device"
+            ].values():
                 found.fill_(0.0 if last else 1.0)
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
@@ -159,20 +161,22 @@ def test_states_thrown_away_by_hand(subject: Library, reference: Library, device
     """composer forgets an iteration that failed by assigning fresh states."""
     from collections import defaultdict  # noqa: PLC0415 as their code does it
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, init_scale=8.0)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, init_scale=8.0)
         ready = library.amp.grad_scaler.OptState.READY
-        rig.backward(math.inf)
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        rig.scaler._per_optimizer_states = defaultdict(lambda: {"stage": ready, "found_inf_per_device": {}})
-        rig.zero_grad()
-        rig.backward()
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
-        yield observe(lambda: entries(pickled(rig.scaler)))
+        harness.backward(math.inf)
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        harness.scaler._per_optimizer_states = defaultdict(
+            lambda: {"stage": ready, "found_inf_per_device": {}}
+        )
+        harness.zero_grad()
+        harness.backward()
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
+        yield observe(lambda: entries(pickled(harness.scaler)))
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 def overriding(library: Library, hook: str, device: str) -> type:
@@ -240,20 +244,20 @@ HOOKS = {
 def test_overriding_takes_effect(
     subject: Library, reference: Library, device: str, hook: str, optimizer: str, unscale: bool
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=optimizer)
-        rig.scaler = overriding(library, hook, device)(device, init_scale=8.0, growth_interval=1)
-        rig.scaler.log = []
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=optimizer)
+        harness.scaler = overriding(library, hook, device)(device, init_scale=8.0, growth_interval=1)
+        harness.scaler.log = []
         for last in (None, math.inf, None, None):
-            rig.zero_grad()
-            yield rig.did(rig.backward, last)
+            harness.zero_grad()
+            yield harness.did(harness.backward, last)
             if unscale:
-                yield rig.did(rig.scaler.unscale_, rig.optimizer)
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update)
-            yield observe(lambda: list(rig.scaler.log))
+                yield harness.did(harness.scaler.unscale_, harness.optimizer)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(harness.scaler.update)
+            yield observe(lambda: list(harness.scaler.log))
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.hooks.overriding_takes_effect")
@@ -262,33 +266,33 @@ def test_overriding_takes_effect(
 def test_the_way_round_the_refusal_of_float16(
     subject: Library, reference: Library, device: str, dtype: torch.dtype, last: float | None
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device)
-        rig.scaler = overriding(library, "_unscale_grads_ with float16", device)(device, init_scale=8.0)
-        rig.scaler.log = []
-        for parameter in rig.parameters:
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device)
+        harness.scaler = overriding(library, "_unscale_grads_ with float16", device)(device, init_scale=8.0)
+        harness.scaler.log = []
+        for parameter in harness.parameters:
             parameter.data = parameter.data.to(dtype)
-        rig.backward(last)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
-        yield observe(lambda: list(rig.scaler.log))
+        harness.backward(last)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
+        yield observe(lambda: list(harness.scaler.log))
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.hooks.overriding_takes_effect")
 def test_a_scale_lent_by_a_subclass(subject: Library, reference: Library, device: str) -> None:
     """What _get_scale_async returns is what optimizers that unscale by themselves get."""
 
-    def story(library: Library) -> Iterator[Outcome]:
+    def scenario(library: Library) -> Iterator[Outcome]:
         class Mine(library.amp.GradScaler):
             def _get_scale_async(self) -> torch.Tensor:
                 return torch.tensor(32.0, device=device)
 
-        rig = Rig(library, device, FOUR, "aware")
-        rig.scaler = Mine(device, init_scale=8.0)
-        rig.backward()
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.get_scale)
+        harness = Harness(library, device, FOUR, "aware")
+        harness.scaler = Mine(device, init_scale=8.0)
+        harness.backward()
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.get_scale)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)

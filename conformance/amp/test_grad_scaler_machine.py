@@ -22,29 +22,29 @@ from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import AMP_AWARE, PLAIN, Rig, pickled
+from conformance.strategies.scaling import AMP_AWARE, PLAIN, Harness, pickled
 
 KINDS = st.sampled_from([*PLAIN, *AMP_AWARE])
 OPTIMIZER = st.integers(0, 2)
 SCALES = st.sampled_from([0.5, 1.0, 3.0, 24.0, 65536.0])
 
 
-def without_what_was_left(rig: Rig, outcome: Outcome) -> Outcome:
-    """A step that raises leaves with torch what was laid on the optimizer: a deviation of its own."""
+def without_what_was_left(harness: Harness, outcome: Outcome) -> Outcome:
+    """A step that raises leaves with torch what was attached to the optimizer: a deviation of its own."""
     for name in ("grad_scale", "found_inf"):
-        vars(rig.optimizer).pop(name, None)
-    return dataclasses.replace(outcome, watched={**outcome.watched, **rig.seen()})
+        vars(harness.optimizer).pop(name, None)
+    return dataclasses.replace(outcome, watched={**outcome.watched, **harness.seen()})
 
 
 class Twins(RuleBasedStateMachine):
-    """Two rigs a library share one scaler; a third has parameters without gradients."""
+    """Two harnesses a library share one scaler; a third has parameters without gradients."""
 
     def __init__(
         self, reference: Library, subject: Library, device: str, dtypes: tuple[torch.dtype, ...]
     ) -> None:
         super().__init__()
         self.libraries, self.device, self.dtypes = (reference, subject), device, dtypes
-        self.sides: list[list[Rig]] = []
+        self.sides: list[list[Harness]] = []
         # A check that was refused leaves torch's scaler as in the middle of an iteration: a deviation of its own.
         self.refused = False
 
@@ -63,111 +63,111 @@ class Twins(RuleBasedStateMachine):
             Gradient((5,), last, seed=3),
         )
         for library in self.libraries:
-            rigs = [Rig(library, self.device, having, kind) for kind in kinds[:2]]
-            rigs.append(Rig(library, self.device, (Gradient((2,), None),), kinds[2]))
+            harnesses = [Harness(library, self.device, having, kind) for kind in kinds[:2]]
+            harnesses.append(Harness(library, self.device, (Gradient((2,), None),), kinds[2]))
             scaler = library.amp.GradScaler(
                 self.device, init_scale=init_scale, growth_interval=growth_interval, enabled=enabled
             )
-            for rig in rigs:
-                rig.scaler = scaler
-                rig.zero_grad()
-            self.sides.append(rigs)
+            for harness in harnesses:
+                harness.scaler = scaler
+                harness.zero_grad()
+            self.sides.append(harnesses)
 
-    def both(self, which: int, call: Callable[[Rig], Callable[..., Any]], *args: Any) -> bool:
-        """Make one call on both sides and compare all there is, of the other rigs too; whether it was refused."""
-        wanted, got = (self.everything(rigs, which, call, *args) for rigs in self.sides)
-        for one, other in zip(wanted, got, strict=True):
+    def both(self, which: int, call: Callable[[Harness], Callable[..., Any]], *args: Any) -> bool:
+        """Make one call on both sides and compare all there is, of the other harnesses too; whether it was refused."""
+        expected, actual = (self.everything(harnesses, which, call, *args) for harnesses in self.sides)
+        for one, other in zip(expected, actual, strict=True):
             assert_same_outcome(one, other)
-        raised = wanted[0].raised
+        raised = expected[0].raised
         if raised is not None and raised.text.startswith("No inf checks were recorded for this optimizer"):
             # torch now takes this optimizer for unscaled, which a clause of its own asks about: begin anew.
-            self.both(0, lambda rig: rig.scaler.update, 2.0)
+            self.both(0, lambda harness: harness.scaler.update, 2.0)
         return raised is not None
 
     def everything(
-        self, rigs: list[Rig], which: int, call: Callable[[Rig], Callable[..., Any]], *args: Any
+        self, harnesses: list[Harness], which: int, call: Callable[[Harness], Callable[..., Any]], *args: Any
     ) -> list[Outcome]:
-        rig = rigs[which]
-        real = [rig.optimizer if arg == "the optimizer" else arg for arg in args]
-        outcome = rig.did(call(rig), *real)
+        harness = harnesses[which]
+        real = [harness.optimizer if arg == "the optimizer" else arg for arg in args]
+        outcome = harness.did(call(harness), *real)
         if outcome.raised is not None:
-            outcome = without_what_was_left(rig, outcome)
-        after = observe(rig.scaler.get_scale, watch=[other.parameters for other in rigs])
-        seen = {"parameters": after.watched, "rigs": [other.seen() for other in rigs]}
+            outcome = without_what_was_left(harness, outcome)
+        after = observe(harness.scaler.get_scale, watch=[other.parameters for other in harnesses])
+        seen = {"parameters": after.watched, "harnesses": [other.seen() for other in harnesses]}
         return [outcome, dataclasses.replace(after, watched=seen)]
 
     @rule(which=st.integers(0, 1), last=st.sampled_from([None] * 4 + [math.inf, -math.inf, math.nan]))
     def backward(self, which: int, last: float | None) -> None:
-        self.both(which, lambda rig: rig.backward, last)
+        self.both(which, lambda harness: harness.backward, last)
 
     @rule(which=OPTIMIZER)
     def zero_grad(self, which: int) -> None:
-        self.both(which, lambda rig: rig.zero_grad)
+        self.both(which, lambda harness: harness.zero_grad)
 
     @rule(which=st.integers(0, 1), factor=st.sampled_from([0.5, 0.0, math.inf]))
     def edit_gradients(self, which: int, factor: float) -> None:
-        def edit(rig: Rig) -> Callable[[], None]:
-            return lambda: [p.grad.mul_(factor) for p in rig.parameters if p.grad is not None] and None
+        def edit(harness: Harness) -> Callable[[], None]:
+            return lambda: [p.grad.mul_(factor) for p in harness.parameters if p.grad is not None] and None
 
         self.both(which, edit)
 
     @rule(value=st.sampled_from([1.0, -2.5, math.inf]), nested=st.booleans())
     def scale(self, value: float, nested: bool) -> None:
-        def scaled(rig: Rig) -> Callable[[], Any]:
+        def scaled(harness: Harness) -> Callable[[], Any]:
             tensor = torch.tensor([value, 1.0], device=self.device)
-            return lambda: rig.scaler.scale([tensor, (tensor,)] if nested else tensor)
+            return lambda: harness.scaler.scale([tensor, (tensor,)] if nested else tensor)
 
         self.both(0, scaled)
 
     @rule(which=OPTIMIZER)
     def unscale_(self, which: int) -> None:
-        self.refused |= self.both(which, lambda rig: rig.scaler.unscale_, "the optimizer")
+        self.refused |= self.both(which, lambda harness: harness.scaler.unscale_, "the optimizer")
 
     @rule(which=OPTIMIZER)
     def step(self, which: int) -> None:
-        self.refused |= self.both(which, lambda rig: rig.scaler.step, "the optimizer")
+        self.refused |= self.both(which, lambda harness: harness.scaler.step, "the optimizer")
 
     @rule()
     def update(self) -> None:
-        self.refused &= self.both(0, lambda rig: rig.scaler.update)
+        self.refused &= self.both(0, lambda harness: harness.scaler.update)
 
     @rule(new=SCALES, as_tensor=st.booleans())
     def update_to(self, new: float, as_tensor: bool) -> None:
-        def updated(rig: Rig) -> Callable[[], None]:
+        def updated(harness: Harness) -> Callable[[], None]:
             value = torch.tensor(new, device=self.device) if as_tensor else new
-            return lambda: rig.scaler.update(value)
+            return lambda: harness.scaler.update(value)
 
         self.refused &= self.both(0, updated)
 
     @rule(which=st.integers(0, 1), last=st.sampled_from([None, None, math.inf]))
     def whole_iteration(self, which: int, last: float | None) -> None:
         """What users do most of the time, so that growth and backoff are reached often."""
-        self.both(which, lambda rig: rig.zero_grad)
-        self.both(which, lambda rig: rig.backward, last)
-        self.refused |= self.both(which, lambda rig: rig.scaler.step, "the optimizer")
-        self.refused &= self.both(which, lambda rig: rig.scaler.update)
+        self.both(which, lambda harness: harness.zero_grad)
+        self.both(which, lambda harness: harness.backward, last)
+        self.refused |= self.both(which, lambda harness: harness.scaler.step, "the optimizer")
+        self.refused &= self.both(which, lambda harness: harness.scaler.update)
 
     @rule(growth=st.sampled_from([1.5, 2.0, 4.0]))
     def set_growth_factor(self, growth: float) -> None:
-        self.both(0, lambda rig: rig.scaler.set_growth_factor, growth)
+        self.both(0, lambda harness: harness.scaler.set_growth_factor, growth)
 
     @rule(backoff=st.sampled_from([0.5, 0.25]))
     def set_backoff_factor(self, backoff: float) -> None:
-        self.both(0, lambda rig: rig.scaler.set_backoff_factor, backoff)
+        self.both(0, lambda harness: harness.scaler.set_backoff_factor, backoff)
 
     @rule(interval=st.integers(1, 3))
     def set_growth_interval(self, interval: int) -> None:
-        self.both(0, lambda rig: rig.scaler.set_growth_interval, interval)
+        self.both(0, lambda harness: harness.scaler.set_growth_interval, interval)
 
     @rule()
     def getters(self) -> None:
         names = ["growth_factor", "backoff_factor", "growth_interval"]
-        self.both(0, lambda rig: lambda: [getattr(rig.scaler, f"get_{name}")() for name in names])
+        self.both(0, lambda harness: lambda: [getattr(harness.scaler, f"get_{name}")() for name in names])
 
     @rule(scale=SCALES, tracker=st.integers(0, 2), empty=st.sampled_from([False, False, True]))
     def load_state_dict(self, scale: float, tracker: int, empty: bool) -> None:
         # Loading into a scaler that has no scale yet, and unscaling by it, is a clause of its own.
-        self.both(0, lambda rig: rig.scaler.scale, torch.ones((), device=self.device))
+        self.both(0, lambda harness: harness.scaler.scale, torch.ones((), device=self.device))
         state = {
             "scale": scale,
             "growth_factor": 2.0,
@@ -175,22 +175,22 @@ class Twins(RuleBasedStateMachine):
             "growth_interval": 2,
             "_growth_tracker": tracker,
         }
-        self.both(0, lambda rig: rig.scaler.load_state_dict, {} if empty else state)
+        self.both(0, lambda harness: harness.scaler.load_state_dict, {} if empty else state)
 
     @precondition(lambda self: not self.refused)
     @rule()
     def through_a_pickle(self) -> None:
-        def replaced(rigs: list[Rig]) -> Outcome:
+        def replaced(harnesses: list[Harness]) -> Outcome:
             def replace() -> None:
-                scaler = pickled(rigs[0].scaler)
-                for rig in rigs:
-                    rig.scaler = scaler
+                scaler = pickled(harnesses[0].scaler)
+                for harness in harnesses:
+                    harness.scaler = scaler
 
-            return rigs[0].did(replace)
+            return harnesses[0].did(replace)
 
-        assert_same_outcome(*(replaced(rigs) for rigs in self.sides))
+        assert_same_outcome(*(replaced(harnesses) for harnesses in self.sides))
         # A pickle that has been read has no scale on the device yet.
-        self.both(0, lambda rig: rig.scaler.scale, torch.ones((), device=self.device))
+        self.both(0, lambda harness: harness.scaler.scale, torch.ones((), device=self.device))
 
 
 @clause("amp.grad_scaler.sequences.any")

@@ -17,7 +17,7 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.gradients import Gradient, shapes
-from conformance.strategies.scaling import Rig
+from conformance.strategies.scaling import Harness
 
 SCALES = st.sampled_from([1.0, 3.0, 2.0**16, 1e5 / 3, 2.0**-10, 0.1])
 Pair = namedtuple("Pair", ["one", "other"])
@@ -166,12 +166,15 @@ def test_outputs_on_two_devices(subject: Library, reference: Library, device: st
 def test_nothing_to_scale_starts_nothing(
     subject: Library, reference: Library, device: str, outputs: Any
 ) -> None:
-    def story(library: Library) -> list[Outcome]:
-        rig = Rig(library, device, init_scale=8.0)
-        return [rig.did(rig.scaler.scale, outputs), rig.did(rig.scaler.unscale_, rig.optimizer)]
+    def scenario(library: Library) -> list[Outcome]:
+        harness = Harness(library, device, init_scale=8.0)
+        return [
+            harness.did(harness.scaler.scale, outputs),
+            harness.did(harness.scaler.unscale_, harness.optimizer),
+        ]
 
-    for wanted, got in zip(story(reference), story(subject), strict=True):
-        assert_same_outcome(wanted, got)
+    for expected, actual in zip(scenario(reference), scenario(subject), strict=True):
+        assert_same_outcome(expected, actual)
 
 
 @clause("amp.grad_scaler.scale.first_use")
@@ -187,21 +190,21 @@ def test_the_same_scale_until_update(subject: Library, device: str) -> None:
 def test_things_that_cannot_be_scaled(
     subject: Library, reference: Library, device: str, outputs: Any
 ) -> None:
-    def story(library: Library) -> list[Outcome]:
-        rig = Rig(library, device)
+    def scenario(library: Library) -> list[Outcome]:
+        harness = Harness(library, device)
 
         def scale() -> Any:
-            result = rig.scaler.scale(outputs)
+            result = harness.scaler.scale(outputs)
             return result if isinstance(result, (list, tuple)) else list(result)
 
         return [
-            rig.did(scale),
-            rig.did(rig.scaler.scale),
-            rig.did(rig.scaler.scale, torch.ones((), device=device)),
+            harness.did(scale),
+            harness.did(harness.scaler.scale),
+            harness.did(harness.scaler.scale, torch.ones((), device=device)),
         ]
 
-    for wanted, got in zip(story(reference), story(subject), strict=True):
-        assert_same_outcome(wanted, got)
+    for expected, actual in zip(scenario(reference), scenario(subject), strict=True):
+        assert_same_outcome(expected, actual)
 
 
 @clause("amp.grad_scaler.scale.bad_outputs")
@@ -244,6 +247,6 @@ def test_half_precision_losses_come_back_in_float32(
     subject: Library, reference: Library, device: str, dtype: torch.dtype, value: float, init_scale: float
 ) -> None:
     loss = torch.tensor(value, dtype=dtype, device=device)
-    got = scaled(subject, device, loss, init_scale=init_scale)
-    assert_same_outcome(scaled(reference, device, loss, init_scale=init_scale), got)
-    assert got.value.dtype == torch.float32
+    actual = scaled(subject, device, loss, init_scale=init_scale)
+    assert_same_outcome(scaled(reference, device, loss, init_scale=init_scale), actual)
+    assert actual.value.dtype == torch.float32

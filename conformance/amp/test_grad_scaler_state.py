@@ -19,7 +19,7 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import FOUR, Rig, assert_same_story, entries, pickled
+from conformance.strategies.scaling import FOUR, Harness, assert_same_scenario, entries, pickled
 
 OTHERS = {"init_scale": 512.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 4}
 STATES = st.fixed_dictionaries(
@@ -31,48 +31,50 @@ STATES = st.fixed_dictionaries(
         "_growth_tracker": st.integers(0, 3),
     }
 )
-FATES = st.lists(st.sampled_from([None, None, None, math.inf]), max_size=4)
+GRAD_OUTCOMES = st.lists(st.sampled_from([None, None, None, math.inf]), max_size=4)
 
 
-def lived(library: Library, device: str, fates: list[float | None], **options: Any) -> Rig:
-    rig = Rig(library, device, FOUR[2:], **options)
-    for last in fates:
-        for _ in rig.iteration(last):
+def lived(library: Library, device: str, grad_outcomes: list[float | None], **options: Any) -> Harness:
+    harness = Harness(library, device, FOUR[2:], **options)
+    for last in grad_outcomes:
+        for _ in harness.iteration(last):
             pass
-    return rig
+    return harness
 
 
-def goes_on(rig: Rig) -> Iterator[Outcome]:
+def goes_on(harness: Harness) -> Iterator[Outcome]:
     """What a state leads to: growth, backoff, and the count until the next growth."""
-    yield rig.did(rig.scaler.get_scale)
+    yield harness.did(harness.scaler.get_scale)
     for last in (None, None, math.inf, None, None, None, None):
-        yield from rig.iteration(last)
+        yield from harness.iteration(last)
 
 
 @clause("amp.grad_scaler.state_dict.five_entries")
-@given(fates=FATES)
-def test_state_dict(subject: Library, reference: Library, device: str, fates: list[float | None]) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = lived(library, device, fates, init_scale=8.0, growth_interval=3)
-        yield rig.did(rig.scaler.state_dict)
-        yield observe(lambda: [type(value).__name__ for value in rig.scaler.state_dict().values()])
-        yield observe(lambda: json.loads(json.dumps(rig.scaler.state_dict())))
+@given(grad_outcomes=GRAD_OUTCOMES)
+def test_state_dict(
+    subject: Library, reference: Library, device: str, grad_outcomes: list[float | None]
+) -> None:
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = lived(library, device, grad_outcomes, init_scale=8.0, growth_interval=3)
+        yield harness.did(harness.scaler.state_dict)
+        yield observe(lambda: [type(value).__name__ for value in harness.scaler.state_dict().values()])
+        yield observe(lambda: json.loads(json.dumps(harness.scaler.state_dict())))
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.state_dict.five_entries")
 def test_state_dict_is_a_copy(subject: Library, device: str) -> None:
-    rig = Rig(subject, device, init_scale=8.0, growth_interval=1).used()
-    before = rig.scaler.state_dict()
-    rig.scaler.step(rig.optimizer)
-    rig.scaler.update()
-    after = rig.scaler.state_dict()
+    harness = Harness(subject, device, init_scale=8.0, growth_interval=1).used()
+    before = harness.scaler.state_dict()
+    harness.scaler.step(harness.optimizer)
+    harness.scaler.update()
+    after = harness.scaler.state_dict()
     assert (before["scale"], after["scale"]) == (8.0, 16.0)
     before["growth_factor"] = 100.0
     assert after["growth_factor"] == 2.0
-    assert rig.scaler.get_growth_factor() == 2.0
-    assert set(rig.scaler.state_dict()) == {
+    assert harness.scaler.get_growth_factor() == 2.0
+    assert set(harness.scaler.state_dict()) == {
         "scale",
         "growth_factor",
         "backoff_factor",
@@ -85,18 +87,18 @@ def test_state_dict_is_a_copy(subject: Library, device: str) -> None:
 @pytest.mark.parametrize("used", [False, True])
 @given(state=STATES)
 def test_loads(subject: Library, reference: Library, device: str, used: bool, state: dict[str, Any]) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = lived(library, device, [None] * used, **OTHERS)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = lived(library, device, [None] * used, **OTHERS)
         given_ = dict(state)
-        yield rig.did(rig.scaler.load_state_dict, given_)
+        yield harness.did(harness.scaler.load_state_dict, given_)
         given_["scale"] = 100.0
-        yield from goes_on(rig)
+        yield from goes_on(harness)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.load_state_dict.restores_all")
-@given(before=FATES, after=FATES)
+@given(before=GRAD_OUTCOMES, after=GRAD_OUTCOMES)
 def test_resumes_where_another_left_off(
     subject: Library, device: str, before: list[float | None], after: list[float | None]
 ) -> None:
@@ -104,11 +106,11 @@ def test_resumes_where_another_left_off(
     options = {"init_scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 3}
     straight = lived(subject, device, before, **options)
     fresh, used = lived(subject, device, []), lived(subject, device, [None, math.inf, None])
-    for rig in (fresh, used):
-        rig.scaler.load_state_dict(straight.scaler.state_dict())
+    for harness in (fresh, used):
+        harness.scaler.load_state_dict(straight.scaler.state_dict())
     for last in [*after, None, None, None]:
-        for rig in (straight, fresh, used):
-            for _ in rig.iteration(last):
+        for harness in (straight, fresh, used):
+            for _ in harness.iteration(last):
                 pass
         assert straight.scaler.state_dict() == fresh.scaler.state_dict() == used.scaler.state_dict()
 
@@ -123,32 +125,32 @@ def test_loads_in_the_middle_of_an_iteration(subject: Library, reference: Librar
         "_growth_tracker": 0,
     }
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, init_scale=8.0)
-        rig.backward()
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.load_state_dict, state)
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, init_scale=8.0)
+        harness.backward()
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.load_state_dict, state)
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.load_state_dict.between_libraries")
-@given(fates=FATES)
+@given(grad_outcomes=GRAD_OUTCOMES)
 def test_loads_the_other_librarys(
-    subject: Library, reference: Library, device: str, fates: list[float | None]
+    subject: Library, reference: Library, device: str, grad_outcomes: list[float | None]
 ) -> None:
     """torch's checkpoint continues here, and ours in torch."""
     for writer, reader in ((reference, subject), (subject, reference)):
-        written = lived(writer, device, fates, init_scale=8.0, growth_interval=3)
-        stays = lived(writer, device, fates, init_scale=8.0, growth_interval=3)
+        written = lived(writer, device, grad_outcomes, init_scale=8.0, growth_interval=3)
+        stays = lived(writer, device, grad_outcomes, init_scale=8.0, growth_interval=3)
         read = lived(reader, device, [], **OTHERS)
         read.scaler.load_state_dict(written.scaler.state_dict())
         for last in (None, None, math.inf, None, None, None):
-            for rig in (stays, read):
-                for _ in rig.iteration(last):
+            for harness in (stays, read):
+                for _ in harness.iteration(last):
                     pass
             assert read.scaler.state_dict() == stays.scaler.state_dict()
 
@@ -176,23 +178,23 @@ GOOD = {
 def test_foreign_states(subject: Library, reference: Library, device: str, foreign: str, used: bool) -> None:
     """Refused with torch's exception, before anything is changed."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = lived(library, device, [None] * used, init_scale=8.0)
-        yield rig.did(rig.scaler.load_state_dict, FOREIGN[foreign])
-        yield from goes_on(rig)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = lived(library, device, [None] * used, init_scale=8.0)
+        yield harness.did(harness.scaler.load_state_dict, FOREIGN[foreign])
+        yield from goes_on(harness)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.load_state_dict.foreign")
 @pytest.mark.parametrize("used", [False, True])
 def test_more_entries_than_needed(subject: Library, reference: Library, device: str, used: bool) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = lived(library, device, [None] * used)
-        yield rig.did(rig.scaler.load_state_dict, {**GOOD, "hysteresis": 2, "module": None})
-        yield from goes_on(rig)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = lived(library, device, [None] * used)
+        yield harness.did(harness.scaler.load_state_dict, {**GOOD, "hysteresis": 2, "module": None})
+        yield from goes_on(harness)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.load_state_dict.all_or_nothing")
@@ -205,10 +207,10 @@ def test_a_missing_entry_changes_nothing(
     broken = {key: value for key, value in GOOD.items() if key != missing}
 
     def probe(library: Library) -> tuple[str, bool]:
-        rig = lived(library, device, [None] * used, **OTHERS)
-        before = rig.scaler.state_dict()
-        outcome = rig.did(rig.scaler.load_state_dict, broken)
-        return str(outcome.raised), rig.scaler.state_dict() == before
+        harness = lived(library, device, [None] * used, **OTHERS)
+        before = harness.scaler.state_dict()
+        outcome = harness.did(harness.scaler.load_state_dict, broken)
+        return str(outcome.raised), harness.scaler.state_dict() == before
 
     text = f"KeyError: '{missing}'"
     deviation.judge(
@@ -235,10 +237,10 @@ def test_a_corrupted_entry_changes_nothing(
     """Whatever is no number, or none that a scaler can work with, is refused as a whole."""
 
     def probe(library: Library) -> tuple[bool, bool]:
-        rig = lived(library, device, [None] * used, **OTHERS)
-        before = rig.scaler.state_dict()
-        outcome = rig.did(rig.scaler.load_state_dict, {**GOOD, entry: value})
-        return outcome.raised is not None, rig.scaler.state_dict() == before
+        harness = lived(library, device, [None] * used, **OTHERS)
+        before = harness.scaler.state_dict()
+        outcome = harness.did(harness.scaler.load_state_dict, {**GOOD, entry: value})
+        return outcome.raised is not None, harness.scaler.state_dict() == before
 
     deviation.judge(probe, we_do=lambda seen: seen == (True, True))
 
@@ -250,15 +252,15 @@ def test_unscale_right_after_loading(deviation: DeviationJudge, device: str, met
     """A fresh scaler that was given a state knows its scale: gradients can come before the first loss."""
 
     def probe(library: Library) -> tuple[str, list[float]]:
-        rig = Rig(library, device, FOUR[:1])
-        rig.parameters[0].grad.fill_(8.0)
-        rig.scaler.load_state_dict({**GOOD, "_growth_tracker": 0})
-        outcome = rig.did(getattr(rig.scaler, method), rig.optimizer)
+        harness = Harness(library, device, FOUR[:1])
+        harness.parameters[0].grad.fill_(8.0)
+        harness.scaler.load_state_dict({**GOOD, "_growth_tracker": 0})
+        outcome = harness.did(getattr(harness.scaler, method), harness.optimizer)
         if outcome.raised is None:
             if method == "unscale_":
-                rig.scaler.step(rig.optimizer)
-            rig.scaler.update()
-        return str(outcome.raised), [float(rig.parameters[0].grad[0]), rig.scaler.get_scale()]
+                harness.scaler.step(harness.optimizer)
+            harness.scaler.update()
+        return str(outcome.raised), [float(harness.parameters[0].grad[0]), harness.scaler.get_scale()]
 
     text = (
         f"AssertionError: Attempted {method} but _scale is None.  This may indicate your script did not use "
@@ -278,9 +280,9 @@ def test_after_a_check_that_was_refused(deviation: DeviationJudge, device: str, 
     gradient = Gradient((2,), torch.float16 if refused == "float16" else None)
 
     def probe(library: Library) -> tuple[bool, str]:
-        rig = Rig(library, device, (gradient,), init_scale=8.0).used()
-        outcome = rig.did(rig.scaler.step, rig.optimizer)
-        return outcome.raised is not None, str(observe(lambda: pickled(rig.scaler).get_scale()).raised)
+        harness = Harness(library, device, (gradient,), init_scale=8.0).used()
+        outcome = harness.did(harness.scaler.step, harness.optimizer)
+        return outcome.raised is not None, str(observe(lambda: pickled(harness.scaler).get_scale()).raised)
 
     text = (
         "AssertionError: A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
@@ -297,24 +299,29 @@ COPIES: dict[str, Callable[[Any], Any]] = {"pickle": pickled, "deepcopy": copy.d
 @clause("amp.grad_scaler.pickle.keeps_all")
 @pytest.mark.parametrize("how", list(COPIES))
 @pytest.mark.parametrize("enabled", [True, False])
-@given(fates=FATES)
+@given(grad_outcomes=GRAD_OUTCOMES)
 def test_copies(
-    subject: Library, reference: Library, device: str, how: str, enabled: bool, fates: list[float | None]
+    subject: Library,
+    reference: Library,
+    device: str,
+    how: str,
+    enabled: bool,
+    grad_outcomes: list[float | None],
 ) -> None:
     """A fresh scaler, a used one and one switched off; original and copy go on, each for itself."""
 
-    def story(library: Library) -> Iterator[Outcome]:
+    def scenario(library: Library) -> Iterator[Outcome]:
         options = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
-        rig = lived(library, device, fates, enabled=enabled, **options)
+        harness = lived(library, device, grad_outcomes, enabled=enabled, **options)
         copied = lived(library, device, [])
-        yield rig.did(lambda: None)
-        copied.scaler = COPIES[how](rig.scaler)
+        yield harness.did(lambda: None)
+        copied.scaler = COPIES[how](harness.scaler)
         yield copied.did(copied.scaler.is_enabled)
         yield from goes_on(copied)
-        yield rig.did(rig.scaler.get_scale)
-        yield from goes_on(rig)
+        yield harness.did(harness.scaler.get_scale)
+        yield from goes_on(harness)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.pickle.keeps_all")
@@ -353,52 +360,52 @@ def test_a_pickle_can_be_read_elsewhere(subject: Library) -> None:
 def test_not_in_the_middle_of_an_iteration(
     subject: Library, reference: Library, device: str, how: str, call: str, optimizer: str
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=optimizer, init_scale=8.0)
-        rig.backward()
-        yield observe(lambda: entries(COPIES[how](rig.scaler)))
-        yield rig.did(getattr(rig.scaler, call), rig.optimizer)
-        yield observe(lambda: entries(COPIES[how](rig.scaler)))
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
-        yield observe(lambda: entries(COPIES[how](rig.scaler)))
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=optimizer, init_scale=8.0)
+        harness.backward()
+        yield observe(lambda: entries(COPIES[how](harness.scaler)))
+        yield harness.did(getattr(harness.scaler, call), harness.optimizer)
+        yield observe(lambda: entries(COPIES[how](harness.scaler)))
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
+        yield observe(lambda: entries(COPIES[how](harness.scaler)))
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.pickle.torchs_own")
 @pytest.mark.parametrize("enabled", [True, False])
-@given(fates=FATES)
+@given(grad_outcomes=GRAD_OUTCOMES)
 def test_reads_torchs_pickle(
-    subject: Library, reference: Library, device: str, enabled: bool, fates: list[float | None]
+    subject: Library, reference: Library, device: str, enabled: bool, grad_outcomes: list[float | None]
 ) -> None:
     """A whole scaler in a checkpoint that torch wrote, loaded into the subject's class instead of torch's."""
     options = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
-    written = lived(reference, device, fates, enabled=enabled, **options)
+    written = lived(reference, device, grad_outcomes, enabled=enabled, **options)
 
     def read_as(library: Library) -> Callable[[Library], Iterator[Outcome]]:
-        def story(_: Library) -> Iterator[Outcome]:
-            rig = lived(library, device, [])
-            rig.scaler = pickled(written.scaler, as_class=library.amp.GradScaler)
-            yield rig.did(rig.scaler.is_enabled)
-            yield from goes_on(rig)
+        def scenario(_: Library) -> Iterator[Outcome]:
+            harness = lived(library, device, [])
+            harness.scaler = pickled(written.scaler, as_class=library.amp.GradScaler)
+            yield harness.did(harness.scaler.is_enabled)
+            yield from goes_on(harness)
 
-        return story
+        return scenario
 
-    for wanted, got in zip(read_as(reference)(reference), read_as(subject)(subject), strict=True):
-        assert_same_outcome(wanted, got)
+    for expected, actual in zip(read_as(reference)(reference), read_as(subject)(subject), strict=True):
+        assert_same_outcome(expected, actual)
 
 
 @clause("amp.grad_scaler.pickle.setstate")
 def test_setstate_overrides_what_was_there(subject: Library, reference: Library, device: str) -> None:
     """A state taken from a scaler that is on turns one on that was off, and brings its numbers along."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, enabled=False)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, enabled=False)
         for options in ({"init_scale": 8.0}, {"init_scale": 2.0, "growth_interval": 1}):
-            rig.scaler.__setstate__(reference.amp.GradScaler(device, **options).__getstate__())
-            yield rig.did(rig.scaler.is_enabled)
-            yield from goes_on(rig)
-            rig.scaler = library.amp.GradScaler(device, init_scale=1.0)
+            harness.scaler.__setstate__(reference.amp.GradScaler(device, **options).__getstate__())
+            yield harness.did(harness.scaler.is_enabled)
+            yield from goes_on(harness)
+            harness.scaler = library.amp.GradScaler(device, init_scale=1.0)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)

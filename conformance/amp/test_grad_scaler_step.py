@@ -25,42 +25,42 @@ from conformance.strategies.scaling import (
     OPTIMIZERS,
     PLAIN,
     Aware,
+    Harness,
     Recording,
-    Rig,
     TakesScaler,
-    assert_same_story,
+    assert_same_scenario,
 )
 
 NONFINITE = [math.inf, -math.inf, math.nan]
 # What becomes of an iteration: clean, or with this in the last element of the last gradient.
-FATES = st.lists(st.sampled_from([None, None, *NONFINITE]), min_size=3, max_size=8)
+GRAD_OUTCOMES = st.lists(st.sampled_from([None, None, *NONFINITE]), min_size=3, max_size=8)
 
 
 @clause("amp.grad_scaler.step.steps_or_skips")
 @pytest.mark.parametrize("optimizer", [*PLAIN, *AMP_AWARE])
-@given(fates=FATES)
+@given(grad_outcomes=GRAD_OUTCOMES)
 def test_iterations(
-    subject: Library, reference: Library, device: str, optimizer: str, fates: list[float | None]
+    subject: Library, reference: Library, device: str, optimizer: str, grad_outcomes: list[float | None]
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=optimizer, init_scale=8.0, growth_interval=2)
-        for last in fates:
-            yield from rig.iteration(last)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=optimizer, init_scale=8.0, growth_interval=2)
+        for last in grad_outcomes:
+            yield from harness.iteration(last)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.steps_or_skips")
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
 @pytest.mark.parametrize("unscale", [True, False])
-@given(fates=FATES)
+@given(grad_outcomes=GRAD_OUTCOMES)
 def test_iterations_of_every_dtype(
     subject: Library,
     reference: Library,
     device: str,
     dtype: torch.dtype,
     unscale: bool,
-    fates: list[float | None],
+    grad_outcomes: list[float | None],
 ) -> None:
     gradients = (
         Gradient((5,), dtype, seed=1),
@@ -68,30 +68,30 @@ def test_iterations_of_every_dtype(
         Gradient((9,), dtype, seed=3),
     )
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, gradients, "momentum", init_scale=24.0, growth_interval=2)
-        for last in fates:
-            rig.zero_grad()
-            yield rig.did(rig.backward, last)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, gradients, "momentum", init_scale=24.0, growth_interval=2)
+        for last in grad_outcomes:
+            harness.zero_grad()
+            yield harness.did(harness.backward, last)
             if unscale:
-                yield rig.did(rig.scaler.unscale_, rig.optimizer)
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update)
+                yield harness.did(harness.scaler.unscale_, harness.optimizer)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.steps_or_skips")
 @pytest.mark.parametrize("last", [None, *NONFINITE], ids=repr)
 def test_a_skipped_step_is_not_called(subject: Library, device: str, last: float | None) -> None:
     """Not even with zeroed gradients: schedulers and hooks count the calls."""
-    rig = Rig(subject, device, optimizer="recording")
+    harness = Harness(subject, device, optimizer="recording")
     hooked: list[str] = []
-    rig.optimizer.register_step_pre_hook(lambda *_: hooked.append("before"))
-    rig.backward(last)
-    rig.scaler.step(rig.optimizer)
-    assert len(rig.optimizer.calls) == (1 if last is None else 0)
-    assert all(bool((parameter == 0).all()) for parameter in rig.parameters) == (last is not None)
+    harness.optimizer.register_step_pre_hook(lambda *_: hooked.append("before"))
+    harness.backward(last)
+    harness.scaler.step(harness.optimizer)
+    assert len(harness.optimizer.calls) == (1 if last is None else 0)
+    assert all(bool((parameter == 0).all()) for parameter in harness.parameters) == (last is not None)
 
 
 @clause("amp.grad_scaler.step.steps_or_skips")
@@ -109,18 +109,18 @@ def test_decided_once_an_iteration(
 ) -> None:
     """Gradients changed after unscale_ (clipped, zeroed, spoilt) change no decision: it was taken there."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=optimizer, init_scale=8.0)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=optimizer, init_scale=8.0)
         for _ in range(2):
-            rig.zero_grad()
-            rig.backward(last)
+            harness.zero_grad()
+            harness.backward(last)
             if unscale:
-                yield rig.did(rig.scaler.unscale_, rig.optimizer)
-            rig.parameters[-1].grad.fill_(edit)
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update)
+                yield harness.did(harness.scaler.unscale_, harness.optimizer)
+            harness.parameters[-1].grad.fill_(edit)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.returns")
@@ -129,13 +129,13 @@ def test_decided_once_an_iteration(
 def test_returns_what_the_optimizer_returns(
     subject: Library, reference: Library, device: str, last: float | None, returns: Any
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
+    def scenario(library: Library) -> Iterator[Outcome]:
         make = functools.partial(Recording, returns=returns)
-        rig = Rig(library, device, optimizer=make)
-        rig.backward(last)
-        yield rig.did(rig.scaler.step, rig.optimizer)
+        harness = Harness(library, device, optimizer=make)
+        harness.backward(last)
+        yield harness.did(harness.scaler.step, harness.optimizer)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.hands_arguments_on")
@@ -147,12 +147,12 @@ def test_returns_what_the_optimizer_returns(
 def test_hands_arguments_on(
     subject: Library, reference: Library, device: str, optimizer: str, args: list[Any], kwargs: dict[str, Any]
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=optimizer)
-        rig.backward()
-        yield rig.did(rig.scaler.step, rig.optimizer, *args, **kwargs)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=optimizer)
+        harness.backward()
+        yield harness.did(harness.scaler.step, harness.optimizer, *args, **kwargs)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.refuses_closures")
@@ -167,16 +167,16 @@ def test_closure_by_keyword(
     closure: Callable[[], float] | None,
     unscale: bool,
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer, closure=closure)
-        rig.backward()
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer, closure=closure)
+        harness.backward()
         if unscale:
-            yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer, closure=closure)
-        yield rig.did(rig.scaler.step, rig.optimizer)
+            yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer, closure=closure)
+        yield harness.did(harness.scaler.step, harness.optimizer)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.refuses_closures")
@@ -184,19 +184,19 @@ def test_closure_by_keyword(
 @pytest.mark.parametrize("unscale", [True, False])
 def test_closure_by_position(deviation: DeviationJudge, device: str, unscale: bool) -> None:
     def probe(library: Library) -> tuple[int, str, bool]:
-        rig = Rig(library, device, FOUR[:1])
-        rig.backward()
+        harness = Harness(library, device, FOUR[:1])
+        harness.backward()
         calls: list[int] = []
         if unscale:
-            rig.scaler.unscale_(rig.optimizer)
-        before = rig.parameters[0].grad.clone()
+            harness.scaler.unscale_(harness.optimizer)
+        before = harness.parameters[0].grad.clone()
 
         def closure() -> float:
             calls.append(1)
             return 0.0
 
-        outcome = rig.did(rig.scaler.step, rig.optimizer, closure)
-        kept = torch.equal(before, rig.parameters[0].grad)
+        outcome = harness.did(harness.scaler.step, harness.optimizer, closure)
+        kept = torch.equal(before, harness.parameters[0].grad)
         return len(calls), str(outcome.raised), kept
 
     text = "RuntimeError: Closure use is not currently supported if GradScaler is enabled."
@@ -221,17 +221,17 @@ def test_optimizers_that_unscale_by_themselves(
 ) -> None:
     """They get the scale unless unscale_ was called, they get found_inf always, and nothing stays on them."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=optimizer, init_scale=24.0, growth_interval=2)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=optimizer, init_scale=24.0, growth_interval=2)
         for unscale, last in plan:
-            rig.zero_grad()
-            rig.backward(last)
+            harness.zero_grad()
+            harness.backward(last)
             if unscale:
-                yield rig.did(rig.scaler.unscale_, rig.optimizer)
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update)
+                yield harness.did(harness.scaler.unscale_, harness.optimizer)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.aware_optimizers")
@@ -242,16 +242,16 @@ def test_a_scale_of_their_own(
 ) -> None:
     """A grad_scale that lies on the optimizer already is multiplied in."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer="aware", init_scale=8.0)
-        rig.optimizer.grad_scale = torch.tensor(4.0, device=device)
-        rig.backward(last)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer="aware", init_scale=8.0)
+        harness.optimizer.grad_scale = torch.tensor(4.0, device=device)
+        harness.backward(last)
         if unscale:
-            yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+            yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.aware_optimizers")
@@ -259,12 +259,12 @@ def test_a_scale_of_their_own(
 def test_aware_optimizers_without_gradients(
     subject: Library, reference: Library, device: str, optimizer: str
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, (Gradient((2,), None),) * 2, optimizer).used()
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, (Gradient((2,), None),) * 2, optimizer).used()
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.aware_optimizers")
@@ -273,27 +273,29 @@ def test_aware_optimizers_without_gradients(
 def test_aware_optimizers_may_hold_half_precision(
     subject: Library, reference: Library, device: str, dtype: torch.dtype, last: float | None
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, (Gradient((3,), dtype, seed=1), Gradient((5,), dtype, last=last)), "aware")
-        rig.used()
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(
+            library, device, (Gradient((3,), dtype, seed=1), Gradient((5,), dtype, last=last)), "aware"
+        )
+        harness.used()
         for _ in range(2):
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.aware_optimizers")
 def test_optimizers_that_take_the_scaler(subject: Library, reference: Library, device: str) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=TakesScaler, init_scale=8.0)
-        rig.backward()
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        assert [scaler is rig.scaler for scaler in rig.optimizer.scalers] == [True]
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=TakesScaler, init_scale=8.0)
+        harness.backward()
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        assert [scaler is harness.scaler for scaler in harness.optimizer.scalers] == [True]
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.optimizer_raises")
@@ -301,39 +303,39 @@ def test_optimizers_that_take_the_scaler(subject: Library, reference: Library, d
 def test_a_plain_step_that_raises(subject: Library, reference: Library, device: str, unscale: bool) -> None:
     """The gradients are unscaled by then, so the next try must not unscale them again."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, init_scale=8.0)
-        rig.backward()
-        real = rig.optimizer.step
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, init_scale=8.0)
+        harness.backward()
+        real = harness.optimizer.step
 
         def fails(*_: Any) -> None:
             raise MemoryError("no room for the step")
 
-        rig.optimizer.step = fails
+        harness.optimizer.step = fails
         if unscale:
-            yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        rig.optimizer.step = real
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+            yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        harness.optimizer.step = real
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.optimizer_raises")
 @pytest.mark.deviation("grad_scaler.nothing_left_on_the_optimizer")
 def test_an_aware_step_that_raises(deviation: DeviationJudge, device: str) -> None:
-    """What was laid on the optimizer would be multiplied in by the next try: it has to go."""
+    """What was attached to the optimizer would be multiplied in by the next try: it has to go."""
 
     def probe(library: Library) -> tuple[bool, list[Any]]:
-        rig = Rig(library, device, optimizer=functools.partial(Aware, raises=True), init_scale=8.0)
-        rig.backward()
-        assert rig.did(rig.scaler.step, rig.optimizer).raised is not None
-        left = hasattr(rig.optimizer, "grad_scale") or hasattr(rig.optimizer, "found_inf")
-        rig.optimizer.raises = False
-        rig.scaler.step(rig.optimizer)
-        return left, [scale for scale, _ in rig.optimizer.handed]
+        harness = Harness(library, device, optimizer=functools.partial(Aware, raises=True), init_scale=8.0)
+        harness.backward()
+        assert harness.did(harness.scaler.step, harness.optimizer).raised is not None
+        left = hasattr(harness.optimizer, "grad_scale") or hasattr(harness.optimizer, "found_inf")
+        harness.optimizer.raises = False
+        harness.scaler.step(harness.optimizer)
+        return left, [scale for scale, _ in harness.optimizer.handed]
 
     deviation.judge(
         probe,
@@ -347,15 +349,15 @@ def test_an_aware_step_that_raises(deviation: DeviationJudge, device: str) -> No
 def test_the_scheduler_warns_after_a_skipped_first_step(
     subject: Library, reference: Library, device: str, last: float | None
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device)
-        scheduler = torch.optim.lr_scheduler.StepLR(rig.optimizer, 1)
-        yield from rig.iteration(last)
-        yield rig.did(scheduler.step)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device)
+        scheduler = torch.optim.lr_scheduler.StepLR(harness.optimizer, 1)
+        yield from harness.iteration(last)
+        yield harness.did(scheduler.step)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_same_story(reference, subject, story)
+        assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.several_optimizers")
@@ -365,42 +367,42 @@ def test_several_optimizers(
     subject: Library, reference: Library, device: str, first: str, data: st.DataObject
 ) -> None:
     """Each decides for itself; the scale backs off if any was not finite."""
-    fates = data.draw(
+    grad_outcomes = data.draw(
         st.lists(st.tuples(*[st.sampled_from([None, None, math.inf])] * 3), min_size=2, max_size=5)
     )
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, FOUR, first, init_scale=8.0, growth_interval=2)
-        others = [Rig(library, device, FOUR, "recording") for _ in range(2)]
-        rigs = [rig, *others]
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, FOUR, first, init_scale=8.0, growth_interval=2)
+        others = [Harness(library, device, FOUR, "recording") for _ in range(2)]
+        harnesses = [harness, *others]
         for other in others:
-            other.scaler = rig.scaler
-        for fate in fates:
-            for each, last in zip(rigs, fate, strict=True):
+            other.scaler = harness.scaler
+        for grad_outcome in grad_outcomes:
+            for each, last in zip(harnesses, grad_outcome, strict=True):
                 each.zero_grad()
                 yield each.did(each.backward, last)
-            yield others[0].did(rig.scaler.unscale_, others[0].optimizer)
-            for each in rigs:
-                yield each.did(rig.scaler.step, each.optimizer)
-            yield rig.did(rig.scaler.update)
+            yield others[0].did(harness.scaler.unscale_, others[0].optimizer)
+            for each in harnesses:
+                yield each.did(harness.scaler.step, each.optimizer)
+            yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.several_optimizers")
 def test_one_optimizer_without_gradients(subject: Library, reference: Library, device: str) -> None:
     """It is refused, and the other one is none the worse."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig, bare = Rig(library, device), Rig(library, device, (Gradient((2,), None),))
-        bare.scaler = rig.scaler
-        rig.backward()
-        yield bare.did(rig.scaler.step, bare.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
-        yield from rig.iteration()
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness, bare = Harness(library, device), Harness(library, device, (Gradient((2,), None),))
+        bare.scaler = harness.scaler
+        harness.backward()
+        yield bare.did(harness.scaler.step, bare.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
+        yield from harness.iteration()
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 CALLS = ["scale", "unscale_", "step", "update"]
@@ -412,16 +414,16 @@ CALLS = ["scale", "unscale_", "step", "update"]
 def test_calls_in_any_order(
     subject: Library, reference: Library, device: str, optimizer: str, calls: list[str]
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=optimizer, init_scale=8.0, growth_interval=2)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=optimizer, init_scale=8.0, growth_interval=2)
         for call in calls:
             if call == "scale":
-                yield rig.did(rig.backward)
+                yield harness.did(harness.backward)
             else:
-                arguments = () if call == "update" else (rig.optimizer,)
-                yield rig.did(getattr(rig.scaler, call), *arguments)
+                arguments = () if call == "update" else (harness.optimizer,)
+                yield harness.did(getattr(harness.scaler, call), *arguments)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.order_of_calls")
@@ -432,28 +434,28 @@ def test_calls_in_any_order(
 def test_wrong_orders(subject: Library, reference: Library, device: str, optimizer: str, calls: str) -> None:
     """Refused until update() begins anew, and only for the optimizer that it is about."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, optimizer=optimizer)
-        rig.backward()
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, optimizer=optimizer)
+        harness.backward()
         for call in [*calls.split(), "update", *calls.split()]:
-            arguments = () if call == "update" else (rig.optimizer,)
-            yield rig.did(getattr(rig.scaler, call), *arguments)
+            arguments = () if call == "update" else (harness.optimizer,)
+            yield harness.did(getattr(harness.scaler, call), *arguments)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.order_of_calls")
 @pytest.mark.parametrize("call", ["unscale_", "step", "update", "update to"])
 def test_before_the_first_scale(subject: Library, reference: Library, device: str, call: str) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, FOUR, init_scale=8.0)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, FOUR, init_scale=8.0)
         method, _, new = call.partition(" ")
-        arguments = (2.0,) if new else () if method == "update" else (rig.optimizer,)
-        yield rig.did(getattr(rig.scaler, method), *arguments)
-        yield rig.did(rig.scaler.scale, torch.ones((), device=device))
-        yield rig.did(rig.scaler.step, rig.optimizer)
+        arguments = (2.0,) if new else () if method == "update" else (harness.optimizer,)
+        yield harness.did(getattr(harness.scaler, method), *arguments)
+        yield harness.did(harness.scaler.scale, torch.ones((), device=device))
+        yield harness.did(harness.scaler.step, harness.optimizer)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.step.again_after_a_refusal")
@@ -461,12 +463,12 @@ def test_before_the_first_scale(subject: Library, reference: Library, device: st
 def test_a_step_after_one_that_was_refused(deviation: DeviationJudge, device: str) -> None:
     def probe(library: Library) -> tuple[str, str, bool]:
         """What the step without and the step with gradients raised, and whether the latter changed the weights."""
-        rig = Rig(library, device, (Gradient((3,)),), init_scale=8.0).used()
-        rig.zero_grad()
-        without = rig.did(rig.scaler.step, rig.optimizer)
-        rig.backward()
-        having = rig.did(rig.scaler.step, rig.optimizer)
-        return str(without.raised), str(having.raised), bool(rig.parameters[0].detach().any())
+        harness = Harness(library, device, (Gradient((3,)),), init_scale=8.0).used()
+        harness.zero_grad()
+        without = harness.did(harness.scaler.step, harness.optimizer)
+        harness.backward()
+        having = harness.did(harness.scaler.step, harness.optimizer)
+        return str(without.raised), str(having.raised), bool(harness.parameters[0].detach().any())
 
     text = "AssertionError: No inf checks were recorded for this optimizer."
     deviation.judge(

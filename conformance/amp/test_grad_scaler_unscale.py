@@ -18,22 +18,22 @@ from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
 from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
-from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Rig, Story, assert_same_story
+from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Harness, Scenario, assert_same_scenario
 
 NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
 SCALES = st.sampled_from([1.0, 3.0, 2.0**16, 1e5 / 3, 2.0**-10, 0.1, 7.0])
 
 
-def unscaling(case: GradientList, device: str, **options: Any) -> Story:
+def unscaling(case: GradientList, device: str, **options: Any) -> Scenario:
     """Unscale, step and update on gradients that lie there already."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, case.gradients, **options).used()
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, case.gradients, **options).used()
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    return story
+    return scenario
 
 
 @clause("amp.grad_scaler.unscale_.divides")
@@ -48,24 +48,24 @@ def test_divides_in_place(
     init_scale: float,
 ) -> None:
     case = data.draw(gradient_lists(dtypes=(dtype,)))
-    assert_same_story(reference, subject, unscaling(case, device, init_scale=init_scale))
+    assert_same_scenario(reference, subject, unscaling(case, device, init_scale=init_scale))
 
 
 @clause("amp.grad_scaler.unscale_.divides")
 @given(init_scale=st.floats(1e-3, 1e6), seed=st.integers(0, 999))
 def test_divides_by_the_true_reciprocal(subject: Library, device: str, init_scale: float, seed: int) -> None:
     """The scale's reciprocal is rounded once, from float64: an oracle that asks no library."""
-    rig = Rig(
+    harness = Harness(
         subject,
         device,
         (Gradient((9,), seed=seed), Gradient((3,), torch.float64, seed=seed)),
         init_scale=init_scale,
     )
-    before = [parameter.grad.clone() for parameter in rig.parameters]
+    before = [parameter.grad.clone() for parameter in harness.parameters]
     scale = torch.tensor(init_scale, dtype=torch.float32)
-    rig.used().scaler.unscale_(rig.optimizer)
+    harness.used().scaler.unscale_(harness.optimizer)
     inverse = (1.0 / scale.double()).float()
-    for grad, parameter in zip(before, rig.parameters, strict=True):
+    for grad, parameter in zip(before, harness.parameters, strict=True):
         assert torch.equal(parameter.grad.cpu(), grad.cpu() * inverse.to(grad.dtype))
 
 
@@ -76,7 +76,7 @@ def test_divides_by_the_true_reciprocal(subject: Library, device: str, init_scal
 def test_mixed_dtypes(
     subject: Library, reference: Library, device: str, case: GradientList, init_scale: float
 ) -> None:
-    assert_same_story(reference, subject, unscaling(case, device, init_scale=init_scale))
+    assert_same_scenario(reference, subject, unscaling(case, device, init_scale=init_scale))
 
 
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
@@ -86,7 +86,7 @@ def test_finds_the_very_last_element(
     subject: Library, reference: Library, device: str, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     case = data.draw(gradient_lists(dtypes=(dtype,), last=NONFINITE, missing=False))
-    assert_same_story(reference, subject, unscaling(case, device))
+    assert_same_scenario(reference, subject, unscaling(case, device))
 
 
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
@@ -105,11 +105,11 @@ def test_finds_it_wherever_it_lies(
         Gradient((), torch.bfloat16, seed=5),
     ]
     gradients[where] = dataclasses.replace(gradients[where], last=value)
-    rig = Rig(subject, device, tuple(gradients), optimizer="recording", init_scale=8.0).used()
-    rig.scaler.step(rig.optimizer)
-    rig.scaler.update()
-    assert rig.optimizer.calls == []
-    assert rig.scaler.get_scale() == 4.0
+    harness = Harness(subject, device, tuple(gradients), optimizer="recording", init_scale=8.0).used()
+    harness.scaler.step(harness.optimizer)
+    harness.scaler.update()
+    assert harness.optimizer.calls == []
+    assert harness.scaler.get_scale() == 4.0
 
 
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
@@ -119,16 +119,18 @@ def test_large_finite_gradients_are_no_overflow(
 ) -> None:
     """The largest finite numbers are finite, their sum need not be."""
 
-    def story(library: Library) -> Iterator[Outcome]:
+    def scenario(library: Library) -> Iterator[Outcome]:
         for init_scale in (65536.0, 1.0):
-            rig = Rig(library, device, (Gradient((4,), dtype), Gradient((3,), dtype)), init_scale=init_scale)
-            for sign, parameter in zip((1, -1), rig.used().parameters, strict=True):
+            harness = Harness(
+                library, device, (Gradient((4,), dtype), Gradient((3,), dtype)), init_scale=init_scale
+            )
+            for sign, parameter in zip((1, -1), harness.used().parameters, strict=True):
                 parameter.grad.fill_(sign * torch.finfo(dtype).max)
-            yield rig.did(rig.scaler.unscale_, rig.optimizer)
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update)
+            yield harness.did(harness.scaler.unscale_, harness.optimizer)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.unscale_.divides_on_overflow_too")
@@ -136,26 +138,26 @@ def test_large_finite_gradients_are_no_overflow(
 def test_finite_neighbours_are_divided_too(
     subject: Library, device: str, case: GradientList, init_scale: float
 ) -> None:
-    rig = Rig(subject, device, case.gradients, init_scale=init_scale).used()
-    before = [parameter.grad.clone() for parameter in rig.parameters]
-    rig.scaler.step(rig.optimizer)
+    harness = Harness(subject, device, case.gradients, init_scale=init_scale).used()
+    before = [parameter.grad.clone() for parameter in harness.parameters]
+    harness.scaler.step(harness.optimizer)
     inverse = (1.0 / torch.tensor(init_scale, dtype=torch.float32).double()).float().to(device)
-    for grad, parameter in zip(before, rig.parameters, strict=True):
-        wanted = grad * inverse
-        assert torch.equal(parameter.grad.nan_to_num(), wanted.nan_to_num())
+    for grad, parameter in zip(before, harness.parameters, strict=True):
+        expected = grad * inverse
+        assert torch.equal(parameter.grad.nan_to_num(), expected.nan_to_num())
 
 
 @clause("amp.grad_scaler.unscale_.same_tensors")
 def test_gradients_stay_the_same_tensors(subject: Library, device: str) -> None:
     """Whoever holds a view of a gradient (a bucket, a flat buffer) sees it unscaled."""
-    rig = Rig(subject, device, FOUR, init_scale=4.0).used()
+    harness = Harness(subject, device, FOUR, init_scale=4.0).used()
     flat = torch.full((6,), 8.0, device=device)
-    rig.parameters[0].grad = flat[:5]
-    held = [parameter.grad for parameter in rig.parameters]
-    rig.scaler.unscale_(rig.optimizer)
-    assert all(parameter.grad is grad for parameter, grad in zip(rig.parameters, held, strict=True))
+    harness.parameters[0].grad = flat[:5]
+    held = [parameter.grad for parameter in harness.parameters]
+    harness.scaler.unscale_(harness.optimizer)
+    assert all(parameter.grad is grad for parameter, grad in zip(harness.parameters, held, strict=True))
     assert flat.tolist() == [2.0] * 5 + [8.0]
-    assert rig.scaler.unscale_.__self__ is rig.scaler
+    assert harness.scaler.unscale_.__self__ is harness.scaler
 
 
 class Groups:
@@ -175,16 +177,16 @@ class Groups:
 @pytest.mark.parametrize("kind", ["twice in a group", "in two groups", "one gradient of two parameters"])
 def test_a_gradient_that_is_listed_twice(deviation: DeviationJudge, device: str, kind: str) -> None:
     def probe(library: Library) -> tuple[bool, list[float]]:
-        rig = Rig(library, device, (Gradient((2,)), Gradient((2,))), init_scale=4.0).used()
-        one, other = rig.parameters
-        for parameter in rig.parameters:
+        harness = Harness(library, device, (Gradient((2,)), Gradient((2,))), init_scale=4.0).used()
+        one, other = harness.parameters
+        for parameter in harness.parameters:
             parameter.grad.fill_(16.0)
         groups = [[other, one], [one]] if kind == "in two groups" else [[other], [one, one]]
         if kind == "one gradient of two parameters":
             groups, other.grad = [[other], [one]], one.grad
-        outcome = rig.did(rig.scaler.unscale_, Groups([{"params": group} for group in groups]))
+        outcome = harness.did(harness.scaler.unscale_, Groups([{"params": group} for group in groups]))
         refused = outcome.raised is not None and outcome.raised.kind is ValueError
-        return refused, [float(parameter.grad[0]) for parameter in rig.parameters]
+        return refused, [float(parameter.grad[0]) for parameter in harness.parameters]
 
     shared = kind == "one gradient of two parameters"
     deviation.judge(
@@ -199,9 +201,9 @@ def test_a_gradient_that_is_listed_twice(deviation: DeviationJudge, device: str,
 def test_odd_parameters(subject: Library, reference: Library, device: str, kind: str) -> None:
     """A frozen parameter with a gradient counts; memory shared by two gradients is divided twice, as by torch."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, FOUR, init_scale=4.0).used()
-        first, _, third, last = rig.parameters
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, FOUR, init_scale=4.0).used()
+        first, _, third, last = harness.parameters
         groups = [{"params": [first, third]}, {"params": [last]}]
         if kind == "frozen":
             last.requires_grad_(False)
@@ -211,12 +213,12 @@ def test_odd_parameters(subject: Library, reference: Library, device: str, kind:
             first.grad = last.grad[:5]
         else:
             groups[1]["params"] = [third * 2]
-        rig.optimizer = Groups(groups)
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+        harness.optimizer = Groups(groups)
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.unscale_.parameters")
@@ -225,28 +227,28 @@ def test_odd_parameters(subject: Library, reference: Library, device: str, kind:
 def test_no_gradients_at_all(
     subject: Library, reference: Library, device: str, groups: list[dict[str, Any]], gradients: int
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, (Gradient((2,), None),) * 2).used()
-        rig.optimizer.param_groups[:] = rig.optimizer.param_groups if gradients else groups
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
-        yield rig.did(rig.scaler.step, rig.optimizer)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, (Gradient((2,), None),) * 2).used()
+        harness.optimizer.param_groups[:] = harness.optimizer.param_groups if gradients else groups
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
+        yield harness.did(harness.scaler.step, harness.optimizer)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.unscale_.parameters")
 def test_gradients_of_a_graph(subject: Library, reference: Library, device: str) -> None:
     """A gradient that belongs to a graph is divided without being recorded."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, FOUR[:1], init_scale=4.0).used()
-        rig.parameters[0].grad = (rig.parameters[0] * 3.0 + 1.0) * torch.ones(5, device=device)
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        rig.parameters[0].grad = None  # breaks the cycle
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, FOUR[:1], init_scale=4.0).used()
+        harness.parameters[0].grad = (harness.parameters[0] * 3.0 + 1.0) * torch.ones(5, device=device)
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        harness.parameters[0].grad = None  # breaks the cycle
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 def sparse_gradient(device: str, dtype: torch.dtype, coalesced: bool, value: float = 1.0) -> torch.Tensor:
@@ -257,21 +259,21 @@ def sparse_gradient(device: str, dtype: torch.dtype, coalesced: bool, value: flo
     return gradient.coalesce() if coalesced else gradient
 
 
-def sparse_story(device: str, gradient: Callable[[], torch.Tensor], optimizer: str = "sgd") -> Story:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, FOUR, optimizer=optimizer, init_scale=4.0).used()
+def sparse_scenario(device: str, gradient: Callable[[], torch.Tensor], optimizer: str = "sgd") -> Scenario:
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, FOUR, optimizer=optimizer, init_scale=4.0).used()
         dtype = gradient().dtype
         embedding = torch.nn.Parameter(torch.zeros(5, 2, dtype=dtype, device=device))
         embedding.grad = gradient()
-        rig.parameters.append(embedding)
-        rig.optimizer.add_param_group({"params": [embedding]})
+        harness.parameters.append(embedding)
+        harness.optimizer.add_param_group({"params": [embedding]})
         if optimizer == "sgd":
-            yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
-        yield rig.did(embedding.grad.is_coalesced)
+            yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
+        yield harness.did(embedding.grad.is_coalesced)
 
-    return story
+    return scenario
 
 
 @clause("amp.grad_scaler.unscale_.sparse")
@@ -281,8 +283,8 @@ def sparse_story(device: str, gradient: Callable[[], torch.Tensor], optimizer: s
 def test_sparse_gradients(
     subject: Library, reference: Library, device: str, dtype: torch.dtype, coalesced: bool, value: float
 ) -> None:
-    story = sparse_story(device, lambda: sparse_gradient(device, dtype, coalesced, value))
-    assert_same_story(reference, subject, story)
+    scenario = sparse_scenario(device, lambda: sparse_gradient(device, dtype, coalesced, value))
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.unscale_.sparse")
@@ -293,8 +295,8 @@ def test_half_precision_duplicates_are_summed_first(
     subject: Library, reference: Library, device: str, coalesced: bool, value: float, dtype: torch.dtype
 ) -> None:
     """Two finite parts of one row, whose sum overflows, are an overflow; only optimizers that unscale may hold them."""
-    story = sparse_story(device, lambda: sparse_gradient(device, dtype, coalesced, value), "aware")
-    assert_same_story(reference, subject, story)
+    scenario = sparse_scenario(device, lambda: sparse_gradient(device, dtype, coalesced, value), "aware")
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.unscale_.refuses_float16")
@@ -305,19 +307,19 @@ def test_half_precision_duplicates_are_summed_first(
 def test_refuses_float16_and_leaves_all_alone(
     subject: Library, reference: Library, device: str, dtype: torch.dtype, sparse: bool, where: int, call: str
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, init_scale=4.0)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, init_scale=4.0)
         half = torch.nn.Parameter(torch.zeros(5, 2, dtype=dtype, device=device))
         half.grad = sparse_gradient(device, dtype, coalesced=False) if sparse else torch.ones_like(half)
-        rig.parameters.insert(where, half)
-        rig.optimizer = torch.optim.SGD(rig.parameters, lr=0.125)
+        harness.parameters.insert(where, half)
+        harness.optimizer = torch.optim.SGD(harness.parameters, lr=0.125)
         for attempt in range(3):
-            yield rig.used().did(getattr(rig.scaler, call), rig.optimizer)
-            yield rig.did(rig.scaler.update)
+            yield harness.used().did(getattr(harness.scaler, call), harness.optimizer)
+            yield harness.did(harness.scaler.update)
             if attempt == 1:  # after which all is well
                 half.grad = None
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 def unfit(device: str, kind: str) -> torch.nn.Parameter:
@@ -338,25 +340,27 @@ def test_what_cannot_be_unscaled_leaves_all_alone(deviation: DeviationJudge, dev
         unavailable("torch's kernels for other devices take other dtypes")
 
     def probe(library: Library) -> tuple[str, str, list[float], float]:
-        rig = Rig(library, device, (Gradient((3,)), Gradient((2,), torch.float64)), init_scale=4.0).used()
-        for parameter in rig.parameters:
+        harness = Harness(
+            library, device, (Gradient((3,)), Gradient((2,), torch.float64)), init_scale=4.0
+        ).used()
+        for parameter in harness.parameters:
             parameter.grad.fill_(8.0)
-        rig.parameters.append(unfit(device, kind))
-        rig.optimizer.add_param_group({"params": rig.parameters[-1:]})
-        outcome = rig.did(rig.scaler.unscale_, rig.optimizer)
+        harness.parameters.append(unfit(device, kind))
+        harness.optimizer.add_param_group({"params": harness.parameters[-1:]})
+        outcome = harness.did(harness.scaler.unscale_, harness.optimizer)
         return (
             str(outcome.raised.kind.__name__),
             outcome.raised.text,
-            [float(parameter.grad[0]) for parameter in rig.parameters[:2]],
-            rig.scaler.get_scale(),
+            [float(parameter.grad[0]) for parameter in harness.parameters[:2]],
+            harness.scaler.get_scale(),
         )
 
     divided = probe(deviation.reference)
-    wanted = divided[:2]
+    expected = divided[:2]
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen[0] == wanted[0] and seen[2] in ([2.0, 2.0], [8.0, 2.0], [2.0, 8.0]),
-        we_do=lambda seen: seen == (*wanted, [8.0, 8.0], 4.0),
+        torch_does=lambda seen: seen[0] == expected[0] and seen[2] in ([2.0, 2.0], [8.0, 2.0], [2.0, 8.0]),
+        we_do=lambda seen: seen == (*expected, [8.0, 8.0], 4.0),
     )
 
 
@@ -368,15 +372,15 @@ def test_gradients_on_two_devices(
     if device == "cpu":
         unavailable("one device type only")
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, FOUR, init_scale=4.0).used()
-        rig.parameters.append(Gradient((5,), seed=8, last=last).parameter("cpu"))
-        rig.optimizer.add_param_group({"params": rig.parameters[-1:]})
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, FOUR, init_scale=4.0).used()
+        harness.parameters.append(Gradient((5,), seed=8, last=last).parameter("cpu"))
+        harness.optimizer.add_param_group({"params": harness.parameters[-1:]})
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.sync.none")
@@ -385,11 +389,13 @@ def test_gradients_on_two_devices(
 )
 def test_nothing_waits_for_the_device(subject: Library, scaler_calls: list[str]) -> None:
     """Tensors on the meta device have no values: reading one on the host raises."""
-    rig = Rig(subject, "meta", init_scale=4.0)
+    harness = Harness(subject, "meta", init_scale=4.0)
     calls = {
-        "scale": lambda: rig.scaler.scale([torch.zeros(3, device="meta"), (torch.zeros((), device="meta"),)]),
-        "unscale_": lambda: rig.scaler.unscale_(rig.optimizer),
-        "update": rig.scaler.update,
+        "scale": lambda: harness.scaler.scale(
+            [torch.zeros(3, device="meta"), (torch.zeros((), device="meta"),)]
+        ),
+        "unscale_": lambda: harness.scaler.unscale_(harness.optimizer),
+        "update": harness.scaler.update,
     }
     results = [calls[name]() for name in scaler_calls]
     assert results[0][0].device.type == "meta"
@@ -401,13 +407,13 @@ def test_nothing_waits_for_the_device(subject: Library, scaler_calls: list[str])
 def test_things_that_are_no_optimizers(
     subject: Library, reference: Library, device: str, optimizer: Any, method: str
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device).used()
-        yield rig.did(getattr(rig.scaler, method), optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device).used()
+        yield harness.did(getattr(harness.scaler, method), optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.unscale_.bad_optimizers")
@@ -415,14 +421,14 @@ def test_things_that_are_no_optimizers(
 def test_strangers_among_the_parameters(
     subject: Library, reference: Library, device: str, stranger: Any
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device).used()
-        rig.optimizer.param_groups[-1]["params"].append(stranger)
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        rig.optimizer.param_groups[-1]["params"].pop()
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device).used()
+        harness.optimizer.param_groups[-1]["params"].append(stranger)
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        harness.optimizer.param_groups[-1]["params"].pop()
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.unscale_.refuses_whole")
@@ -431,12 +437,12 @@ def test_windows_that_slide_over_one_memory(deviation: DeviationJudge, device: s
     """Rows [0, 1, 2], [1, 2, 3], [2, 3, 4] of one buffer."""
 
     def probe(library: Library) -> tuple[str, list[float], float]:
-        rig = Rig(library, device, (Gradient((3,)), Gradient((3, 3))), init_scale=4.0).used()
-        first, second = rig.parameters
+        harness = Harness(library, device, (Gradient((3,)), Gradient((3, 3))), init_scale=4.0).used()
+        first, second = harness.parameters
         first.grad.fill_(8.0)
         buffer = torch.full((5,), 64.0, device=device)
         second.grad = buffer.as_strided((3, 3), (1, 1))
-        outcome = rig.did(rig.scaler.unscale_, rig.optimizer)
+        outcome = harness.did(harness.scaler.unscale_, harness.optimizer)
         return str(outcome.raised), buffer.tolist(), float(first.grad[0])
 
     deviation.judge(

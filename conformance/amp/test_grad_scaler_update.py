@@ -18,50 +18,50 @@ from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import FOUR, Rig, assert_same_story
+from conformance.strategies.scaling import FOUR, Harness, assert_same_scenario
 
 SMALL = (Gradient((3,), seed=1), Gradient((2,), seed=2))
 LARGEST = torch.finfo(torch.float32).max
 
 
-def scales(rig: Rig, fates: list[bool]) -> list[float]:
+def scales(harness: Harness, grad_outcomes: list[bool]) -> list[float]:
     """The scale after each iteration, of which True ones are finite."""
     seen = []
-    for finite in fates:
-        rig.zero_grad()
-        rig.backward(None if finite else math.inf)
-        rig.scaler.step(rig.optimizer)
-        rig.scaler.update()
-        seen.append(rig.scaler.get_scale())
+    for finite in grad_outcomes:
+        harness.zero_grad()
+        harness.backward(None if finite else math.inf)
+        harness.scaler.step(harness.optimizer)
+        harness.scaler.update()
+        seen.append(harness.scaler.get_scale())
     return seen
 
 
 @clause("amp.grad_scaler.update.grows_after_interval")
 @pytest.mark.parametrize("interval", [1, 2, 3, 5])
 def test_grows_after_so_many_steps_in_a_row(subject: Library, device: str, interval: int) -> None:
-    rig = Rig(subject, device, SMALL, init_scale=8.0, growth_interval=interval)
-    assert scales(rig, [True] * 3 * interval) == [
+    harness = Harness(subject, device, SMALL, init_scale=8.0, growth_interval=interval)
+    assert scales(harness, [True] * 3 * interval) == [
         8.0 * 2.0 ** (done // interval) for done in range(1, 3 * interval + 1)
     ]
 
 
 @clause("amp.grad_scaler.update.grows_after_interval")
 def test_an_overflow_starts_the_count_again(subject: Library, device: str) -> None:
-    rig = Rig(subject, device, SMALL, init_scale=8.0, growth_interval=3)
-    fates = [True, True, False, True, True, False, True, True, True, True]
-    assert scales(rig, fates) == [8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 2.0, 2.0, 4.0, 4.0]
+    harness = Harness(subject, device, SMALL, init_scale=8.0, growth_interval=3)
+    grad_outcomes = [True, True, False, True, True, False, True, True, True, True]
+    assert scales(harness, grad_outcomes) == [8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 2.0, 2.0, 4.0, 4.0]
 
 
 @clause("amp.grad_scaler.update.backs_off")
 @pytest.mark.parametrize("backoff", [0.5, 0.1, 0.25])
 def test_backs_off_each_time(subject: Library, device: str, backoff: float) -> None:
-    rig = Rig(subject, device, SMALL, init_scale=64.0, backoff_factor=backoff)
-    got = scales(rig, [False] * 3)
-    wanted, now = [], torch.tensor(64.0)
+    harness = Harness(subject, device, SMALL, init_scale=64.0, backoff_factor=backoff)
+    actual = scales(harness, [False] * 3)
+    expected, now = [], torch.tensor(64.0)
     for _ in range(3):
         now = (now.double() * backoff).float()
-        wanted.append(float(now))
-    assert got == wanted
+        expected.append(float(now))
+    assert actual == expected
 
 
 @clause("amp.grad_scaler.update.grows_after_interval")
@@ -74,17 +74,17 @@ def test_backs_off_each_time(subject: Library, device: str, backoff: float) -> N
             "growth_interval": st.integers(1, 4),
         }
     ),
-    fates=st.lists(st.booleans(), min_size=3, max_size=15),
+    grad_outcomes=st.lists(st.booleans(), min_size=3, max_size=15),
 )
 def test_the_path_of_the_scale(
-    subject: Library, reference: Library, device: str, options: dict[str, Any], fates: list[bool]
+    subject: Library, reference: Library, device: str, options: dict[str, Any], grad_outcomes: list[bool]
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, SMALL, **options)
-        for finite in fates:
-            yield from rig.iteration(None if finite else math.nan)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, SMALL, **options)
+        for finite in grad_outcomes:
+            yield from harness.iteration(None if finite else math.nan)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.update.never_infinite")
@@ -97,21 +97,21 @@ def test_holds_the_largest_finite_scale(
 ) -> None:
     options = {"init_scale": init_scale, "growth_factor": factor, "growth_interval": interval}
 
-    def story(library: Library) -> Iterator[Outcome]:
+    def scenario(library: Library) -> Iterator[Outcome]:
         # Gradients of size 1e-38 or so: at this scale others would overflow, as they should.
-        rig = Rig(library, device, SMALL, **options)
+        harness = Harness(library, device, SMALL, **options)
         for _ in range(4):
-            rig.zero_grad()
-            rig.backward(times=1e-39)
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update)
+            harness.zero_grad()
+            harness.backward(times=1e-39)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
-    rig = Rig(subject, device, SMALL, **options).used()
+    assert_same_scenario(reference, subject, scenario)
+    harness = Harness(subject, device, SMALL, **options).used()
     for _ in range(3 * interval):
-        rig.scaler.step(rig.optimizer)
-        rig.scaler.update()
-    assert rig.scaler.get_scale() == float(torch.tensor(init_scale))
+        harness.scaler.step(harness.optimizer)
+        harness.scaler.update()
+    assert harness.scaler.get_scale() == float(torch.tensor(init_scale))
 
 
 def tensor(value: float, device: str, **options: Any) -> torch.Tensor:
@@ -128,16 +128,18 @@ def test_a_scale_set_by_hand(
 ) -> None:
     """It takes effect at once, the count of clean steps goes on, and the iteration is over."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, SMALL, init_scale=8.0, growth_interval=3)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, SMALL, init_scale=8.0, growth_interval=3)
         for new in news:
-            rig.zero_grad()
-            yield rig.did(rig.backward)
-            yield rig.did(rig.scaler.step, rig.optimizer)
-            yield rig.did(rig.scaler.update, tensor(new, device) if new is not None and as_tensor else new)
-            yield rig.did(rig.scaler.get_scale)
+            harness.zero_grad()
+            yield harness.did(harness.backward)
+            yield harness.did(harness.scaler.step, harness.optimizer)
+            yield harness.did(
+                harness.scaler.update, tensor(new, device) if new is not None and as_tensor else new
+            )
+            yield harness.did(harness.scaler.get_scale)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.update.new_scale")
@@ -145,32 +147,32 @@ def test_a_scale_set_by_hand(
 def test_a_tensor_is_copied(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
     """Changing it later changes nothing, and the scale keeps its own dtype."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, SMALL, init_scale=8.0, growth_interval=1)
-        rig.backward()
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, SMALL, init_scale=8.0, growth_interval=1)
+        harness.backward()
         new = torch.tensor(3, dtype=dtype, device=device)
-        yield rig.did(rig.scaler.update, new)
+        yield harness.did(harness.scaler.update, new)
         new.fill_(100)
-        yield rig.did(rig.scaler.get_scale)
-        yield rig.did(rig.scaler.scale, torch.ones(2, device=device))
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+        yield harness.did(harness.scaler.get_scale)
+        yield harness.did(harness.scaler.scale, torch.ones(2, device=device))
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
         assert int(new) == 100
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.update.new_scale")
 def test_a_new_scale_ends_the_iteration(subject: Library, reference: Library, device: str) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, SMALL, init_scale=8.0)
-        rig.backward(math.inf)
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.update, 4.0)
-        yield rig.did(rig.scaler.update)
-        yield from rig.iteration()
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, SMALL, init_scale=8.0)
+        harness.backward(math.inf)
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.update, 4.0)
+        yield harness.did(harness.scaler.update)
+        yield from harness.iteration()
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 REFUSED = [
@@ -195,16 +197,16 @@ def test_scales_that_are_refused(subject: Library, reference: Library, device: s
     if isinstance(new, torch.Tensor) and new.device.type == "cpu":
         new = new.to(device).detach().requires_grad_(new.requires_grad)
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, SMALL, init_scale=8.0)
-        rig.backward()
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.update, new)
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, SMALL, init_scale=8.0)
+        harness.backward()
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.update, new)
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.update.needs_checks")
@@ -212,17 +214,17 @@ def test_scales_that_are_refused(subject: Library, reference: Library, device: s
 def test_update_without_any_check(subject: Library, reference: Library, device: str, bare: bool) -> None:
     """Refused, twice in a row too; a scale set by hand needs no check."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, (Gradient((2,), None),) if bare else FOUR).used()
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, (Gradient((2,), None),) if bare else FOUR).used()
         if bare:
-            yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.update)
-        yield rig.did(rig.scaler.update, 2.0)
-        yield rig.did(rig.scaler.unscale_, rig.optimizer)
-        yield rig.did(rig.scaler.update)
-        yield rig.did(rig.scaler.update)
+            yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.update)
+        yield harness.did(harness.scaler.update, 2.0)
+        yield harness.did(harness.scaler.unscale_, harness.optimizer)
+        yield harness.did(harness.scaler.update)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.update.never_dies")
@@ -232,14 +234,14 @@ def test_the_scale_never_dies(deviation: DeviationJudge, device: str) -> None:
     floor = torch.finfo(torch.float32).smallest_normal
 
     def probe(library: Library) -> tuple[float, bool, bool]:
-        rig = Rig(library, device, SMALL, init_scale=2.0)
+        harness = Harness(library, device, SMALL, init_scale=2.0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            lowest = scales(rig, [False] * 200)[-1]
-        rig.zero_grad()
-        rig.backward()
-        rig.scaler.step(rig.optimizer)
-        stepped = bool((rig.parameters[-1] != 0).any()) and bool(rig.parameters[-1].isfinite().all())
+            lowest = scales(harness, [False] * 200)[-1]
+        harness.zero_grad()
+        harness.backward()
+        harness.scaler.step(harness.optimizer)
+        stepped = bool((harness.parameters[-1] != 0).any()) and bool(harness.parameters[-1].isfinite().all())
         return lowest, stepped, bool(caught)
 
     deviation.judge(
@@ -268,28 +270,28 @@ SETTERS = {
 def test_setters(
     subject: Library, reference: Library, device: str, before: bool, calls: list[tuple[str, Any]]
 ) -> None:
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, SMALL, init_scale=64.0, growth_interval=2)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, SMALL, init_scale=64.0, growth_interval=2)
         if not before:
-            yield from rig.iteration()
+            yield from harness.iteration()
         for name, value in calls:
-            yield rig.did(getattr(rig.scaler, f"set_{name}"), value)
-            yield rig.did(getattr(rig.scaler, f"get_{name}"))
+            yield harness.did(getattr(harness.scaler, f"set_{name}"), value)
+            yield harness.did(getattr(harness.scaler, f"get_{name}"))
         for last in (None, None, None, math.inf, None, None):
-            yield from rig.iteration(last)
+            yield from harness.iteration(last)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.getters.answer")
 @pytest.mark.parametrize("used", [False, True])
 def test_getters_answer_with_the_present_value(subject: Library, device: str, used: bool) -> None:
-    rig = Rig(
+    harness = Harness(
         subject, device, SMALL, init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=1
     )
     if used:
-        rig.used()
-    scaler = rig.scaler
+        harness.used()
+    scaler = harness.scaler
     assert (scaler.get_scale(), type(scaler.get_scale())) == (8.0, float)
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (
         3.0,
@@ -297,8 +299,8 @@ def test_getters_answer_with_the_present_value(subject: Library, device: str, us
         1,
     )
     assert scaler.is_enabled() is True
-    rig.backward()
-    scaler.step(rig.optimizer)
+    harness.backward()
+    scaler.step(harness.optimizer)
     scaler.update()
     assert scaler.get_scale() == 24.0
     scaler.set_growth_factor(5.0)
@@ -322,23 +324,23 @@ def test_an_interval_is_kept_as_it_was_given(
 ) -> None:
     """Also where the next update refuses it."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, SMALL, init_scale=8.0)
-        yield rig.did(rig.scaler.set_growth_interval, interval)
-        yield rig.did(rig.scaler.get_growth_interval)
-        yield from rig.iteration()
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, SMALL, init_scale=8.0)
+        yield harness.did(harness.scaler.set_growth_interval, interval)
+        yield harness.did(harness.scaler.get_growth_interval)
+        yield from harness.iteration()
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.getters.answer")
 @pytest.mark.parametrize("getter", ["get_scale", "state_dict", "get_growth_interval", "is_enabled"])
 def test_asking_starts_nothing(subject: Library, device: str, getter: str) -> None:
     """The first loss decides on which device the scale lies, not the first question."""
-    rig = Rig(subject, device, SMALL)
-    getattr(rig.scaler, getter)()
+    harness = Harness(subject, device, SMALL)
+    getattr(harness.scaler, getter)()
     with pytest.raises(AssertionError, match="_scale is None"):
-        rig.scaler.unscale_(rig.optimizer)
+        harness.scaler.unscale_(harness.optimizer)
 
 
 @clause("amp.grad_scaler.setters.bad_values")
@@ -346,16 +348,16 @@ def test_asking_starts_nothing(subject: Library, device: str, getter: str) -> No
 def test_an_interval_that_is_no_number(subject: Library, reference: Library, device: str, value: Any) -> None:
     """torch notices at the next update, with its operator's error; the scale is as before."""
 
-    def story(library: Library) -> Iterator[Outcome]:
-        rig = Rig(library, device, SMALL, init_scale=8.0)
-        yield rig.did(rig.scaler.set_growth_interval, value)
-        rig.backward()
-        yield rig.did(rig.scaler.step, rig.optimizer)
-        yield rig.did(rig.scaler.update)
-        yield rig.did(rig.scaler.set_growth_interval, 2)
-        yield rig.did(rig.scaler.update)
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, SMALL, init_scale=8.0)
+        yield harness.did(harness.scaler.set_growth_interval, value)
+        harness.backward()
+        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield harness.did(harness.scaler.update)
+        yield harness.did(harness.scaler.set_growth_interval, 2)
+        yield harness.did(harness.scaler.update)
 
-    assert_same_story(reference, subject, story)
+    assert_same_scenario(reference, subject, scenario)
 
 
 @clause("amp.grad_scaler.setters.bad_values")
@@ -365,16 +367,16 @@ def test_an_interval_that_is_no_number(subject: Library, reference: Library, dev
 def test_factors_that_are_no_numbers(deviation: DeviationJudge, device: str, name: str, value: Any) -> None:
     def probe(library: Library) -> tuple[str, bool, float]:
         """Who raised a TypeError, whether the factor is a number, and the scale."""
-        rig = Rig(library, device, SMALL, init_scale=8.0)
-        rig.backward()
-        rig.scaler.step(rig.optimizer)
+        harness = Harness(library, device, SMALL, init_scale=8.0)
+        harness.backward()
+        harness.scaler.step(harness.optimizer)
         calls = {
-            "setter": lambda: getattr(rig.scaler, f"set_{name}")(value),
-            "update": rig.scaler.update,
+            "setter": lambda: getattr(harness.scaler, f"set_{name}")(value),
+            "update": harness.scaler.update,
         }
         raised = [who for who, call in calls.items() if str(observe(call).raised).startswith("TypeError")]
-        is_number = isinstance(getattr(rig.scaler, f"get_{name}")(), float)
-        return " ".join(raised), is_number, rig.scaler.get_scale()
+        is_number = isinstance(getattr(harness.scaler, f"get_{name}")(), float)
+        return " ".join(raised), is_number, harness.scaler.get_scale()
 
     deviation.judge(
         probe,
@@ -392,10 +394,10 @@ def ruinous() -> dict[str, Callable[[Library, str], Any]]:
         )
         if value:
             calls[f"new_scale {value}"] = lambda library, device, value=value: (
-                Rig(library, device, SMALL, init_scale=8.0).used().scaler.update(value)
+                Harness(library, device, SMALL, init_scale=8.0).used().scaler.update(value)
             )
             calls[f"new_scale tensor {value}"] = lambda library, device, value=value: (
-                Rig(library, device, SMALL, init_scale=8.0).used().scaler.update(tensor(value, device))
+                Harness(library, device, SMALL, init_scale=8.0).used().scaler.update(tensor(value, device))
             )
     for name, values in {
         "growth_factor": (math.nan, 0.5, 0.0, -2.0),

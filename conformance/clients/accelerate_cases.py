@@ -122,7 +122,7 @@ def generate(rank: Rank, *, recurse: bool) -> dict[str, Any]:
         device_id=torch.device("cpu"),
     )
     optimizer = torch.optim.AdamW(model.parameters(), **tiny.ADAM)
-    seen: dict[str, Any] = {"losses": [], "said": []}
+    seen: dict[str, Any] = {"losses": [], "generated": []}
     for batch in tiny.tokens(rank.rank, 2):
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
@@ -130,6 +130,6 @@ def generate(rank: Rank, *, recurse: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         seen["losses"].append(loss.detach())
         with FullyShardedDataParallel.summon_full_params(model, recurse=recurse, writeback=False):
-            said = model.module.generate(batch[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
-        seen["said"].append(said)
+            generated = model.module.generate(batch[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        seen["generated"].append(generated)
     return seen

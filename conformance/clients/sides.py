@@ -41,6 +41,6 @@ class Sides:
         return returned[1]
 
 
-def assert_same(wanted: list[Any], got: list[Any], tolerance: Tolerance = TRAINED) -> None:
-    for one, other in zip(wanted, got, strict=True):
+def assert_same(expected: list[Any], actual: list[Any], tolerance: Tolerance = TRAINED) -> None:
+    for one, other in zip(expected, actual, strict=True):
         assert_same_outcome(observe(lambda one=one: one), observe(lambda other=other: other), tolerance)

@@ -60,8 +60,8 @@ def test_accelerate(sides: Sides, tmp_path: Path, state_dict_type: str, use_orig
 @ON_BOTH_LAYOUTS
 def test_accelerate_upcasts(sides: Sides, tmp_path: Path, use_orig_params: bool) -> None:
     asked = {"state_dict_type": "SHARDED_STATE_DICT", "use_orig_params": use_orig_params}
-    got = sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.bfloat16, lora=False)
-    assert_sharded(got)
+    actual = sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.bfloat16, lora=False)
+    assert_sharded(actual)
 
 
 @clause("clients.libraries.peft")
@@ -69,17 +69,17 @@ def test_accelerate_upcasts(sides: Sides, tmp_path: Path, use_orig_params: bool)
 @IN_BOTH_KINDS
 def test_peft(sides: Sides, tmp_path: Path, state_dict_type: str, use_orig_params: bool) -> None:
     asked = {"state_dict_type": state_dict_type, "use_orig_params": use_orig_params}
-    got = sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.float32, lora=True)
-    assert_sharded(got)
+    actual = sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.float32, lora=True)
+    assert_sharded(actual)
     # Two at each of three layers in each of two blocks.
-    assert sum(".lora_" in name for name in got[0]["saved"]) == 12
+    assert sum(".lora_" in name for name in actual[0]["saved"]) == 12
 
 
 @clause("clients.libraries.transformers_trainer")
 @IN_BOTH_KINDS
 def test_transformers_trainer(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
-    got = sides.assert_alike("accelerate_cases:trainer", tmp_path, state_dict_type=state_dict_type)
-    assert_sharded([one["resumed"] for one in got])
+    actual = sides.assert_alike("accelerate_cases:trainer", tmp_path, state_dict_type=state_dict_type)
+    assert_sharded([one["resumed"] for one in actual])
 
 
 @clause("clients.libraries.transformers_generate")
@@ -91,15 +91,15 @@ def test_transformers_generate(sides: Sides, recurse: bool) -> None:
 @clause("clients.libraries.lightning_fabric")
 @BY_LIGHTNING
 def test_lightning_fabric(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
-    got = sides.assert_alike("lightning_cases:fabric", tmp_path, state_dict_type=state_dict_type)
-    assert_sharded(got)
+    actual = sides.assert_alike("lightning_cases:fabric", tmp_path, state_dict_type=state_dict_type)
+    assert_sharded(actual)
 
 
 @clause("clients.libraries.lightning_trainer")
 @BY_LIGHTNING
 def test_lightning_trainer(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
-    got = sides.assert_alike("lightning_cases:trainer", tmp_path, EXACT, state_dict_type=state_dict_type)
-    assert_sharded([one["resumed"] for one in got])
+    actual = sides.assert_alike("lightning_cases:trainer", tmp_path, EXACT, state_dict_type=state_dict_type)
+    assert_sharded([one["resumed"] for one in actual])
 
 
 @clause("clients.libraries.distributed_checkpoint")
@@ -125,11 +125,11 @@ def test_quantized_optimizers(sides: Sides, optimizer: str) -> None:
 @OPTIMIZERS
 def test_quantized_optimizers_in_one_call(sides: Sides, optimizer: str) -> None:
     sides.subject.find("optim.capture")  # missing here rather than on the ranks
-    wanted = sides.run(sides.reference, "optimizer_cases:scaled", optimizer=optimizer)
+    expected = sides.run(sides.reference, "optimizer_cases:scaled", optimizer=optimizer)
     captured = {"capture_of": sides.subject.spec}
     for how in (captured, {"fused": True}, captured | {"fused": True}):
         assert_same(
-            wanted, sides.run(sides.subject, "optimizer_cases:scaled", optimizer=optimizer, **how), EXACT
+            expected, sides.run(sides.subject, "optimizer_cases:scaled", optimizer=optimizer, **how), EXACT
         )
 
 

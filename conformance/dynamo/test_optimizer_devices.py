@@ -15,7 +15,7 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome
-from conformance.strategies.compiled_steps import Rig, Script, outcome, soon, tracing_of
+from conformance.strategies.compiled_steps import Harness, Script, outcome, soon, tracing_of
 from conformance.strategies.optimizers import Make, maker
 from conformance.strategies.user_optimizers import Collecting
 
@@ -25,9 +25,9 @@ SGD, ADAM = maker("SGD", options=["momentum"]), maker("Adam")
 @clause("dynamo.optimizer.devices.addresses")
 @pytest.mark.parametrize("make", [SGD, Collecting])
 def test_what_is_marked(subject: Library, reference: Library, device: str, make: Make) -> None:
-    def script(rig: Rig) -> Any:
-        rig.without_gradient = {2}
-        return rig.train().marks()["gradients"], rig.train(2).marks()
+    def script(harness: Harness) -> Any:
+        harness.without_gradient = {2}
+        return harness.train().marks()["gradients"], harness.train(2).marks()
 
     outcomes = [outcome(library, script, make, device=device) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
@@ -40,12 +40,15 @@ def test_what_is_marked(subject: Library, reference: Library, device: str, make:
 
 @clause("dynamo.optimizer.devices.addresses")
 def test_tensors_of_nested_state_are_marked(subject: Library, reference: Library, device: str) -> None:
-    def script(rig: Rig) -> Any:
-        rig.train()
+    def script(harness: Harness) -> Any:
+        harness.train()
         factors = [torch.ones(2, device=device), torch.ones(2, device=device)]
-        rig.optimizer.state[rig.parameters[1]]["factors"] = {"rows": factors[0], "columns": [factors[1]]}
-        rig.train()
-        return [getattr(each, "_dynamo_static_input_type", None) for each in factors], rig.seen()
+        harness.optimizer.state[harness.parameters[1]]["factors"] = {
+            "rows": factors[0],
+            "columns": [factors[1]],
+        }
+        harness.train()
+        return [getattr(each, "_dynamo_static_input_type", None) for each in factors], harness.seen()
 
     outcomes = [outcome(library, script, ADAM, device=device) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
@@ -54,13 +57,13 @@ def test_tensors_of_nested_state_are_marked(subject: Library, reference: Library
 def where_scalars_go(name: str) -> Script:
     """On which devices they are after plain steps, and after compiled ones."""
 
-    def script(rig: Rig) -> Any:
+    def script(harness: Harness) -> Any:
         def devices() -> list[str]:
-            return [str(rig.optimizer.state[each][name].device) for each in rig.parameters]
+            return [str(harness.optimizer.state[each][name].device) for each in harness.parameters]
 
-        rig.plain_train(2)
+        harness.plain_train(2)
         before = devices()
-        rig.train(2)
+        harness.train(2)
         return before, devices()
 
     return script
@@ -94,11 +97,11 @@ def test_the_product_of_momenta_moves(deviation: DeviationJudge) -> None:
 
 @clause("dynamo.optimizer.devices.scalars_move")
 def test_step_counts_on_the_cpu_stay_the_same_tensors(subject: Library) -> None:
-    def script(rig: Rig) -> bool:
-        state = rig.plain_train(2).optimizer.state
-        before = [state[each]["step"] for each in rig.parameters]
-        rig.train(2)
-        return all(state[each]["step"] is was for each, was in zip(rig.parameters, before, strict=True))
+    def script(harness: Harness) -> bool:
+        state = harness.plain_train(2).optimizer.state
+        before = [state[each]["step"] for each in harness.parameters]
+        harness.train(2)
+        return all(state[each]["step"] is was for each, was in zip(harness.parameters, before, strict=True))
 
     assert outcome(subject, script, ADAM).value is True
 
@@ -109,11 +112,13 @@ def test_step_counts_lie_on_the_device(subject: Library, device: str, first: str
     if device != "cuda":
         unavailable("no device that can capture")
 
-    def script(rig: Rig) -> Any:
-        (rig.train if first == "compiled" else rig.plain_train)(1)
-        rig.without_gradient = set()
-        rig.train(2)
-        return {rig.optimizer.state[each]["step"].device.type for each in rig.parameters}, rig.graphs.inputs
+    def script(harness: Harness) -> Any:
+        (harness.train if first == "compiled" else harness.plain_train)(1)
+        harness.without_gradient = set()
+        harness.train(2)
+        return {
+            harness.optimizer.state[each]["step"].device.type for each in harness.parameters
+        }, harness.graphs.inputs
 
     devices, _ = outcome(subject, script, ADAM, device=device).value
     assert devices == {"cuda"}
@@ -123,15 +128,15 @@ def test_step_counts_lie_on_the_device(subject: Library, device: str, first: str
 def test_no_step_reads_a_count(subject: Library, device: str) -> None:
     """Nor recompiles for its value, from the second step on, though the groups say that they are not capturable."""
 
-    def script(rig: Rig) -> list[int]:
-        return rig.train(12).compiled_after
+    def script(harness: Harness) -> list[int]:
+        return harness.train(12).compiled_after
 
     assert outcome(subject, script, ADAM, device=device).value == [1] * 12
 
 
-def watched(rig: Rig) -> list[weakref.ref[torch.Tensor]]:
-    state = [tensor for entry in rig.optimizer.state.values() for tensor in entry.values()]
-    return [weakref.ref(tensor) for tensor in (*rig.parameters, *state)]
+def watched(harness: Harness) -> list[weakref.ref[torch.Tensor]]:
+    state = [tensor for entry in harness.optimizer.state.values() for tensor in entry.values()]
+    return [weakref.ref(tensor) for tensor in (*harness.parameters, *state)]
 
 
 @clause("dynamo.optimizer.lifetime.freed")
@@ -139,14 +144,14 @@ def watched(rig: Rig) -> list[weakref.ref[torch.Tensor]]:
 @pytest.mark.parametrize("make", [SGD, ADAM])
 def test_tensors_go_with_the_optimizer(subject: Library, device: str, make: Make, backend: str) -> None:
     with tracing_of(subject):
-        rig = Rig(make, device, backend)
-        rig.without_gradient = {3}
-        rig.train(2)
-        rig.without_gradient = set()
-        rig.train(2)
-        alive = watched(rig)
-        graphs = rig.graphs
-        del rig
+        harness = Harness(make, device, backend)
+        harness.without_gradient = {3}
+        harness.train(2)
+        harness.without_gradient = set()
+        harness.train(2)
+        alive = watched(harness)
+        graphs = harness.graphs
+        del harness
         gc.collect()
         assert graphs.inputs, "nothing was compiled"
         assert [seen().shape for seen in alive if seen() is not None] == []
@@ -163,11 +168,11 @@ def test_tensors_leave_graphs_that_a_backend_keeps(deviation: DeviationJudge, de
             return module.forward
 
         with tracing_of(library):
-            rig = Rig(SGD, device)
-            rig.step = torch.compile(rig.optimizer.step, backend=keep)
-            rig.train(2)
-            alive = watched(rig)
-            del rig
+            harness = Harness(SGD, device)
+            harness.step = torch.compile(harness.optimizer.step, backend=keep)
+            harness.train(2)
+            alive = watched(harness)
+            del harness
             gc.collect()
             assert len(kept) == 2, "another number of graphs than of kinds of steps"
             return sum(seen() is not None for seen in alive)
@@ -180,9 +185,9 @@ def test_a_new_optimizer_at_an_old_address_is_no_old_one(subject: Library, devic
     with tracing_of(subject):
         step = torch.compile(lambda optimizer: optimizer.step(), backend="eager")
         for _ in range(6):
-            rig = Rig(SGD, device)
-            rig.set_gradients()
-            wanted = [p.detach() - 0.05 * p.grad for p in rig.parameters]
-            step(rig.optimizer)
-            torch.testing.assert_close([p.detach() for p in rig.parameters], wanted)
-            del rig
+            harness = Harness(SGD, device)
+            harness.set_gradients()
+            expected = [p.detach() - 0.05 * p.grad for p in harness.parameters]
+            step(harness.optimizer)
+            torch.testing.assert_close([p.detach() for p in harness.parameters], expected)
+            del harness

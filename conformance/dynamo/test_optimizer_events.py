@@ -14,7 +14,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome
-from conformance.strategies.compiled_steps import Rig, Script, after, outcome, soon, tracing_of
+from conformance.strategies.compiled_steps import Harness, Script, after, outcome, soon, tracing_of
 from conformance.strategies.optimizers import COMPILED, Make, four_parameters, maker
 
 SGD = maker("SGD", options=["momentum"])
@@ -27,50 +27,50 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
-def assert_torchs(subject: Library, reference: Library, script: Script, make: Make, **rig: Any) -> None:
-    outcomes = [outcome(library, after(script), make, **rig) for library in (reference, subject)]
+def assert_torchs(subject: Library, reference: Library, script: Script, make: Make, **harness: Any) -> None:
+    outcomes = [outcome(library, after(script), make, **harness) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
     assert outcomes[0].raised is None, "the script itself fails on torch"
 
 
 @clause("dynamo.optimizer.graphs.one_for_a_step")
 def test_the_same_graphs_of_two_groups(subject: Library, reference: Library, device: str) -> None:
-    assert_torchs(subject, reference, lambda rig: rig.train(3), two_groups, device=device)
+    assert_torchs(subject, reference, lambda harness: harness.train(3), two_groups, device=device)
 
 
 @clause("dynamo.optimizer.graphs.one_for_a_step")
 @pytest.mark.parametrize("name", soon(COMPILED, "SGD", "Adam"))
 def test_the_same_graphs_of_each(subject: Library, reference: Library, device: str, name: str) -> None:
-    assert_torchs(subject, reference, lambda rig: rig.train(3), maker(name), device=device)
+    assert_torchs(subject, reference, lambda harness: harness.train(3), maker(name), device=device)
 
 
 # --- numbers in the groups
 
 
 def set_number(name: str, values: list[Any], group: int = 0) -> Script:
-    def script(rig: Rig) -> None:
+    def script(harness: Harness) -> None:
         for value in values:
-            rig.train()
-            rig.optimizer.param_groups[group][name] = value
-        rig.train()
+            harness.train()
+            harness.optimizer.param_groups[group][name] = value
+        harness.train()
 
     return script
 
 
 def scheduled(make_scheduler: Any) -> Script:
-    def script(rig: Rig) -> None:
-        scheduler = make_scheduler(rig.optimizer)
+    def script(harness: Harness) -> None:
+        scheduler = make_scheduler(harness.optimizer)
         for _ in range(4):
-            rig.train()
+            harness.train()
             scheduler.step()
 
     return script
 
 
-def fill_tensor_lr(rig: Rig) -> None:
+def fill_tensor_lr(harness: Harness) -> None:
     for value in (0.1, 0.2, 0.3):
-        rig.optimizer.param_groups[0]["lr"].fill_(value)
-        rig.train()
+        harness.optimizer.param_groups[0]["lr"].fill_(value)
+        harness.train()
 
 
 NUMBERS = {
@@ -108,26 +108,26 @@ def test_numbers_that_change(subject: Library, reference: Library, device: str, 
 
 
 def gradients_go(*which: int) -> Script:
-    def script(rig: Rig) -> None:
+    def script(harness: Harness) -> None:
         for lacking in (which, (), which):
-            rig.without_gradient = set(lacking)
-            rig.train(2)
+            harness.without_gradient = set(lacking)
+            harness.train(2)
 
     return script
 
 
 def zero_grad(set_to_none: bool) -> Script:
-    def script(rig: Rig) -> None:
+    def script(harness: Harness) -> None:
         for _ in range(3):
-            rig.set_gradients()
-            gradients = [parameter.grad for parameter in rig.parameters]
-            rig.optimizer.zero_grad(set_to_none=set_to_none)
-            for parameter, gradient in zip(rig.parameters, gradients, strict=True):
+            harness.set_gradients()
+            gradients = [parameter.grad for parameter in harness.parameters]
+            harness.optimizer.zero_grad(set_to_none=set_to_none)
+            for parameter, gradient in zip(harness.parameters, gradients, strict=True):
                 if set_to_none:
                     parameter.grad = gradient
                 else:
-                    parameter.grad.add_(len(rig.compiled_after) + 1.0)
-            rig.take_step()
+                    parameter.grad.add_(len(harness.compiled_after) + 1.0)
+            harness.take_step()
 
     return script
 
@@ -153,12 +153,12 @@ def test_gradients_come_and_go(subject: Library, reference: Library, device: str
 # --- groups
 
 
-def add_group(rig: Rig) -> None:
-    rig.train(2)
-    added = four_parameters(rig.parameters[0].device.type)[:1]
-    rig.parameters += added
-    rig.optimizer.add_param_group({"params": added, "lr": 0.2})
-    rig.train(2)
+def add_group(harness: Harness) -> None:
+    harness.train(2)
+    added = four_parameters(harness.parameters[0].device.type)[:1]
+    harness.parameters += added
+    harness.optimizer.add_param_group({"params": added, "lr": 0.2})
+    harness.train(2)
 
 
 GROUPS = {
@@ -181,43 +181,43 @@ def test_groups_that_change(subject: Library, reference: Library, device: str, c
 # --- state
 
 
-def load_own(rig: Rig) -> None:
-    saved = copy.deepcopy(rig.train(2).optimizer.state_dict())
-    rig.train(1).optimizer.load_state_dict(saved)
-    rig.train(2)
+def load_own(harness: Harness) -> None:
+    saved = copy.deepcopy(harness.train(2).optimizer.state_dict())
+    harness.train(1).optimizer.load_state_dict(saved)
+    harness.train(2)
 
 
-def load_aliasing(rig: Rig) -> None:
+def load_aliasing(harness: Harness) -> None:
     """The state of another optimizer, whose tensors both then hold."""
-    other = Rig(ADAM, rig.parameters[0].device.type).plain_train(2)
-    rig.train(1).optimizer.load_state_dict(other.optimizer.state_dict())
-    rig.train(2)
+    other = Harness(ADAM, harness.parameters[0].device.type).plain_train(2)
+    harness.train(1).optimizer.load_state_dict(other.optimizer.state_dict())
+    harness.train(2)
 
 
-def clear_state(rig: Rig) -> None:
-    rig.train(2).optimizer.state.clear()
-    rig.train(2)
+def clear_state(harness: Harness) -> None:
+    harness.train(2).optimizer.state.clear()
+    harness.train(2)
 
 
 def forget_one(index: int) -> Script:
-    def script(rig: Rig) -> None:
-        del rig.train(2).optimizer.state[rig.parameters[index]]
-        rig.train(2)
+    def script(harness: Harness) -> None:
+        del harness.train(2).optimizer.state[harness.parameters[index]]
+        harness.train(2)
 
     return script
 
 
 def replace_one(index: int, name: str) -> Script:
-    def script(rig: Rig) -> None:
-        entry = rig.train(2).optimizer.state[rig.parameters[index]]
+    def script(harness: Harness) -> None:
+        entry = harness.train(2).optimizer.state[harness.parameters[index]]
         entry[name] = torch.full_like(entry[name], 0.5)
-        rig.train(2)
+        harness.train(2)
 
     return script
 
 
-def plain_first(rig: Rig) -> None:
-    rig.plain_train(2).train(2)
+def plain_first(harness: Harness) -> None:
+    harness.plain_train(2).train(2)
 
 
 STATES = {
@@ -244,21 +244,21 @@ def test_state_that_changes(subject: Library, reference: Library, device: str, c
 # --- kinds of tensors
 
 
-def made_double(rig: Rig) -> None:
-    rig.train(2)
-    for parameter in rig.parameters:
+def made_double(harness: Harness) -> None:
+    harness.train(2)
+    for parameter in harness.parameters:
         parameter.data = parameter.data.double()
 
 
-def reshaped(rig: Rig) -> None:
-    rig.train(2)
-    for parameter in rig.parameters:
+def reshaped(harness: Harness) -> None:
+    harness.train(2)
+    for parameter in harness.parameters:
         parameter.data = parameter.data.reshape(-1)
 
 
-def other_layout(rig: Rig) -> None:
-    rig.train(2)
-    for parameter in rig.parameters:
+def other_layout(harness: Harness) -> None:
+    harness.train(2)
+    for parameter in harness.parameters:
         parameter.data = parameter.data.t().contiguous().t()
 
 
@@ -269,12 +269,12 @@ KINDS = {"double": made_double, "another shape": reshaped, "another layout": oth
 @pytest.mark.deviation("optimizer_variable.kinds_of_tensors")
 @pytest.mark.parametrize("kind", soon(KINDS, "double"))
 def test_kinds_of_tensors_are_guarded(deviation: DeviationJudge, device: str, kind: str) -> None:
-    def script(rig: Rig) -> list[int]:
-        KINDS[kind](rig)
-        for parameter in rig.parameters:
+    def script(harness: Harness) -> list[int]:
+        KINDS[kind](harness)
+        for parameter in harness.parameters:
             parameter.grad = torch.ones_like(parameter)
-        rig.take_step()
-        return rig.compiled_after
+        harness.take_step()
+        return harness.compiled_after
 
     def probe(library: Library) -> Any:
         return outcome(library, script, maker("SGD"), device=device).value
@@ -289,14 +289,14 @@ def test_kinds_of_tensors_are_guarded(deviation: DeviationJudge, device: str, ki
 @clause("dynamo.optimizer.guards.kinds_of_tensors")
 @pytest.mark.parametrize("kind", soon(KINDS, "double"))
 def test_values_after_another_kind(subject: Library, device: str, kind: str) -> None:
-    def script(rig: Rig) -> bool:
-        KINDS[kind](rig)
-        wanted = []
-        for parameter in rig.parameters:
+    def script(harness: Harness) -> bool:
+        KINDS[kind](harness)
+        expected = []
+        for parameter in harness.parameters:
             parameter.grad = torch.ones_like(parameter)
-            wanted.append(parameter.detach() - 0.05)
-        rig.take_step()
-        return all(map(torch.equal, wanted, rig.parameters))
+            expected.append(parameter.detach() - 0.05)
+        harness.take_step()
+        return all(map(torch.equal, expected, harness.parameters))
 
     assert outcome(subject, script, maker("SGD"), device=device).value is True
 
@@ -315,16 +315,16 @@ def pickled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @pytest.mark.profile("full")
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_a_copy_goes_on(subject: Library, reference: Library, device: str, copied: Any) -> None:
-    def script(rig: Rig) -> Any:
-        rig.train(2)
-        twin = copied(rig.optimizer)
-        rig.train(1)
-        first = rig.values()
-        rig.optimizer, rig.parameters = twin, list(twin.param_groups[0]["params"])
-        rig.recompile()
-        rig.compiled_after.pop()
-        rig.train(1)
-        return first, rig.seen()
+    def script(harness: Harness) -> Any:
+        harness.train(2)
+        twin = copied(harness.optimizer)
+        harness.train(1)
+        first = harness.values()
+        harness.optimizer, harness.parameters = twin, list(twin.param_groups[0]["params"])
+        harness.recompile()
+        harness.compiled_after.pop()
+        harness.train(1)
+        return first, harness.seen()
 
     outcomes = [outcome(library, script, ADAM, device=device) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
@@ -338,27 +338,27 @@ def test_a_copy_goes_on(subject: Library, reference: Library, device: str, copie
 def test_two_in_turn(subject: Library, reference: Library, device: str, name: str) -> None:
     make = maker(name)
 
-    def script(rig: Rig) -> Any:
-        other = Rig(make, device)
-        step = torch.compile(lambda optimizer: optimizer.step(), backend=rig.graphs)
+    def script(harness: Harness) -> Any:
+        other = Harness(make, device)
+        step = torch.compile(lambda optimizer: optimizer.step(), backend=harness.graphs)
         for _ in range(3):
-            for each in (rig, other):
+            for each in (harness, other):
                 each.set_gradients()
                 step(each.optimizer)
-                each.compiled_after.append(len(rig.graphs.inputs))
-        return rig.seen(), other.seen()
+                each.compiled_after.append(len(harness.graphs.inputs))
+        return harness.seen(), other.seen()
 
     assert_same_outcome(*(outcome(library, script, make, device=device) for library in (reference, subject)))
 
 
 @clause("dynamo.optimizer.optimizer.hooks")
 def test_hooks_run_once_a_step(subject: Library, reference: Library, device: str) -> None:
-    def script(rig: Rig) -> Any:
+    def script(harness: Harness) -> Any:
         ran: list[str] = []
-        rig.optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
-        rig.optimizer.register_step_post_hook(lambda *_: ran.append("after"))
-        rig.train(3)
-        return ran, rig.seen()
+        harness.optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+        harness.optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+        harness.train(3)
+        return ran, harness.seen()
 
     outcomes = [outcome(library, script, SGD, device=device) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
@@ -373,15 +373,15 @@ def test_hooks_run_once_a_step(subject: Library, reference: Library, device: str
 def test_whole_functions(subject: Library, reference: Library, device: str, name: str) -> None:
     """Of the step itself: torch breaks the graph on purpose in what it is wrapped in."""
 
-    def script(rig: Rig) -> None:
-        bare = inspect.unwrap(type(rig.optimizer).step)
+    def script(harness: Harness) -> None:
+        bare = inspect.unwrap(type(harness.optimizer).step)
 
         def run() -> None:
-            bare(rig.optimizer)
+            bare(harness.optimizer)
 
-        rig.step = torch.compile(run, backend=rig.graphs, fullgraph=True)
+        harness.step = torch.compile(run, backend=harness.graphs, fullgraph=True)
         with torch.no_grad():
-            rig.train(3)
+            harness.train(3)
 
     assert_torchs(subject, reference, script, maker(name), device=device)
 
@@ -389,9 +389,9 @@ def test_whole_functions(subject: Library, reference: Library, device: str, name
 @clause("dynamo.optimizer.graphs.whole_functions")
 @pytest.mark.parametrize("mode", [True, False])
 def test_grad_mode_stays(subject: Library, device: str, mode: bool) -> None:
-    def script(rig: Rig) -> list[bool]:
+    def script(harness: Harness) -> list[bool]:
         with torch.set_grad_enabled(mode):
-            return [torch.is_grad_enabled() for _ in range(3) if rig.train()]
+            return [torch.is_grad_enabled() for _ in range(3) if harness.train()]
 
     assert outcome(subject, script, SGD, device=device).value == [mode] * 3
 
@@ -402,24 +402,24 @@ def test_grad_mode_after_an_exception(subject: Library, device: str) -> None:
         raise ZeroDivisionError
 
     with tracing_of(subject):
-        rig = Rig(SGD, device).train()
+        harness = Harness(SGD, device).train()
         with pytest.raises(ZeroDivisionError):
-            rig.take_step(failing)
+            harness.take_step(failing)
         assert torch.is_grad_enabled()
-        rig.train()
+        harness.train()
 
 
 @clause("dynamo.optimizer.init_group.pending_changes")
 def test_closures(subject: Library, reference: Library, device: str) -> None:
     """They set gradients and change parameters, and what they return comes back."""
 
-    def script(rig: Rig) -> Any:
+    def script(harness: Harness) -> Any:
         def closure() -> torch.Tensor:
-            for parameter in rig.parameters:
+            for parameter in harness.parameters:
                 parameter.grad = torch.ones_like(parameter)
             return torch.tensor(7.0)
 
-        return [float(rig.take_step(closure)) for _ in range(3)], rig.seen()
+        return [float(harness.take_step(closure)) for _ in range(3)], harness.seen()
 
     assert_same_outcome(*(outcome(library, script, ADAM, device=device) for library in (reference, subject)))
 
@@ -428,30 +428,30 @@ def test_closures(subject: Library, reference: Library, device: str) -> None:
 def test_gradients_dropped_in_the_same_function(subject: Library, device: str) -> None:
     """What stands before the step in one function counts: no gradient, no update."""
 
-    def script(rig: Rig) -> bool:
+    def script(harness: Harness) -> bool:
         def run() -> None:
-            rig.parameters[1].grad = None
-            rig.optimizer.step()
+            harness.parameters[1].grad = None
+            harness.optimizer.step()
 
-        compiled = torch.compile(run, backend=rig.graphs)
-        rig.set_gradients()
-        before = [parameter.detach().clone() for parameter in rig.parameters]
+        compiled = torch.compile(run, backend=harness.graphs)
+        harness.set_gradients()
+        before = [parameter.detach().clone() for parameter in harness.parameters]
         compiled()
-        return [torch.equal(*pair) for pair in zip(before, rig.parameters, strict=True)]
+        return [torch.equal(*pair) for pair in zip(before, harness.parameters, strict=True)]
 
     assert outcome(subject, script, SGD, device=device).value == [False, True, False, False]
 
 
 @clause("dynamo.optimizer.graphs.left_alone")
 def test_lbfgs(subject: Library, reference: Library, device: str) -> None:
-    def script(rig: Rig) -> Any:
+    def script(harness: Harness) -> Any:
         def closure() -> torch.Tensor:
-            rig.optimizer.zero_grad()
-            loss = sum(parameter.square().sum() for parameter in rig.parameters)
+            harness.optimizer.zero_grad()
+            loss = sum(parameter.square().sum() for parameter in harness.parameters)
             loss.backward()
             return loss
 
-        return [float(rig.take_step(closure)) for _ in range(2)], rig.seen()
+        return [float(harness.take_step(closure)) for _ in range(2)], harness.seen()
 
     # The first asking is for nothing: beyond a reset Dynamo remembers which frames it has given up on in a process.
     _, *outcomes = (
@@ -460,22 +460,22 @@ def test_lbfgs(subject: Library, reference: Library, device: str) -> None:
     assert_same_outcome(*outcomes)
 
 
-def with_sparse_gradients(rig: Rig) -> None:
+def with_sparse_gradients(harness: Harness) -> None:
     for _ in range(3):
-        rig.set_gradients()
-        for parameter in rig.parameters:
+        harness.set_gradients()
+        for parameter in harness.parameters:
             parameter.grad = parameter.grad.to_sparse()
-        rig.take_step()
+        harness.take_step()
 
 
-def called_by_what_is_compiled(rig: Rig) -> None:
-    optimizer = rig.optimizer
+def called_by_what_is_compiled(harness: Harness) -> None:
+    optimizer = harness.optimizer
 
     def call() -> None:
         optimizer.step()
 
-    rig.step = torch.compile(call, backend=rig.graphs)
-    with_sparse_gradients(rig)
+    harness.step = torch.compile(call, backend=harness.graphs)
+    with_sparse_gradients(harness)
 
 
 @clause("dynamo.optimizer.graphs.left_alone")

@@ -13,7 +13,7 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import Tolerance
 from conformance.strategies import user_optimizers as users
-from conformance.strategies.compiled_steps import Rig, Script, after, outcome
+from conformance.strategies.compiled_steps import Harness, Script, after, outcome
 from conformance.strategies.optimizers import Make, maker
 
 STEPS = 4
@@ -21,32 +21,32 @@ STEPS = 4
 ROUNDED = Tolerance(16, "four updates of terms near 1, with numbers that are symbols of a graph", terms=1.0)
 
 
-def parameters_after(rig: Rig) -> list[torch.Tensor]:
-    return [parameter.detach() for parameter in rig.parameters]
+def parameters_after(harness: Harness) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in harness.parameters]
 
 
-def trained(rig: Rig) -> list[torch.Tensor]:
-    return parameters_after(rig.train(STEPS))
+def trained(harness: Harness) -> list[torch.Tensor]:
+    return parameters_after(harness.train(STEPS))
 
 
 def plainly(script: Script, make: Make, device: str) -> Outcome:
     """The script with the optimizer's own step in the compiled one's place."""
 
     def run() -> Any:
-        rig = Rig(make, device)
-        rig.step = rig.optimizer.step
-        return script(rig)
+        harness = Harness(make, device)
+        harness.step = harness.optimizer.step
+        return script(harness)
 
     return observe(run)
 
 
 def is_right(script: Script, make: Make, device: str, library: Library) -> Any:
     """True, False, or the error that compilation made of it."""
-    wanted, got = plainly(script, make, device), outcome(library, script, make, device=device)
-    if got.raised is not None:
-        return got.raised.kind.__name__
+    expected, actual = plainly(script, make, device), outcome(library, script, make, device=device)
+    if actual.raised is not None:
+        return actual.raised.kind.__name__
     try:
-        assert_same_outcome(wanted, got, ROUNDED)
+        assert_same_outcome(expected, actual, ROUNDED)
     except AssertionError:
         return False
     return True
@@ -55,18 +55,18 @@ def is_right(script: Script, make: Make, device: str, library: Library) -> Any:
 @clause("dynamo.optimizer.init_group.users")
 @pytest.mark.parametrize("make", [users.Collecting, users.Plain])
 def test_as_torch_compiles_them(subject: Library, reference: Library, device: str, make: Make) -> None:
-    script = after(lambda rig: rig.train(STEPS))
+    script = after(lambda harness: harness.train(STEPS))
     assert_same_outcome(*(outcome(each, script, make, device=device) for each in (reference, subject)))
 
 
 @clause("dynamo.optimizer.init_group.users")
 @pytest.mark.parametrize("make", [users.Collecting, users.Plain])
 def test_as_without_compilation(subject: Library, device: str, make: Make) -> None:
-    def script(rig: Rig) -> list[torch.Tensor]:
-        rig.train(2)
-        rig.optimizer.param_groups[0]["lr"] = 0.3
-        rig.without_gradient = {2}
-        return trained(rig)
+    def script(harness: Harness) -> list[torch.Tensor]:
+        harness.train(2)
+        harness.optimizer.param_groups[0]["lr"] = 0.3
+        harness.without_gradient = {2}
+        return trained(harness)
 
     assert is_right(script, make, device, subject) is True
 
@@ -74,12 +74,12 @@ def test_as_without_compilation(subject: Library, device: str, make: Make) -> No
 @clause("dynamo.optimizer.init_group.users")
 @pytest.mark.profile("full")
 def test_made_in_the_compiled_function(subject: Library, reference: Library, device: str) -> None:
-    def script(rig: Rig) -> Any:
+    def script(harness: Harness) -> Any:
         def run() -> None:
-            torch.optim.SGD(rig.parameters, lr=0.1, momentum=0.9).step()
+            torch.optim.SGD(harness.parameters, lr=0.1, momentum=0.9).step()
 
-        rig.step = torch.compile(run, backend=rig.graphs)
-        return rig.train(2).values()["parameters"]
+        harness.step = torch.compile(run, backend=harness.graphs)
+        return harness.train(2).values()["parameters"]
 
     outcomes = [outcome(each, script, users.Plain, device=device) for each in (reference, subject)]
     assert_same_outcome(*outcomes)
@@ -122,10 +122,10 @@ def test_tensors_come_back(deviation: DeviationJudge, device: str) -> None:
 @clause("dynamo.optimizer.guards.schedules")
 @pytest.mark.deviation("optimizer_variable.numbers_handed_over")
 def test_a_rate_that_init_group_collects(deviation: DeviationJudge, device: str) -> None:
-    def script(rig: Rig) -> list[torch.Tensor]:
+    def script(harness: Harness) -> list[torch.Tensor]:
         for rate in (0.2, 0.3, 0.4):
-            rig.train().optimizer.param_groups[0]["lr"] = rate
-        return trained(rig)
+            harness.train().optimizer.param_groups[0]["lr"] = rate
+        return trained(harness)
 
     deviation.judge(
         lambda library: is_right(script, users.RatesHandedOver, device, library),
@@ -138,12 +138,12 @@ def test_a_rate_that_init_group_collects(deviation: DeviationJudge, device: str)
 @pytest.mark.deviation("optimizer_variable.state_of_each_parameter")
 @pytest.mark.parametrize("index", [0, pytest.param(2, marks=pytest.mark.profile("full")), 3])
 def test_state_that_init_group_collects(deviation: DeviationJudge, device: str, index: int) -> None:
-    def script(rig: Rig) -> list[torch.Tensor]:
-        for parameter in rig.parameters:
-            rig.optimizer.state[parameter]["scale"] = 1.0
+    def script(harness: Harness) -> list[torch.Tensor]:
+        for parameter in harness.parameters:
+            harness.optimizer.state[parameter]["scale"] = 1.0
         for value in (2.0, 3.0, None):
-            rig.train().optimizer.state[rig.parameters[index]]["scale"] = value
-        return trained(rig)
+            harness.train().optimizer.state[harness.parameters[index]]["scale"] = value
+        return trained(harness)
 
     deviation.judge(
         lambda library: is_right(script, users.ScaledByState, device, library),
@@ -165,8 +165,8 @@ def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, device: str)
 @clause("dynamo.optimizer.optimizer.attributes")
 @pytest.mark.deviation("optimizer_variable.names_compared_whole")
 def test_attributes_called_like_parts_of_init_group(deviation: DeviationJudge, device: str) -> None:
-    def graphs(rig: Rig) -> list[int]:
-        return rig.train(2).compiled_after
+    def graphs(harness: Harness) -> list[int]:
+        return harness.train(2).compiled_after
 
     deviation.judge(
         lambda library: outcome(library, graphs, users.OddlyNamed, device=device).value,
@@ -178,8 +178,8 @@ def test_attributes_called_like_parts_of_init_group(deviation: DeviationJudge, d
 @clause("dynamo.optimizer.optimizer.attributes")
 @pytest.mark.deviation("optimizer_variable.attributes_are_written")
 def test_attributes_that_a_step_writes(deviation: DeviationJudge, device: str) -> None:
-    def script(rig: Rig) -> Any:
-        return trained(rig), rig.optimizer.taken
+    def script(harness: Harness) -> Any:
+        return trained(harness), harness.optimizer.taken
 
     deviation.judge(
         lambda library: is_right(script, users.KeepingCount, device, library),
@@ -193,20 +193,20 @@ def test_attributes_that_a_step_writes(deviation: DeviationJudge, device: str) -
 def test_errors_of_init_group(deviation: DeviationJudge, device: str) -> None:
     """Adam's is the one that refuses sparse gradients."""
 
-    def script(rig: Rig) -> None:
-        rig.set_gradients()
-        for parameter in rig.parameters:
+    def script(harness: Harness) -> None:
+        harness.set_gradients()
+        for parameter in harness.parameters:
             parameter.grad = parameter.grad.to_sparse()
-        rig.take_step()
+        harness.take_step()
 
     def probe(library: Library) -> Any:
         return outcome(library, script, maker("Adam"), device=device).raised
 
-    wanted = plainly(script, maker("Adam"), device).raised
+    expected = plainly(script, maker("Adam"), device).raised
     deviation.judge(
         probe,
         torch_does=lambda seen: seen.kind.__name__ == "InternalTorchDynamoError",
-        we_do=lambda seen: seen == wanted,
+        we_do=lambda seen: seen == expected,
     )
 
 
@@ -215,10 +215,10 @@ def test_errors_of_init_group(deviation: DeviationJudge, device: str) -> None:
 def test_capturable_is_the_users(deviation: DeviationJudge, device: str) -> None:
     """A group without parameters counts for torch as one that lies on a GPU."""
 
-    def script(rig: Rig) -> list[bool]:
-        rig.optimizer.add_param_group({"params": []})
-        rig.train(2)
-        return [group["capturable"] for group in rig.optimizer.param_groups]
+    def script(harness: Harness) -> list[bool]:
+        harness.optimizer.add_param_group({"params": []})
+        harness.train(2)
+        return [group["capturable"] for group in harness.optimizer.param_groups]
 
     deviation.judge(
         lambda library: outcome(library, script, maker("Adam"), device=device).value,
@@ -230,14 +230,14 @@ def test_capturable_is_the_users(deviation: DeviationJudge, device: str) -> None
 @clause("dynamo.optimizer.optimizer.groups_stay")
 @pytest.mark.parametrize("way", ["defaults", "capturable", "tensor lr"])
 def test_groups_hold_what_they_held(subject: Library, device: str, way: str) -> None:
-    def script(rig: Rig) -> Any:
-        before = [dict(group) for group in rig.optimizer.param_groups]
-        same = rig.optimizer.param_groups[0]
-        rig.train(2)
+    def script(harness: Harness) -> Any:
+        before = [dict(group) for group in harness.optimizer.param_groups]
+        same = harness.optimizer.param_groups[0]
+        harness.train(2)
         return (
             before,
-            [dict(group) for group in rig.optimizer.param_groups],
-            same is rig.optimizer.param_groups[0],
+            [dict(group) for group in harness.optimizer.param_groups],
+            same is harness.optimizer.param_groups[0],
         )
 
     before, now, is_same = outcome(subject, script, maker("AdamW", way), device=device).value

@@ -20,7 +20,7 @@ from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome, observe
 from conformance.judge.process_state import PROCESS
-from conformance.strategies.compiled_steps import Rig, outcome, soon, tracing_of
+from conformance.strategies.compiled_steps import Harness, outcome, soon, tracing_of
 from conformance.strategies.optimizers import (
     COMPILED,
     WAYS,
@@ -56,8 +56,8 @@ def inductor_cleared_up() -> Generator[None]:
         put_back(set_by_it, before)
 
 
-def after_each_step(rig: Rig) -> list[object]:
-    return [rig.train().values() for _ in range(STEPS)]
+def after_each_step(harness: Harness) -> list[object]:
+    return [harness.train().values() for _ in range(STEPS)]
 
 
 def assert_as_torch_compiles(
@@ -89,10 +89,10 @@ def test_each_way(subject: Library, reference: Library, device: str, name: str, 
 def test_complex_parameters(subject: Library, reference: Library, device: str, name: str) -> None:
     """Multi-tensor code has to be told of them, by what _init_group returns."""
 
-    def script(rig: Rig) -> list[object]:
-        for parameter in rig.parameters:
+    def script(harness: Harness) -> list[object]:
+        for parameter in harness.parameters:
             parameter.data = torch.complex(parameter.data, parameter.data.flip(0))
-        return after_each_step(rig)
+        return after_each_step(harness)
 
     make = maker(name, "foreach")
     outcomes = [
@@ -118,9 +118,13 @@ def test_any_options(subject: Library, reference: Library, device: str, data: st
 @pytest.mark.parametrize("name", soon(COMPILED, "RMSprop"))
 def test_against_plain_steps(subject: Library, device: str, name: str) -> None:
     make = maker(name, "defaults", options_of(name))
-    plain = observe(lambda: Rig(make, device).plain_train(STEPS).values()["parameters"])
+    plain = observe(lambda: Harness(make, device).plain_train(STEPS).values()["parameters"])
     compiled = outcome(
-        subject, lambda rig: rig.train(STEPS).values()["parameters"], make, device=device, backend="aot_eager"
+        subject,
+        lambda harness: harness.train(STEPS).values()["parameters"],
+        make,
+        device=device,
+        backend="aot_eager",
     )
     assert_same_outcome(plain, compiled, against_eager(name))
 
@@ -167,10 +171,10 @@ def test_each_option(subject: Library, device: str, name: str, way: str) -> None
 def test_plain_steps_after_compiled_ones(subject: Library, device: str) -> None:
     """The state that compiled steps leave is one that plain steps go on with."""
     make = maker("Adam", options=["amsgrad", "weight_decay"])
-    plain = observe(lambda: Rig(make, device).plain_train(STEPS).values()["parameters"])
+    plain = observe(lambda: Harness(make, device).plain_train(STEPS).values()["parameters"])
     mixed = outcome(
         subject,
-        lambda rig: rig.train(2).plain_train(2).train(1).values()["parameters"],
+        lambda harness: harness.train(2).plain_train(2).train(1).values()["parameters"],
         make,
         device=device,
     )

@@ -101,10 +101,10 @@ def _left_by(out: Path, subject: str) -> Kills:
         raise ValueError(
             f"what {out} is of cannot be told from what is here: {commit or 'no commit'}; judge anew"
         )
-    for name, wanted in {"subject": subject, "commit": commit}.items():
-        if found[name] != wanted:
+    for name, expected in {"subject": subject, "commit": commit}.items():
+        if found[name] != expected:
             raise ValueError(
-                f"{out} is of {name} {found[name]}, not {wanted}: judge anew, or to another --out"
+                f"{out} is of {name} {found[name]}, not {expected}: judge anew, or to another --out"
             )
     return Kills.of(found | {"complete": False})
 
@@ -122,7 +122,7 @@ def _judge_faults(crew: Crew, kills: Kills, ids: Sequence[str], out: Path) -> No
     for done, found in enumerate(crew.run(map(trial, left)), start=1):
         kills.kills.append(found)
         write_kills(out, kills)  # whatever ends this run
-        _say(f"[{done}/{len(left)}] {found.seconds:6.1f} s  {found.fault}: {_fate(found)}")
+        _say(f"[{done}/{len(left)}] {found.seconds:6.1f} s  {found.fault}: {_status(found)}")
 
 
 def _judge_idle_clauses(crew: Crew, kills: Kills, out: Path) -> None:
@@ -139,11 +139,11 @@ def _judge_idle_clauses(crew: Crew, kills: Kills, out: Path) -> None:
         _say(f"[{done}/{len(left)}] {found.clause}: {_use(found)}")
 
 
-def _fate(kill: Kill) -> str:
+def _status(kill: Kill) -> str:
     if not kill.killed:
         return f"survived, reason: {kill.why}" if kill.why else "SURVIVED"
-    fate = f"killed by {kill.clause or kill.nodeid} ({kill.how})"
-    return f"{fate}; STALE REASON: {kill.why}" if kill.why else fate
+    text = f"killed by {kill.clause or kill.nodeid} ({kill.how})"
+    return f"{text}; STALE REASON: {kill.why}" if kill.why else text
 
 
 def _use(idle: Idle) -> str:
@@ -161,7 +161,7 @@ def sum_up(kills: Kills) -> int:
     _say(f"{sum(kill.killed for kill in kills.kills)} of {len(kills.kills)} killed in {kills.seconds:.0f} s")
     for kill in kills.kills:
         if kill.why or not kill.killed:
-            _say(f"{kill.fault}: {_fate(kill)}")
+            _say(f"{kill.fault}: {_status(kill)}")
     for row in idle:
         if row.why or not row.kills:
             _say(f"{row.clause}: {_use(row)}")

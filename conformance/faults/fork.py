@@ -92,16 +92,16 @@ class _Forking:
                 began = time.monotonic()
                 notes = Notes(self._folder / str(time.monotonic_ns()))
                 notes.folder.mkdir()
-                heard, told = os.pipe()
+                reader, writer = os.pipe()
                 fork = os.fork()
                 if fork == 0:
-                    os.close(heard)
-                    self._worker = open(told, "w", buffering=1)  # noqa: SIM115 open for life
+                    os.close(reader)
+                    self._worker = open(writer, "w", buffering=1)  # noqa: SIM115 open for life
                     self._take_up(task, session, notes)
                     return None
-                os.close(told)
+                os.close(writer)
                 try:
-                    ending = self._ending_of(fork, heard, notes)
+                    ending = self._ending_of(fork, reader, notes)
                     seconds = round(time.monotonic() - began, 2)
                     clause = clauses.get(ending.nodeid, "")
                     self._tasks.send(replace(ending, clause=clause, seconds=seconds))
@@ -148,25 +148,25 @@ class _Forking:
         assert self._worker is not None
         self._worker.write(json.dumps(entry) + "\n")
 
-    def _ending_of(self, fork: int, heard: int, notes: Notes) -> Ending:
-        text, hangs = self._text_of(heard)
+    def _ending_of(self, fork: int, reader: int, notes: Notes) -> Ending:
+        text, hangs = self._text_of(reader)
         if hangs:
             os.kill(fork, signal.SIGKILL)
         os.waitpid(fork, 0)
-        told: dict[str, Any] = {}
+        reported: dict[str, Any] = {}
         for line in text.splitlines():
-            told |= json.loads(line)
-        if hangs or "code" not in told:
+            reported |= json.loads(line)
+        if hangs or "code" not in reported:
             noted = [incident.outcome for incident in notes.incidents()]
-            return Ending("hang" if hangs else noted[-1] if noted else "crash", told.get("running", ""))
-        if told["code"] not in _USUAL_CODES:
-            raise RuntimeError(f"pytest ended with code {told['code']}")
-        return Ending(told["how"], told["nodeid"], asked=told["asked"])
+            return Ending("hang" if hangs else noted[-1] if noted else "crash", reported.get("running", ""))
+        if reported["code"] not in _USUAL_CODES:
+            raise RuntimeError(f"pytest ended with code {reported['code']}")
+        return Ending(reported["how"], reported["nodeid"], asked=reported["asked"])
 
-    def _text_of(self, heard: int) -> tuple[str, bool]:
+    def _text_of(self, reader: int) -> tuple[str, bool]:
         """All that the fork tells, and whether it had to be given up."""
         text = bytearray()
-        with open(heard, "rb", buffering=0) as pipe:
+        with open(reader, "rb", buffering=0) as pipe:
             while ready := connection.wait([pipe, self._tasks], _SILENCE_S):
                 if self._tasks in ready:  # nothing is sent before the answer: nobody waits for it any more
                     os.killpg(0, signal.SIGKILL)

@@ -28,13 +28,13 @@ class Memory:
 def known(out: Path) -> Memory:
     """What `remember` noted, and what the matrix at `out` says, which knows better."""
     with contextlib.suppress(ValueError):
-        return noted() | _told_by(Kills.of(read_kills(out)))
+        return noted() | _memory_of(Kills.of(read_kills(out)))
     return noted()
 
 
 def remember(kills: Kills) -> None:
     """Note it beside what was noted before; a fault that survived keeps the killer that it had, if it is there."""
-    both = asdict(still_there(noted() | _told_by(kills)))
+    both = asdict(still_there(noted() | _memory_of(kills)))
     _FILE.write_text(json.dumps(both, indent=0, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -53,7 +53,7 @@ def _is_test(nodeid: str) -> bool:
     return found.is_file() and f"def {function}(" in found.read_text(encoding="utf-8")
 
 
-def _told_by(kills: Kills) -> Memory:
+def _memory_of(kills: Kills) -> Memory:
     return Memory(
         faults={kill.fault: kill.nodeid for kill in kills.kills if kill.killed},
         clauses={row.clause: row.kills for row in kills.idle or [] if row.kills},

@@ -20,8 +20,8 @@ def fault_ids() -> list[str]:
 
 
 def clauses_of(areas: Iterable[str]) -> frozenset[str]:
-    wanted = set(areas)
-    return frozenset(clause.id for clause in all_clauses().values() if clause.area in wanted)
+    asked = set(areas)
+    return frozenset(clause.id for clause in all_clauses().values() if clause.area in asked)
 
 
 @functools.cache
@@ -110,8 +110,8 @@ def idle(package: str, clause_id: str, green: set[str], first: str = "") -> Tria
 
 def candidates(clause_id: str) -> list[str]:
     """The faults that lie in what a clause's area is about: the nearest to it first, then the likest in words."""
-    wanted = all_clauses()[clause_id]
-    found = {fault_id: find(fault_id) for fault_id in fault_ids() if wanted.area in areas_of(fault_id)}
-    told = {fault_id: f"{fault_id} {fault.says}" for fault_id, fault in found.items()}
-    likeness = likeness_to(f"{wanted.id} {wanted.says}", told)
+    clause = all_clauses()[clause_id]
+    found = {fault_id: find(fault_id) for fault_id in fault_ids() if clause.area in areas_of(fault_id)}
+    reported = {fault_id: f"{fault_id} {fault.says}" for fault_id, fault in found.items()}
+    likeness = likeness_to(f"{clause.id} {clause.says}", reported)
     return sorted(found, key=lambda one: (distance(clause_id, found[one].about), -likeness[one]))

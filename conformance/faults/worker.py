@@ -51,8 +51,8 @@ class Worker:
         if isinstance(found, Ending):
             return found
         log = Path(self._folder.name, LOG)
-        said = log.read_text(errors="replace")[-_TAIL:] if log.is_file() else ""
-        raise RuntimeError(f"the suite could not be run: {found}\n{said}")
+        reported = log.read_text(errors="replace")[-_TAIL:] if log.is_file() else ""
+        raise RuntimeError(f"the suite could not be run: {found}\n{reported}")
 
     def close(self) -> None:
         """End the process, and what it started: it leads a process group of its own."""

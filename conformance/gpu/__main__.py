@@ -122,21 +122,21 @@ def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
     )  # fmt: skip
     words = shlex.join(["ci/gpu", *sys.argv[1:]])
     bundle = Bundle(task, folder, Path(options.out).resolve(), options.budget, words)
-    wanted = options.only or NAMES
-    chosen = [phase for phase in phases(0) if phase.name in wanted]
+    named = options.only or NAMES
+    chosen = [phase for phase in phases(0) if phase.name in named]
     clock = Clock([HOST, *chosen], options.budget, began)
     run_all([HOST], task, clock, folder, bundle.add)
     host = bundle.host
     bundle.task = task = replace(
         task,
         device=_device(options.device, host),
-        probes=str(folder / "probe.jsonl") if "probe" in wanted else "",
+        probes=str(folder / "probe.jsonl") if "probe" in named else "",
     )
     all_phases = phases(len(host.get("gpus", [])))
     bundle.ran += [
-        Ran(phase, LEFT_OUT, not_run=[phase.name]) for phase in all_phases if phase.name not in wanted
+        Ran(phase, LEFT_OUT, not_run=[phase.name]) for phase in all_phases if phase.name not in named
     ]
-    chosen = [phase for phase in all_phases if phase.name in wanted]
+    chosen = [phase for phase in all_phases if phase.name in named]
     if obstacle := _obstacle(task.device, bundle.ran[0]):
         for phase in chosen:
             bundle.add(Ran(phase, obstacle, not_run=[phase.name]))

@@ -50,23 +50,23 @@ def scale_(tensors: list[Tensor]) -> None:
 
 
 def _scaled(tensors: list[Tensor], factor: Tensor, call: Callable[[], None]) -> None:
-    wanted = [(tensor.double() * factor.double()).to(tensor.dtype) for tensor in tensors]
+    expected = [(tensor.double() * factor.double()).to(tensor.dtype) for tensor in tensors]
     call()
-    _assert_same(wanted, tensors, _PRODUCT)
+    _assert_same(expected, tensors, _PRODUCT)
 
 
 def clamp_(tensors: list[Tensor]) -> None:
-    wanted = [tensor.clamp(*_LIMITS) for tensor in tensors]
+    expected = [tensor.clamp(*_LIMITS) for tensor in tensors]
     kernels.clamp_(tensors, *_LIMITS)
-    _assert_same(wanted, tensors, EXACT)
+    _assert_same(expected, tensors, EXACT)
 
 
 def total_norm(tensors: list[Tensor]) -> None:
     whole = torch.cat([tensor.double().view(-1) for tensor in tensors])
     for p in _NORMS:
-        got = kernels.total_norm(tensors, p)
-        wanted = torch.linalg.vector_norm(whole, p).to(got.dtype)
-        _assert_same([wanted], [got], norm_of(whole.numel(), len(tensors), p))
+        actual = kernels.total_norm(tensors, p)
+        expected = torch.linalg.vector_norm(whole, p).to(actual.dtype)
+        _assert_same([expected], [actual], norm_of(whole.numel(), len(tensors), p))
 
 
 def update_scale_(device: str) -> None:
@@ -98,15 +98,15 @@ def fused_step_(rule: kernels.Rule, states: int, params: list[Tensor]) -> None:
     for place, grad in enumerate(grads):
         old, *old_states = (tensors[place] for tensors in before)
         bounds = update(rule, old, grad.cpu(), old_states, _STEP, _INV_SCALE)
-        for bound, got in zip(bounds, (tensors[place].cpu() for tensors in (params, *lists)), strict=True):
-            excess = (got.double() - bound.value).abs() - bound.stored(got.dtype).error
+        for bound, actual in zip(bounds, (tensors[place].cpu() for tensors in (params, *lists)), strict=True):
+            excess = (actual.double() - bound.value).abs() - bound.stored(actual.dtype).error
             assert not excess.gt(0).any(), f"parameter {place}: {excess.max():.3e} beyond the roundings"
 
 
-def _assert_same(wanted: Sequence[Tensor], got: Sequence[Tensor], tolerance: Tolerance) -> None:
-    for index, (want, have) in enumerate(zip(wanted, got, strict=True)):
+def _assert_same(expected: Sequence[Tensor], actual: Sequence[Tensor], tolerance: Tolerance) -> None:
+    for index, (want, have) in enumerate(zip(expected, actual, strict=True)):
         excess = tolerance.excess(want, have)
-        assert excess is None, f"tensor {index} of {len(wanted)}, {want.numel()} × {want.dtype}: {excess}"
+        assert excess is None, f"tensor {index} of {len(expected)}, {want.numel()} × {want.dtype}: {excess}"
 
 
 OPERATIONS = (unscale_, scale_, clamp_, total_norm)

@@ -48,17 +48,17 @@ def outcome_of(probe: Probe) -> tuple[str, str]:
     """What it came to, and in what words."""
     try:
         with RankPool(probe.world_size, device=probe.device, backend=probe.backend, start_s=_START_S) as pool:
-            got = pool.run(f"conformance.gpu.probe_cases:{probe.what}", deadline_s=_CASE_S)
+            actual = pool.run(f"conformance.gpu.probe_cases:{probe.what}", deadline_s=_CASE_S)
     except Exception as error:
         kind = next((kind for kind in _OUTCOMES if isinstance(error, kind)), None)
         return ("fails", in_words(error)) if kind is None else (_OUTCOMES[kind], str(error))
-    wanted = expected(probe.what, probe.world_size)
+    due = expected(probe.what, probe.world_size)
     is_right = all(
         len(mine) == len(theirs)
         and all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(mine, theirs, strict=True))
-        for mine, theirs in zip(got, wanted, strict=True)
+        for mine, theirs in zip(actual, due, strict=True)
     )
-    return ("works", "") if is_right else ("wrong", f"got {got}, wanted {wanted}")
+    return ("works", "") if is_right else ("wrong", f"got {actual}, expected {due}")
 
 
 def work(task: Task, rows: Rows) -> None:

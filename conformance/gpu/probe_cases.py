@@ -50,9 +50,9 @@ def reduce_scatter_tensor(rank: Rank) -> list[Tensor]:
 
 
 def all_to_all_single(rank: Rank) -> list[Tensor]:
-    got = torch.empty(_WIDTH * rank.world_size, device=rank.device)
-    dist.all_to_all_single(got, _brought(rank.rank, _WIDTH * rank.world_size).to(rank.device))
-    return [got.cpu()]
+    actual = torch.empty(_WIDTH * rank.world_size, device=rank.device)
+    dist.all_to_all_single(actual, _brought(rank.rank, _WIDTH * rank.world_size).to(rank.device))
+    return [actual.cpu()]
 
 
 def barrier(rank: Rank) -> list[Tensor]:

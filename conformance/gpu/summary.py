@@ -71,7 +71,7 @@ def _phases(report: dict[str, Any]) -> str:
 
 def _judge(rows: Sequence[dict[str, Any]]) -> str:
     counts = Counter(row["outcome"] for row in rows)
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    reported = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     red = [row for row in rows if row.get("replay")]
     lines = [
         f"- `{row['replay']}`: {row['outcome']}, {_cell(row.get('reason', ''))}" for row in red[:_MOST_NAMED]
@@ -81,7 +81,7 @@ def _judge(rows: Sequence[dict[str, Any]]) -> str:
     lines += [
         f"- unavailable, {count} tests: {_cell(reason)}" for reason, count in why.most_common(_MOST_NAMED)
     ]
-    return "\n".join(["## Judgement", "", f"{len(rows)} tests: {said}", "", *lines]).strip()
+    return "\n".join(["## Judgement", "", f"{len(rows)} tests: {reported}", "", *lines]).strip()
 
 
 def _probe(rows: Sequence[dict[str, Any]]) -> str:

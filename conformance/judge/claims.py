@@ -16,7 +16,7 @@ import torch
 from conformance.judge import surface
 from conformance.judge.claims_file import Expectation, claims_file, similar
 from conformance.judge.clauses import HERE, all_clauses
-from conformance.judge.errors import told
+from conformance.judge.errors import describe
 from conformance.judge.library import Library, LookupFailed, NotProvided, load_library, package_of
 from conformance.judge.rows import all_reference_limits
 
@@ -131,7 +131,7 @@ def _wrong_device(library: Library) -> Iterator[str]:
         library.bring_device()
         torch.empty(1, device=device.type)
     except Exception as error:
-        why = (str(error).strip() or told(error)).splitlines()[0]
+        why = (str(error).strip() or describe(error)).splitlines()[0]
         yield (
             f"[device] {device.type} cannot be used ({why}); judged on what is there instead. Name in import the "
             "module that makes torch know the device, and run where one is"

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conformance.judge.errors import told
+from conformance.judge.errors import describe
 
 NAME = "conformance_claims.toml"
 # By which every process that a run starts, ranks among them, learns of a file that does not lie beside its package.
@@ -117,7 +117,7 @@ def read(file: Path) -> ClaimsFile:
         table = tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:  # what is no TOML, or no text, is a ValueError
         raise UnreadableClaims(
-            f"the claims file {file} cannot be read ({told(error)}); expected TOML as in README's "
+            f"the claims file {file} cannot be read ({describe(error)}); expected TOML as in README's "
             "'Judge your own package'"
         ) from error
     problems: list[str] = []
@@ -204,8 +204,8 @@ class _Table:
     def __init__(self, table: Mapping[str, Any], where: str, problems: list[str]) -> None:
         self._table, self._where, self._problems = table, where, problems
 
-    def complain(self, got: str, expected: str) -> None:
-        self._problems.append(f"{self._where} has {got}; expected {expected}")
+    def complain(self, actual: str, expected: str) -> None:
+        self._problems.append(f"{self._where} has {actual}; expected {expected}")
 
     def knows(self, *keys: str) -> None:
         for key in self._table.keys() - set(keys):

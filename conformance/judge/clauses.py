@@ -108,7 +108,7 @@ def _read(area: str, file: Path) -> Iterator[Clause]:
 def _clause(name: str, table: Mapping[str, Any], threads: Mapping[str, str]) -> Clause:
     if unknown := table.keys() - {"says", "covers", "level", "thread", "torch"}:
         raise ValueError(
-            f"has the unknown keys {sorted(unknown)}; wanted says, covers, level, thread and torch"
+            f"has the unknown keys {sorted(unknown)}; expected says, covers, level, thread and torch"
         )
     if table.get("level", "extension") != "extension":
         raise ValueError(
@@ -117,7 +117,7 @@ def _clause(name: str, table: Mapping[str, Any], threads: Mapping[str, str]) -> 
         )
     holds_for = tuple(table.get("torch", TORCH_VERSIONS))
     if unsupported := [each for each in holds_for if each not in TORCH_VERSIONS]:
-        raise ValueError(f"holds for torch {unsupported}; wanted some of {TORCH_VERSIONS}")
+        raise ValueError(f"holds for torch {unsupported}; expected some of {TORCH_VERSIONS}")
     level = table.get("level") or ("deviation" if name in threads else "core")
     thread = table.get("thread", threads.get(name, ""))
     return Clause(name, table["says"], tuple(table.get("covers", ())), level, thread, holds_for)

@@ -22,7 +22,7 @@ import pytest
 
 from conformance.judge import trial
 from conformance.judge.clauses import all_clauses, clause_of
-from conformance.judge.errors import Hang, StoppedByHand, stop_by_hand, told
+from conformance.judge.errors import Hang, StoppedByHand, describe, stop_by_hand
 from conformance.judge.global_state import put_back, read
 from conformance.judge.judgement import unavailable
 from conformance.judge.notes import Notes
@@ -95,7 +95,9 @@ class Deadlines:
             except StoppedByHand:
                 raise
             except (KeyboardInterrupt, pytest.exit.Exception) as error:
-                raise EndedTheRun(f"{told(error)}: raised, which would have ended the whole run") from error
+                raise EndedTheRun(
+                    f"{describe(error)}: raised, which would have ended the whole run"
+                ) from error
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
@@ -114,12 +116,12 @@ class Deadlines:
     def _deadline(self, item: pytest.Item) -> Generator[None]:
         """An exception where Python can still run; where it cannot, the stacks, before the process is killed."""
         seconds = self._limit_s(item)
-        said = f"the test did not end within {seconds:g} s"
+        reported = f"the test did not end within {seconds:g} s"
         if seconds < self._own_limit_s(item):
-            said += f" (less than its own {self._own_limit_s(item):g} s, as others of its area have hung)"
+            reported += f" (less than its own {self._own_limit_s(item):g} s, as others of its area have hung)"
         faulthandler.dump_traceback_later((seconds + self._kill_s(item)) / 2, file=self._stacks)
         try:
-            with _alarm(seconds, said):
+            with _alarm(seconds, reported):
                 yield
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -156,9 +158,9 @@ class Deadlines:
 
 
 @contextlib.contextmanager
-def _alarm(seconds: float, said: str) -> Generator[None]:
+def _alarm(seconds: float, reported: str) -> Generator[None]:
     def stop(signum: int, frame: object) -> None:
-        raise Hang(said)
+        raise Hang(reported)
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)

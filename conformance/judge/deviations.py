@@ -50,27 +50,27 @@ class DeviationJudge:
         if not is_known and not torch_does_too:
             sides = "what we do" if we_do(seen) else "a third thing"
             raise StaleRow(f"row {self.row.id} of deviations.toml is stale: torch now does {sides}: {seen!r}")
-        got = probe(self.subject)
-        if we_do(got):
+        actual = probe(self.subject)
+        if we_do(actual):
             return
-        assert not torch_does_too, f"torch does so too here ({self.row.we_do}); got {got!r}"
-        is_torchs = torch_does(got) if torch_does else does_as(seen, got)
-        assert is_torchs, f"neither torch's side nor ours ({self.row.we_do}): {got!r}; torch: {seen!r}"
-        assert not self._is_promised, f"promised: {self.row.we_do}; got torch's side: {got!r}"
+        assert not torch_does_too, f"torch does so too here ({self.row.we_do}); got {actual!r}"
+        is_torchs = torch_does(actual) if torch_does else does_as(seen, actual)
+        assert is_torchs, f"neither torch's side nor ours ({self.row.we_do}): {actual!r}; torch: {seen!r}"
+        assert not self._is_promised, f"promised: {self.row.we_do}; got torch's side: {actual!r}"
         self.subject_takes_torchs_side = True
 
 
-def does_as(wanted: Any, got: Any) -> bool:
+def does_as(expected: Any, actual: Any) -> bool:
     """Whether all that was seen is the same, within the roundings of a training.
 
     Of what was raised the type alone: torch's words about its own insides would fit no other's.
     """
-    if isinstance(wanted, Outcome) and isinstance(got, Outcome):
-        if wanted.raised is None or got.raised is None:
-            return wanted.raised is got.raised and does_as(wanted.value, got.value)
-        return issubclass(got.raised.kind, wanted.raised.kind)
-    if isinstance(wanted, RankFault):
-        return type(wanted) is type(got)
-    if isinstance(wanted, list) and isinstance(got, list):
-        return len(wanted) == len(got) and all(map(does_as, wanted, got))
-    return not any(differences(Outcome(wanted), Outcome(got), TRAINED))
+    if isinstance(expected, Outcome) and isinstance(actual, Outcome):
+        if expected.raised is None or actual.raised is None:
+            return expected.raised is actual.raised and does_as(expected.value, actual.value)
+        return issubclass(actual.raised.kind, expected.raised.kind)
+    if isinstance(expected, RankFault):
+        return type(expected) is type(actual)
+    if isinstance(expected, list) and isinstance(actual, list):
+        return len(expected) == len(actual) and all(map(does_as, expected, actual))
+    return not any(differences(Outcome(expected), Outcome(actual), TRAINED))

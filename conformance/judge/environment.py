@@ -39,12 +39,12 @@ def commit(file: Path = Path(__file__)) -> str:
     command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     try:
         for words in (tracked, command):
-            told = subprocess.run(
+            reported = subprocess.run(
                 words, cwd=file.parent, capture_output=True, text=True, timeout=30, check=True
             )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return told.stdout.strip()
+    return reported.stdout.strip()
 
 
 def _version(package: str) -> str:

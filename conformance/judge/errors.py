@@ -16,7 +16,7 @@ class StoppedByHand(KeyboardInterrupt):
 FROM_OUTSIDE = (Hang, StoppedByHand)
 
 
-def told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Type and text of an exception, also of one that cannot be turned into text."""
     return "".join(traceback.format_exception_only(error)).strip()
 

@@ -41,8 +41,8 @@ class Held:
         return {"holds": "expected", "met": "passed"}.get(self.state, "not run")
 
     def as_dict(self) -> dict[str, Any]:
-        told = asdict(self.expectation) | {"expires": self.expectation.expires.isoformat()}
-        return told | {"state": self.state, "outcome": self.outcome, "says": self.says}
+        row = asdict(self.expectation) | {"expires": self.expectation.expires.isoformat()}
+        return row | {"state": self.state, "outcome": self.outcome, "says": self.says}
 
 
 @dataclass(frozen=True)

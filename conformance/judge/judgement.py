@@ -17,7 +17,7 @@ import pytest
 from conformance.judge import clauses
 from conformance.judge.claims import NotClaimed, is_claimed
 from conformance.judge.deviations import StaleRow
-from conformance.judge.errors import told
+from conformance.judge.errors import describe
 from conformance.judge.expectations import CAN_BE_EXPECTED, Expectations, forgiven
 from conformance.judge.heading import replay_command
 from conformance.judge.library import NotProvided, load_library
@@ -32,7 +32,7 @@ _AXES = ("device", "dtype", "world_size")
 
 @dataclass
 class Judgement:
-    """One test's fate. `clause` is empty for a test of this repository's own parts."""
+    """What became of one test. `clause` is empty for a test of this repository's own parts."""
 
     nodeid: str
     outcome: str
@@ -108,7 +108,7 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
     if call.excinfo is None:
         return "passed", ""
     error = call.excinfo.value
-    text = told(error)[:_MOST_TEXT]
+    text = describe(error)[:_MOST_TEXT]
     if lacking := _lacking(error):
         subject = load_library(item.config.option.subject)
         if not is_claimed(subject, lacking):

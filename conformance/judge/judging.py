@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from rich.progress import Progress, TaskID
 
-from conformance.judge import heading, telling
+from conformance.judge import heading, terminal
 from conformance.judge.claims_file import give
 from conformance.judge.clauses import AREAS, HERE, all_clauses
 from conformance.judge.judgement import RED
@@ -41,14 +41,14 @@ def judged(options: argparse.Namespace, out: Path, progress: Progress, stop: Sto
     for name in _MADE:
         (out / name).unlink(missing_ok=True)
     log = out / "judgements.jsonl"
-    bar = _JudgingBar(progress, telling.begin(progress, "judging", None), log)
+    bar = _JudgingBar(progress, terminal.begin(progress, "judging", None), log)
     began = time.time()
     ended, code = run(
         _command(options, out), out / "judging.log", DEADLINES_S[options.profile], stop, bar.advance
     )
     if code in _NOTHING_ASKED and not ended:
-        said = _nothing_asked(options, out, stop)
-        return _salvaged(options, log, began, "nothing was judged") | {"bad_input": [said]}
+        reported = _nothing_asked(options, out, stop)
+        return _salvaged(options, log, began, "nothing was judged") | {"bad_input": [reported]}
     written = out / "report.json"
     if written.is_file() and written.stat().st_mtime >= began:
         report = json.loads(written.read_text())
@@ -57,8 +57,8 @@ def judged(options: argparse.Namespace, out: Path, progress: Progress, stop: Sto
         why = ended or ("" if is_whole else f"judging ended with code {code}: {tail(out)}")
         return report | {"ended_early": [why] if why else []}
     if code == BAD_INPUT and not ended:  # which pytest has told as it ended
-        said = said_at_exit((out / "judging.log").read_text(errors="replace"))
-        return _salvaged(options, log, began, "nothing was judged") | {"bad_input": [said]}
+        reported = reported_at_exit((out / "judging.log").read_text(errors="replace"))
+        return _salvaged(options, log, began, "nothing was judged") | {"bad_input": [reported]}
     return _salvaged(options, log, began, ended or f"judging ended with code {code}: {tail(out)}")
 
 
@@ -67,10 +67,10 @@ def _nothing_asked(options: argparse.Namespace, out: Path, stop: Stop) -> str:
     command = [*_command(options, out), "-n", "0", "--collect-only"]
     _, code = run(command, out / "judging.log", _COLLECTING_S, stop, lambda: None)
     if code == pytest.ExitCode.USAGE_ERROR:
-        said = tail(out)
-        said = said[max(said.find("ERROR: "), 0) :]
+        reported = tail(out)
+        reported = reported[max(reported.find("ERROR: "), 0) :]
         return re.sub(
-            r"(?m)^no tests (collected|ran) in .*$", "", said
+            r"(?m)^no tests (collected|ran) in .*$", "", reported
         ).strip()  # before the error or behind it
     asked, profile = " ".join(getattr(options, "what", ())) or "the suite", options.profile
     larger = PROFILES[PROFILES.index(profile) + 1 :]
@@ -80,7 +80,7 @@ def _nothing_asked(options: argparse.Namespace, out: Path, stop: Stop) -> str:
     return f"the profile {profile} has no test of {asked}; {cure}"
 
 
-def said_at_exit(log: str) -> str:
+def reported_at_exit(log: str) -> str:
     """What pytest was ended with: all from there, since a subject's own words, of any length, may be part of it."""
     return f"\n{log}".partition("\nExit: ")[2].strip()
 

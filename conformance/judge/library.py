@@ -17,7 +17,7 @@ from typing import Any
 from conformance.faults import handmade
 from conformance.judge import surface
 from conformance.judge.claims_file import claims_file
-from conformance.judge.errors import FROM_OUTSIDE, told
+from conformance.judge.errors import FROM_OUTSIDE, describe
 
 _CHANGED_SOURCE = ("mutant:", "lines:")  # what `conformance.mutation` makes of a subject
 
@@ -128,7 +128,7 @@ class Library:
         except FROM_OUTSIDE:
             raise
         except BaseException as error:
-            raise LookupFailed(f"{walked} cannot be looked up ({told(error)})") from error
+            raise LookupFailed(f"{walked} cannot be looked up ({describe(error)})") from error
         return self._submodule(walked, path)
 
     def _submodule(self, name: str, path: str) -> types.ModuleType:
@@ -140,7 +140,7 @@ class Library:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is not None and (name == missing or name.startswith(missing + ".")):
                 raise NotProvided(self.spec, path) from None
-            raise LookupFailed(f"{name} cannot be imported ({told(error)})") from error
+            raise LookupFailed(f"{name} cannot be imported ({describe(error)})") from error
 
 
 class Place:

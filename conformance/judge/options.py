@@ -127,5 +127,5 @@ def file(text: str) -> str:
 def folder(text: str) -> str:
     path = Path(text).resolve()
     if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a file; wanted a folder, which may be new")
+        raise argparse.ArgumentTypeError(f"{text} is a file; expected a folder, which may be new")
     return str(path)

@@ -101,7 +101,7 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
         raised=raised,
         warned=warned,
         at_the_caller=frozenset(
-            told for told, warning in zip(warned, caught, strict=True) if _is_callers(warning.filename)
+            message for message, warning in zip(warned, caught, strict=True) if _is_callers(warning.filename)
         ),
         left_changed=moved | {name: f"{was} before, {now} after" for name, (was, now) in changed.items()},
     )
@@ -132,50 +132,50 @@ def assert_same_outcome(reference: Outcome, subject: Outcome, tolerance: Toleran
 def differences(reference: Outcome, subject: Outcome, tolerance: Tolerance = EXACT) -> Iterable[str]:
     yield from _raised_differences(reference.raised, subject.raised)
     if reference.warned != subject.warned:
-        yield f"warned {list(subject.warned)}, wanted {list(reference.warned)}"
+        yield f"warned {list(subject.warned)}, expected {list(reference.warned)}"
     for kind, text in (reference.at_the_caller - subject.at_the_caller) & {*subject.warned}:
-        yield f"warned {(kind, text)} at a line of its own, wanted it at the caller's (stacklevel)"
+        yield f"warned {(kind, text)} at a line of its own, expected it at the caller's (stacklevel)"
     for name in subject.left_changed.keys() - reference.left_changed.keys():
         yield f"left {name} changed ({subject.left_changed[name]})"
     yield from _differences("value", reference.value, subject.value, tolerance)
     yield from _differences("watched", reference.watched, subject.watched, tolerance)
 
 
-def _raised_differences(wanted: Raised | None, got: Raised | None) -> Iterable[str]:
-    if wanted is None and got is None:
+def _raised_differences(expected: Raised | None, actual: Raised | None) -> Iterable[str]:
+    if expected is None and actual is None:
         return
-    if wanted is None:
-        yield f"raised {got}, wanted no exception"
-    elif got is None:
-        yield f"raised nothing, wanted {wanted}"
+    if expected is None:
+        yield f"raised {actual}, expected no exception"
+    elif actual is None:
+        yield f"raised nothing, expected {expected}"
     else:
         # A subclass of torch's exception is caught by whoever catches torch's.
-        if not issubclass(got.kind, wanted.kind):
-            yield f"raised {got.kind.__name__}, wanted {wanted.kind.__name__} ({wanted.text})"
-        if got.text != wanted.text:
-            yield f"raised the text {got.text!r}, wanted {wanted.text!r}"
+        if not issubclass(actual.kind, expected.kind):
+            yield f"raised {actual.kind.__name__}, expected {expected.kind.__name__} ({expected.text})"
+        if actual.text != expected.text:
+            yield f"raised the text {actual.text!r}, expected {expected.text!r}"
 
 
-def _differences(path: str, wanted: Any, got: Any, tolerance: Tolerance) -> Iterable[str]:
-    if isinstance(wanted, TensorState) and isinstance(got, TensorState):
-        yield from _tensor_differences(path, wanted, got, tolerance)
-    elif _kind(wanted) != _kind(got):
-        yield f"{path}: got a {_kind(got)} ({got!r}), wanted a {_kind(wanted)} ({wanted!r})"
-    elif isinstance(wanted, Mapping):
-        if list(wanted) != list(got):
-            yield f"{path}: keys {list(got)}, wanted {list(wanted)}"
-        for key in wanted.keys() & got.keys():
-            yield from _differences(f"{path}[{key!r}]", wanted[key], got[key], tolerance)
-    elif isinstance(wanted, (list, tuple)):
-        if len(wanted) != len(got):
-            yield f"{path}: {len(got)} items, wanted {len(wanted)}"
-        for index, (one, other) in enumerate(zip(wanted, got, strict=False)):
+def _differences(path: str, expected: Any, actual: Any, tolerance: Tolerance) -> Iterable[str]:
+    if isinstance(expected, TensorState) and isinstance(actual, TensorState):
+        yield from _tensor_differences(path, expected, actual, tolerance)
+    elif _kind(expected) != _kind(actual):
+        yield f"{path}: got a {_kind(actual)} ({actual!r}), expected a {_kind(expected)} ({expected!r})"
+    elif isinstance(expected, Mapping):
+        if list(expected) != list(actual):
+            yield f"{path}: keys {list(actual)}, expected {list(expected)}"
+        for key in expected.keys() & actual.keys():
+            yield from _differences(f"{path}[{key!r}]", expected[key], actual[key], tolerance)
+    elif isinstance(expected, (list, tuple)):
+        if len(expected) != len(actual):
+            yield f"{path}: {len(actual)} items, expected {len(expected)}"
+        for index, (one, other) in enumerate(zip(expected, actual, strict=False)):
             yield from _differences(f"{path}[{index}]", one, other, tolerance)
-    elif isinstance(wanted, float):
-        if not (wanted == got or (math.isnan(wanted) and math.isnan(got))):
-            yield f"{path}: got {got!r}, wanted {wanted!r}"
-    elif wanted != got:
-        yield f"{path}: got {got!r}, wanted {wanted!r}"
+    elif isinstance(expected, float):
+        if not (expected == actual or (math.isnan(expected) and math.isnan(actual))):
+            yield f"{path}: got {actual!r}, expected {expected!r}"
+    elif expected != actual:
+        yield f"{path}: got {actual!r}, expected {expected!r}"
 
 
 def _kind(value: Any) -> str:
@@ -183,14 +183,14 @@ def _kind(value: Any) -> str:
 
 
 def _tensor_differences(
-    path: str, wanted: TensorState, got: TensorState, tolerance: Tolerance
+    path: str, expected: TensorState, actual: TensorState, tolerance: Tolerance
 ) -> Iterable[str]:
     for name in _DESCRIPTION:
-        one, other = getattr(wanted, name), getattr(got, name)
+        one, other = getattr(expected, name), getattr(actual, name)
         if one != other:
-            yield f"{path}.{name}: got {other}, wanted {one}"
-    if wanted.shape == got.shape and wanted.dtype == got.dtype:
-        worst = tolerance.excess(wanted.values, got.values)
+            yield f"{path}.{name}: got {other}, expected {one}"
+    if expected.shape == actual.shape and expected.dtype == actual.dtype:
+        worst = tolerance.excess(expected.values, actual.values)
         if worst is not None:
             yield f"{path}: {worst}"
 

@@ -13,7 +13,7 @@ import pytest
 
 from conformance.judge.claims import claimed_extensions
 from conformance.judge.clauses import clause_of
-from conformance.judge.errors import told
+from conformance.judge.errors import describe
 from conformance.judge.library import load_library
 from conformance.judge.outcome import plain_text
 from conformance.judge.rows import ReferenceLimit, all_reference_limits
@@ -63,4 +63,4 @@ def _way_of_failing(error: BaseException) -> str:
     kind = type(error).__name__
     if isinstance(error, RankRaised):
         return plain_text(f"{kind}: {error.scene.failures[0]}")
-    return kind if isinstance(error, RankFault) else plain_text(told(error))
+    return kind if isinstance(error, RankFault) else plain_text(describe(error))

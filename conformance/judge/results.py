@@ -264,5 +264,5 @@ def broken_clauses(tests: Sequence[Mapping[str, Any]]) -> list[Broken]:
 
 def _first_difference(reason: str) -> str:
     first, *others = [line.strip() for line in reason.splitlines() if line.strip()] or ["no reason is known"]
-    told = others[0].removeprefix("- ") if first.endswith(":") and others else first
-    return textwrap.shorten(told, 200, placeholder=" …")
+    reported = others[0].removeprefix("- ") if first.endswith(":") and others else first
+    return textwrap.shorten(reported, 200, placeholder=" …")

@@ -30,12 +30,12 @@ class Stop:
     """Whether somebody wants an end."""
 
     def __init__(self) -> None:
-        self.is_wanted = False
+        self.is_requested = False
 
     @contextlib.contextmanager
     def listening(self) -> Generator[None]:
         def note(signum: int, frame: object) -> None:
-            self.is_wanted = True
+            self.is_requested = True
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -62,7 +62,7 @@ def run(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | mark
         )
         try:
-            while process.poll() is None and not stop.is_wanted:
+            while process.poll() is None and not stop.is_requested:
                 if time.monotonic() > end:
                     return (
                         f"{shlex.join(['python', *command[1:4]])} … did not end within {deadline_s:g} s",
@@ -70,10 +70,10 @@ def run(
                     )
                 time.sleep(_POLL_S)
                 watch()
-            if stop.is_wanted:
+            if stop.is_requested:
                 _ask_to_end(process)
             watch()
-            return (STOPPED, -1) if stop.is_wanted else ("", process.returncode)
+            return (STOPPED, -1) if stop.is_requested else ("", process.returncode)
         finally:
             _end(process, f"{_MARK}={mark[_MARK]}")
 

@@ -1,7 +1,7 @@
 """How close is close enough: bitwise, or a bound counted in roundings, each with its reason.
 
-No test carries a bare rtol or atol. A bound is `roundings * eps(dtype) * |wanted|`: the number of roundings by
-which two correct evaluations may differ, times the spacing of the dtype at the wanted value. The widest margin
+No test carries a bare rtol or atol. A bound is `roundings * eps(dtype) * |expected|`: the number of roundings by
+which two correct evaluations may differ, times the spacing of the dtype at the expected value. The widest margin
 seen (observed / allowed) is kept for the report, so that a bound which is too loose, or about to break, shows.
 """
 
@@ -24,31 +24,31 @@ class Tolerance:
     # The terms of every element are as large as the largest number of its tensor.
     of_largest: bool = False
 
-    def bound(self, wanted: torch.Tensor) -> torch.Tensor:
-        """The error allowed at each element of `wanted`, in float64."""
-        own = torch.finfo(wanted.dtype)
+    def bound(self, expected: torch.Tensor) -> torch.Tensor:
+        """The error allowed at each element of `expected`, in float64."""
+        own = torch.finfo(expected.dtype)
         eps = max(own.eps, torch.finfo(self.coarsest).eps) if self.coarsest else own.eps
-        exact = wanted.to(torch.complex128 if wanted.is_complex() else torch.float64)
+        exact = expected.to(torch.complex128 if expected.is_complex() else torch.float64)
         smallest_subnormal = own.smallest_normal * own.eps
         terms = self.terms
         if self.of_largest:
             terms = max(terms, float(exact.abs().nan_to_num(0.0, 0.0, 0.0).max()))
         return self.roundings * (eps * exact.abs().clamp(min=terms) + smallest_subnormal)
 
-    def excess(self, wanted: torch.Tensor, got: torch.Tensor) -> str | None:
+    def excess(self, expected: torch.Tensor, actual: torch.Tensor) -> str | None:
         """None when `got` agrees, else a sentence on the worst element."""
-        if wanted.numel() == 0:
+        if expected.numel() == 0:
             return None
-        if self.roundings == 0 or not (wanted.is_floating_point() or wanted.is_complex()):
-            return _bitwise_excess(wanted, got)
-        return self._rounding_excess(wanted, got)
+        if self.roundings == 0 or not (expected.is_floating_point() or expected.is_complex()):
+            return _bitwise_excess(expected, actual)
+        return self._rounding_excess(expected, actual)
 
-    def _rounding_excess(self, wanted: torch.Tensor, got: torch.Tensor) -> str | None:
-        exact = torch.complex128 if wanted.is_complex() else torch.float64
-        wanted_64, got_64 = wanted.to(exact), got.to(exact)
-        allowed = self.bound(wanted)
-        same = (wanted_64 == got_64) | (wanted_64.isnan() & got_64.isnan())
-        error = torch.where(same, 0.0, (wanted_64 - got_64).abs())
+    def _rounding_excess(self, expected: torch.Tensor, actual: torch.Tensor) -> str | None:
+        exact = torch.complex128 if expected.is_complex() else torch.float64
+        expected_64, actual_64 = expected.to(exact), actual.to(exact)
+        allowed = self.bound(expected)
+        same = (expected_64 == actual_64) | (expected_64.isnan() & actual_64.isnan())
+        error = torch.where(same, 0.0, (expected_64 - actual_64).abs())
         margin = torch.where(same, 0.0, error / allowed).nan_to_num(nan=math.inf, posinf=math.inf)
         worst = float(margin.max())
         note_margin(self, worst)
@@ -56,29 +56,32 @@ class Tolerance:
             return None
         where = tuple(int(i) for i in torch.unravel_index(margin.argmax(), margin.shape))
         return (
-            f"at {where} got {got[where]!s}, wanted {wanted[where]!s}: off by {float(error[where]):.3e}, "
+            f"at {where} got {actual[where]!s}, expected {expected[where]!s}: off by {float(error[where]):.3e}, "
             f"{worst:.2f} times the bound of {self.roundings:g} roundings ({self.reason})"
         )
 
 
-def _bitwise_excess(wanted: torch.Tensor, got: torch.Tensor) -> str | None:
-    if _are_plainly_equal(wanted, got):
+def _bitwise_excess(expected: torch.Tensor, actual: torch.Tensor) -> str | None:
+    if _are_plainly_equal(expected, actual):
         return None
-    same = (wanted == got) | (wanted.isnan() & got.isnan())
-    if wanted.is_floating_point():
-        same &= wanted.isnan() | (wanted.signbit() == got.signbit())
+    same = (expected == actual) | (expected.isnan() & actual.isnan())
+    if expected.is_floating_point():
+        same &= expected.isnan() | (expected.signbit() == actual.signbit())
     if bool(same.all()):
         return None
     where = tuple(int(i) for i in (~same).nonzero()[0])
     count = int((~same).sum())
-    return f"{count} of {same.numel()} elements differ in bits; at {where} got {got[where]!s}, wanted {wanted[where]!s}"
+    first = f"at {where} got {actual[where]!s}, expected {expected[where]!s}"
+    return f"{count} of {same.numel()} elements differ in bits; {first}"
 
 
-def _are_plainly_equal(wanted: torch.Tensor, got: torch.Tensor) -> bool:
+def _are_plainly_equal(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     """Bitwise and without a nan, as nearly always: two or four operators tell, where telling the place takes ten."""
-    if wanted.dtype is torch.complex32 or not torch.equal(wanted, got):  # which torch.equal does not know
+    if expected.dtype is torch.complex32 or not torch.equal(
+        expected, actual
+    ):  # which torch.equal does not know
         return False
-    return not wanted.is_floating_point() or torch.equal(wanted.signbit(), got.signbit())
+    return not expected.is_floating_point() or torch.equal(expected.signbit(), actual.signbit())
 
 
 # Sums of ten-odd terms, one behind the other in ten-odd layers, in the order of another engine or over another

@@ -25,7 +25,7 @@ from conformance.judge import surface
 from conformance.judge.claims import claims, wrong_in_claims
 from conformance.judge.claims_file import UnreadableClaims, claims_file
 from conformance.judge.environment import is_device
-from conformance.judge.errors import FROM_OUTSIDE, told
+from conformance.judge.errors import FROM_OUTSIDE, describe
 from conformance.judge.global_state import put_back, read
 from conformance.judge.library import load_library, package_of
 from conformance.judge.process_state import PROCESS
@@ -36,7 +36,7 @@ _LAST_WORDS = 2000
 _MOST_OUTPUT_BYTES = 1 << 26
 _CAME_BACK = 77  # exit code of a fork that came out of the import
 _UNKNOWN_DEVICE = (
-    "--device names {!r}, which torch does not know; wanted is cpu, cuda or another type of torch's, or one that the "
+    "--device names {!r}, which torch does not know; expected cpu, cuda or another type of torch's, or one that the "
     "import in [device] of the claims file brings"
 )
 
@@ -77,7 +77,7 @@ def load(spec: str) -> tuple[str, ...]:
         cure = (
             _NOT_THERE if _is_not_there(spec, error) else f"mend what raises in `import {package_of(spec)}`"
         )
-        raise CannotBeJudged(_cannot_be_loaded(spec, told(error), cure)) from error
+        raise CannotBeJudged(_cannot_be_loaded(spec, describe(error), cure)) from error
     finally:
         changed = put_back(_SIGNALS, signals)
     replaced = [name for name, found in before.items() if reference.find(name) is not found]
@@ -110,18 +110,18 @@ def learn_on_trial(spec: str, devices: str = "auto", limit_s: float = IMPORT_S) 
         CannotBeJudged: as `load`; or importing it ended the process, forked it for good, or has not ended after
             `limit_s`.
     """
-    heard, told_end = os.pipe()
+    heard, reported_end = os.pipe()
     with open(heard) as answers, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-m", "conformance.judge.trial", spec, devices, str(told_end)]
+        command = [sys.executable, "-m", "conformance.judge.trial", spec, devices, str(reported_end)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=output,
-            pass_fds=[told_end],
+            pass_fds=[reported_end],
             start_new_session=True,
         )
-        os.close(told_end)
+        os.close(reported_end)
         try:
             select.select([heard], [], [], IMPORT_S)  # until torch is there: its time is not the subject's
             process.wait(limit_s)
@@ -135,16 +135,16 @@ def learn_on_trial(spec: str, devices: str = "auto", limit_s: float = IMPORT_S) 
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         os.set_blocking(heard, False)  # a process that got away may hold the other end
-        said = _said(answers.readlines())
-        if "error" in said:
-            raise CannotBeJudged(said["error"])
-        if "loaded" not in said:
+        reported = _reported(answers.readlines())
+        if "error" in reported:
+            raise CannotBeJudged(reported["error"])
+        if "loaded" not in reported:
             raise CannotBeJudged(_cannot_be_loaded(spec, end + _last_words(printed, output), cure))
-        known = frozenset(said["claims"]) if "claims" in said else None
-        return Learned(known, tuple(said["bad_input"]))
+        known = frozenset(reported["claims"]) if "claims" in reported else None
+        return Learned(known, tuple(reported["bad_input"]))
 
 
-_NOT_THERE = "wanted is impl, torch, or an importable package that mirrors torch's paths"
+_NOT_THERE = "expected impl, torch, or an importable package that mirrors torch's paths"
 
 
 def _is_not_there(spec: str, error: BaseException) -> bool:
@@ -160,11 +160,11 @@ def _code(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def _said(lines: list[str]) -> dict[str, Any]:
-    said: dict[str, Any] = {}
+def _reported(lines: list[str]) -> dict[str, Any]:
+    reported: dict[str, Any] = {}
     for line in lines:
-        said |= json.loads(line)
-    return said
+        reported |= json.loads(line)
+    return reported
 
 
 def _last_words(*outputs: Any) -> str:
@@ -193,7 +193,7 @@ def main(spec: str, devices: str, descriptor: int) -> None:
         except CannotBeJudged as error:
             tell(error=str(error))
         except Exception as error:
-            tell(error=f"what the subject {spec!r} claims cannot be read ({told(error)})")
+            tell(error=f"what the subject {spec!r} claims cannot be read ({describe(error)})")
         os._exit(0)  # past what the subject has registered for its exit
 
 

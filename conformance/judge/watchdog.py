@@ -49,13 +49,13 @@ class Watchdog:
 
 def watch(incidents_file: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who are watched; their end is our own
-    watched, told = os.getppid(), [None, "", ""]
-    while select.select([0], [], [], told[0])[0]:
+    watched, reported = os.getppid(), [None, "", ""]
+    while select.select([0], [], [], reported[0])[0]:
         lines = os.read(0, _READ_BYTES).splitlines()
         if not lines:
             return
-        told = json.loads(lines[-1])
-    _, nodeid, reason = told
+        reported = json.loads(lines[-1])
+    _, nodeid, reason = reported
     with open(incidents_file, "a") as file:
         file.write(json.dumps({"nodeid": nodeid, "outcome": "hang", "reason": reason}) + "\n")
     if os.getppid() == watched:

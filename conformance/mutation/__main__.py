@@ -45,9 +45,9 @@ _say = functools.partial(print, flush=True)
 
 
 @dataclass(frozen=True)
-class Fate:
+class MutantResult:
     mutant: Mutant
-    fate: str
+    status: str
     why: str = ""  # the test that killed it, how many did not, or the proof that it does the same
     seconds: float = 0.0
 
@@ -58,17 +58,17 @@ def main(words: Sequence[str]) -> int:
     if options.show:
         _say("\n".join(diff(options.subject, mutant_called(options.subject, options.show))))
         return AS_EXPECTED
-    fates: dict[str, list[Fate]] = {}
+    results: dict[str, list[MutantResult]] = {}
     began = time.monotonic()
     try:
         _say("measuring which lines each test reaches")
         reach = measure(options.subject, options.groups, options.jobs, options.reach)
         with Crew(options.subject, options.jobs) as crew:
             for group in options.groups:
-                fates[group.name] = found = []
-                for fate in _judged(crew, options, group, reach):
-                    found.append(fate)
-                    _tell(fate, len(found))
+                results[group.name] = found = []
+                for result in _judged(crew, options, group, reach):
+                    found.append(result)
+                    _tell(result, len(found))
     except RedWithoutFault as error:
         _say(f"{options.subject} is red without a mistake: {error}")
         return NOT_JUDGED
@@ -76,24 +76,24 @@ def main(words: Sequence[str]) -> int:
         _say("stopped")
         return STOPPED
     finally:
-        _sum_up(options, fates, time.monotonic() - began)
-    return DISPUTABLE if _disputes(options.subject, fates) else AS_EXPECTED
+        _sum_up(options, results, time.monotonic() - began)
+    return DISPUTABLE if _disputes(options.subject, results) else AS_EXPECTED
 
 
-def _disputes(subject: str, fates: dict[str, list[Fate]]) -> int:
+def _disputes(subject: str, results: dict[str, list[MutantResult]]) -> int:
     """Tells each reason not to trust the proofs that the scores stand on; how many there are."""
-    said = [
+    reported = [
         f"STALE: no mutant of {subject} is {key}; look at its lines again, in equivalent.toml"
         for key in stale_proofs(subject)
     ]
-    for name, found in fates.items():
-        if Score.of([fate.fate for fate in found]).leans_on_proofs:
-            said.append(
+    for name, found in results.items():
+        if Score.of([result.status for result in found]).leans_on_proofs:
+            reported.append(
                 f"TOO MANY EQUIVALENT: proofs leave out more than {MOST_EQUIVALENT:.0%} of what is reached in {name}"
             )
-    for line in said:
+    for line in reported:
         _say(line)
-    return len(said)
+    return len(reported)
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
@@ -116,7 +116,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         default=math.inf,
         help="seconds of tests, as measured, after which a mutant counts as a survivor (default: all that reach it)",
     )
-    add("--out", type=Path, default=Path("report/mutation.json"), help="where the fates go")
+    add("--out", type=Path, default=Path("report/mutation.json"), help="where the results go")
     options = parser.parse_args(words)
     options.groups = [group for group in GROUPS if not options.group or group.name in options.group]
     if options.jobs < 1 or options.sample < 1:
@@ -124,20 +124,20 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _judged(crew: Crew, options: argparse.Namespace, group: Group, reach: Reach) -> Iterable[Fate]:
+def _judged(crew: Crew, options: argparse.Namespace, group: Group, reach: Reach) -> Iterable[MutantResult]:
     _say(f"{group.name}:")
     numbers = lines.numbered(options.subject)
     green: set[str] = set()
     killers: Counter[str] = Counter()
-    trials: list[Trial[Fate]] = []
+    trials: list[Trial[MutantResult]] = []
     for mutant in draw(group, options.subject, options.sample, options.seed):
         tests = reach.tests_of(numbers[mutant.module].start + mutant.site.line, group)
         if proof := proof_of(options.subject, mutant):
-            yield Fate(mutant, EQUIVALENT, proof)
+            yield MutantResult(mutant, EQUIVALENT, proof)
         elif not tests:
-            yield Fate(mutant, UNREACHED)
+            yield MutantResult(mutant, UNREACHED)
         elif is_idle(options.subject, mutant):
-            yield Fate(mutant, IDLE, "what it leaves out is an empty function of torch.cpu")
+            yield MutantResult(mutant, IDLE, "what it leaves out is an empty function of torch.cpu")
         else:
             within = reach.within(tests, options.patience)
             trials.append(_killing(options.subject, mutant, within, len(tests), green, killers))
@@ -146,42 +146,44 @@ def _judged(crew: Crew, options: argparse.Namespace, group: Group, reach: Reach)
 
 def _killing(
     package: str, mutant: Mutant, tests: Sequence[str], reaching: int, green: set[str], killers: Counter[str]
-) -> Trial[Fate]:
+) -> Trial[MutantResult]:
     first = sorted(tests, key=lambda test: -killers[test])  # what has killed others comes before the rest
     ending = yield Task(f"{package}+{mutant.fault_id}", frozenset(), tests=tuple(first))
     if not ending.how:
-        return Fate(mutant, SURVIVED, f"{len(tests)} of the {reaching} tests that reach it", ending.seconds)
+        return MutantResult(
+            mutant, SURVIVED, f"{len(tests)} of the {reaching} tests that reach it", ending.seconds
+        )
     yield from prove(ending.nodeid, package, green)
     killers[ending.nodeid] += 1
-    return Fate(mutant, KILLED, ending.nodeid, ending.seconds)
+    return MutantResult(mutant, KILLED, ending.nodeid, ending.seconds)
 
 
-def _tell(fate: Fate, number: int) -> None:
-    site = fate.mutant.site
+def _tell(result: MutantResult, number: int) -> None:
+    site = result.mutant.site
     _say(
-        f"[{number}] {fate.seconds:6.1f} s  {fate.fate}: {fate.mutant.fault_id} in {site.function} {fate.why}"
+        f"[{number}] {result.seconds:6.1f} s  {result.status}: {result.mutant.fault_id} in {site.function} {result.why}"
     )
 
 
-def _sum_up(options: argparse.Namespace, fates: dict[str, list[Fate]], seconds: float) -> None:
-    for found in fates.values():
-        for fate in found:
-            if fate.fate in (SURVIVED, UNREACHED):
-                _say(f"\n{fate.fate}: {options.subject}+{fate.mutant.fault_id}")
-                _say(key_of(options.subject, fate.mutant))
-                _say("\n".join(diff(options.subject, fate.mutant)))
+def _sum_up(options: argparse.Namespace, results: dict[str, list[MutantResult]], seconds: float) -> None:
+    for found in results.values():
+        for result in found:
+            if result.status in (SURVIVED, UNREACHED):
+                _say(f"\n{result.status}: {options.subject}+{result.mutant.fault_id}")
+                _say(key_of(options.subject, result.mutant))
+                _say("\n".join(diff(options.subject, result.mutant)))
     _say(f"\n{options.subject}, seed {options.seed}, torch {torch.__version__}, in {seconds:.0f} s")
-    for name, found in fates.items():
-        _say(f"  {name}: {Score.of([fate.fate for fate in found])}")
+    for name, found in results.items():
+        _say(f"  {name}: {Score.of([result.status for result in found])}")
     written = {
         "subject": options.subject,
         "seed": options.seed,
         "sample": options.sample,
         "commit": environment.commit(),
-        "fates": [
-            {"group": name, "mutant": fate.mutant.fault_id, "fate": fate.fate, "why": fate.why}
-            for name, found in fates.items()
-            for fate in found
+        "results": [
+            {"group": name, "mutant": result.mutant.fault_id, "status": result.status, "why": result.why}
+            for name, found in results.items()
+            for result in found
         ],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

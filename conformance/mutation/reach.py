@@ -162,8 +162,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The groups' tests that are not known already; all of them are noted, with their clauses."""
     names = json.loads(os.environ[_GROUPS])
-    wanted = frozenset[str]().union(*(_asked_about(group) for group in GROUPS if group.name in names))
-    items[:] = [item for item in items if clause_of(item) in wanted]
+    asked = frozenset[str]().union(*(_asked_about(group) for group in GROUPS if group.name in names))
+    items[:] = [item for item in items if clause_of(item) in asked]
     if file := os.environ.get(_KNOWN):
         collected = json.dumps({item.nodeid: clause_of(item) for item in items})
         Path(os.environ[_FOLDER], _COLLECTED).write_text(collected)

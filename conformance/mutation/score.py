@@ -21,8 +21,8 @@ class Score:
     equivalent: int
 
     @classmethod
-    def of(cls, fates: Sequence[str]) -> Score:
-        count = Counter(fates)
+    def of(cls, results: Sequence[str]) -> Score:
+        count = Counter(results)
         counted = count[KILLED] + count[SURVIVED]
         return cls(count[KILLED], counted, count[UNREACHED], count[IDLE], count[EQUIVALENT])
 

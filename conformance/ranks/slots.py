@@ -23,9 +23,9 @@ def cpu_count() -> int:
 
 @contextlib.contextmanager
 def cpu_slots(
-    wanted: int, family: str, *, capacity: int | None = None, patience_s: float = 5.0
+    needed: int, family: str, *, capacity: int | None = None, patience_s: float = 5.0
 ) -> Generator[int]:
-    """Hold `wanted` of the family's `capacity` slots (default: one a core), all of them if they are fewer.
+    """Hold `needed` of the family's `capacity` slots (default: one a core), all of them if they are fewer.
 
     Yields how many are held, which is less only when patience has run out.
     """
@@ -37,7 +37,7 @@ def cpu_slots(
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as gate:
             _bind_one(gate, [f"{family}-gate"], end)
             count = 0
-            for _ in range(min(wanted, capacity)):
+            for _ in range(min(needed, capacity)):
                 slot = held.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
                 count += _bind_one(slot, [f"{family}-{number}" for number in range(capacity)], end)
         yield count

@@ -212,16 +212,16 @@ def _throw(pool: RankPool, fault: str, where: int, figures: Figures) -> None:
     began = time.monotonic()
     try:
         pool.run(f"conformance.ranks.fault_cases:{fault}", where=where, deadline_s=deadline_s(fault))
-        got = None
+        actual = None
     except RankFault as error:
-        got = type(error)
-        if got is not expected:
+        actual = type(error)
+        if actual is not expected:
             figures.surprises.append(f"{fault} in rank {where} of {pool.world_size}: {error}")
-    if expected is not None and got is None:
+    if expected is not None and actual is None:
         figures.surprises.append(f"{fault} in rank {where} of {pool.world_size} went unnoticed")
-    if fault == "dies_later" and got is None:
+    if fault == "dies_later" and actual is None:
         _wait_for_a_death(pool)
-    kind = got.__name__ if got else "no fault"
+    kind = actual.__name__ if actual else "no fault"
     figures.kinds[kind] = figures.kinds.get(kind, 0) + 1
     figures.seconds[fault] = max(figures.seconds.get(fault, 0.0), round(time.monotonic() - began, 3))
 

@@ -57,15 +57,17 @@ def read_report(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"there is no report at {file}: {error.strerror}") from None
     except ValueError:
-        raise ValueError(f"{file} is not JSON; wanted the report.json of an earlier run") from None
+        raise ValueError(f"{file} is not JSON; expected the report.json of an earlier run") from None
     missing = [key for key in _WANTED if not isinstance(found, dict) or key not in found]
     if missing:
-        raise ValueError(f"{file} lacks {', '.join(missing)}; wanted the report.json of an earlier run")
+        raise ValueError(f"{file} lacks {', '.join(missing)}; expected the report.json of an earlier run")
     try:
         compare(found, found)
     except (KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{file} is no report of this gate ({why}); wanted an earlier report.json") from None
+        raise ValueError(
+            f"{file} is no report of this gate ({why}); expected an earlier report.json"
+        ) from None
     return found
 
 
@@ -154,8 +156,8 @@ def _by_clause(
 def _parts(old: dict[str, Any], new: dict[str, Any], broke: bool) -> list[Change]:
     """Benchmarks that failed in one run alone, and training that agreed in one alone."""
     changes: list[Change] = []
-    for fates, word in ((_benchmark_fates, "benchmark"), (_training_fates, "training")):
-        then, now = fates(old), fates(new)
+    for outcomes_of, word in ((_benchmark_outcomes, "benchmark"), (_training_outcomes, "training")):
+        then, now = outcomes_of(old), outcomes_of(new)
         for name in then.keys() & now.keys():
             if then[name] != now[name] and now[name] == (not broke):
                 changes.append(Change(f"{word} {name}", []))
@@ -173,7 +175,7 @@ def _rows(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in (report.get("speed") or {}).get("rows", [])}
 
 
-def _benchmark_fates(report: dict[str, Any]) -> dict[str, bool]:
+def _benchmark_outcomes(report: dict[str, Any]) -> dict[str, bool]:
     rows = _rows(report)
     return {
         name: row["outcome"] == "measured"
@@ -182,7 +184,7 @@ def _benchmark_fates(report: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def _training_fates(report: dict[str, Any]) -> dict[str, bool]:
+def _training_outcomes(report: dict[str, Any]) -> dict[str, bool]:
     return {run["name"]: run["agrees"] for run in (report.get("training") or {}).get("runs", [])}
 
 

@@ -81,9 +81,9 @@ def _of_a_level(level: str, clauses: Sequence[Mapping[str, Any]], worst: Mapping
     """`300 core: 290 hold, 10 not provided`."""
     ids = [clause["id"] for clause in clauses if level_of(clause) == level]
     found = [worst[clause_id] for clause_id in ids if clause_id in worst]
-    told = [f"{count} {_WORDS.get(outcome, outcome)}" for outcome, count in reversed(ranked(found))]
-    told += [f"{len(ids) - len(found)} not asked"] if len(ids) > len(found) else []
-    return f"{len(ids)} {level}: " + ", ".join(told)
+    reported = [f"{count} {_WORDS.get(outcome, outcome)}" for outcome, count in reversed(ranked(found))]
+    reported += [f"{len(ids) - len(found)} not asked"] if len(ids) > len(found) else []
+    return f"{len(ids)} {level}: " + ", ".join(reported)
 
 
 def level_of(clause: Mapping[str, Any]) -> str:
@@ -96,7 +96,7 @@ def _speed(speed: dict[str, Any]) -> Part:
     measured = [row for row in rows if row["outcome"] == "measured"]
     why = [f"benchmark {row['name']} failed: {row['why'].splitlines()[0]}" for row in failed]
     slowed = [row for row in rows if row.get("verdict") in (REGRESSION, MISSING)]
-    why += [f"{row['verdict']} of speed: {row.get('told', row['name'])}" for row in slowed]
+    why += [f"{row['verdict']} of speed: {row.get('reported', row['name'])}" for row in slowed]
     why += _error_of(speed)
     if not rows:
         return Part("speed", "failed" if why else "not run", "not measured", why)

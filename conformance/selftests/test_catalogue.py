@@ -79,17 +79,17 @@ def test_a_clause_has_the_thread_of_its_deviation_and_holds_for_torchs_that_are_
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "reported"),
     [
         ('[x]\nsays = "It does."\nlevels = "core"', "has the unknown keys ['levels']"),
-        ('[x]\nsays = "It does."\ntorch = ["1.0"]', "holds for torch ['1.0']; wanted some of"),
+        ('[x]\nsays = "It does."\ntorch = ["1.0"]', "holds for torch ['1.0']; expected some of"),
     ],
 )
-def test_a_slip_in_a_clause_is_told(tmp_path: Path, table: str, said: str) -> None:
+def test_a_slip_in_a_clause_is_reported(tmp_path: Path, table: str, reported: str) -> None:
     (tmp_path / "x.toml").write_text(table)
     with pytest.raises(ValueError, match=r"x\.toml: ") as caught:
         list(clauses._read("amp", tmp_path / "x.toml"))
-    assert said in str(caught.value)
+    assert reported in str(caught.value)
 
 
 def test_a_clause_of_other_torchs_is_not_asked_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

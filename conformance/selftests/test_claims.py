@@ -182,7 +182,7 @@ def test_what_is_wrong_in_the_file_keeps_nothing_else_from_being_judged(tmp_path
     assert "did you mean 'nn.utils.clip_grad_norm'" in log
 
 
-def test_a_device_that_fails_without_a_text_is_told(
+def test_a_device_that_fails_without_a_text_is_reported(
     subject_that_says: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = subject_that_says("[device]\ntype = 'cpu'")
@@ -229,6 +229,6 @@ def test_any_device_that_the_file_brings_can_be_asked_for(
         'import torch\ntorch.utils.rename_privateuse1_backend("theirs")\n'
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    told = trial.learn_on_trial("on_theirs", "cpu,theirs,gpu").bad_input
-    [slip] = [sentence for sentence in told if sentence.startswith("--device")]
-    assert "'gpu', which torch does not know; wanted is cpu, cuda or another type" in slip
+    reported = trial.learn_on_trial("on_theirs", "cpu,theirs,gpu").bad_input
+    [slip] = [sentence for sentence in reported if sentence.startswith("--device")]
+    assert "'gpu', which torch does not know; expected cpu, cuda or another type" in slip

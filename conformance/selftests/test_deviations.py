@@ -34,7 +34,7 @@ def takes_torchs_side(torchs: Any, subjects: Any, *, is_promised: bool = False, 
     return judge.subject_takes_torchs_side
 
 
-@pytest.mark.parametrize("sides", [{}, {"torch_does": lambda seen: seen is TORCHS}], ids=["seen", "told"])
+@pytest.mark.parametrize("sides", [{}, {"torch_does": lambda seen: seen is TORCHS}], ids=["seen", "reported"])
 def test_a_side_is_taken(sides: dict[str, Any]) -> None:
     assert takes_torchs_side(TORCHS, TORCHS, **sides)
     assert not takes_torchs_side(TORCHS, OURS, **sides)

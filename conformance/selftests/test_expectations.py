@@ -43,7 +43,7 @@ def test_what_becomes_of_an_expected_clause(
     assert (held.state, held.is_red) == (state, is_red)
 
 
-def test_one_test_that_passes_is_told_of_whatever_else_ran() -> None:
+def test_one_test_that_passes_is_reported_of_whatever_else_ran() -> None:
     [held] = Expectations([expectation(test="a")], TODAY).held(
         [Seen("a[1]", "", "passed", False)], is_whole=False
     )

@@ -128,7 +128,7 @@ def test_the_bar_moves_with_the_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("subject", ["impl", "mine"])
-def test_timing_is_told_the_machine_and_leaves_a_point_of_impl(
+def test_timing_is_reported_the_machine_and_leaves_a_point_of_impl(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, subject: str
 ) -> None:
     asked: list[list[str]] = []
@@ -137,8 +137,10 @@ def test_timing_is_told_the_machine_and_leaves_a_point_of_impl(
         [f"--subject={subject}", "--machine=lab", "--device=cpu", f"--out={tmp_path}"]
     )
     (tmp_path / "point.json").write_text("of an earlier run")
-    told = gate._timed(options, tmp_path, Progress(), Stop())
-    assert told == {"command": f"python -m benchmarks --quick --subject={subject} --machine=lab --device=cpu"}
+    reported = gate._timed(options, tmp_path, Progress(), Stop())
+    assert reported == {
+        "command": f"python -m benchmarks --quick --subject={subject} --machine=lab --device=cpu"
+    }
     assert (f"--point={tmp_path / 'point.json'}" in asked[0]) == (subject == "impl")
     assert not (tmp_path / "point.json").exists()
 
@@ -162,13 +164,13 @@ def test_a_gate_that_is_stopped_tells_what_is_known_and_begins_nothing_else(
             while gate.poll() is None and _judged_tests(tmp_path) < 20:
                 time.sleep(0.1)
             os.killpg(gate.pid, blow)
-            said, _ = gate.communicate(timeout=60)
+            reported, _ = gate.communicate(timeout=60)
         except BaseException:  # this test's own deadline among them: what runs on would disturb other tests
             for left in marked_processes(f"TANDEM_MARK={mark}"):
                 os.kill(left, signal.SIGKILL)
             raise
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (gate.returncode, report["verdict"]) == (1, "red"), said
+    assert (gate.returncode, report["verdict"]) == (1, "red"), reported
     assert "stopped by hand" in report["reasons"]
     assert len(report["tests"]) >= 20
     assert report["speed"] == report["training"] == {}

@@ -131,8 +131,8 @@ def test_a_log_with_its_waits_is_clean(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOGS)
 def test_a_log_that_lacks_one_is_not(name: str) -> None:
-    log, needed, said = LOGS[name]
-    assert hazards([*log[:needed], *log[needed + 1 :]]) == [said]
+    log, needed, reported = LOGS[name]
+    assert hazards([*log[:needed], *log[needed + 1 :]]) == [reported]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_a_log_that_lacks_one_is_not(name: str) -> None:
     [n for n, (log, _, _) in LOGS.items() if isinstance(log[0], Operation) and isinstance(log[1], Record)],
 )
 def test_an_event_that_is_recorded_before_what_counts_does_not_help(name: str) -> None:
-    log, _, said = LOGS[name]
-    assert hazards([log[1], log[0], *log[2:]]) == [said]
+    log, _, reported = LOGS[name]
+    assert hazards([log[1], log[0], *log[2:]]) == [reported]
 
 
 def test_waits_lead_on() -> None:

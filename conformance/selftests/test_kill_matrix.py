@@ -104,7 +104,7 @@ def test_it_is_green_without_a_fault(worker: Worker, subject: Library, of: str) 
 
 
 @pytest.mark.deadline(120)
-def test_a_fault_that_ends_its_process_is_told_with_its_clause(
+def test_a_fault_that_ends_its_process_is_reported_with_its_clause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "deadly" / "nn" / "utils"
@@ -152,8 +152,8 @@ def test_stopped_it_ends_at_once_and_writes_what_is_known(
         assert command.stdout is not None
         assert command.stdout.readline().startswith("[1/")
         os.kill(command.pid, blow)
-        said, _ = command.communicate(timeout=60)
-        assert (command.returncode, said.splitlines()[-1]) == (STOPPED, "stopped")
+        reported, _ = command.communicate(timeout=60)
+        assert (command.returncode, reported.splitlines()[-1]) == (STOPPED, "stopped")
     end = time.monotonic() + 10
     while (left := marked_processes(f"TANDEM_MARK={os.environ['TANDEM_MARK']}")) and time.monotonic() < end:
         time.sleep(0.02)
@@ -172,10 +172,10 @@ def test_what_is_known_is_not_judged_again(
     known = [Kill(one, True, "a.clause", "t", "failed", 1.0) for one in fault_ids() if "older." in one]
     write_kills(out, Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 7.0, False, known[1:]))
     assert main(["--only", "older.", "--jobs", "1", "--out", str(out), "--resume"]) == AS_EXPECTED
-    said = capsys.readouterr().out
-    assert "[1/1]" in said
-    assert f"{known[0].fault}: killed" in said
-    assert f"{len(known)} of {len(known)} killed" in said
+    reported = capsys.readouterr().out
+    assert "[1/1]" in reported
+    assert f"{known[0].fault}: killed" in reported
+    assert f"{len(known)} of {len(known)} killed" in reported
     found = read_kills(out)
     assert not found["complete"], "there are other faults, which nobody has judged"
     assert found["began"].startswith("2026-01-01")
@@ -184,7 +184,7 @@ def test_what_is_known_is_not_judged_again(
 
 
 @pytest.mark.parametrize(
-    ("subject", "commit", "said"),
+    ("subject", "commit", "reported"),
     [
         ("torch", "abc", "of subject torch, not impl"),
         ("impl", "def", "of commit def, not abc"),
@@ -196,7 +196,7 @@ def test_another_run_is_not_resumed(
     tmp_path: Path,
     subject: str,
     commit: str,
-    said: str,
+    reported: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,7 +207,7 @@ def test_another_run_is_not_resumed(
     before = out.read_bytes()
     with pytest.raises(SystemExit):
         main(["--out", str(out), "--resume"])
-    assert said in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
     assert out.read_bytes() == before
 
 
@@ -218,7 +218,7 @@ def a_kill(*, killed: bool, why: str = "") -> Kill:
 
 
 @pytest.mark.parametrize(
-    ("row", "code", "said"),
+    ("row", "code", "reported"),
     [
         (a_kill(killed=True), AS_EXPECTED, "1 of 1 killed"),
         (a_kill(killed=False), NOT_AS_EXPECTED, "a.fault: SURVIVED"),
@@ -231,7 +231,7 @@ def a_kill(*, killed: bool, why: str = "") -> Kill:
     ],
 )
 def test_a_reason_excuses_and_goes_stale(
-    row: Kill | Idle, code: int, said: str, capsys: pytest.CaptureFixture[str]
+    row: Kill | Idle, code: int, reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kills = Kills("impl", "abc", "2026-01-01T00:00:00+00:00")
     if isinstance(row, Kill):
@@ -239,7 +239,7 @@ def test_a_reason_excuses_and_goes_stale(
     else:
         kills.idle = [row]
     assert sum_up(kills) == code
-    assert said in capsys.readouterr().out
+    assert reported in capsys.readouterr().out
 
 
 def test_what_is_red_without_the_fault_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_what_killed_before_comes_first(tmp_path: Path, worker: Worker, subject:
     assert (ending.how, ending.asked) == ("", 1)
 
 
-def test_a_clause_that_this_profile_does_not_ask_about_is_told(worker: Worker, subject: Library) -> None:
+def test_a_clause_that_this_profile_does_not_ask_about_is_reported(worker: Worker, subject: Library) -> None:
     found = carried_out(worker, idle(subject.package, "dynamo.optimizer.values.inductor", set()))
     assert (found.asked, found.tried, found.kills, found.is_due) == (False, 0, "", True)
 
@@ -338,20 +338,20 @@ def test_reasons_are_for_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reported"),
     [
         (["--only", "no such fault"], "no fault's name holds 'no such fault'"),
         (["--only", "older", "--clauses"], "leave out --only"),
         (["--jobs", "0"], "--jobs is 0"),
     ],
 )
-def test_slips_are_told_before_anything_runs(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_slips_are_reported_before_anything_runs(
+    words: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == NOT_JUDGED
-    assert said in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 def test_faults_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,9 +402,9 @@ def test_every_clause_has_faults_to_try() -> None:
 
 
 def test_the_likest_fault_is_tried_first_unless_another_is_known() -> None:
-    said = {"a": "gradients divided twice", "b": "gradients are kept", "c": "buffers are divided twice"}
-    likeness = likeness_to("Dividing: each gradient is divided once, not twice.", said)
-    assert sorted(said, key=lambda one: -likeness[one]) == ["a", "c", "b"]
+    reported = {"a": "gradients divided twice", "b": "gradients are kept", "c": "buffers are divided twice"}
+    likeness = likeness_to("Dividing: each gradient is divided once, not twice.", reported)
+    assert sorted(reported, key=lambda one: -likeness[one]) == ["a", "c", "b"]
     clause_id = "amp.grad_scaler.unscale_.divides"
     tried = candidates(clause_id)
     for first in ("", tried[5]):

@@ -15,7 +15,7 @@ def test_names_are_torchs_own() -> None:
 
 
 @pytest.mark.parametrize("path", ["amp.GradScaler", "decoder.JSONDecoder.nothing"])
-def test_a_missing_name_is_told_by_its_path(path: str) -> None:
+def test_a_missing_name_is_reported_by_its_path(path: str) -> None:
     library = Library("json")
     assert not library.provides(path)
     with pytest.raises(NotProvided, match=f"^json does not provide {path}$"):

@@ -195,9 +195,9 @@ def test_what_only_ranks_find_lacking_is_not_provided(tmp_path: Path) -> None:
 
 def test_a_module_that_cannot_be_imported_takes_no_other_along(tmp_path: Path) -> None:
     report = judged("has_a_broken_module", tmp_path, SCALER, OTHERS)
-    told = "has_a_broken_module.amp cannot be imported (SystemExit: amp is not for this machine)"
+    reported = "has_a_broken_module.amp cannot be imported (SystemExit: amp is not for this machine)"
     assert {entry["outcome"] for entry in of(report, SCALER)} == {"failed"}
-    assert all(told in entry["reason"] for entry in of(report, SCALER))
+    assert all(reported in entry["reason"] for entry in of(report, SCALER))
     assert [entry["outcome"] for entry in of(report, OTHERS)] == ["passed"] * 5
 
 
@@ -231,7 +231,7 @@ act()
 
 
 @pytest.mark.parametrize("end", ["dies", "hangs"])
-def test_the_stack_that_is_told_is_that_of_the_test(tmp_path: Path, end: str) -> None:
+def test_the_stack_that_is_reported_is_that_of_the_test(tmp_path: Path, end: str) -> None:
     notes = Notes(tmp_path)
     assert notes.last_stack("worker") == ""
     subprocess.run([sys.executable, "-c", ENDS_IN_ACT, notes.stack_file("worker"), end], check=False)
@@ -250,7 +250,7 @@ def test_what_is_printed_is_bounded_in_report_and_log(tmp_path: Path) -> None:
 
 REFUSED = {
     "fails_on_import": "(RuntimeError: not on this machine); mend what raises in `import fails_on_import`",
-    "is_not_there.at_all": "(ModuleNotFoundError: No module named 'is_not_there'); wanted is impl, torch, or an",
+    "is_not_there.at_all": "(ModuleNotFoundError: No module named 'is_not_there'); expected impl, torch, or an",
     "dies_on_import": "cannot be loaded (importing it ended its process with exit code 0); let the import return",
     "hangs_on_import": "cannot be loaded (importing it did not end within 5 s); let the import return without waiting",
     "doubles_on_import": "forked the process and came back in both: whoever imports it runs twice; let it start",
@@ -274,7 +274,7 @@ COMPLAINTS = {
 
 
 @pytest.mark.parametrize("name", list(COMPLAINTS))
-def test_what_an_import_does_to_others_is_told_and_the_rest_is_judged(
+def test_what_an_import_does_to_others_is_reported_and_the_rest_is_judged(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(MISBEHAVING), str(ROOT)]))
@@ -320,13 +320,13 @@ LETHAL = {
 
 @pytest.mark.profile("full")
 @pytest.mark.deadline(_WORKERS_LIMIT_S + 20)
-def test_what_ends_or_holds_its_process_is_told_by_whoever_is_left(tmp_path: Path) -> None:
+def test_what_ends_or_holds_its_process_is_reported_by_whoever_is_left(tmp_path: Path) -> None:
     others = "conformance/amp/test_autocast_mode.py::test_bad_arguments"
     report = judged_by_workers("dies_in_many_ways", tmp_path, "--deadline=6", *LETHAL, others)
-    for test, wanted in LETHAL.items():
+    for test, expected in LETHAL.items():
         outcomes = [entry["outcome"] for entry in of(report, test)]
-        assert outcomes.count(wanted) == min(2, len(outcomes)), (test, outcomes)
-        assert set(outcomes) <= {wanted, "unavailable"}, (test, outcomes)
+        assert outcomes.count(expected) == min(2, len(outcomes)), (test, outcomes)
+        assert set(outcomes) <= {expected, "unavailable"}, (test, outcomes)
     assert {entry["outcome"] for entry in of(report, others)} == {"passed"}
     assert all(
         "in act" in entry["reason"]

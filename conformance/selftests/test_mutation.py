@@ -117,7 +117,7 @@ def test_each_operator_is_tried() -> None:
         mutate(ast.parse(function("a.wait()")), "drop_wait", 1)
 
 
-def test_only_what_runs_in_functions_is_mutated_and_its_place_is_told() -> None:
+def test_only_what_runs_in_functions_is_mutated_and_its_place_is_reported() -> None:
     source = """
     x = max(1, 2)
 
@@ -231,19 +231,19 @@ def test_a_mutant_is_killed_by_a_test_that_reaches_it_and_what_it_was_made_of_is
 
 @pytest.mark.profile("full")
 @pytest.mark.deadline(300)
-def test_a_sample_is_drawn_judged_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_is_drawn_judged_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the smallest group: most of what was reached is killed, each time by a test that tells."""
     out = tmp_path / "mutation.json"
     assert (
         main(["--group", "clipping", "--sample", "4", "--seed", "3", "--jobs", "1", "--out", str(out)]) == 0
     )
-    fates = json.loads(out.read_text())["fates"]
-    assert len({fate["mutant"] for fate in fates}) == 4
-    killed = [fate for fate in fates if fate["fate"] == KILLED]
+    results = json.loads(out.read_text())["results"]
+    assert len({result["mutant"] for result in results}) == 4
+    killed = [result for result in results if result["result"] == KILLED]
     assert killed
-    assert all(fate["why"].startswith("conformance/nn/") for fate in killed)
-    said = capsys.readouterr().out
-    assert f"clipping: {Score.of([fate['fate'] for fate in fates])}" in said
+    assert all(result["why"].startswith("conformance/nn/") for result in killed)
+    reported = capsys.readouterr().out
+    assert f"clipping: {Score.of([result['status'] for result in results])}" in reported
 
 
 def test_the_interval_of_a_share() -> None:
@@ -261,7 +261,7 @@ def test_the_score_counts_what_is_reached_and_not_equivalent() -> None:
     assert str(Score.of([UNREACHED])) == "nothing to count (1 unreached, 0 idle, 0 equivalent)"
 
 
-def test_a_proof_whose_lines_are_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_whose_lines_are_gone_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [one] = draw(GROUPS[2], ROOT, 1, 1)
     gone = [f"{key_of(ROOT, one)[:-12]}{'0' * 12}", "nn.utils.no_module:f:drop_wait:0"]
     rows = "".join(f'"{key}" = "It does."\n' for key in (key_of(ROOT, one), *gone))

@@ -75,19 +75,19 @@ def test_all_reduce_gives_every_rank_what_the_parent_computes(
     row = st.lists(VALUES[dtype], min_size=size, max_size=size)
     rows = data.draw(st.lists(row, min_size=group_size, max_size=group_size), label="values")
     values = [torch.tensor(row, dtype=dtype) for row in rows]
-    wanted = REDUCED[op](torch.stack(values)).to(dtype)
-    for rank, got in enumerate(
+    expected = REDUCED[op](torch.stack(values)).to(dtype)
+    for rank, actual in enumerate(
         pools[group_size].run("conformance.ranks.cases:all_reduce", values=values, op=op)
     ):
-        assert got.dtype == dtype
-        assert torch.equal(got, wanted), f"rank {rank} of {group_size}"
+        assert actual.dtype == dtype
+        assert torch.equal(actual, expected), f"rank {rank} of {group_size}"
 
 
 def test_arguments_and_results_of_any_length_travel(pair: RankPool) -> None:
     what = {"small": 1, "large": torch.arange(1 << 21), "text": "é" * 70_000}
-    for got in pair.run(f"{CASES}:echo", what=what):
-        assert torch.equal(got.pop("large"), what["large"])
-        assert got == {"small": 1, "text": what["text"]}
+    for actual in pair.run(f"{CASES}:echo", what=what):
+        assert torch.equal(actual.pop("large"), what["large"])
+        assert actual == {"small": 1, "text": what["text"]}
 
 
 def test_ranks_and_cases_begin_with_the_same_random_numbers(pair: RankPool) -> None:
@@ -98,8 +98,8 @@ def test_ranks_and_cases_begin_with_the_same_random_numbers(pair: RankPool) -> N
 
 def test_collectives_are_recorded(pair: RankPool) -> None:
     pair.run(f"{CASES}:healthy")
-    wanted = Collective("allreduce_", "0", (0, 1), (("float32", 1),), reduce_op="SUM")
-    assert [list(trace) for trace in pair.traces] == [[wanted], [wanted]]
+    expected = Collective("allreduce_", "0", (0, 1), (("float32", 1),), reduce_op="SUM")
+    assert [list(trace) for trace in pair.traces] == [[expected], [expected]]
 
 
 def test_good_cases_use_nothing_up(pair: RankPool) -> None:
@@ -125,7 +125,7 @@ def test_ranks_are_warmed_up_whenever_they_are_made() -> None:
 
 @pytest.mark.parametrize("fault", [fault for fault, kind in EXPECTED.items() if kind])
 @pytest.mark.parametrize("group_size", [2, 3])
-def test_fault_is_told_and_the_next_case_is_right(
+def test_fault_is_reported_and_the_next_case_is_right(
     pools: dict[int, RankPool], group_size: int, fault: str
 ) -> None:
     pool = pools[group_size]

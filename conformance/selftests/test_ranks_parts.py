@@ -96,20 +96,20 @@ def test_channel_keeps_messages_whole(messages: list[bytes]) -> None:
     one, other = (Channel(end) for end in socket.socketpair())
     sender = threading.Thread(target=lambda: [one.send(message) for message in messages])
     sender.start()
-    got: list[bytes] = []
-    while len(got) < len(messages):
+    actual: list[bytes] = []
+    while len(actual) < len(messages):
         arrived, is_open = other.arrived()
         assert is_open
-        got += arrived
+        actual += arrived
     sender.join()
     one.close()
-    assert got == messages
+    assert actual == messages
     assert other.arrived() == ([], False)
     other.close()
 
 
 def test_a_stack_that_comes_with_pauses_is_read_to_its_end() -> None:
-    stacks, told = multiprocessing.Pipe(duplex=False)
+    stacks, reported = multiprocessing.Pipe(duplex=False)
     not_asked: Any = None
     handle = Handle(0, not_asked, not_asked, not_asked, stacks, not_asked)
     frames = ["Thread 0x1 (most recent call first):"]
@@ -119,7 +119,7 @@ def test_a_stack_that_comes_with_pauses_is_read_to_its_end() -> None:
 
     def tell() -> None:
         for frame in frames:
-            os.write(told.fileno(), f"{frame}\n".encode())
+            os.write(reported.fileno(), f"{frame}\n".encode())
             time.sleep(0.1)
 
     telling = threading.Thread(target=tell)
@@ -127,7 +127,7 @@ def test_a_stack_that_comes_with_pauses_is_read_to_its_end() -> None:
     assert handle.stack().splitlines() == frames
     telling.join()
     stacks.close()
-    told.close()
+    reported.close()
 
 
 def test_channel_does_not_wait_for_who_does_not_read() -> None:
@@ -138,8 +138,8 @@ def test_channel_does_not_wait_for_who_does_not_read() -> None:
     other.close()
 
 
-@given(wanted=st.lists(st.integers(1, 4), min_size=2, max_size=6))
-def test_slots_are_never_held_by_more_than_there_are(wanted: list[int]) -> None:
+@given(expected=st.lists(st.integers(1, 4), min_size=2, max_size=6))
+def test_slots_are_never_held_by_more_than_there_are(expected: list[int]) -> None:
     capacity, family = 3, uuid.uuid4().hex
     held, most, counts, lock = 0, 0, [], threading.Lock()
 
@@ -154,12 +154,12 @@ def test_slots_are_never_held_by_more_than_there_are(wanted: list[int]) -> None:
             with lock:
                 held -= count
 
-    threads = [threading.Thread(target=work, args=(slots,)) for slots in wanted]
+    threads = [threading.Thread(target=work, args=(slots,)) for slots in expected]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(counts) == sorted(min(slots, capacity) for slots in wanted)
+    assert sorted(counts) == sorted(min(slots, capacity) for slots in expected)
     assert (held, most <= capacity) == (0, True)
 
 

@@ -114,9 +114,9 @@ def test_other_machines_stand_beside_and_a_speed_that_is_not_judged_says_so(tmp_
 def test_whatever_a_subject_says_is_text(tmp_path: Path) -> None:
     plain, page = draw(a_full_report("word"), tmp_path), draw(a_full_report(HOSTILE), tmp_path)
     # A text over two lines is folded, and a longer subject is cut elsewhere: for the rest both have the same elements.
-    kinds, wanted = Counter(tag for tag, _ in page.elements), Counter(tag for tag, _ in plain.elements)
+    kinds, expected = Counter(tag for tag, _ in page.elements), Counter(tag for tag, _ in plain.elements)
     for tag in ("script", "style", "b", "a", "table", "tr", "svg", "details", "li", "pre", "code"):
-        assert kinds[tag] == wanted[tag], tag
+        assert kinds[tag] == expected[tag], tag
     assert page.code == plain.code
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     assert page.text.count("alert(1)") > 40
@@ -247,7 +247,7 @@ def test_each_outcome_has_a_sign_and_a_meaning() -> None:
     assert len(set(SIGNS.values())) == len(SIGNS)
 
 
-def test_tests_of_one_function_that_agree_are_told_together(tmp_path: Path) -> None:
+def test_tests_of_one_function_that_agree_are_reported_together(tmp_path: Path) -> None:
     tests = [judged("passed", nodeid=f"a.py::test_x[{n}]") for n in "abc"]
     report = a_report(
         *tests,
@@ -274,7 +274,7 @@ def test_an_area_that_was_not_asked_is_a_line_and_no_link_leads_there(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
+    ("outcome", "reported"),
     [
         ("known", "takes torch's side"),
         ("passed", "takes impl's side"),
@@ -282,10 +282,10 @@ def test_an_area_that_was_not_asked_is_a_line_and_no_link_leads_there(tmp_path: 
         ("stale", "stale"),
     ],
 )
-def test_a_deviation_tells_which_side_the_subject_takes(outcome: str, said: str, tmp_path: Path) -> None:
+def test_a_deviation_tells_which_side_the_subject_takes(outcome: str, reported: str, tmp_path: Path) -> None:
     row = {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
     test = judged(outcome, deviation="a.row")
-    assert said in draw(a_report(test, deviations=[row]), tmp_path).text
+    assert reported in draw(a_report(test, deviations=[row]), tmp_path).text
     unasked = draw(a_report(judged(outcome), deviations=[row]), tmp_path).text
     assert "not asked" in unasked
     assert "1 deviation that this run does not tell about impl" in unasked
@@ -301,13 +301,13 @@ def test_strength_is_shown_or_how_to_measure_it(tmp_path: Path) -> None:
         Kill("three", False, "", "", "", 9.0, why="no one can see it"),
     )
     text = draw(report, tmp_path).text
-    for said in (
+    for reported in (
         "2 of 3 faults",
         "2.0 s each",
         "no one can see it",
         "1 clauses were the first to catch nothing",
     ):
-        assert said in text
+        assert reported in text
 
 
 def test_what_clauses_catch_on_their_own_is_shown(tmp_path: Path) -> None:
@@ -319,7 +319,9 @@ def test_what_clauses_catch_on_their_own_is_shown(tmp_path: Path) -> None:
     ]
     report["kills"] = kills_of(Kill("one", True, CLAUSE["id"], "t", "failed", 1.0), idle=rows)
     text = draw(report, tmp_path).text
-    places = [text.index(said) for said in ("a.lone.clause", "a.weak.clause", "a.late.clause", "a.fault")]
+    places = [
+        text.index(reported) for reported in ("a.lone.clause", "a.weak.clause", "a.late.clause", "a.fault")
+    ]
     assert places == sorted(places)
     assert "So." in text
     assert "were the first to catch nothing" in text

@@ -25,7 +25,7 @@ from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_tim
 CHANGES = ("broke", "mended", "changed", "new", "gone", "slower", "faster")
 
 
-def told(found: Comparison) -> dict[str, list[tuple[str, list[str]]]]:
+def reported(found: Comparison) -> dict[str, list[tuple[str, list[str]]]]:
     """What changed by kind, without the kinds in which nothing did."""
     kinds = {kind: getattr(found, kind) for kind in CHANGES}
     return {
@@ -39,12 +39,12 @@ outcomes = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(SEVERITY))
 
 
 @given(then=outcomes, now=outcomes)
-def test_each_test_is_told_once_and_only_if_it_changed(then: dict[str, str], now: dict[str, str]) -> None:
+def test_each_test_is_reported_once_and_only_if_it_changed(then: dict[str, str], now: dict[str, str]) -> None:
     old, new = (
         a_report(*(judged(outcome, nodeid=name) for name, outcome in run.items())) for run in (then, now)
     )
     kinds: dict[str, str] = {}
-    for kind, changes in told(compare(old, new)).items():
+    for kind, changes in reported(compare(old, new)).items():
         for name in (test for _, tests in changes for test in tests):
             assert name not in kinds
             kinds[name] = kind
@@ -59,11 +59,11 @@ def test_each_test_is_told_once_and_only_if_it_changed(then: dict[str, str], now
             return "broke" if is_red else "mended"
         return "" if is_red or then[name] == now[name] else "changed"
 
-    wanted = {name: kind_of(name) for name in then.keys() | now.keys()}
-    assert kinds == {name: kind for name, kind in wanted.items() if kind}
+    expected = {name: kind_of(name) for name in then.keys() | now.keys()}
+    assert kinds == {name: kind for name, kind in expected.items() if kind}
 
 
-def test_changes_are_told_by_clause_and_own_tests_by_name() -> None:
+def test_changes_are_reported_by_clause_and_own_tests_by_name() -> None:
     names = ("a", "b", "c")
     old = a_report(
         *(judged("passed", nodeid=name) for name in names), judged("failed", nodeid="o", clause="")
@@ -71,7 +71,7 @@ def test_changes_are_told_by_clause_and_own_tests_by_name() -> None:
     new = a_report(
         *(judged("failed", nodeid=name) for name in names), judged("passed", nodeid="o", clause="")
     )
-    assert told(compare(old, new)) == {
+    assert reported(compare(old, new)) == {
         "broke": [(CLAUSE["id"], ["a", "b", "c"])],
         "mended": [("o", ["o"])],
     }
@@ -81,7 +81,7 @@ def test_new_tests_that_are_red_come_first_and_own_ones_by_file() -> None:
     own = [judged("passed", nodeid=f"own.py::{n}", clause="") for n in "ab"]
     new = a_report(*own, judged("failed", nodeid="x", clause="z"), judged("passed", nodeid="y", clause="c"))
     found = compare(a_report(), new)
-    assert told(found) == {"new": [("z", ["x"]), ("c", ["y"]), ("own.py", ["own.py::a", "own.py::b"])]}
+    assert reported(found) == {"new": [("z", ["x"]), ("c", ["y"]), ("own.py", ["own.py::a", "own.py::b"])]}
     assert [change.note for change in found.new] == ["failed", "", ""]
     assert sentences(found)[0].endswith("3 with new tests (1 red)")
 
@@ -96,7 +96,7 @@ def test_slower_and_faster_only_if_the_intervals_do_not_overlap(was: list[float]
     )
     assert bool(found.slower) == (now[0] > was[1])
     assert bool(found.faster) == (now[1] < was[0])
-    assert told(found).keys() <= {"slower", "faster"}
+    assert reported(found).keys() <= {"slower", "faster"}
 
 
 def test_benchmarks_and_training_break_and_are_mended() -> None:
@@ -106,10 +106,10 @@ def test_benchmarks_and_training_break_and_are_mended() -> None:
     )
     both = [("benchmark a[cpu]", []), ("training bf16", [])]
     only = {"b": [("benchmark b[cpu]", [])], "c": [("benchmark c[cpu]", [])]}
-    assert told(compare(good, bad)) == {"broke": both, "new": only["c"], "gone": only["b"]}
-    assert told(compare(bad, good)) == {"mended": both, "new": only["b"], "gone": only["c"]}
+    assert reported(compare(good, bad)) == {"broke": both, "new": only["c"], "gone": only["b"]}
+    assert reported(compare(bad, good)) == {"mended": both, "new": only["b"], "gone": only["c"]}
     untimed = a_report(training={"runs": [trained(True)]})
-    assert told(compare(good, untimed)) == told(compare(untimed, good)) == {}
+    assert reported(compare(good, untimed)) == reported(compare(untimed, good)) == {}
 
 
 def test_runs_that_are_not_alike_are_compared_and_it_is_said(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize(("content", "said"), FOREIGN, ids=[said for _, said in FOREIGN])
-def test_a_foreign_file_is_refused(content: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(("content", "reported"), FOREIGN, ids=[reported for _, reported in FOREIGN])
+def test_a_foreign_file_is_refused(content: Any, reported: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=reported):
         read_report(file_of(content, tmp_path))
 
 
@@ -172,7 +172,7 @@ def test_a_report_that_was_written_is_a_baseline(tmp_path: Path) -> None:
         judged("passed"), speed={"rows": [timed("a", 1, 2)]}, training={"runs": [trained(True)]}
     )
     again = read_report(file_of(report, tmp_path))
-    assert told(compare(again, report)) == {}
+    assert reported(compare(again, report)) == {}
     assert compare(again, report).differs == []
 
 
@@ -189,16 +189,16 @@ def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
     kill = Kill("a.fault", True, CLAUSE["id"], "x", "failed", 1.0)
     write_kills(out / "kills.json", Kills("impl", "abc", "2026-01-01T00:00:00+00:00", kills=[kill]))
     assert gate.main(["--baseline", str(earlier), "--out", str(out)]) == 1
-    said = capsys.readouterr().out
-    assert "1 broke" in said
-    assert "broken amp.grad_scaler.x: failed in 1 of 1 test" in said
-    assert "judging: 1 of 1 clause broken" in said
-    assert said.splitlines()[-1] == f"RED impl; the report is {out / 'index.html'}"
+    printed = capsys.readouterr().out
+    assert "1 broke" in printed
+    assert "broken amp.grad_scaler.x: failed in 1 of 1 test" in printed
+    assert "judging: 1 of 1 clause broken" in printed
+    assert printed.splitlines()[-1] == f"RED impl; the report is {out / 'index.html'}"
     page = (out / "index.html").read_text()
     assert "Against the baseline" in page
     assert "1 of 1 faults" in page
     # What it wrote is a baseline in its turn, though it holds a comparison itself.
-    assert told(compare(read_report(out / "report.json"), now)) == {}
+    assert reported(compare(read_report(out / "report.json"), now)) == {}
 
 
 @pytest.mark.parametrize(

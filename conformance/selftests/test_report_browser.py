@@ -49,7 +49,7 @@ OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
 
 def a_red_report() -> dict[str, Any]:
     report = a_report(
-        judged("failed", nodeid=f"{LONG}[float16]", dtype="float16", reason="got 1\nwanted 2 " + "x" * 200)
+        judged("failed", nodeid=f"{LONG}[float16]", dtype="float16", reason="got 1\nexpected 2 " + "x" * 200)
         | {"replay": f"python -m pytest '{LONG}[float16]'"},
         judged("failed", nodeid="second", dtype="float16", reason="got 3", replay="python -m pytest second"),
         judged("passed", nodeid="third", dtype="float32"),
@@ -137,11 +137,13 @@ def test_filters_keep_what_they_name(browser: Browser, pages: dict[str, Path], w
         ("word", "clips", second),
         ("word", "nothing has this", []),
     ]
-    for field, value, wanted in cases:
+    for field, value, expected in cases:
         choose(browser, field, value)
-        assert browser.run(SHOWN) == wanted, (field, value)
-        said = browser.run("document.getElementById('shown').textContent")
-        assert said == f"{len(wanted)} of 2 clauses" + ("" if wanted else ": none has all that is asked for")
+        assert browser.run(SHOWN) == expected, (field, value)
+        reported = browser.run("document.getElementById('shown').textContent")
+        assert reported == f"{len(expected)} of 2 clauses" + (
+            "" if expected else ": none has all that is asked for"
+        )
         choose(browser, field, "")
     # Together they ask for one cell that has all: float32 passed, float16 failed.
     choose(browser, "dtype", "float32")
@@ -167,14 +169,17 @@ def test_filters_together_keep_what_one_cell_has(browser: Browser, pages: dict[s
         for axis, cell in row.cells.items()
     ]
     assert len(found) > 300
-    for chosen, shown, said in found:
+    for chosen, shown, reported in found:
         fits = {
             name
             for name, has in cells
-            if all(not wanted or wanted == (value or "-") for wanted, value in zip(chosen, has, strict=True))
+            if all(
+                not expected or expected == (value or "-")
+                for expected, value in zip(chosen, has, strict=True)
+            )
         }
         assert set(shown) == fits, chosen
-        assert said.startswith(f"{len(fits)} of 2 clauses")
+        assert reported.startswith(f"{len(fits)} of 2 clauses")
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
@@ -227,7 +232,7 @@ def test_a_cell_leads_to_its_failure(browser: Browser, pages: dict[str, Path], w
     )
     browser.run("document.querySelector('a[data-outcome=failed]').click()")
     browser.run("new Promise((done) => setTimeout(done, 100))")
-    assert browser.run(f"{pre}.innerText").startswith("got 1\nwanted 2")
+    assert browser.run(f"{pre}.innerText").startswith("got 1\nexpected 2")
     box = browser.run(f"{pre}.getBoundingClientRect().toJSON()")
     assert 0 <= box["top"] < 900
     assert browser.run("document.activeElement.textContent") == "cpu · float16"

@@ -31,7 +31,7 @@ def entry(nodeid: str, clause: str, outcome: str) -> dict[str, Any]:
     }
 
 
-def test_a_broken_clause_is_told_once_and_the_most_broken_first() -> None:
+def test_a_broken_clause_is_reported_once_and_the_most_broken_first() -> None:
     tests = [
         entry("a", FIRST, "failed"),
         entry("b", FIRST, "passed"),
@@ -42,16 +42,16 @@ def test_a_broken_clause_is_told_once_and_the_most_broken_first() -> None:
     ]
     broken = broken_clauses(tests)
     assert [each.name for each in broken] == [SECOND, "own", FIRST]
-    told = {each.name: each for each in broken}
-    assert told[FIRST].count == "failed in 1 of 3 tests"
-    assert told[FIRST].replay == "pytest a"
-    assert told[FIRST].why == "value: of a"
-    assert told[SECOND].count == "failed, hang in 2 of 2 tests"
-    assert told[SECOND].says == next(c["says"] for c in clauses.for_report() if c["id"] == SECOND)
-    assert told["own"].count == "failed in 1 of 1 test"
+    reported = {each.name: each for each in broken}
+    assert reported[FIRST].count == "failed in 1 of 3 tests"
+    assert reported[FIRST].replay == "pytest a"
+    assert reported[FIRST].why == "value: of a"
+    assert reported[SECOND].count == "failed, hang in 2 of 2 tests"
+    assert reported[SECOND].says == next(c["says"] for c in clauses.for_report() if c["id"] == SECOND)
+    assert reported["own"].count == "failed in 1 of 1 test"
 
 
-def test_clauses_that_are_broken_alike_are_told_as_they_stand() -> None:
+def test_clauses_that_are_broken_alike_are_reported_as_they_stand() -> None:
     last, first = clauses.for_report()[-1]["id"], FIRST
     assert [
         each.name for each in broken_clauses([entry(name, name, "failed") for name in (last, first)])
@@ -104,7 +104,7 @@ SUBJECTS = {
 
 @pytest.mark.parametrize("name", list(SUBJECTS))
 def test_a_subject_that_cannot_be_judged_ends_in_an_error(tmp_path: Path, name: str) -> None:
-    source, code, said = SUBJECTS[name]
+    source, code, reported = SUBJECTS[name]
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(source)
     command = [
@@ -131,7 +131,7 @@ def test_a_subject_that_cannot_be_judged_ends_in_an_error(tmp_path: Path, name: 
         check=False,
     )
     assert ended.returncode == code, ended.stdout
-    assert said in ended.stdout + ended.stderr
+    assert reported in ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("dtype", ["torch.float16"])

@@ -93,6 +93,6 @@ def test_who_asks_twice_is_not_kept_waiting() -> None:
     stop = Stop()
     with stop.listening():
         signal.raise_signal(signal.SIGINT)
-        assert stop.is_wanted
+        assert stop.is_requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -108,7 +108,7 @@ def test_a_fault_is_found_at_every_seed(tmp_path: Path) -> None:
     assert only["replay"]
 
 
-def test_a_test_that_changes_its_mind_is_told() -> None:
+def test_a_test_that_changes_its_mind_is_reported() -> None:
     assert false_positives.unlike({"a": "passed", "b": "passed"}, {"a": "failed", "c": "passed"}) == [
         "a",
         "b",

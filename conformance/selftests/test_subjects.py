@@ -130,7 +130,7 @@ def test_definitions_run_as_they_are_but_for_what_is_said() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_definition_that_a_version_lacks_is_told() -> None:
+def test_a_definition_that_a_version_lacks_is_reported() -> None:
     with pytest.raises(LookupError, match="of theirs does not define mean in this version"):
         definitions("theirs", "theirs.py", ["total", "mean"], Instead())
     with pytest.raises(importlib.metadata.PackageNotFoundError):

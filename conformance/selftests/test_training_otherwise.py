@@ -37,10 +37,10 @@ def test_captured_it_has_the_same_bits(subject: Library, optimizer: str) -> None
     if subject.package != "impl":
         return  # torch has no such thing
     plan = dataclasses.replace(small_plan("fp16"), optimizer=optimizer)
-    wanted, got = run(plan), run(plan, CapturedIndeed)
-    assert wanted.skipped
+    expected, actual = run(plan), run(plan, CapturedIndeed)
+    assert expected.skipped
     for name in ("losses", "grad_norms", "scales", "skipped", "held_out", "weights"):
-        assert repr(getattr(got, name)) == repr(getattr(wanted, name)), name
+        assert repr(getattr(actual, name)) == repr(getattr(expected, name)), name
 
 
 @pytest.mark.parametrize("dtype", ["fp16", pytest.param("bf16", marks=FULL)])
@@ -49,9 +49,9 @@ def test_fused_it_has_the_same_curve(subject: Library, dtype: str) -> None:
     if subject.package != "impl":
         return
     plan = dataclasses.replace(small_plan(dtype), optimizer="fused")
-    wanted = run(plan)
-    bound = Bound.between(wanted, run(plan.with_other_update()))
-    failed = [check for check in compare(plan, wanted, run(plan, ByFusedStep), bound) if not check.passed]
+    expected = run(plan)
+    bound = Bound.between(expected, run(plan.with_other_update()))
+    failed = [check for check in compare(plan, expected, run(plan, ByFusedStep), bound) if not check.passed]
     assert not failed, failed
 
 

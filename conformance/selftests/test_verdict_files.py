@@ -77,7 +77,7 @@ def test_the_schema_says_what_each_key_is_and_knows_each_outcome() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "bad_input", "wanted"),
+    ("outcome", "bad_input", "expected"),
     [
         ("passed", [], ("green", 0)),
         ("failed", [], ("red", 1)),
@@ -86,10 +86,10 @@ def test_the_schema_says_what_each_key_is_and_knows_each_outcome() -> None:
     ],
 )
 def test_what_was_handed_in_wrong_is_told_apart_from_what_is_red(
-    outcome: str, bad_input: list[str], wanted: tuple[str, int], tmp_path: Path
+    outcome: str, bad_input: list[str], expected: tuple[str, int], tmp_path: Path
 ) -> None:
     found = concluded(a_report(judged(outcome), bad_input=bad_input), tmp_path)
-    assert (found["verdict"], found["exit code"]) == wanted
+    assert (found["verdict"], found["exit code"]) == expected
     assert ("mend it" in (tmp_path / "index.html").read_text()) == bool(bad_input)
     assert ("not to be judged" in (tmp_path / "badge.svg").read_text()) == bool(bad_input)
 
@@ -115,7 +115,7 @@ def test_the_list_for_dashboards_has_every_test_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "more", "said"),
+    ("outcomes", "more", "reported"),
     [
         (["passed", "known"], {}, "green, 1 clause holds"),
         (["failed"], {}, "1 clause broken"),
@@ -124,12 +124,12 @@ def test_the_list_for_dashboards_has_every_test_once() -> None:
     ],
 )
 def test_the_badge_says_the_verdict_in_a_picture(
-    outcomes: list[str], more: dict[str, Any], said: str
+    outcomes: list[str], more: dict[str, Any], reported: str
 ) -> None:
     report = a_report(*(judged(each) for each in outcomes), **more, subject=HOSTILE)
     picture = ElementTree.fromstring(badge(report))
     texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts == ["torch 2.13.0", said]
+    assert texts == ["torch 2.13.0", reported]
     assert "href" not in badge(report)
 
 
@@ -154,8 +154,8 @@ def test_reports_stand_side_by_side_and_what_differs_leads_to_its_replay(tmp_pat
     page = Page(tmp_path / "page.html")
     assert page.text.count("alert(1)") > 3
     assert len([tag for tag, _ in page.elements if tag == "script"]) == 1
-    for said in ("replay it", f"tandem-judge impl {CLAUSE['id']} --profile quick", "1/2"):
-        assert said in page.text
+    for reported in ("replay it", f"tandem-judge impl {CLAUSE['id']} --profile quick", "1/2"):
+        assert reported in page.text
     assert f"tandem-judge third {OTHER['id']} --profile quick" in page.text
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
@@ -173,7 +173,7 @@ def test_reports_are_compared_by_a_command(tmp_path: Path, capsys: pytest.Captur
     out = tmp_path / "page.html"
     assert drawing.main(["--compare", *files, "--out", str(out)]) == 0
     assert "1 of 1 clauses differ" in re.sub(r"<[^>]*>", "", out.read_text())
-    for words, said in (
+    for words, reported in (
         (files, "2 reports were given; --compare draws several side by side"),
         (["--compare", *files, "--baseline", files[0]], "--baseline and --kills belong to the page of one"),
         (["--compare", files[0], str(out)], "is not JSON"),
@@ -181,15 +181,15 @@ def test_reports_are_compared_by_a_command(tmp_path: Path, capsys: pytest.Captur
         with pytest.raises(SystemExit) as ended:
             drawing.main(words)
         assert ended.value.code == 2
-        assert said in capsys.readouterr().err
+        assert reported in capsys.readouterr().err
 
 
 def test_a_replay_asks_the_same_again() -> None:
     words = ["--subject=their.own", "--seed=3", "--device=cpu", "--world-sizes=1,4", "--profile=full"]
     options = of_gate("").parse_args(words)
-    told = "--profile full --seed 3 --device cpu --world-sizes 1,4"
-    assert judge_command(options, "a[b c]") == f"tandem-judge their.own 'a[b c]' {told}"
-    assert replay_command(options, "x").endswith(told)
+    reported = "--profile full --seed 3 --device cpu --world-sizes 1,4"
+    assert judge_command(options, "a[b c]") == f"tandem-judge their.own 'a[b c]' {reported}"
+    assert replay_command(options, "x").endswith(reported)
 
 
 SLIPS = {
@@ -203,7 +203,7 @@ SLIPS = {
     ("their", "--world-sizes=0"): "is no list of positive numbers",
     ("their", "--device=cuda:0"): "is neither auto nor a list of device types such as cpu,cuda",
     ("their", "-n", "0"): "'0' is neither auto nor a positive number",
-    ("their", f"--out={__file__}"): "is a file; wanted a folder",
+    ("their", f"--out={__file__}"): "is a file; expected a folder",
 }
 
 
@@ -229,25 +229,27 @@ UNASKED = {
 }
 
 
-@pytest.mark.parametrize("told", list(UNASKED))
-def test_what_nobody_asks_is_a_slip_too(told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reported", list(UNASKED))
+def test_what_nobody_asks_is_a_slip_too(
+    reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(command: object, log: Path, *_: object) -> tuple[str, int]:
-        log.write_text(told)
-        return "", UNASKED[told][0]
+        log.write_text(reported)
+        return "", UNASKED[reported][0]
 
     monkeypatch.setattr(judging, "run", run)
     assert judge.main(["torch", "amp", f"--out={tmp_path}"]) == 2
-    [said] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
-    assert said == UNASKED[told][1]
+    [bad_input] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
+    assert bad_input == UNASKED[reported][1]
 
 
 @pytest.mark.deadline(120)
-def test_what_pytest_says_of_an_unknown_test_is_told(tmp_path: Path) -> None:
+def test_what_pytest_says_of_an_unknown_test_is_reported(tmp_path: Path) -> None:
     """Which it does not say where it has workers."""
     test = "conformance/test_surface.py::test_nobody"
     assert judge.main(["torch", test, "-n=1", f"--out={tmp_path}"]) == 2
-    [said] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
-    assert re.fullmatch(rf"ERROR: not found: .*{test}\n\(no match in any of .*\)", said)
+    [bad_input] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
+    assert re.fullmatch(rf"ERROR: not found: .*{test}\n\(no match in any of .*\)", bad_input)
 
 
 def test_an_area_is_asked_in_its_folder_and_a_stranger_of_no_part_of_ours() -> None:
@@ -261,7 +263,7 @@ def test_an_area_is_asked_in_its_folder_and_a_stranger_of_no_part_of_ours() -> N
     assert (Path(test).name, clauses) == ("test_surface.py::test_x[a b]", [])
 
 
-def test_what_a_run_was_ended_with_is_told_whole() -> None:
-    said = "the subject 'x' cannot be loaded (SystemExit: 3); mend it\nIt wrote: " + "much " * 1000
-    assert judging.said_at_exit(f"a warning\nExit: {said}\n") == said.strip()
-    assert judging.said_at_exit("Exit: it") == "it"
+def test_what_a_run_was_ended_with_is_reported_whole() -> None:
+    reported = "the subject 'x' cannot be loaded (SystemExit: 3); mend it\nIt wrote: " + "much " * 1000
+    assert judging.reported_at_exit(f"a warning\nExit: {reported}\n") == reported.strip()
+    assert judging.reported_at_exit("Exit: it") == "it"

@@ -65,5 +65,5 @@ def warning_at(stacklevel: int) -> Callable[[], None]:
 def test_a_warning_that_points_elsewhere_than_the_references_is_told() -> None:
     inside, at_the_caller = (observe(lambda level=level: warning_at(level)()) for level in (1, 2))
     assert [*differences(inside, at_the_caller)] == []
-    [told] = differences(at_the_caller, inside)
-    assert told.startswith("warned ('UserWarning', 'told') at a line of its own")
+    [reported] = differences(at_the_caller, inside)
+    assert reported.startswith("warned ('UserWarning', 'told') at a line of its own")

@@ -18,7 +18,7 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.optimizers import Make, draw_gradient, four_parameters
 
-Script = Callable[["Rig"], Any]
+Script = Callable[["Harness"], Any]
 
 
 def soon(cases: Iterable[str], *names: str) -> list[Any]:
@@ -54,7 +54,7 @@ class Graphs:
         return self._compile(module, inputs)
 
 
-class Rig:
+class Harness:
     """An optimizer of a few parameters and its compiled step."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Rig:
             has_one = index not in self.without_gradient
             parameter.grad = draw_gradient(parameter, number + index) if has_one else None
 
-    def train(self, steps: int = 1) -> Rig:
+    def train(self, steps: int = 1) -> Harness:
         for _ in range(steps):
             self.set_gradients()
             self.take_step()
@@ -91,7 +91,7 @@ class Rig:
         self.compiled_after.append(len(self.graphs.inputs))
         return result
 
-    def plain_train(self, steps: int = 1) -> Rig:
+    def plain_train(self, steps: int = 1) -> Harness:
         """As `train`, by the optimizer's own step."""
         for _ in range(steps):
             self.set_gradients()
@@ -136,21 +136,21 @@ class Rig:
         }
 
 
-def outcome(library: Library, script: Script, make: Make, **rig: Any) -> Outcome:
+def outcome(library: Library, script: Script, make: Make, **harness: Any) -> Outcome:
     """What the script does and leaves, with this library's tracing."""
     with tracing_of(library):
-        found = observe(lambda: script(Rig(make, **rig)))
+        found = observe(lambda: script(Harness(make, **harness)))
     # What is said once a process, by modules that backends import and by torch's C++, is said to whoever comes first.
-    told = [(kind, text) for kind, text in found.warned if kind != "DeprecationWarning"]
-    often = tuple(each for each in told if "Triggered internally" not in each[1])
+    reported = [(kind, text) for kind, text in found.warned if kind != "DeprecationWarning"]
+    often = tuple(each for each in reported if "Triggered internally" not in each[1])
     return dataclasses.replace(found, warned=often)
 
 
-def after(script: Callable[[Rig], Any]) -> Script:
-    """The script, and then all that is seen of its rig."""
+def after(script: Callable[[Harness], Any]) -> Script:
+    """The script, and then all that is seen of its harness."""
 
-    def run(rig: Rig) -> Any:
-        script(rig)
-        return rig.seen()
+    def run(harness: Harness) -> Any:
+        script(harness)
+        return harness.seen()
 
     return run

@@ -1,4 +1,4 @@
-"""Steps with clipping by torch's four calls and by `fused_step`, and stories of them."""
+"""Steps with clipping by torch's four calls and by `fused_step`, and scenarios of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import Tolerance, norm_of, updates
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import Rig
+from conformance.strategies.scaling import Harness
 
 LACKING = "no such method"
 ROW = pytest.mark.deviation("grad_scaler.fused_step")
@@ -42,21 +42,21 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 }
 FUSED = [name for name in KINDS if name != "rmsprop"]
 # How torch's fused momentum begins after a step that is skipped is what its memory happens to hold.
-FATES = st.lists(st.sampled_from([None, None, None, math.inf, math.nan]), min_size=2, max_size=5).map(
-    lambda fates: [None, *fates]
+GRAD_OUTCOMES = st.lists(st.sampled_from([None, None, None, math.inf, math.nan]), min_size=2, max_size=5).map(
+    lambda grad_outcomes: [None, *grad_outcomes]
 )
 Take = Callable[..., torch.Tensor]
-Story = list[tuple[Outcome, Any]]  # of each iteration, the norm and all that lasts
+Iterations = list[tuple[Outcome, Any]]  # of each iteration, the norm and all that lasts
 
 
 def by_four(
-    rig: Rig, max_norm: float, norm_type: float = 2.0, given: torch.Tensor | None = None
+    harness: Harness, max_norm: float, norm_type: float = 2.0, given: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Gradients are clipped by the norm that is given, or else by torch's, which is returned."""
-    rig.scaler.unscale_(rig.optimizer)
-    norm = clipped([p for p in rig.parameters if p.numel()], max_norm, norm_type, given)
-    rig.scaler.step(rig.optimizer)
-    rig.scaler.update()
+    harness.scaler.unscale_(harness.optimizer)
+    norm = clipped([p for p in harness.parameters if p.numel()], max_norm, norm_type, given)
+    harness.scaler.step(harness.optimizer)
+    harness.scaler.update()
     return norm
 
 
@@ -69,8 +69,8 @@ def clipped(
     return norm
 
 
-def by_one(rig: Rig, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    return rig.scaler.fused_step(rig.optimizer, max_norm, norm_type)
+def by_one(harness: Harness, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    return harness.scaler.fused_step(harness.optimizer, max_norm, norm_type)
 
 
 def norms_in(seen: Iterable[tuple[Outcome, Any]]) -> list[torch.Tensor | None]:
@@ -80,34 +80,34 @@ def norms_in(seen: Iterable[tuple[Outcome, Any]]) -> list[torch.Tensor | None]:
 def by_four_with(norms: Iterable[torch.Tensor | None]) -> Take:
     """Clips by these norms, one an iteration: what follows from a norm has the same bits, whatever made the norm."""
     given = iter(norms)
-    return lambda rig, *wanted: by_four(rig, *wanted, given=next(given))
+    return lambda harness, *expected: by_four(harness, *expected, given=next(given))
 
 
-def state_of(rig: Rig) -> Outcome:
+def state_of(harness: Harness) -> Outcome:
     return observe(
         lambda: {
-            "parameters": [parameter.detach().clone() for parameter in rig.parameters],
+            "parameters": [parameter.detach().clone() for parameter in harness.parameters],
             "optimizer": {
                 number: {name: torch.as_tensor(value).clone() for name, value in state.items()}
-                for number, state in rig.optimizer.state_dict()["state"].items()
+                for number, state in harness.optimizer.state_dict()["state"].items()
             },
-            "scaler": rig.scaler.state_dict(),
+            "scaler": harness.scaler.state_dict(),
         }
     )
 
 
-def story(
-    library: Library, device: str, take: Take, kind: str, fates: list[float | None], *wanted: float
+def iterations(
+    library: Library, device: str, take: Take, kind: str, grad_outcomes: list[float | None], *expected: float
 ) -> Iterator[tuple[Outcome, Outcome]]:
     """After each iteration: the norm, and all that lasts."""
-    rig = Rig(library, device, SOME, KINDS[kind], init_scale=8.0, growth_interval=2)
-    rig.optimizer.param_groups[-1]["lr"] *= 2
-    for number, last in enumerate(fates):
-        rig.zero_grad()
-        rig.backward(last, times=1.0 + number)
+    harness = Harness(library, device, SOME, KINDS[kind], init_scale=8.0, growth_interval=2)
+    harness.optimizer.param_groups[-1]["lr"] *= 2
+    for number, last in enumerate(grad_outcomes):
+        harness.zero_grad()
+        harness.backward(last, times=1.0 + number)
         if number == 2:
-            rig.parameters[0].grad = None
-        yield observe(take, rig, *wanted), state_of(rig)
+            harness.parameters[0].grad = None
+        yield observe(take, harness, *expected), state_of(harness)
 
 
 def judge(deviation: DeviationJudge, probe: Callable[[Library], Any], compare: Callable[[Any], None]) -> None:
@@ -125,26 +125,26 @@ def judge(deviation: DeviationJudge, probe: Callable[[Library], Any], compare: C
     deviation.judge(asked, torch_does=lambda seen: seen is LACKING, we_do=agrees)
 
 
-def judge_as_told(deviation: DeviationJudge, wanted: Any, told: Callable[[Library], Any]) -> None:
-    """What `told` tells of the fused step is what is wanted, within the roundings of an update."""
+def judge_as_reported(deviation: DeviationJudge, expected: Any, reported: Callable[[Library], Any]) -> None:
+    """What `told` tells of the fused step is what is expected, within the roundings of an update."""
     judge(
         deviation,
-        lambda library: observe(told, library),
-        lambda seen: assert_same_states([observe(lambda: wanted)], [seen]),
+        lambda library: observe(reported, library),
+        lambda seen: assert_same_states([observe(lambda: expected)], [seen]),
     )
 
 
-def assert_same_stories(wanted: Story, seen: Story, norm_type: float = 2.0) -> None:
+def assert_same_iterations(expected: Iterations, seen: Iterations, norm_type: float = 2.0) -> None:
     """Norms within the roundings of their sums, all that lasts within those of the updates."""
     tolerance = norm_of_some(norm_type)
-    for norm, our_norm in zip([norm for norm, _ in wanted], [norm for norm, _ in seen], strict=True):
+    for norm, our_norm in zip([norm for norm, _ in expected], [norm for norm, _ in seen], strict=True):
         assert_same_outcome(norm, our_norm, tolerance)
-    assert_same_states([state for _, state in wanted], [state for _, state in seen])
+    assert_same_states([state for _, state in expected], [state for _, state in seen])
 
 
-def assert_same_states(wanted: Sequence[Outcome], seen: Sequence[Outcome]) -> None:
+def assert_same_states(expected: Sequence[Outcome], seen: Sequence[Outcome]) -> None:
     """After each step, within the roundings of the updates up to then."""
-    for step, (state, ours) in enumerate(zip(wanted, seen, strict=True), 1):
+    for step, (state, ours) in enumerate(zip(expected, seen, strict=True), 1):
         assert_same_outcome(state, ours, updates(step))
 
 

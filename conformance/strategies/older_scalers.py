@@ -9,7 +9,7 @@ from typing import Any
 
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.scaling import Rig, assert_same_story, pickled
+from conformance.strategies.scaling import Harness, assert_same_scenario, pickled
 
 # Each parameter by itself, all by position and by name, and what is refused.
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -33,18 +33,18 @@ class OlderScaler:
         self._kind, self._subject, self._reference = kind, subject, reference
 
     def assert_scales_as_the_newer_one(self, arguments: str, device: str) -> None:
-        assert_same_story(
-            self._reference, self._subject, lambda library: self._story(library, arguments, device)
+        assert_same_scenario(
+            self._reference, self._subject, lambda library: self._scenario(library, arguments, device)
         )
 
     def assert_takes_no_device(self) -> None:
         # Whether the warning comes before the refusal is nobody's business.
-        wanted, got = (observe(self._of(library), device=self._kind).raised for library in self._both())
-        assert wanted == got, f"raised {got}, wanted {wanted}"
+        expected, actual = (observe(self._of(library), device=self._kind).raised for library in self._both())
+        assert expected == actual, f"raised {actual}, expected {expected}"
 
     def assert_warns(self) -> None:
-        wanted, got = (observe(self._scale_of_a_new_one, library) for library in self._both())
-        assert_same_outcome(wanted, got)
+        expected, actual = (observe(self._scale_of_a_new_one, library) for library in self._both())
+        assert_same_outcome(expected, actual)
 
     def assert_is_a_subclass(self, device: str) -> None:
         """Code that asks isinstance for the newer class takes it, and its copies stay what they are."""
@@ -52,12 +52,12 @@ class OlderScaler:
         assert isinstance(scaler, self._subject.amp.GradScaler), (
             f"{type(scaler).__mro__} lacks the newer class"
         )
-        rig = Rig(self._subject, device)
-        rig.scaler = scaler
-        rig.used()
+        harness = Harness(self._subject, device)
+        harness.scaler = scaler
+        harness.used()
         for copied in (pickled(scaler), copy.deepcopy(scaler)):
             assert type(copied) is type(scaler), f"a copy of a {type(scaler)} is a {type(copied)}"
-            assert copied.get_scale() == 4.0, f"a copy's scale is {copied.get_scale()}, wanted 4.0"
+            assert copied.get_scale() == 4.0, f"a copy's scale is {copied.get_scale()}, expected 4.0"
 
     def _both(self) -> tuple[Library, Library]:
         return self._reference, self._subject
@@ -68,10 +68,10 @@ class OlderScaler:
     def _scale_of_a_new_one(self, library: Library) -> float:
         return self._of(library)(2.0).get_scale()
 
-    def _story(self, library: Library, arguments: str, device: str) -> Iterator[Outcome]:
+    def _scenario(self, library: Library, arguments: str, device: str) -> Iterator[Outcome]:
         """Construction with its warnings, then a few iterations."""
         args, kwargs = ARGUMENTS[arguments]
-        rig = Rig(library, device)
+        harness = Harness(library, device)
         scalers: list[Any] = []
 
         def make() -> Any:
@@ -80,7 +80,7 @@ class OlderScaler:
 
         yield observe(make)
         if scalers:
-            rig.scaler = scalers[0]
+            harness.scaler = scalers[0]
             for last in (None, None, math.inf, None):
-                yield from rig.iteration(last)
-            yield observe(rig.scaler.get_scale)
+                yield from harness.iteration(last)
+            yield observe(harness.scaler.get_scale)

@@ -62,7 +62,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
 }
 WAYS = list(_WAYS)
-# Neither a value nor a way: what is optimized, and a device's own kernel where it is not wanted.
+# Neither a value nor a way: what is optimized, and a device's own kernel where it is not expected.
 _GIVEN = ("params", "lr")
 
 

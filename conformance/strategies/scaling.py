@@ -1,6 +1,6 @@
-"""A scaler at work: parameters in two groups, an optimizer, a scaler, and stories that two libraries tell in lockstep.
+"""A scaler at work: parameters in two groups, an optimizer, a scaler, and scenarios that two libraries run in lockstep.
 
-A story is a generator that takes a library and yields one `Outcome` a call; both libraries' stories are drawn
+A scenario is a generator that takes a library and yields one `Outcome` a call; both libraries' scenarios are drawn
 step by step and compared step by step.
 """
 
@@ -21,7 +21,7 @@ from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import EXACT, Tolerance
 from conformance.strategies.gradients import Gradient
 
-Story = Callable[[Library], Iterator[Outcome]]
+Scenario = Callable[[Library], Iterator[Outcome]]
 
 # Sizes that no vector width divides, and an empty one; the last is where the faults go.
 FOUR = (Gradient((5,), seed=1), Gradient((0,), seed=2), Gradient((3, 4), seed=3), Gradient((7,), seed=4))
@@ -102,8 +102,8 @@ PLAIN = ("sgd", "momentum", "adam", "recording")
 AMP_AWARE = ("fused sgd", "fused adam", "fused adamw", "fused adagrad", "aware")
 
 
-class Rig:
-    """One library's scaler with the parameters and the optimizer it works on; two rigs share no memory."""
+class Harness:
+    """One library's scaler with the parameters and the optimizer it works on; two harnesses share no memory."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Rig:
         self.optimizer: Any = make([group for group in groups if group["params"]])
         self._gradients = gradients
 
-    def used(self) -> Rig:
+    def used(self) -> Harness:
         """With a scale on the device, as after the first loss."""
         self.scaler.scale(torch.zeros((), device=self.device))
         return self
@@ -132,16 +132,16 @@ class Rig:
 
         Without any parameter that gets one, nothing but the scale begins.
         """
-        wanted = [gradient for gradient in self._gradients if gradient.dtype is not None]
-        if not wanted:
+        expected = [gradient for gradient in self._gradients if gradient.dtype is not None]
+        if not expected:
             self.used()
             return
         if last is not None:
-            wanted[-1] = dataclasses.replace(wanted[-1], last=last)
+            expected[-1] = dataclasses.replace(expected[-1], last=last)
         having = [p for p, g in zip(self.parameters, self._gradients, strict=True) if g.dtype is not None]
         losses = [
             (p * (g.values() * times).to(device=self.device, dtype=p.dtype)).sum().float()
-            for p, g in zip(having, wanted, strict=True)
+            for p, g in zip(having, expected, strict=True)
         ]
         self.scaler.scale(torch.stack(losses).sum()).backward()
 
@@ -157,7 +157,7 @@ class Rig:
     def seen(self) -> dict[str, Any]:
         return {
             "scaler": self._entries(),
-            "laid on the optimizer": {
+            "attached to the optimizer": {
                 name: as_number(getattr(self.optimizer, name, "absent"))
                 for name in ("grad_scale", "found_inf")
             },
@@ -187,21 +187,21 @@ def entries(scaler: Any) -> dict[str, Any]:
     return {name: value for name, value in scaler.state_dict().items() if name in _ENTRIES}
 
 
-def assert_same_story(
-    reference: Library, subject: Library, story: Story, tolerance: Tolerance = EXACT
+def assert_same_scenario(
+    reference: Library, subject: Library, scenario: Scenario, tolerance: Tolerance = EXACT
 ) -> None:
-    """Tell one story with both libraries in lockstep and compare each step's whole outcome."""
-    steps = itertools.zip_longest(story(reference), story(subject))
+    """Run one scenario with both libraries in lockstep and compare each step's whole outcome."""
+    steps = itertools.zip_longest(scenario(reference), scenario(subject))
     number = -1
-    for number, (wanted, got) in enumerate(steps):
-        assert wanted is not None, f"the subject's story goes on after {number} steps: {got}"
-        assert got is not None, f"the subject's story ends after {number} steps, before {wanted}"
+    for number, (expected, actual) in enumerate(steps):
+        assert expected is not None, f"the subject's scenario goes on after {number} steps: {actual}"
+        assert actual is not None, f"the subject's scenario ends after {number} steps, before {expected}"
         try:
-            assert_same_outcome(wanted, got, tolerance)
+            assert_same_outcome(expected, actual, tolerance)
         except AssertionError as error:
-            error.add_note(f"in step {number} of the story, counted from 0")
+            error.add_note(f"in step {number} of the scenario, counted from 0")
             raise
-    assert number >= 0, "the story has no steps"
+    assert number >= 0, "the scenario has no steps"
 
 
 def pickled(scaler: Any, as_class: type | None = None) -> Any:

@@ -57,12 +57,12 @@ def one_bad(rank: int, world_size: int, value: float | None = math.inf) -> tuple
 
 
 def iteration(
-    fates: tuple[float | None, ...] | None = None, *, which: int = 0, unscale: bool = False
+    grad_outcomes: tuple[float | None, ...] | None = None, *, which: int = 0, unscale: bool = False
 ) -> tuple[Call, ...]:
     """zero_grad, backward, perhaps unscale_, step, update."""
     return (
         Call("zero_grad", which),
-        Call("backward", which, fates),
+        Call("backward", which, grad_outcomes),
         *((Call("unscale_", which),) if unscale else ()),
         Call("step", which),
         Call("update", which),
@@ -150,12 +150,12 @@ def _iteration(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, .
     """Gradients of one or two backwards, a step of each optimizer, and an update."""
     calls: list[Call] = []
     for which, kind in enumerate(optimizers):
-        fate = st.sampled_from([None, None, *_BAD])
-        fates = tuple(draw(fate) for _ in ranks)
+        grad_outcome = st.sampled_from([None, None, *_BAD])
+        grad_outcomes = tuple(draw(grad_outcome) for _ in ranks)
         if kind in SKIPPING_FOR_THEMSELVES:
             shows = all(rank[which][-1].dtype is not None and rank[which][-1].numel for rank in ranks)
-            fates = (math.inf if shows and draw(st.booleans()) else None,) * len(ranks)
-        calls += [Call("zero_grad", which), Call("backward", which, fates)]
+            grad_outcomes = (math.inf if shows and draw(st.booleans()) else None,) * len(ranks)
+        calls += [Call("zero_grad", which), Call("backward", which, grad_outcomes)]
         if draw(st.booleans()):
             calls.append(Call("backward", which))
     for which, kind in enumerate(optimizers):

@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
         noted[name] = counted(report) | {"version": version}
         is_red |= code != 0 or not proven
         verdict = report["verdict"] if proven else "red: a proof proves nothing any more"
-        print(f"{name} {version}: {verdict}; {_told(noted[name]['clauses'])}")  # noqa: T201 as above
+        print(f"{name} {version}: {verdict}; {_reported(noted[name]['clauses'])}")  # noqa: T201 as above
     reports = [str((options.out / name / "report.json").absolute()) for name in noted]
     if reports:
         page = options.out / "index.html"
@@ -138,7 +138,7 @@ def counted(report: dict[str, Any]) -> dict[str, Any]:
 _HOLDS = ("passed", "known", "reference cannot run here")
 
 
-def _told(clauses: dict[str, int]) -> str:
+def _reported(clauses: dict[str, int]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in clauses.items())
 
 
@@ -157,8 +157,8 @@ def table(noted: dict[str, Any]) -> list[str]:
 
 def _share_that_holds(counts: dict[str, int]) -> str:
     holding = sum(counts.get(outcome, 0) for outcome in _HOLDS)
-    told = f"{holding} of {sum(counts.values())}"
-    return f"{told}, {known} in torch's way" if (known := counts.get("known", 0)) else told
+    reported = f"{holding} of {sum(counts.values())}"
+    return f"{reported}, {known} in torch's way" if (known := counts.get("known", 0)) else reported
 
 
 if __name__ == "__main__":

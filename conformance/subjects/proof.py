@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from conformance.judge.errors import told
+from conformance.judge.errors import describe
 
 # What the package does and what torch does, as text.
 Sides = tuple[str, str]
@@ -43,7 +43,7 @@ class Proofs:
 
 def beside(theirs: Any, torchs: Any) -> Callable[[Callable[[Any], Any]], Sides]:
     """What shows both sides of a call, which is handed the package's function or class, and torch's."""
-    return lambda call: (said(lambda: call(theirs)), said(lambda: call(torchs)))
+    return lambda call: (reported(lambda: call(theirs)), reported(lambda: call(torchs)))
 
 
 def parameter(gradient: torch.Tensor) -> torch.nn.Parameter:
@@ -66,9 +66,9 @@ def warnings_of(call: Callable[[], Any]) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def said(call: Callable[[], Any]) -> str:
+def reported(call: Callable[[], Any]) -> str:
     """What a call returned, or raised, in a line."""
     try:
         return repr(call())
     except Exception as error:
-        return told(error).splitlines()[0]
+        return describe(error).splitlines()[0]

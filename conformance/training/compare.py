@@ -63,12 +63,12 @@ def compare(plan: Plan, reference: Run, subject: Run, bound: Bound | None) -> li
 
 
 def _same_path(reference: Run, subject: Run, until: int) -> Check:
-    wanted, got = _path(reference)[:until], _path(subject)[:until]
-    at = _first_difference(wanted, got)
+    expected, actual = _path(reference)[:until], _path(subject)[:until]
+    at = _first_difference(expected, actual)
     if at is None:
         skipped = [step for step in reference.skipped if step < until]
         return Check("scale", True, f"the scale's path and the {len(skipped)} skipped steps are the same")
-    (scale, skips), (our_scale, our_skips) = wanted[at], got[at]
+    (scale, skips), (our_scale, our_skips) = expected[at], actual[at]
     return Check(
         "scale",
         False,
@@ -94,8 +94,10 @@ def _identical(reference: Run, subject: Run) -> Check:
     for curve in ("losses", "grad_norms"):
         at = _first_difference(getattr(reference, curve), getattr(subject, curve))
         if at is not None:
-            wanted, got = getattr(reference, curve)[at], getattr(subject, curve)[at]
-            return Check("bits", False, f"{curve} differ from step {at} on: got {got!r}, torch {wanted!r}")
+            expected, actual = getattr(reference, curve)[at], getattr(subject, curve)[at]
+            return Check(
+                "bits", False, f"{curve} differ from step {at} on: got {actual!r}, torch {expected!r}"
+            )
     if reference.held_out != subject.held_out or reference.weights != subject.weights:
         return Check("bits", False, "the curves agree, the weights or the held-out losses do not")
     return Check(
@@ -130,9 +132,9 @@ def _recovers(plan: Plan, step: int, side: str, run: Run) -> Check:
         return Check(name, False, f"step {step} was taken, although its gradient held an inf")
     before = run.scales[step - 1] if step else plan.init_scale
     if run.scales[step] != before * plan.backoff_factor:
-        wanted = before * plan.backoff_factor
+        expected = before * plan.backoff_factor
         return Check(
-            name, False, f"the inf at step {step} left the scale at {run.scales[step]:g}, not {wanted:g}"
+            name, False, f"the inf at step {step} left the scale at {run.scales[step]:g}, not {expected:g}"
         )
     taken = next((later for later in range(step + 1, len(run.losses)) if later not in run.skipped), None)
     if taken is None:
@@ -148,7 +150,7 @@ def _learns(side: str, run: Run) -> Check:
     if bits < _LEARNED_BITS:
         return Check(f"learning of the {side}", True, says)
     cure = "; more steps may do it" if math.isfinite(bits) else ""
-    return Check(f"learning of the {side}", False, f"{says}, wanted below {_LEARNED_BITS:g}{cure}")
+    return Check(f"learning of the {side}", False, f"{says}, expected below {_LEARNED_BITS:g}{cure}")
 
 
 def _both(reference: Run, subject: Run) -> list[tuple[str, Run]]:
@@ -159,23 +161,28 @@ def _path(run: Run) -> list[tuple[float, bool]]:
     return [(scale, step in run.skipped) for step, scale in enumerate(run.scales)]
 
 
-def _first_difference(wanted: list[Any], got: list[Any]) -> int | None:
+def _first_difference(expected: list[Any], actual: list[Any]) -> int | None:
     """Where two lists part; None where they do not. A nan agrees with a nan."""
-    pairs = zip(wanted, got, strict=True)
+    pairs = zip(expected, actual, strict=True)
     return next((at for at, (ours, theirs) in enumerate(pairs) if not _same(ours, theirs)), None)
 
 
-def _same(wanted: Any, got: Any) -> bool:
-    both_nan = isinstance(wanted, float) and isinstance(got, float) and math.isnan(wanted) and math.isnan(got)
-    return both_nan or wanted == got
+def _same(expected: Any, actual: Any) -> bool:
+    both_nan = (
+        isinstance(expected, float)
+        and isinstance(actual, float)
+        and math.isnan(expected)
+        and math.isnan(actual)
+    )
+    return both_nan or expected == actual
 
 
-def _distances(wanted: list[float], got: list[float]) -> list[float]:
+def _distances(expected: list[float], actual: list[float]) -> list[float]:
     """Relative, step by step; none where neither is finite, inf where one alone is not."""
-    return [_distance(w, g) for w, g in zip(wanted, got, strict=True)]
+    return [_distance(w, g) for w, g in zip(expected, actual, strict=True)]
 
 
-def _distance(wanted: float, got: float) -> float:
-    if not (math.isfinite(wanted) and math.isfinite(got)):
-        return math.inf if math.isfinite(wanted) or math.isfinite(got) else 0.0
-    return abs(got - wanted) / abs(wanted) if wanted else abs(got)
+def _distance(expected: float, actual: float) -> float:
+    if not (math.isfinite(expected) and math.isfinite(actual)):
+        return math.inf if math.isfinite(expected) or math.isfinite(actual) else 0.0
+    return abs(actual - expected) / abs(expected) if expected else abs(actual)

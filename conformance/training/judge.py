@@ -79,8 +79,8 @@ def judge(
     def run(role: str, parts: Parts, plan: Plan, trained_by: type[Trainer] = Trainer) -> Run:
         name = f"{role} {parts.name} {plan.dtype} {plan.optimizer}"
         saved = folder / f"{name.replace(' ', '-')}.checkpoint" if folder else None
-        told = on_step and (lambda run: on_step(name, run))
-        return train(parts, plan, corpus, saved, save_every, told, trained_by)
+        reported = on_step and (lambda run: on_step(name, run))
+        return train(parts, plan, corpus, saved, save_every, reported, trained_by)
 
     if len(result.lacking) == len(_PARTS):
         return result

@@ -60,12 +60,12 @@ def bound(reference: Run) -> Bound:
 
 def test_the_same_plan_gives_the_same_bits_and_leaves_the_caller_alone(reference: Run) -> None:
     torch.manual_seed(7)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(7)
     threads = torch.get_num_threads()
     again = run()
     assert without_clock(again) == without_clock(reference)
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
     assert run(plan=dataclasses.replace(PLAN, seed=2)).weights != reference.weights
 
@@ -186,14 +186,14 @@ def red(bound: Bound | None, reference: Run, subject: Run) -> set[str]:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_library_is_red_and_the_reason_is_named(name: str, reference: Run, bound: Bound) -> None:
-    parts, wanted = WRONG[name]
+    parts, expected = WRONG[name]
     subject = run(dataclasses.replace(TORCH, **parts))
     unlike_reference = {"bits", "bound on losses", "bound on grad_norms"}
     for held_to in (None, bound):
         asked = {check.name for check in compare(PLAN, reference, subject, held_to)}
         found = red(held_to, reference, subject) - {"learning of the reference", "learning of the subject"}
-        assert wanted & asked <= found, f"{name}: red are {sorted(found)}"
-        assert found <= wanted | unlike_reference, f"{name}: red are {sorted(found)}"
+        assert expected & asked <= found, f"{name}: red are {sorted(found)}"
+        assert found <= expected | unlike_reference, f"{name}: red are {sorted(found)}"
 
 
 def test_another_rounding_is_within_the_bound_but_not_the_same_bits(reference: Run, bound: Bound) -> None:

@@ -89,14 +89,14 @@ def read_by_torchs_helper(lab: Lab, *, path: str) -> Any:
 def written_meanwhile(lab: Lab, *, path: str, way: Way) -> Any:
     """What it was when writing began; it is trained on while a thread writes."""
     trained = _Trained(lab, way)
-    wanted = trained.whole()
+    expected = trained.whole()
     # What stages by default asks ShardedTensor for its address, which has none.
     stager = BlockingAsyncStager() if way.name == "SHARDED" and lab.setup.ranks != "mesh" else None
     group = dist.new_group(backend="gloo")
     begun: Any = dcp.async_save(trained.state(), checkpoint_id=path, process_group=group, async_stager=stager)
     step(trained.model, trained.optimizer)
     getattr(begun, "upload_completion", begun).result()
-    return wanted
+    return expected
 
 
 def read_in_part(lab: Lab, *, path: str, planner: Any) -> Any:

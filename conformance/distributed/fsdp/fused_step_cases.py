@@ -39,15 +39,15 @@ def inputs_of(number: int, ranks: int) -> torch.Tensor:
     return torch.randn(SIZE * ranks, 5, generator=seeding.generator(number))
 
 
-def unsharded(kind: str, fates: Sequence[int | None], norm_type: float, ranks: int) -> list[Any]:
-    """After each iteration of torch's four calls: norm, scale and parameters. Where there is a fate, inf is found."""
+def unsharded(kind: str, grad_outcomes: Sequence[int | None], norm_type: float, ranks: int) -> list[Any]:
+    """After each iteration of torch's four calls: norm, scale and parameters. inf where one is due."""
     model = plain_model()
     optimizer, scaler = OPTIMIZERS[kind](model.parameters()), torch.amp.GradScaler("cpu", **OPTIONS)
     seen: list[Any] = []
-    for number, fate in enumerate(fates):
+    for number, grad_outcome in enumerate(grad_outcomes):
         optimizer.zero_grad()
         scaler.scale(model(inputs_of(number, ranks)).square().mean()).backward()
-        if fate is not None:
+        if grad_outcome is not None:
             _spoil(model)
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
@@ -64,19 +64,19 @@ def sharded(
     scaler: str,
     sharding: str,
     kind: str,
-    fates: tuple[int | None, ...],
+    grad_outcomes: tuple[int | None, ...],
     norm_type: float,
 ) -> list[Any]:
-    """The same by `fused_step` of parameters in parts; a fate is the one rank whose gradients hold inf."""
+    """The same by `fused_step` of parameters in parts; an outcome is the one rank whose gradients hold inf."""
     found = load_library(library)
     model = _in_parts(rank, library, sharding)
     optimizer, its_scaler = OPTIMIZERS[kind](model.parameters()), found.find(scaler)("cpu", **OPTIONS)
     seen: list[Any] = []
-    for number, fate in enumerate(fates):
+    for number, grad_outcome in enumerate(grad_outcomes):
         optimizer.zero_grad()
         own = inputs_of(number, rank.world_size).split(SIZE)[rank.rank]
         its_scaler.scale(model(own).square().mean()).backward()
-        if fate == rank.rank:
+        if grad_outcome == rank.rank:
             _spoil(model)
         norm = its_scaler.fused_step(optimizer, MAX_NORM, norm_type)
         seen.append((norm, its_scaler.get_scale(), _whole(library, model, sharding)))

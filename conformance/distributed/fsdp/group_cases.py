@@ -130,19 +130,19 @@ def _trained_in_threads(library: str) -> list[Any]:
     """Each process by itself: the ranks are its threads."""
     # Imported here: torch's scaler keeps for good the default group that there is when its module is first imported.
     load_library(library).find(SCALER)
-    told: list[Any] = [None] * _THREADS
-    models = [_model() for _ in told]  # here, since threads draw from one generator
+    reported: list[Any] = [None] * _THREADS
+    models = [_model() for _ in reported]  # here, since threads draw from one generator
     store = dist.HashStore()
 
     def work(number: int) -> None:
         dist.init_process_group("threaded", rank=number, world_size=_THREADS, store=store)
-        told[number] = _sharded_steps(library, None, number, models[number])
+        reported[number] = _sharded_steps(library, None, number, models[number])
         dist.destroy_process_group()
 
     with _ranks_are_threads(), ThreadPoolExecutor(_THREADS) as pool:
         for done in [pool.submit(work, number) for number in range(_THREADS)]:
             done.result()
-    return told
+    return reported
 
 
 @contextlib.contextmanager
@@ -167,16 +167,16 @@ def _sharded_steps(library: str, group: Any, number: int, model: Any) -> list[An
     fsdp = load_library(library).find(FSDP)
     options = {"process_group": group, "device_id": torch.device("cpu")}
     model = fsdp(nn.Sequential(fsdp(model[0], **options), model[1]), **options)
-    told = _steps(library, group, number, model)
+    reported = _steps(library, group, number, model)
     with fsdp.summon_full_params(model):
-        told += [parameter.detach().clone() for parameter in model.parameters()]
-    return [*told, model.state_dict()]
+        reported += [parameter.detach().clone() for parameter in model.parameters()]
+    return [*reported, model.state_dict()]
 
 
 def _steps(library: str, group: Any, number: int, model: Any) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = load_library(library).find(SCALER)("cpu", init_scale=4.0, process_group=group)
-    told: list[Any] = []
+    reported: list[Any] = []
     for step in range(_STEPS):
         x = torch.randn(2, 8, generator=seeding.generator(10 * step + number))
         if (step, number) == (1, 0):
@@ -185,8 +185,8 @@ def _steps(library: str, group: Any, number: int, model: Any) -> list[Any]:
         scaler.scale(model(x).square().mean()).backward()
         scaler.unscale_(optimizer)
         if hasattr(model, "clip_grad_norm_"):
-            told.append(model.clip_grad_norm_(0.5))
+            reported.append(model.clip_grad_norm_(0.5))
         scaler.step(optimizer)
         scaler.update()
-        told.append(scaler.get_scale())
-    return told
+        reported.append(scaler.get_scale())
+    return reported

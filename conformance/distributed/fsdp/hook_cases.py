@@ -138,10 +138,10 @@ class Told:
         self.seen: list[Any] = []
 
 
-def local_sum(told: Told, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+def local_sum(reported: Told, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
     """Sums over the ranks without dividing, so that whoever divides behind it is seen."""
     parts = None if output is None else grad.numel() // output.numel()
-    told.seen.append([grad.dim(), str(grad.dtype), parts])
+    reported.seen.append([grad.dim(), str(grad.dtype), parts])
     dist.all_reduce(grad)
     if output is not None:
         rank = dist.get_rank()
@@ -162,7 +162,7 @@ def comm_hook(lab: Lab, *, hook: str, backwards: int = 1, no_sync: bool = False)
             lab.backward(number)
     return {
         "gradients": lab.gradients(),
-        "told": state.seen if hook == "own" else None,
+        "reported": state.seen if hook == "own" else None,
         "whole": gathered_gradients(lab.library, lab.model),
     }
 

@@ -61,9 +61,9 @@ def _without_torchs_own(warned: Sequence[tuple[str, str]]) -> tuple[tuple[str, s
 def assert_ranks_agree(
     reference: Sequence[Outcome], subject: Sequence[Outcome], tolerance: Tolerance = TRAINED
 ) -> None:
-    for rank, (wanted, got) in enumerate(zip(reference, subject, strict=True)):
+    for rank, (expected, actual) in enumerate(zip(reference, subject, strict=True)):
         try:
-            assert_same_outcome(wanted, got, tolerance)
+            assert_same_outcome(expected, actual, tolerance)
         except AssertionError as error:
             raise AssertionError(f"on rank {rank} of {len(subject)} {error}") from None
 
@@ -77,12 +77,12 @@ def assert_trains(
     **limits: Any,
 ) -> None:
     """Judges twice: rank by rank as torch does, and as one process does without sharding; `limits` are the pool's."""
-    wanted = outcomes(pool, reference, "fsdp_cases:train", training=training, **limits)
-    got = outcomes(pool, subject, "fsdp_cases:train", training=training, **limits)
+    expected = outcomes(pool, reference, "fsdp_cases:train", training=training, **limits)
+    actual = outcomes(pool, subject, "fsdp_cases:train", training=training, **limits)
     if training.mixes_frozen_with_trained:
-        wanted, got = ([_without_layout(outcome) for outcome in seen] for seen in (wanted, got))
-    assert_ranks_agree(wanted, got, tolerance)
-    assert_like_unsharded(got, training, tolerance)
+        expected, actual = ([_without_layout(outcome) for outcome in seen] for seen in (expected, actual))
+    assert_ranks_agree(expected, actual, tolerance)
+    assert_like_unsharded(actual, training, tolerance)
 
 
 def probed(
@@ -108,9 +108,9 @@ def assert_probes_agree(
     **arguments: Any,
 ) -> list[Outcome]:
     """Judges a probe of the subject by the reference's; `libraries` is (reference, subject)."""
-    wanted, got = (probed(pool, library, asks, setup, **arguments) for library in libraries)
-    assert_ranks_agree(wanted, got, tolerance)
-    return got
+    expected, actual = (probed(pool, library, asks, setup, **arguments) for library in libraries)
+    assert_ranks_agree(expected, actual, tolerance)
+    return actual
 
 
 def unsharded_gradients(setup: Setup, world_size: int, rank: int) -> dict[str, torch.Tensor]:
@@ -119,9 +119,9 @@ def unsharded_gradients(setup: Setup, world_size: int, rank: int) -> dict[str, t
 
 
 def assert_close_gradients(
-    wanted: Mapping[str, torch.Tensor], got: Mapping[str, Any], tolerance: Tolerance
+    expected: Mapping[str, torch.Tensor], actual: Mapping[str, Any], tolerance: Tolerance
 ) -> None:
-    assert_all_close("gradients", dict(wanted), dict(got), tolerance)
+    assert_all_close("gradients", dict(expected), dict(actual), tolerance)
 
 
 def _without_layout(outcome: Outcome) -> Outcome:
@@ -138,10 +138,10 @@ def assert_like_unsharded(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         unsharded = train_unsharded(training, len(seen))
-    for rank, (wanted, outcome) in enumerate(zip(unsharded, seen, strict=True)):
+    for rank, (expected, outcome) in enumerate(zip(unsharded, seen, strict=True)):
         assert outcome.raised is None, f"rank {rank} raised {outcome.raised}"
         for what in _UNSHARDED:
-            assert_all_close(f"{what} of rank {rank}", wanted[what], outcome.value[what], tolerance)
+            assert_all_close(f"{what} of rank {rank}", expected[what], outcome.value[what], tolerance)
 
 
 def trains_like_unsharded(seen: Sequence[Outcome] | RankFault, training: Training) -> bool:
@@ -153,15 +153,19 @@ def trains_like_unsharded(seen: Sequence[Outcome] | RankFault, training: Trainin
     return not isinstance(seen, RankFault)
 
 
-def assert_all_close(what: str, wanted: Any, got: Any, tolerance: Tolerance) -> None:
+def assert_all_close(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> None:
     """Judges what a rank saw, tensors by name or one behind the other, by what there is unsharded."""
-    named = dict(wanted) if isinstance(wanted, dict) else dict(enumerate(wanted))
-    found = dict(got) if isinstance(got, dict) else dict(enumerate(got))
+    named = dict(expected) if isinstance(expected, dict) else dict(enumerate(expected))
+    found = dict(actual) if isinstance(actual, dict) else dict(enumerate(actual))
     assert named.keys() == found.keys(), f"{what}: {list(found)}, unsharded {list(named)}"
     for name, value in named.items():
         _assert_close(f"{what}[{name!r}]", value, found[name].values, tolerance)
 
 
-def _assert_close(what: str, wanted: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> None:
-    assert wanted.shape == got.shape, f"{what}: shape {tuple(got.shape)}, unsharded {tuple(wanted.shape)}"
-    assert (excess := tolerance.excess(wanted.detach(), got)) is None, f"{what}, against unsharded: {excess}"
+def _assert_close(what: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> None:
+    assert expected.shape == actual.shape, (
+        f"{what}: shape {tuple(actual.shape)}, unsharded {tuple(expected.shape)}"
+    )
+    assert (excess := tolerance.excess(expected.detach(), actual)) is None, (
+        f"{what}, against unsharded: {excess}"
+    )

@@ -25,12 +25,12 @@ def assert_agrees(
     pool: RankPool, libraries: tuple[Library, Library], asks: Callable[..., Any], setup: Setup, **asked: Any
 ) -> list[Outcome]:
     """Judges a probe of the subject by the reference's, bit for bit; `libraries` is (reference, subject)."""
-    wanted, got = (
+    expected, actual = (
         [_without_torchs_own(outcome) for outcome in probed(pool, library, asks, setup, **asked)]
         for library in libraries
     )
-    assert_ranks_agree(wanted, got, EXACT)
-    return got
+    assert_ranks_agree(expected, actual, EXACT)
+    return actual
 
 
 def _without_torchs_own(outcome: Outcome) -> Outcome:
@@ -56,24 +56,26 @@ def as_tensors(value: Any) -> Any:
     return tree_map(lambda one: one.values if isinstance(one, TensorState) else one, value)
 
 
-def assert_close_states(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> None:
+def assert_close_states(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
     """Of parameters by names: those of one process, and those that a rank saw."""
-    assert wanted.keys() == got.keys(), f"parameters {sorted(got)}, wanted {sorted(wanted)}"
-    for name, state in wanted.items():
-        assert state.keys() == got[name].keys(), f"{name}: {sorted(got[name])}, wanted {sorted(state)}"
+    assert expected.keys() == actual.keys(), f"parameters {sorted(actual)}, expected {sorted(expected)}"
+    for name, state in expected.items():
+        assert state.keys() == actual[name].keys(), (
+            f"{name}: {sorted(actual[name])}, expected {sorted(state)}"
+        )
         for key, value in state.items():
-            found: TensorState = got[name][key]
+            found: TensorState = actual[name][key]
             assert found.shape == tuple(value.shape), f"{name}[{key!r}] has the shape {found.shape}"
             assert (excess := ONE_STEP.excess(value, found.values)) is None, f"{name}[{key!r}]: {excess}"
 
 
-def assert_same_states(wanted: Mapping[Any, Any], got: Mapping[Any, Any]) -> None:
+def assert_same_states(expected: Mapping[Any, Any], actual: Mapping[Any, Any]) -> None:
     """Of what a rank steps: a state without elements may be missing, since it is made anew."""
-    for key, state in wanted.items():
-        if key not in got:
+    for key, state in expected.items():
+        if key not in actual:
             parts = [value for value in state.values() if value.shape]
             assert parts, f"{key} is lost"
             assert all(not value.values.numel() for value in parts), f"{key} is lost"
             continue
         for name, value in state.items():
-            assert torch.equal(got[key][name].values, value.values), f"{key}[{name!r}] changed"
+            assert torch.equal(actual[key][name].values, value.values), f"{key}[{name!r}] changed"

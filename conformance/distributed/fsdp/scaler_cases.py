@@ -21,7 +21,7 @@ from conformance.judge.library import load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import Rig, TakesScaler, entries, pickled
+from conformance.strategies.scaling import Harness, TakesScaler, entries, pickled
 
 SCALER = "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 
@@ -55,8 +55,8 @@ class Player:
         self._make = load_library(library).find(SCALER)
         options = {**plan.options, **({} if group is None else {"process_group": group})}
         scaler = self._make(self._device, **options)
-        self._rigs = [
-            Rig(load_library(library), self._device, gradients, kind)
+        self._harnesses = [
+            Harness(load_library(library), self._device, gradients, kind)
             for gradients, kind in zip(plan.parts[rank.rank], plan.optimizers, strict=True)
         ]
         self._take(scaler)
@@ -64,97 +64,97 @@ class Player:
     def make(self, call: Call) -> Outcome | None:
         if call.on is not None and self._rank not in call.on:
             return None
-        rig = self._rigs[call.which]
-        return rig.did(lambda: getattr(self, call.name)(rig, call.given))
+        harness = self._harnesses[call.which]
+        return harness.did(lambda: getattr(self, call.name)(harness, call.given))
 
     def _take(self, scaler: Any) -> None:
-        for rig in self._rigs:
-            rig.scaler = scaler
+        for harness in self._harnesses:
+            harness.scaler = scaler
 
-    def backward(self, rig: Rig, fates: tuple[float | None, ...] | None) -> None:
-        """Real gradients, added to what is there; the rank's fate goes into the last element of the last one."""
-        rig.backward(fates[self._rank] if fates else None)
+    def backward(self, harness: Harness, grad_outcomes: tuple[float | None, ...] | None) -> None:
+        """Real gradients, added to what is there; the rank's outcome goes into the last element of the last one."""
+        harness.backward(grad_outcomes[self._rank] if grad_outcomes else None)
 
-    def zero_grad(self, rig: Rig, _: None) -> None:
-        rig.zero_grad()
+    def zero_grad(self, harness: Harness, _: None) -> None:
+        harness.zero_grad()
 
-    def spoil(self, rig: Rig, value: float) -> None:
+    def spoil(self, harness: Harness, value: float) -> None:
         """Overwrite the gradients that the rank has."""
-        for parameter in rig.parameters:
+        for parameter in harness.parameters:
             if parameter.grad is not None:
                 parameter.grad.fill_(value)
 
-    def sparse(self, rig: Rig, values: torch.Tensor) -> None:
+    def sparse(self, harness: Harness, values: torch.Tensor) -> None:
         """One parameter instead of all, with a sparse gradient in which a row comes twice."""
         parameter = torch.nn.Parameter(torch.zeros(4, dtype=values.dtype, device=self._device))
         rows = torch.tensor([[0, 2, 2]], device=self._device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about sparse tensors at large, once a process
             parameter.grad = torch.sparse_coo_tensor(rows, values.to(self._device), (4,))
-        rig.parameters = [parameter]
-        rig.optimizer = torch.optim.SGD([parameter], lr=0.125)
-        rig.used()
+        harness.parameters = [parameter]
+        harness.optimizer = torch.optim.SGD([parameter], lr=0.125)
+        harness.used()
 
-    def break_optimizer(self, rig: Rig, _: None) -> None:
+    def break_optimizer(self, harness: Harness, _: None) -> None:
         """So that a check of it raises, wherever it looks for gradients."""
-        rig.optimizer.whole_groups, rig.optimizer.param_groups = rig.optimizer.param_groups, None
+        harness.optimizer.whole_groups, harness.optimizer.param_groups = harness.optimizer.param_groups, None
 
-    def mend_optimizer(self, rig: Rig, _: None) -> None:
-        rig.optimizer.param_groups = rig.optimizer.whole_groups
+    def mend_optimizer(self, harness: Harness, _: None) -> None:
+        harness.optimizer.param_groups = harness.optimizer.whole_groups
 
-    def scale(self, rig: Rig, outputs: Any) -> Any:
-        return rig.scaler.scale(outputs)
+    def scale(self, harness: Harness, outputs: Any) -> Any:
+        return harness.scaler.scale(outputs)
 
-    def unscale_(self, rig: Rig, _: None) -> Any:
-        return rig.scaler.unscale_(rig.optimizer)
+    def unscale_(self, harness: Harness, _: None) -> Any:
+        return harness.scaler.unscale_(harness.optimizer)
 
-    def step(self, rig: Rig, _: None) -> Any:
-        return rig.scaler.step(rig.optimizer)
+    def step(self, harness: Harness, _: None) -> Any:
+        return harness.scaler.step(harness.optimizer)
 
-    def step_with_closure(self, rig: Rig, _: None) -> Any:
-        return rig.scaler.step(rig.optimizer, closure=lambda: 0.0)
+    def step_with_closure(self, harness: Harness, _: None) -> Any:
+        return harness.scaler.step(harness.optimizer, closure=lambda: 0.0)
 
-    def update(self, rig: Rig, new_scale: Any) -> None:
-        rig.scaler.update(new_scale)
+    def update(self, harness: Harness, new_scale: Any) -> None:
+        harness.scaler.update(new_scale)
         if isinstance(new_scale, torch.Tensor):
             new_scale.zero_()  # it is the caller's again
 
-    def set(self, rig: Rig, numbers: Mapping[str, Any]) -> Any:
+    def set(self, harness: Harness, numbers: Mapping[str, Any]) -> Any:
         for name, number in numbers.items():
-            getattr(rig.scaler, f"set_{name}")(number)
-        return [getattr(rig.scaler, f"get_{name}")() for name in numbers]
+            getattr(harness.scaler, f"set_{name}")(number)
+        return [getattr(harness.scaler, f"get_{name}")() for name in numbers]
 
-    def load_state_dict(self, rig: Rig, state: Mapping[str, Any]) -> Any:
-        return rig.scaler.load_state_dict(dict(state))
+    def load_state_dict(self, harness: Harness, state: Mapping[str, Any]) -> Any:
+        return harness.scaler.load_state_dict(dict(state))
 
-    def resume(self, rig: Rig, _: None) -> None:
+    def resume(self, harness: Harness, _: None) -> None:
         """Another scaler, otherwise made, goes on from the state dict."""
         other = self._make(self._device, init_scale=2.0, growth_factor=7.0)
-        if state := rig.scaler.state_dict():
+        if state := harness.scaler.state_dict():
             other.load_state_dict(state)
         self._take(other)
-        rig.used()
+        harness.used()
 
-    def through_a_pickle(self, rig: Rig, _: None) -> None:
-        self._take(pickled(rig.scaler))
-        rig.used()
+    def through_a_pickle(self, harness: Harness, _: None) -> None:
+        self._take(pickled(harness.scaler))
+        harness.used()
 
-    def through_a_deep_copy(self, rig: Rig, _: None) -> None:
-        self._take(copy.deepcopy(rig.scaler))
-        rig.used()
+    def through_a_deep_copy(self, harness: Harness, _: None) -> None:
+        self._take(copy.deepcopy(harness.scaler))
+        harness.used()
 
-    def hold_world(self, rig: Rig, _: None) -> None:
+    def hold_world(self, harness: Harness, _: None) -> None:
         """As torch's scalers do from the start if the group is up when their module is imported."""
-        rig.scaler.process_group = dist.group.WORLD
+        harness.scaler.process_group = dist.group.WORLD
 
-    def answers(self, rig: Rig, _: None) -> Any:
+    def answers(self, harness: Harness, _: None) -> Any:
         """What torch's scalers cannot tell."""
-        if not hasattr(rig.scaler, "step_was_taken"):
+        if not hasattr(harness.scaler, "step_was_taken"):
             return None
         return (
-            float(rig.scaler.found_inf(rig.optimizer)),
-            rig.scaler.step_was_taken(rig.optimizer),
-            rig.scaler.nonfinite_parameters(rig.optimizer),
+            float(harness.scaler.found_inf(harness.optimizer)),
+            harness.scaler.step_was_taken(harness.optimizer),
+            harness.scaler.nonfinite_parameters(harness.optimizer),
         )
 
 
@@ -207,10 +207,10 @@ def train(
     *,
     library: str,
     low_precision: bool,
-    fates: tuple[tuple[float | None, ...], ...],
+    grad_outcomes: tuple[tuple[float | None, ...], ...],
     **options: Any,
 ) -> list[Outcome]:
-    """torch's FSDP, a step for each of `fates`, in which a rank's fate is a factor of its inputs."""
+    """torch's FSDP, a step for each of `grad_outcomes`, in which a rank's own is a factor of its inputs."""
     seeding.seed_all()
     half = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
     model = FullyShardedDataParallel(
@@ -222,7 +222,7 @@ def train(
     scaler = load_library(library).find(SCALER)(rank.device.type, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     seen: list[Outcome] = []
-    for step, factors in enumerate(fates):
+    for step, factors in enumerate(grad_outcomes):
         inputs = torch.randn(4, 5, generator=seeding.generator(100 * step + rank.rank)).to(rank.device)
         factor = factors[rank.rank]
         optimizer.zero_grad()

@@ -31,8 +31,8 @@ def outcomes(pool: RankPool, library: Library, plan: Plan) -> Seen:
 
 def assert_same_on_every_rank(pool: RankPool, reference: Library, subject: Library, plan: Plan) -> Seen:
     """Both libraries' ranks play the plan; each call on each rank must have the same outcome. Gives the subject's."""
-    wanted, got = outcomes(pool, reference, plan), outcomes(pool, subject, plan)
-    for rank, (one, other) in enumerate(zip(wanted, got, strict=True)):
+    expected, actual = outcomes(pool, reference, plan), outcomes(pool, subject, plan)
+    for rank, (one, other) in enumerate(zip(expected, actual, strict=True)):
         for call, outcome, theirs in zip(plan.calls, other, one, strict=True):
             if theirs is None:
                 assert outcome is None
@@ -40,9 +40,9 @@ def assert_same_on_every_rank(pool: RankPool, reference: Library, subject: Libra
             try:
                 assert_same_outcome(theirs, outcome)
             except AssertionError as error:
-                error.add_note(f"on rank {rank} of {len(got)}, at {call}")
+                error.add_note(f"on rank {rank} of {len(actual)}, at {call}")
                 raise
-    return got
+    return actual
 
 
 def scales(seen: Seen) -> list[float]:

@@ -135,9 +135,9 @@ def exchanged(
     return {
         "keys": repr(keys),
         "whole": gathered_parameters(lab.library, target),
-        "wanted": gathered_parameters(library, origin),
+        "expected": gathered_parameters(library, origin),
         "buffers": _copied_buffers(target),
-        "wanted buffers": _copied_buffers(origin),
+        "expected buffers": _copied_buffers(origin),
         "loss": lab.backward(),
     }
 
@@ -234,11 +234,11 @@ def of_another_world(lab: Lab, *, kind: str) -> dict[str, Any]:
 def loads_its_own(lab: Lab, *, form: Form) -> dict[str, Any]:
     """What a dict has, what is said of loading it into another model, and whether that model then has its values."""
     state_dict = state_dict_of(lab, form)
-    said = tried(lambda: repr(lab.model.load_state_dict(state_dict)))
+    reported = tried(lambda: repr(lab.model.load_state_dict(state_dict)))
     return {
         "keys": list(state_dict),
         "types": sorted({type(value).__name__ for value in state_dict.values()}),
-        "said": said,
+        "reported": reported,
         "loaded": _has_values_of_other(lab),
     }
 
@@ -247,10 +247,10 @@ def loads_by_swapping(lab: Lab, *, form: Form) -> dict[str, Any]:
     """The same where modules swap tensors for others rather than copy into them; it trains on."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        said = loads_its_own(lab, form=form)
+        reported = loads_its_own(lab, form=form)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    return said | {"loss": lab.backward(), "shards": named(lab.model)}
+    return reported | {"loss": lab.backward(), "shards": named(lab.model)}
 
 
 class OnDemand:
@@ -275,8 +275,12 @@ def loads_on_demand(lab: Lab, *, fault: str) -> dict[str, Any]:
     state_dict = state_dict_of(lab, Form("FULL"))
     if fault:
         FAULTS[fault](state_dict)
-    said = tried(lambda: repr(lab.model.load_state_dict(on_demand(state_dict))))
-    return {"said": said, "loaded": _has_values_of_other(lab), "loss": None if fault else lab.backward()}
+    reported = tried(lambda: repr(lab.model.load_state_dict(on_demand(state_dict))))
+    return {
+        "reported": reported,
+        "loaded": _has_values_of_other(lab),
+        "loss": None if fault else lab.backward(),
+    }
 
 
 def assigned(lab: Lab, *, form: Form) -> dict[str, Any]:
@@ -291,18 +295,20 @@ def built_on_meta(lab: Lab, *, form: Form, assign: bool) -> dict[str, Any]:
     target = _wrapped_on_meta(lab)
     for one in (origin, target):
         set_form(lab.library, one, form)
-    state_dict, wanted = origin.state_dict(), gathered_parameters(lab.library, origin)
-    ignored = [name for name in wanted if name.startswith("body.parts.0.")]
-    state_dict |= {name: wanted[name] for name in ignored}
-    with warnings.catch_warnings(record=True) as told:
+    state_dict, expected = origin.state_dict(), gathered_parameters(lab.library, origin)
+    ignored = [name for name in expected if name.startswith("body.parts.0.")]
+    state_dict |= {name: expected[name] for name in ignored}
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         target.load_state_dict(state_dict, assign=assign)
-    got = gathered_parameters(lab.library, target)
-    loaded = {name for name in got if not got[name].is_meta and torch.equal(got[name], wanted[name])}
+    actual = gathered_parameters(lab.library, target)
+    loaded = {
+        name for name in actual if not actual[name].is_meta and torch.equal(actual[name], expected[name])
+    }
     return {
         "ignored": loaded.issuperset(ignored),
-        "managed": loaded.issuperset(got.keys() - set(ignored)),
-        "warned": any("which is a no-op" in str(one.message) for one in told),
+        "managed": loaded.issuperset(actual.keys() - set(ignored)),
+        "warned": any("which is a no-op" in str(one.message) for one in reported),
     }
 
 
@@ -319,9 +325,9 @@ def _wrapped_on_meta(lab: Lab) -> nn.Module:
 
 def _has_values_of_other(lab: Lab) -> bool:
     """Whether the parameters are those of the model that `state_dict_of` takes the dict of."""
-    got = gathered_parameters(lab.library, lab.model)
-    wanted = lab.tree.build(1).named_parameters()
-    return all(torch.equal(got[name], parameter.detach()) for name, parameter in wanted)
+    actual = gathered_parameters(lab.library, lab.model)
+    expected = lab.tree.build(1).named_parameters()
+    return all(torch.equal(actual[name], parameter.detach()) for name, parameter in expected)
 
 
 def outlived(lab: Lab, *, form: Form) -> list[str]:

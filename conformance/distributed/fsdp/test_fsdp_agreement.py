@@ -47,10 +47,10 @@ def seen_of(library: Library, program: Program) -> Seen:
 
 
 def tells_both_names(seen: Seen) -> bool:
-    parted, told = (re.escape(f"rank {rank} gathered") for rank in (ASTRAY, 1 - ASTRAY))
-    names = rf"{parted} 'blocks\.2' where {told} 'blocks\.1'|{told} 'blocks\.1' where {parted} 'blocks\.2'"
-    told_as_torch = rf"Forward order differs across ranks: ({names})"
-    return len(seen.raised) == 2 and all(re.search(told_as_torch, text) for text in seen.raised.values())
+    parted, reported = (re.escape(f"rank {rank} gathered") for rank in (ASTRAY, 1 - ASTRAY))
+    names = rf"{parted} 'blocks\.2' where {reported} 'blocks\.1'|{reported} 'blocks\.1' where {parted} 'blocks\.2'"
+    reported_as_torch = rf"Forward order differs across ranks: ({names})"
+    return len(seen.raised) == 2 and all(re.search(reported_as_torch, text) for text in seen.raised.values())
 
 
 def steps_late(seen: Seen, program: Program) -> list[int]:
@@ -128,7 +128,7 @@ def test_one_rank_alone_writes_before_a_backward(deviation: DeviationJudge, use_
                 return {failure.rank: failure.text for failure in fault.scene.failures}
         return {}
 
-    def is_told(seen: dict[int, str]) -> bool:
+    def is_reported(seen: dict[int, str]) -> bool:
         what = f"written to on some ranks alone: .*rank {ASTRAY} gathered anew.* 'Blocks'.*; write to them on every"
         everywhere = len(seen) == 2 and all(re.search(what, text) for text in seen.values())
         return everywhere and "head.weight" in seen[ASTRAY]
@@ -138,7 +138,7 @@ def test_one_rank_alone_writes_before_a_backward(deviation: DeviationJudge, use_
             return seen == {}
         return seen.keys() == {ASTRAY} and "modified inplace" in seen[ASTRAY]
 
-    deviation.judge(probe, torch_does=is_torchs, we_do=is_told)
+    deviation.judge(probe, torch_does=is_torchs, we_do=is_reported)
 
 
 @clause("distributed.fsdp.fsdp_agreement.parts_while_wrapping")
@@ -146,9 +146,9 @@ def test_one_rank_alone_writes_before_a_backward(deviation: DeviationJudge, use_
 def test_states_synchronised_in_another_order(subject: Library) -> None:
     with RankPool(2, grace_s=GRACE_S) as pool, pytest.raises(RankFault) as fault:
         pool.run(f"{CASES}:synchronise", library=subject.spec)
-    told = {failure.rank: failure.text for failure in fault.value.scene.failures}
-    assert len(told) == 2, told
-    for text in told.values():
+    reported = {failure.rank: failure.text for failure in fault.value.scene.failures}
+    assert len(reported) == 2, reported
+    for text in reported.values():
         assert "'Block.0.weight' of shape (8, 4)" in text, text
         assert "'Block.0.weight' of shape (16, 4)" in text, text
 
@@ -161,16 +161,16 @@ def test_orders_that_change_on_all_ranks(
     subject: Library, reference: Library, ranks: Callable[..., RankPool], mode: str, world_size: int
 ) -> None:
     program = Program(DROPPED, hidden=(8, 5, 11), mode=mode)
-    wanted, got = (
+    expected, actual = (
         ranks(world_size).run(f"{CASES}:run", library=library.spec, program=program)
         for library in (reference, subject)
     )
     for rank in range(world_size):
-        for tensor, other in zip(wanted[rank], got[rank], strict=True):
+        for tensor, other in zip(expected[rank], actual[rank], strict=True):
             assert (excess := TRAINED.excess(tensor, other)) is None, f"rank {rank}: {excess}"
 
 
-def losses_told(library: Library, *, world_size: int = 3, **loss: Any) -> dict[int, str]:
+def losses_reported(library: Library, *, world_size: int = 3, **loss: Any) -> dict[int, str]:
     with RankPool(world_size, grace_s=GRACE_S) as pool:
         try:
             pool.run(f"{CASES}:lose_a_rank", library=library.spec, **loss)
@@ -179,17 +179,17 @@ def losses_told(library: Library, *, world_size: int = 3, **loss: Any) -> dict[i
     raise AssertionError("the rank was not killed")
 
 
-def is_named_by_none(told: dict[int, str], victim: int) -> bool:
-    return not any(re.search(rf"rank {victim}\b", text) for text in told.values())
+def is_named_by_none(reported: dict[int, str], victim: int) -> bool:
+    return not any(re.search(rf"rank {victim}\b", text) for text in reported.values())
 
 
-def is_named_in_time(told: dict[int, str], victim: int, world_size: int = 3) -> bool:
-    return len(told) == world_size - 1 and all(
+def is_named_in_time(reported: dict[int, str], victim: int, world_size: int = 3) -> bool:
+    return len(reported) == world_size - 1 and all(
         # A rank that is alive and does not answer within seconds, on a busy machine, is named beside it.
         re.search(rf"ranks? (\d, )*{victim}\b", text)
         and re.search(r"'blocks\.\d'|'Blocks'", text)
         and float(text.rpartition("after ")[2].removesuffix(" s]")) < TIMEOUT_S
-        for text in told.values()
+        for text in reported.values()
     )
 
 
@@ -210,9 +210,9 @@ def is_named_in_time(told: dict[int, str], victim: int, world_size: int = 3) -> 
 def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int, victim: int) -> None:
     """The first rank serves the store."""
     deviation.judge(
-        lambda library: losses_told(library, when=when, victim=victim, hidden=hidden),
-        torch_does=lambda told: is_named_by_none(told, victim),
-        we_do=lambda told: is_named_in_time(told, victim),
+        lambda library: losses_reported(library, when=when, victim=victim, hidden=hidden),
+        torch_does=lambda reported: is_named_by_none(reported, victim),
+        we_do=lambda reported: is_named_in_time(reported, victim),
     )
 
 
@@ -223,7 +223,7 @@ def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int,
 def test_a_lost_rank_is_named_by_those_who_wait_for_another(deviation: DeviationJudge) -> None:
     """In a ring of four the third receives from the second, which has raised and lives on, and sends to the fourth."""
     deviation.judge(
-        lambda library: losses_told(library, world_size=4, when="middle", victim=0, hidden=8),
-        torch_does=lambda told: is_named_by_none(told, 0),
-        we_do=lambda told: is_named_in_time(told, 0, world_size=4),
+        lambda library: losses_reported(library, world_size=4, when="middle", victim=0, hidden=8),
+        torch_does=lambda reported: is_named_by_none(reported, 0),
+        we_do=lambda reported: is_named_in_time(reported, 0, world_size=4),
     )

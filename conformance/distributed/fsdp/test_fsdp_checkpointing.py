@@ -54,7 +54,7 @@ def test_with_reentrance(
     assert_trains(rank_pool, reference, subject, Training(checkpointed("reentrant"), setup, schedule))
 
 
-@clause("distributed.fsdp.fsdp_lifted.reentrance_anywhere")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.reentrance_anywhere")
 @pytest.mark.deviation("fsdp.reentrance_anywhere")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @share_of_examples(0.25)

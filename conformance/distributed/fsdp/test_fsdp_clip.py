@@ -34,8 +34,8 @@ def joint_norm(gradients: dict[str, torch.Tensor], norm_type: Any) -> torch.Tens
     return torch.linalg.vector_norm(flat, float(norm_type))
 
 
-def assert_close(wanted: torch.Tensor, got: torch.Tensor, what: str) -> None:
-    assert (excess := ONE_STEP.excess(wanted, got)) is None, f"{what}: {excess}"
+def assert_close(expected: torch.Tensor, actual: torch.Tensor, what: str) -> None:
+    assert (excess := ONE_STEP.excess(expected, actual)) is None, f"{what}: {excess}"
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.as_torch")
@@ -91,8 +91,8 @@ def assert_clipped(seen: list[Any], setup: Setup, max_norm: float, norm_type: fl
         norm = joint_norm(gradients, norm_type)
         assert_close(norm, outcome.value["norm"].values, f"the norm on rank {rank}")
         for name, grad in gradients.items():
-            wanted = grad * min(1.0, max_norm / (float(norm) + 1e-6))
-            assert_close(wanted, outcome.value["whole"][name].values, f"{name} on rank {rank}")
+            expected = grad * min(1.0, max_norm / (float(norm) + 1e-6))
+            assert_close(expected, outcome.value["whole"][name].values, f"{name} on rank {rank}")
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.nonfinite")

@@ -49,14 +49,14 @@ def steps_of_all(pool: RankPool, library: Library, training: Training) -> list[l
     return [steps_of(trace) for trace in pool.traces]
 
 
-def wanted_counts(gathers: int, scatters: int, reductions: int) -> Counter[str]:
+def expected_counts(gathers: int, scatters: int, reductions: int) -> Counter[str]:
     return +Counter(gather=gathers, scatter=scatters, reduce=reductions)
 
 
-def assert_counts(seen: list[list[list[Collective]]], wanted: Counter[str]) -> None:
+def assert_counts(seen: list[list[list[Collective]]], expected: Counter[str]) -> None:
     for rank, steps in enumerate(seen):
         for number, step in enumerate(steps):
-            assert counts(step) == wanted, f"rank {rank}, step {number}: {[str(call) for call in step]}"
+            assert counts(step) == expected, f"rank {rank}, step {number}: {[str(call) for call in step]}"
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
@@ -75,7 +75,7 @@ def test_each_step_talks_the_least(
 ) -> None:
     setup = Setup(strategy, wrap="leaves", backward_prefetch=prefetch)
     seen = steps_of_all(ranks(world_size), subject, Training(TREE, setup, steps))
-    assert_counts(seen, wanted_counts(*LEAST[strategy, steps]))
+    assert_counts(seen, expected_counts(*LEAST[strategy, steps]))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
@@ -88,7 +88,7 @@ def test_a_forward_without_gradients_gathers_each_unit_once(
     """At most: torch keeps some of them, by row fsdp.written_behind_counters."""
     training = Training(TREE, Setup(strategy, wrap="leaves"), (Step(before=before),) * 2)
     gathers, scatters, reductions = LEAST[strategy, PLAIN]
-    most = wanted_counts(gathers + (UNITS if gathers else 0), scatters, reductions)
+    most = expected_counts(gathers + (UNITS if gathers else 0), scatters, reductions)
     for steps in steps_of_all(ranks(world_size), subject, training):
         for step in steps:
             assert counts(step) <= most, [str(call) for call in step]
@@ -103,7 +103,7 @@ def test_replicas_reduce_what_they_have_scattered(
 ) -> None:
     setup = Setup(strategy, ranks="meshes", shards=2, wrap="leaves")
     seen = steps_of_all(ranks(4), subject, Training(TREE, setup, PLAIN))
-    assert_counts(seen, wanted_counts(gathers, UNITS, UNITS))
+    assert_counts(seen, expected_counts(gathers, UNITS, UNITS))
     reduced = [call for call in seen[0][0] if call.name == "allreduce_"]
     assert {call.members for call in reduced} == {(0, 2)}
 
@@ -141,7 +141,7 @@ def test_units_that_run_twice_are_gathered_ahead_as_often_as_they_run(
     tree = ModuleTree(Group((Leaf("affine", 2), Leaf("affine", 2)), calls=2))
     setup = Setup(wrap="leaves", arguments={"forward_prefetch": True})
     seen = steps_of_all(ranks(world_size), subject, Training(tree, setup, PLAIN))
-    assert_counts(seen, wanted_counts(1 + 2 * 2 + 2, 3, 0))
+    assert_counts(seen, expected_counts(1 + 2 * 2 + 2, 3, 0))
 
 
 def gathers_before_barriers(trace: Sequence[Collective]) -> list[int]:
@@ -159,14 +159,14 @@ def test_each_parameter_travels_once_a_collective(
     setup = Setup(strategy, wrap="leaves")
     seen = steps_of_all(ranks(world_size), subject, Training(TREE, setup, PLAIN))
     units = [_padded(numel, world_size) * 8 for numel in unit_numels()]
-    wanted = {
+    expected = {
         "FULL_SHARD": {"gather": 2 * sum(units) - units[-1], "scatter": sum(units)},
         "SHARD_GRAD_OP": {"gather": sum(units), "scatter": sum(units)},
         "NO_SHARD": {"reduce": sum(numel * 8 for numel in unit_numels())},
     }
     for steps in seen:
         for step in steps:
-            assert bytes_by_kind(step) == Counter(wanted[strategy])
+            assert bytes_by_kind(step) == Counter(expected[strategy])
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.bytes_on_the_wire")
@@ -208,10 +208,10 @@ def test_never_talks_more_than_torch(
     training = replace(training, steps=steps)
     allowed = steps_of_all(rank_pool, reference, training)
     seen = steps_of_all(rank_pool, subject, training)
-    for rank, (most, got) in enumerate(zip(allowed, seen, strict=True)):
-        for number, (wanted, step) in enumerate(zip(most, got, strict=True)):
+    for rank, (most, actual) in enumerate(zip(allowed, seen, strict=True)):
+        for number, (expected, step) in enumerate(zip(most, actual, strict=True)):
             where = f"rank {rank}, step {number}: {[str(call) for call in step]}"
-            assert counts(step) <= counts(wanted), f"{where}; torch {[str(call) for call in wanted]}"
-            assert bytes_by_kind(step) <= bytes_by_kind(wanted), (
-                f"{where}; torch {[str(call) for call in wanted]}"
+            assert counts(step) <= counts(expected), f"{where}; torch {[str(call) for call in expected]}"
+            assert bytes_by_kind(step) <= bytes_by_kind(expected), (
+                f"{where}; torch {[str(call) for call in expected]}"
             )

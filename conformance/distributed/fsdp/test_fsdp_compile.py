@@ -47,7 +47,9 @@ def test_trains_compiled(
     "use_orig_params",
     [
         pytest.param(True, marks=clause("distributed.fsdp.fully_sharded_data_parallel.compiled.graphs")),
-        pytest.param(False, marks=[FULL, clause("distributed.fsdp.fsdp_lifted.graphs_of_flat_parameters")]),
+        pytest.param(
+            False, marks=[FULL, clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_flat_parameters")]
+        ),
     ],
 )
 def test_what_a_unit_wraps_is_one_graph(subject: Library, rank_pool: RankPool, use_orig_params: bool) -> None:

@@ -12,7 +12,7 @@ from conformance.distributed.fsdp.construct_cases import THE_ROOT_IGNORED, WAYS
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import assert_like_unsharded, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.method_cases import TREE
-from conformance.distributed.fsdp.test_fsdp_lifted import raised
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import raised
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge, StaleRow
 from conformance.judge.library import Library
@@ -26,9 +26,11 @@ HYBRID = Setup("HYBRID_SHARD", ranks="meshes", shards=2)
 def agreed(
     pool: RankPool, libraries: tuple[Library, Library], case: str, **arguments: object
 ) -> list[Outcome]:
-    wanted, got = (outcomes(pool, library, f"construct_cases:{case}", **arguments) for library in libraries)
-    assert_ranks_agree(wanted, got)
-    return got
+    expected, actual = (
+        outcomes(pool, library, f"construct_cases:{case}", **arguments) for library in libraries
+    )
+    assert_ranks_agree(expected, actual)
+    return actual
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
@@ -51,14 +53,14 @@ def test_units_differ_in_what_they_must_have_alike(
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 def test_ignoring_the_root_warns(subject: Library, reference: Library, rank_pool: RankPool) -> None:
     """torch's warning ends with another module than the one that it is about."""
-    wanted, got = (
+    expected, actual = (
         [_with_short_warnings(outcome) for outcome in seen]
         for seen in (
             outcomes(rank_pool, library, "construct_cases:construct", way=THE_ROOT_IGNORED)
             for library in (reference, subject)
         )
     )
-    assert_ranks_agree(wanted, got)
+    assert_ranks_agree(expected, actual)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
@@ -140,13 +142,13 @@ def test_trains_with_parameters_offloaded(
     steps = (Step(), Step(forwards=2, order="no_sync"), Step(before="eval"))
     tree = replace(TREE, dtype=torch.float64)
     offloaded = Training(tree, replace(plain, offload_params=True), steps)
-    got = outcomes(rank_pool, subject, "fsdp_cases:train", training=offloaded)
-    assert_like_unsharded(got, offloaded)
-    wanted = outcomes(rank_pool, reference, "fsdp_cases:train", training=Training(tree, plain, steps))
-    assert_ranks_agree(wanted, got)
+    actual = outcomes(rank_pool, subject, "fsdp_cases:train", training=offloaded)
+    assert_like_unsharded(actual, offloaded)
+    expected = outcomes(rank_pool, reference, "fsdp_cases:train", training=Training(tree, plain, steps))
+    assert_ranks_agree(expected, actual)
 
 
-@clause("distributed.fsdp.fsdp_lifted.moved_to_meta")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
 @pytest.mark.deviation("fsdp.moved_to_meta")
 def test_offloaded_parameters_stay_on_the_cpu(deviation: DeviationJudge, rank_pool: RankPool) -> None:
     """Moved elsewhere they are refused, in the words that torch has for it."""
@@ -167,7 +169,7 @@ def test_parameters_of_tensor_parallelism_train_or_are_refused(
     subject: Library, reference: Library, ranks: Callable[..., RankPool], use_orig_params: bool, ignored: bool
 ) -> None:
     pool = ranks(2)  # torch fails in a world of one
-    wanted, got = (
+    expected, actual = (
         outcomes(
             pool,
             library,
@@ -177,12 +179,12 @@ def test_parameters_of_tensor_parallelism_train_or_are_refused(
         )
         for library in (reference, subject)
     )
-    assert all(outcome.raised is None for outcome in wanted), wanted[0].raised
-    refused = [outcome.raised for outcome in got if outcome.raised is not None]
+    assert all(outcome.raised is None for outcome in expected), expected[0].raised
+    refused = [outcome.raised for outcome in actual if outcome.raised is not None]
     if ignored or not refused:
-        assert_ranks_agree(wanted, got)
+        assert_ranks_agree(expected, actual)
         return
-    assert len(refused) == len(got), got
+    assert len(refused) == len(actual), actual
     for one in refused:
         assert one.kind is NotImplementedError, one
         assert "2.weight is a DTensor" in one.text

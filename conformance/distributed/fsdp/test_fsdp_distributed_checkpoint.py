@@ -36,23 +36,23 @@ WORLDS = (1, 2, 3, 4)
 Ranks = Callable[..., RankPool]
 
 
-def assert_same(wanted: Any, got: Any, place: str = "") -> None:
+def assert_same(expected: Any, actual: Any, place: str = "") -> None:
     """Of nested dicts of tensors, as ranks saw them."""
-    if isinstance(wanted, dict):
-        assert wanted.keys() == got.keys(), f"{place}: {sorted(got)}, wanted {sorted(wanted)}"
-        for key, value in wanted.items():
-            assert_same(value, got[key], f"{place}[{key!r}]")
-    elif isinstance(wanted, torch.Tensor):
-        assert torch.equal(wanted, got), f"{place}: {got}, wanted {wanted}"
+    if isinstance(expected, dict):
+        assert expected.keys() == actual.keys(), f"{place}: {sorted(actual)}, expected {sorted(expected)}"
+        for key, value in expected.items():
+            assert_same(value, actual[key], f"{place}[{key!r}]")
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(expected, actual), f"{place}: {actual}, expected {expected}"
     else:
-        assert wanted == got, f"{place}: {got}, wanted {wanted}"
+        assert expected == actual, f"{place}: {actual}, expected {expected}"
 
 
 def assert_reads(
-    pool: RankPool, subject: Library, setup: Setup, wanted: Any, path: Path, way: Way, **given: Any
+    pool: RankPool, subject: Library, setup: Setup, expected: Any, path: Path, way: Way, **given: Any
 ) -> None:
     for seen in values_of(probed(pool, subject, cases.read, setup, path=str(path), way=way, **given)):
-        assert_same(as_tensors(wanted), as_tensors(seen))
+        assert_same(as_tensors(expected), as_tensors(seen))
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
@@ -97,12 +97,12 @@ def test_torchs_helper_reads_it(
 def test_what_any_number_of_ranks_has_written_is_read(
     subject: Library, ranks: Ranks, world_size: int, tmp_path: Path, setup: Setup, way: Way
 ) -> None:
-    wanted = unsharded()
+    expected = unsharded()
     for before in WORLDS:
         path = tmp_path / str(before)
         for wrote in values_of(probed(ranks(before), subject, cases.written, setup, path=str(path), way=way)):
-            assert_same(wanted, as_tensors(wrote), f"on {before} ranks")
-        assert_reads(ranks(world_size), subject, setup, wanted, path, way, planner=LoadPlanner)
+            assert_same(expected, as_tensors(wrote), f"on {before} ranks")
+        assert_reads(ranks(world_size), subject, setup, expected, path, way, planner=LoadPlanner)
 
 
 def unsharded() -> dict[str, Any]:
@@ -139,11 +139,11 @@ def test_a_part_is_read(
     for one in map(as_tensors, values_of(seen)):
         for kind, after in one["after"].items():
             source = one["before"] if kind == "states" else one["written"]
-            wanted = {
+            expected = {
                 name: value if name.startswith("body.") else one["before"][kind][name]
                 for name, value in source[kind].items()
             }
-            assert_same(wanted, after, kind)
+            assert_same(expected, after, kind)
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.named")

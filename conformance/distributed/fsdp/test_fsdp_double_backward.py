@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.double_backward_cases import (
     penalized_unsharded,
 )
 from conformance.distributed.fsdp.judging import outcomes
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen, have_whole, raised
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import Seen, have_whole, raised
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
@@ -25,12 +25,12 @@ from conformance.ranks import RankPool
 Ranks = Callable[..., RankPool]
 
 
-def gave(seen: Seen, wanted: list[torch.Tensor]) -> bool:
+def gave(seen: Seen, expected: list[torch.Tensor]) -> bool:
     return all(
         outcome.raised is None
         and all(
-            ONE_STEP.excess(want, got.values) is None
-            for want, got in zip(wanted, _listed(outcome.value), strict=True)
+            ONE_STEP.excess(want, actual.values) is None
+            for want, actual in zip(expected, _listed(outcome.value), strict=True)
         )
         for outcome in seen
     )
@@ -47,7 +47,7 @@ def has_penalized(seen: Seen, freezes: bool, penalty: Penalty) -> bool:
     return have_whole(seen, penalized_unsharded(len(seen), freezes, penalty))
 
 
-@clause("distributed.fsdp.fsdp_lifted.gradient_penalty")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
 @pytest.mark.deviation("fsdp.gradient_penalty")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize(
@@ -86,30 +86,30 @@ def test_the_gradient_of_an_input_can_be_differentiated(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.gradient_penalty")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
 @pytest.mark.deviation("fsdp.gradient_penalty")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_a_leaf_that_gradients_begin_with_may_be_kept(
     deviation: DeviationJudge, ranks: Ranks, world_size: int, strategy: str
 ) -> None:
-    wanted = directional_derivatives(built(freezes=False), torch.ones(2, 3))
+    expected = directional_derivatives(built(freezes=False), torch.ones(2, 3))
     deviation.judge(
         lambda library: outcomes(
             ranks(world_size), library, "double_backward_cases:differentiated_along", strategy=strategy
         ),
-        we_do=lambda seen: gave(seen, wanted),
+        we_do=lambda seen: gave(seen, expected),
         may_agree=world_size == 1,
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.gradient_penalty")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
 def test_what_was_an_input_may_be_used_elsewhere_on_one_rank(
     subject: Library, ranks: Ranks, world_size: int
 ) -> None:
     with torch.no_grad():
-        wanted = built(freezes=False)(torch.linspace(-1, 1, 6).view(2, 3))
+        expected = built(freezes=False)(torch.linspace(-1, 1, 6).view(2, 3))
     seen = outcomes(ranks(world_size), subject, "double_backward_cases:input_used_elsewhere")
-    assert gave(seen, [wanted]), seen
+    assert gave(seen, [expected]), seen
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.gradients_of_gradients")

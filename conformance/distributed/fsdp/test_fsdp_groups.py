@@ -24,13 +24,13 @@ def assert_same(
     pool: RankPool, reference: Library, subject: Library, case: str, at: Path, **arguments: Any
 ) -> None:
     """Both libraries' ranks do it, which meet at files of their own."""
-    wanted, got = (
+    expected, actual = (
         outcomes(pool, library, f"group_cases:{case}", path=str(at / role), **arguments)
         for role, library in (("reference", reference), ("subject", subject))
     )
-    for outcome in wanted:
+    for outcome in expected:
         assert outcome.raised is None, outcome.raised
-    assert_ranks_agree(wanted, got)
+    assert_ranks_agree(expected, actual)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.process_groups_of_other_kinds")
@@ -48,7 +48,7 @@ def test_trains(
     assert_same(rank_pool, reference, subject, "train", tmp_path, **arguments)
 
 
-@clause("distributed.fsdp.fsdp_lifted.backend_as_group")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.backend_as_group")
 @pytest.mark.deviation("fsdp.backend_as_group")
 @pytest.mark.world_sizes(fewest=2)
 def test_a_backend_in_the_place_of_a_group(

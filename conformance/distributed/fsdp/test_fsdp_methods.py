@@ -37,11 +37,11 @@ def test_one_unit_is_the_root(subject: Library, reference: Library, rank_pool: R
 def test_a_wrapped_sequential_takes_indices(
     subject: Library, reference: Library, rank_pool: RankPool
 ) -> None:
-    wanted, got = (
+    expected, actual = (
         outcomes(rank_pool, library, "construct_cases:indexed") for library in (reference, subject)
     )
-    assert_ranks_agree(wanted, got)
-    assert got[0].value[:2] == ["Linear", "Tanh"]
+    assert_ranks_agree(expected, actual)
+    assert actual[0].value[:2] == ["Linear", "Tanh"]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.apply")

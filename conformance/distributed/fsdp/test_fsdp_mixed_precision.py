@@ -94,11 +94,11 @@ def test_trains_in_mixed_precision(
             mixed_precision=policy,
         ).filter(lambda drawn: not (drawn.mixes_frozen_with_trained or _shows_low_precision_twice(drawn)))
     )
-    wanted, got = (
+    expected, actual = (
         outcomes(rank_pool, library, "fsdp_cases:train", training=training)
         for library in (reference, subject)
     )
-    assert_ranks_agree(wanted, got, tolerance_of(policy))
+    assert_ranks_agree(expected, actual, tolerance_of(policy))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.explicit_full_precision")
@@ -108,10 +108,10 @@ def test_float32_asked_for_is_no_mixed_precision(
 ) -> None:
     policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
     setups = [Setup(strategy), Setup(strategy, mixed_precision=policy)]
-    wanted, got = (
+    expected, actual = (
         outcomes(rank_pool, subject, "fsdp_cases:train", training=Training(TREE, setup)) for setup in setups
     )
-    assert_ranks_agree(wanted, got)
+    assert_ranks_agree(expected, actual)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduce_dtype")

@@ -48,7 +48,7 @@ def test_each_unit_has_its_own_mixed_precision(
     use_orig_params: bool,
 ) -> None:
     nesting = Nesting(*POLICIES[policy], inner_strategy)
-    wanted, got = (
+    expected, actual = (
         outcomes(
             ranks(world_size),
             library,
@@ -59,8 +59,8 @@ def test_each_unit_has_its_own_mixed_precision(
         for library in (reference, subject)
     )
     both = tolerance_of(nesting.outer, nesting.inner)
-    assert_ranks_agree(wanted, got, both)
-    for unsharded, outcome in zip(trained_unsharded(nesting, world_size), got, strict=True):
+    assert_ranks_agree(expected, actual, both)
+    for unsharded, outcome in zip(trained_unsharded(nesting, world_size), actual, strict=True):
         assert outcome.raised is None, outcome.raised
         for what in ("outputs", "input_gradients"):
             assert_all_close(what, unsharded[what], outcome.value[what], both)
@@ -83,7 +83,7 @@ def test_modules_of_some_classes_are_left_in_full_precision(
     kind: str,
     use_orig_params: bool,
 ) -> None:
-    wanted, got = (
+    expected, actual = (
         outcomes(
             ranks(world_size),
             library,
@@ -93,6 +93,6 @@ def test_modules_of_some_classes_are_left_in_full_precision(
         )
         for library in (reference, subject)
     )
-    assert_ranks_agree(wanted, got, tolerance_of({"param_dtype": BRAIN}))
-    assert all(outcome.raised is None for outcome in got), got[0].raised
-    assert {weight for _, _, weight, _ in got[0].value["dtypes"]} == {FULL, BRAIN}
+    assert_ranks_agree(expected, actual, tolerance_of({"param_dtype": BRAIN}))
+    assert all(outcome.raised is None for outcome in actual), actual[0].raised
+    assert {weight for _, _, weight, _ in actual[0].value["dtypes"]} == {FULL, BRAIN}

@@ -140,14 +140,14 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
     kinds = [one for one in kinds_of(setup, way) if one in _OF_ZEROS]
     optimized = Optimized(data.draw(st.sampled_from(kinds)))
     asked = {"optimized": optimized, "way": way}
-    wanted = unwrapped(optimized, tree)["state"]
+    expected = unwrapped(optimized, tree)["state"]
     for rank, seen in enumerate(
         values_of(probed(ranks(world), subject, cases.there_and_back, setup, tree, **asked))
     ):
         if rank == 0 or not (way.rank0_only or way == _SCATTERED):
             if way.name in ("whole", "scattered", "FULL"):
-                assert_close_states(wanted, seen["saved"]["state"])
-            assert sorted(seen["saved"]["state"]) == sorted(wanted)
+                assert_close_states(expected, seen["saved"]["state"])
+            assert sorted(seen["saved"]["state"]) == sorted(expected)
         assert_same_states(seen["before"]["state"], seen["found"]["state"])
 
 
@@ -215,9 +215,9 @@ def test_either_library_loads_what_the_other_saved(
         for reader in (reference, subject)
         for writer in (reference, subject)
     ]
-    wanted = values_of(between[0])
+    expected = values_of(between[0])
     for seen in between[1:]:
-        for one, other in zip(wanted, values_of(seen), strict=True):
+        for one, other in zip(expected, values_of(seen), strict=True):
             assert_same_outcome(Outcome(one), Outcome(other))
 
 

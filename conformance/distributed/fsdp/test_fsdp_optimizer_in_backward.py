@@ -9,7 +9,7 @@ import pytest
 
 from conformance.distributed.fsdp.judging import assert_all_close, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.optimizer_in_backward_cases import trained_unsharded
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import Seen, raised
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
@@ -24,11 +24,11 @@ def seen_by(library: Library, pool: RankPool, *, accumulates: bool, **asked: Any
 
 
 def assert_trained(seen: Seen, accumulates: bool) -> None:
-    wanted = trained_unsharded(len(seen), accumulates)
+    expected = trained_unsharded(len(seen), accumulates)
     for outcome in seen:
         assert outcome.raised is None, outcome.raised
         assert outcome.value["left"] == 0
-        assert_all_close("whole_parameters", wanted, outcome.value["whole"], TRAINED)
+        assert_all_close("whole_parameters", expected, outcome.value["whole"], TRAINED)
 
 
 def has_trained(seen: Seen, accumulates: bool) -> bool:
@@ -59,14 +59,14 @@ def refusal(library: Library, pool: RankPool, strategy: str, is_late: bool) -> S
 def test_optimizers_are_refused_without_original_parameters(
     subject: Library, reference: Library, ranks: Ranks, world_size: int, strategy: str
 ) -> None:
-    wanted, got = (
+    expected, actual = (
         refusal(library, ranks(world_size), strategy, is_late=False) for library in (reference, subject)
     )
-    assert_ranks_agree(wanted, got)
-    assert raised(got, RuntimeError, "only supported with use_orig_params=True")
+    assert_ranks_agree(expected, actual)
+    assert raised(actual, RuntimeError, "only supported with use_orig_params=True")
 
 
-@clause("distributed.fsdp.fsdp_lifted.stepping_hooks")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.stepping_hooks")
 @pytest.mark.deviation("fsdp.stepping_hooks")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_optimizers_are_refused_without_original_parameters_at_any_time(
@@ -78,7 +78,7 @@ def test_optimizers_are_refused_without_original_parameters_at_any_time(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.stepping_hooks")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.stepping_hooks")
 @pytest.mark.deviation("fsdp.stepping_hooks")
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize(

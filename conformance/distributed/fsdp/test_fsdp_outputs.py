@@ -8,7 +8,7 @@ import pytest
 
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.output_cases import DOUBLED, KINDS
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import Seen, raised
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
@@ -58,7 +58,7 @@ def test_a_unit_returns_whatever_a_module_may(
     assert_trains_alike(rank_pool, reference, subject, strategy, False, kind, by=by)
 
 
-@clause("distributed.fsdp.fsdp_lifted.outputs_written_to")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.outputs_written_to")
 @pytest.mark.deviation("fsdp.outputs_written_to")
 @pytest.mark.parametrize("by", ["inner", "outermost"])
 def test_what_a_unit_returns_may_be_written_to(deviation: DeviationJudge, ranks: Ranks, by: str) -> None:
@@ -93,7 +93,7 @@ def assert_trains_alike(
     uses: str,
     **more: str,
 ) -> None:
-    wanted, got = (
+    expected, actual = (
         outcomes(
             pool,
             library,
@@ -106,11 +106,11 @@ def assert_trains_alike(
         )
         for library in (reference, subject)
     )
-    assert_ranks_agree(wanted, got)
-    assert all(outcome.raised is None for outcome in got), got[0].raised
+    assert_ranks_agree(expected, actual)
+    assert all(outcome.raised is None for outcome in actual), actual[0].raised
 
 
-@clause("distributed.fsdp.fsdp_lifted.no_outputs")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.no_outputs")
 @pytest.mark.deviation("fsdp.no_outputs")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_unit_that_no_gradient_reaches_gets_none(

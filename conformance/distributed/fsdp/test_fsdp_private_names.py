@@ -30,7 +30,7 @@ TOLERANCE = Tolerance(8, "three steps of Adam with bfloat16 gradients, each a su
 def test_name_that_others_read_says_what_torchs_says(
     subject: Library, reference: Library, rank_pool: RankPool, row: CompatName, use_orig_params: bool
 ) -> None:
-    wanted, got = (
+    expected, actual = (
         outcomes(
             rank_pool,
             library,
@@ -41,8 +41,8 @@ def test_name_that_others_read_says_what_torchs_says(
         )
         for library in (reference, subject)
     )
-    assert_ranks_agree(wanted, got)
-    assert got[0].raised is None, f"{row.owner}.{row.name} is used by {row.used_by}: {got[0].raised}"
+    assert_ranks_agree(expected, actual)
+    assert actual[0].raised is None, f"{row.owner}.{row.name} is used by {row.used_by}: {actual[0].raised}"
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.upcast")
@@ -67,8 +67,8 @@ def test_a_model_in_low_precision_may_be_trained_in_full_precision(
         "mixed_precision": mixed_precision,
         "frozen": frozen,
     }
-    wanted, got = (
+    expected, actual = (
         outcomes(rank_pool, library, "private_name_cases:upcast", **case) for library in (reference, subject)
     )
-    assert_ranks_agree(wanted, got, TOLERANCE)
-    assert all(outcome.raised is None for outcome in got), got[0].raised
+    assert_ranks_agree(expected, actual, TOLERANCE)
+    assert all(outcome.raised is None for outcome in actual), actual[0].raised

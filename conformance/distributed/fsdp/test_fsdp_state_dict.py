@@ -139,11 +139,11 @@ def test_each_loads_what_the_other_saved(
         for outcome in seen:
             assert outcome.raised is None, f"{saver.spec} to {loader.spec}: {outcome.raised}"
             assert outcome.value["keys"] == "<All keys matched successfully>"
-            assert outcome.value["buffers"].keys() == outcome.value["wanted buffers"].keys()
+            assert outcome.value["buffers"].keys() == outcome.value["expected buffers"].keys()
             loaded = outcome.value["whole"] | outcome.value["buffers"]
-            for name, wanted in (outcome.value["wanted"] | outcome.value["wanted buffers"]).items():
+            for name, expected in (outcome.value["expected"] | outcome.value["expected buffers"]).items():
                 if options["at"] == "root" or name.startswith("body"):
-                    assert torch.equal(loaded[name].values, wanted.values), name
+                    assert torch.equal(loaded[name].values, expected.values), name
 
 
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
@@ -199,8 +199,8 @@ def test_what_other_numbers_of_ranks_saved(
         assert outcome.raised is None, outcome.raised
     for outcome in probed(ranks(sizes[1]), subject, state_dict_cases.read, setup, path=path, form=form):
         assert outcome.raised is None, outcome.raised
-        for name, wanted in TREE.build().named_parameters():
-            assert torch.equal(outcome.value[name].values, wanted.detach()), name
+        for name, expected in TREE.build().named_parameters():
+            assert torch.equal(outcome.value[name].values, expected.detach()), name
 
 
 @clause("distributed.fsdp.fsdp_state_dict.settings")
@@ -271,8 +271,8 @@ def test_what_raises(
 ) -> None:
     """On every rank; what torch leaves behind is another matter."""
     asks, everywhere = state_dict_cases.failed, range(rank_pool.world_size)
-    wanted, got = (
+    expected, actual = (
         probed(rank_pool, library, asks, Setup(wrap="leaves"), form=Form(kind), fault=fault, on=everywhere)
         for library in (reference, subject)
     )
-    assert [one.value["error"] for one in got] == [one.value["error"] for one in wanted]
+    assert [one.value["error"] for one in actual] == [one.value["error"] for one in expected]

@@ -58,11 +58,11 @@ def test_a_whole_dict_on_the_cpu(
     """Has what torch's has that was not to be brought there."""
     setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
     config = {"rank0_only": rank0_only}
-    wanted, got = (
+    expected, actual = (
         probed(ranks(world_size), library, state_dict_cases.saved, setup, form=Form("FULL", flags))
         for library, flags in ((reference, config), (subject, config | _TO_CPU))
     )
-    assert_ranks_agree(list(map(what_is_in_it, wanted)), list(map(what_is_in_it, got)), EXACT)
+    assert_ranks_agree(list(map(what_is_in_it, expected)), list(map(what_is_in_it, actual)), EXACT)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.held_once")
@@ -85,21 +85,21 @@ def test_states_of_parameters_that_are_offloaded(
     """The model's has what torch's has of parameters that are not, and loads; so has the optimizer's."""
     plain, form = Setup(strategy, wrap="leaves"), Form(kind)
     asked = ((reference, plain), (subject, replace(plain, offload_params=True)))
-    wanted, got = (
+    expected, actual = (
         probed(ranks(world_size), library, state_dict_cases.saved, setup, form=form)
         for library, setup in asked
     )
-    assert_ranks_agree(list(map(what_is_in_it, wanted)), list(map(what_is_in_it, got)), EXACT)
+    assert_ranks_agree(list(map(what_is_in_it, expected)), list(map(what_is_in_it, actual)), EXACT)
 
     for outcome in probed(
         ranks(world_size), subject, state_dict_cases.exchanged, asked[1][1], source=subject.spec, form=form
     ):
         assert outcome.raised is None, outcome.raised
-        for name, value in outcome.value["wanted"].items():
+        for name, value in outcome.value["expected"].items():
             assert torch.equal(outcome.value["whole"][name].values, value.values), name
 
     way = Way(kind, offloads=kind != "FULL")
-    wanted, got = (
+    expected, actual = (
         probed(
             ranks(world_size),
             library,
@@ -110,4 +110,4 @@ def test_states_of_parameters_that_are_offloaded(
         )
         for library, setup in asked
     )
-    assert_ranks_agree(wanted, got, EXACT)
+    assert_ranks_agree(expected, actual, EXACT)

@@ -21,7 +21,7 @@ from conformance.distributed.fsdp.judging import (
 )
 from conformance.distributed.fsdp.method_cases import SIMPLE, TREE
 from conformance.distributed.fsdp.module_trees import call, out_of_form
-from conformance.distributed.fsdp.test_fsdp_lifted import raised
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import raised
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge, StaleRow
 from conformance.judge.library import Library
@@ -124,12 +124,12 @@ def test_a_forward_inside(
     setup = Setup(strategy, wrap="leaves", arguments=ORIGINALS)
     asked = {"options": {"recurse": recurse, "writeback": False}, "by": by}
     asked["backward"] = backward if by == "unit" else ""
-    wanted, got = (
+    expected, actual = (
         probed(rank_pool, library, summon_cases.computes, setup, tree=SIMPLE, **asked)
         for library in (reference, subject)
     )
-    assert_ranks_agree(*map(_without_shapes, (wanted, got)), ONE_STEP)
-    assert got[0].raised is None, got[0].raised
+    assert_ranks_agree(*map(_without_shapes, (expected, actual)), ONE_STEP)
+    assert actual[0].raised is None, actual[0].raised
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.computes")
@@ -155,7 +155,7 @@ def _without_shapes(seen: list[Outcome]) -> list[Outcome]:
     ]
 
 
-@clause("distributed.fsdp.fsdp_lifted.computes_while_summoned")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.computes_while_summoned")
 @pytest.mark.deviation("fsdp.computes_while_summoned")
 @pytest.mark.parametrize("backward", ["", "inside", "after"])
 @pytest.mark.parametrize("writeback", [True, False])
@@ -194,11 +194,11 @@ def test_a_forward_inside_leaves_whole_what_is_shown(
     )
 
 
-def _is_close(wanted: Any, got: torch.Tensor) -> bool:
-    return ONE_STEP.excess(out_of_form(wanted).detach(), got) is None
+def _is_close(expected: Any, actual: torch.Tensor) -> bool:
+    return ONE_STEP.excess(out_of_form(expected).detach(), actual) is None
 
 
-@clause("distributed.fsdp.fsdp_lifted.computes_while_summoned")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.computes_while_summoned")
 @pytest.mark.deviation("fsdp.computes_while_summoned")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -222,7 +222,7 @@ def test_a_forward_inside_has_mixed_precision(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.backward_beside_whole_gradients")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.backward_beside_whole_gradients")
 @pytest.mark.deviation("fsdp.backward_beside_whole_gradients")
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("setup", leaf_by_leaf[:2], ids=STRATEGIES[:2])
@@ -292,11 +292,11 @@ def test_offloads_what_it_gathers(
     """Beside the warning that it costs memory, as without the option."""
     setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
     options = {"writeback": False, "rank0_only": rank0_only}
-    wanted = probed(rank_pool, reference, summon_cases.whole, setup, options=options)
-    got = probed(rank_pool, subject, summon_cases.whole, setup, options=options | {"offload_to_cpu": True})
-    for outcome in got:
+    expected = probed(rank_pool, reference, summon_cases.whole, setup, options=options)
+    actual = probed(rank_pool, subject, summon_cases.whole, setup, options=options | {"offload_to_cpu": True})
+    for outcome in actual:
         assert any("may result in" in text for _, text in outcome.warned) is not rank0_only, outcome.warned
-    assert_ranks_agree(wanted, [_without_warnings(outcome) for outcome in got])
+    assert_ranks_agree(expected, [_without_warnings(outcome) for outcome in actual])
 
 
 def _without_warnings(outcome: Any) -> Any:

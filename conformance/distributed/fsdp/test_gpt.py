@@ -35,8 +35,8 @@ def test_gpt_learns_as_in_one_process(
     subject: Library, ranks: Callable[..., RankPool], strategy: str, use_orig_params: bool
 ) -> None:
     subject.find("distributed.fsdp.FullyShardedDataParallel")
-    wanted = train_whole(STEPS)
-    assert wanted[-1] < wanted[0] - 1, "the model learns, or its curve would tell nothing"
+    expected = train_whole(STEPS)
+    assert expected[-1] < expected[0] - 1, "the model learns, or its curve would tell nothing"
     seen = ranks(PARTS).run(
         f"{_CASES}:train_sharded",
         library=subject.spec,
@@ -46,7 +46,7 @@ def test_gpt_learns_as_in_one_process(
         deadline_s=120,
     )
     for curve in seen:
-        assert_same_curve(wanted, curve)
+        assert_same_curve(expected, curve)
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.resumes")
@@ -64,13 +64,15 @@ def test_gpt_goes_on_with_another_number_of_ranks(
     before, after = worlds
     given: dict[str, Any] = {"library": subject.spec, "use_orig_params": use_orig_params, "deadline_s": 120}
     subject.find("distributed.fsdp.FullyShardedDataParallel")
-    wanted = train_whole(STEPS)
+    expected = train_whole(STEPS)
     first, *_ = ranks(before).run(f"{_CASES}:begin", steps=STEPS // 2, folder=str(tmp_path), **given)
     for then in ranks(after).run(f"{_CASES}:go_on", steps=(STEPS // 2, STEPS), folder=str(tmp_path), **given):
-        assert_same_curve(wanted, [*first, *then])
+        assert_same_curve(expected, [*first, *then])
 
 
-def assert_same_curve(wanted: list[float], got: list[float]) -> None:
-    assert len(wanted) == len(got)
-    apart = [step for step in range(STEPS) if not math.isclose(got[step], wanted[step], rel_tol=SAME_CURVE)]
-    assert not apart, f"steps {apart}: got {got}, wanted {wanted}"
+def assert_same_curve(expected: list[float], actual: list[float]) -> None:
+    assert len(expected) == len(actual)
+    apart = [
+        step for step in range(STEPS) if not math.isclose(actual[step], expected[step], rel_tol=SAME_CURVE)
+    ]
+    assert not apart, f"steps {apart}: got {actual}, expected {expected}"

@@ -99,8 +99,8 @@ def test_each_optimizer_by_its_own_gradients(
     calls: list[Call] = []
     for _ in range(3):
         for which in range(3):
-            fates = tuple(data.draw(st.sampled_from([None, None, *BAD])) for _ in range(world_size))
-            calls += [Call("zero_grad", which), Call("backward", which, fates)]
+            grad_outcomes = tuple(data.draw(st.sampled_from([None, None, *BAD])) for _ in range(world_size))
+            calls += [Call("zero_grad", which), Call("backward", which, grad_outcomes)]
         for which in range(3):
             calls += [Call("unscale_", which)] if data.draw(st.booleans()) else []
         calls += [*(Call("step", which) for which in range(3)), Call("update")]
@@ -132,8 +132,8 @@ def test_gradients_that_are_edited_after_unscaling(
 def test_accumulation(subject: Library, reference: Library, rank_pool: RankPool, unscale: bool) -> None:
     """An inf in the first of three backwards counts at the step after the third."""
     calls: tuple[Call, ...] = ()
-    for fates in (None, one_bad(0, rank_pool.world_size), None):
-        accumulated = (Call("backward", given=fates), Call("backward"), Call("backward"))
+    for grad_outcomes in (None, one_bad(0, rank_pool.world_size), None):
+        accumulated = (Call("backward", given=grad_outcomes), Call("backward"), Call("backward"))
         first, _, *rest = iteration(unscale=unscale)
         calls += (first, *accumulated, *rest)
     plan = Plan(parts(rank_pool.world_size), calls, ("momentum",), options=EIGHT)
@@ -176,8 +176,8 @@ def test_fused_optimizers_after_unscaling(
 ) -> None:
     world_size = rank_pool.world_size
     calls: tuple[Call, ...] = ()
-    for fates in (None, one_bad(world_size - 1, world_size), None):
-        calls += iteration(fates, unscale=True)
+    for grad_outcomes in (None, one_bad(world_size - 1, world_size), None):
+        calls += iteration(grad_outcomes, unscale=True)
     plan = Plan(parts(world_size), calls, (optimizer,), options=EIGHT)
     judge_shapes(deviation, rank_pool, plan, [[True, False, True]] * world_size, 4.0)
 
@@ -189,8 +189,8 @@ def test_a_fused_optimizer_beside_a_plain_one(deviation: DeviationJudge, rank_po
     calls: tuple[Call, ...] = ()
     for bad in (None, 0, 1, None):
         for which in range(2):
-            fates = one_bad(world_size - 1, world_size) if bad == which else None
-            calls += iteration(fates, which=which)[:-1]
+            grad_outcomes = one_bad(world_size - 1, world_size) if bad == which else None
+            calls += iteration(grad_outcomes, which=which)[:-1]
         calls += (Call("update"),)
     plan = Plan(parts(world_size, optimizers=2), calls, ("fused adam", "adam"), options=EIGHT)
     of_both = [True, True, False, True, True, False, True, True]
@@ -198,9 +198,9 @@ def test_a_fused_optimizer_beside_a_plain_one(deviation: DeviationJudge, rank_po
 
 
 def judge_shapes(
-    deviation: DeviationJudge, pool: RankPool, plan: Plan, wanted: list[list[bool]], scale: float
+    deviation: DeviationJudge, pool: RankPool, plan: Plan, expected: list[list[bool]], scale: float
 ) -> None:
-    """Each step is taken or skipped as `wanted`, and nothing raises; or broadcasting fails, as with torch."""
+    """Each step is taken or skipped as `expected`, and nothing raises; or broadcasting fails, as with torch."""
 
     def probe(library: Library) -> Any:
         seen = outcomes(pool, library, plan)
@@ -210,7 +210,7 @@ def judge_shapes(
     deviation.judge(
         probe,
         torch_does=lambda seen: any("doesn't match the broadcast shape [1]" in text for text in seen[0]),
-        we_do=lambda seen: seen == (set(), wanted, [scale] * pool.world_size),
+        we_do=lambda seen: seen == (set(), expected, [scale] * pool.world_size),
     )
 
 
@@ -294,9 +294,9 @@ def test_a_check_is_one_all_reduce(
         for rank, (first, second) in enumerate(both)
     )
     calls: tuple[Call, ...] = ()
-    for fates in (None, one_bad(0, more_ranks), None):
+    for grad_outcomes in (None, one_bad(0, more_ranks), None):
         for which in range(2):
-            calls += (Call("zero_grad", which), Call("backward", which, fates))
+            calls += (Call("zero_grad", which), Call("backward", which, grad_outcomes))
             calls += (Call("unscale_", which), Call("step", which)) if unscale else (Call("step", which),)
         calls += (Call("update"), Call("resume"))
     plan = Plan(mixed, (*calls, Call("update", given=4.0)), (optimizer, "sgd"))
@@ -315,8 +315,8 @@ def test_groups_decide_for_themselves(
 ) -> None:
     """Four ranks in two groups: an inf on rank 3 stops the second group, one on rank 0 the first."""
     calls: tuple[Call, ...] = ()
-    for fates in (None, one_bad(3, 4), None, one_bad(0, 4), one_bad(0, 4)):
-        calls += iteration(fates, unscale=unscale)
+    for grad_outcomes in (None, one_bad(3, 4), None, one_bad(0, 4), one_bad(0, 4)):
+        calls += iteration(grad_outcomes, unscale=unscale)
     plan = Plan(parts(4), calls, (optimizer,), options=EIGHT, groups=2)
     seen = assert_same_on_every_rank(ranks(4), reference, subject, plan)
     first, second = [True, True, True, False, False], [True, False, True, True, True]
@@ -373,9 +373,9 @@ def test_answers(
 def test_an_optimizer_that_takes_the_scaler(
     subject: Library, reference: Library, rank_pool: RankPool
 ) -> None:
-    told = [on_ranks(rank_pool, library, "older_protocol") for library in (reference, subject)]
-    for (wanted, is_given), (got, is_given_ours) in zip(*told, strict=True):
-        assert_same_outcome(wanted, got)
+    reported = [on_ranks(rank_pool, library, "older_protocol") for library in (reference, subject)]
+    for (expected, is_given), (actual, is_given_ours) in zip(*reported, strict=True):
+        assert_same_outcome(expected, actual)
         assert is_given
         assert is_given_ours
 
@@ -387,21 +387,21 @@ def test_torchs_fsdp_trains_under_it(
 ) -> None:
     """Ranks see data of their own, and one of them an inf."""
     world_size = rank_pool.world_size
-    fates = ((None,) * world_size, one_bad(world_size - 1, world_size), *[(None,) * world_size] * 3)
-    told = [
+    grad_outcomes = ((None,) * world_size, one_bad(world_size - 1, world_size), *[(None,) * world_size] * 3)
+    reported = [
         on_ranks(
             rank_pool,
             library,
             "train",
             low_precision=low_precision,
-            fates=fates,
+            grad_outcomes=grad_outcomes,
             init_scale=1024.0,
             growth_interval=2,
         )
         for library in (reference, subject)
     ]
-    for wanted, got in zip(*told, strict=True):
-        for one, other in zip(wanted, got, strict=True):
+    for expected, actual in zip(*reported, strict=True):
+        for one, other in zip(expected, actual, strict=True):
             assert_same_outcome(one, other)
-    final = got[-1].value[1]
+    final = actual[-1].value[1]
     assert (final["scale"], final["_growth_tracker"]) == (1024.0, 1)

@@ -37,7 +37,7 @@ FAILURES: dict[str, tuple[tuple[Call, ...], str]] = {
 }
 
 
-@clause("distributed.fsdp.sharded_grad_scaler.errors.told_to_peers")
+@clause("distributed.fsdp.sharded_grad_scaler.errors.reported_to_peers")
 @pytest.mark.deviation("sharded_grad_scaler.failed_checks_are_told")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.parametrize("failure", FAILURES)
@@ -61,18 +61,18 @@ def test_one_rank_fails(
         after = outcomes(ranks(2), library, going_on)
         return errors, [rank[-2].raised for rank in after], scales(after)
 
-    def is_told(seen: Any) -> bool:
+    def is_reported(seen: Any) -> bool:
         if isinstance(seen, str):
             return False
-        [[own], [told]], late, scale = seen
-        return why in own and "another rank" in told and late == [None, None] and scale == [8.0, 8.0]
+        [[own], [reported]], late, scale = seen
+        return why in own and "another rank" in reported and late == [None, None] and scale == [8.0, 8.0]
 
     # torch does not reduce the check in step of an optimizer that skips for itself.
     torchs = "the peer has stepped" if optimizer == "aware" and Call("unscale_") not in calls else PEERS_WAIT
-    deviation.judge(probe, torch_does=lambda seen: seen == torchs, we_do=is_told)
+    deviation.judge(probe, torch_does=lambda seen: seen == torchs, we_do=is_reported)
 
 
-@clause("distributed.fsdp.sharded_grad_scaler.errors.told_to_peers")
+@clause("distributed.fsdp.sharded_grad_scaler.errors.reported_to_peers")
 def test_all_ranks_fail_alike(subject: Library, reference: Library, rank_pool: RankPool) -> None:
     """Calls that all ranks are refused change nothing, and the next ones are as if they had not been."""
     calls = (

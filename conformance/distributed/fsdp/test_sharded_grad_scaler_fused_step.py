@@ -28,8 +28,8 @@ def on_ranks(pool: RankPool, library: Library, case: str, scaler: str, **argumen
     return pool.run(f"{CASES}:{case}", library=library.spec, scaler=scaler, **arguments)
 
 
-def assert_close(wanted: Any, got: Any, what: str) -> None:
-    assert (excess := TRAINED.excess(wanted, got)) is None, f"{what}: {excess}"
+def assert_close(expected: Any, actual: Any, what: str) -> None:
+    assert (excess := TRAINED.excess(expected, actual)) is None, f"{what}: {excess}"
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.as_unsharded")
@@ -54,18 +54,20 @@ def test_each_rank_in_turn_finds_inf(
     kind: str,
 ) -> None:
     """One norm, one decision, one scale: those of the model that is not sharded."""
-    fates = (None, *range(some_ranks), None)
+    grad_outcomes = (None, *range(some_ranks), None)
     norm_type = 1.0 if kind == "nesterov" else 2.0
-    wanted = fused_step_cases.unsharded(kind, fates, norm_type, some_ranks)
+    expected = fused_step_cases.unsharded(kind, grad_outcomes, norm_type, some_ranks)
 
     def we_do(seen: Any) -> bool:
         if seen is LACKING:
             return False
         for rank, iterations in enumerate(seen):
-            for fate, (norm, scale, whole), mine in zip(fates, wanted, iterations, strict=True):
-                what = f"on rank {rank}, inf on {fate}"
+            for grad_outcome, (norm, scale, whole), mine in zip(
+                grad_outcomes, expected, iterations, strict=True
+            ):
+                what = f"on rank {rank}, inf on {grad_outcome}"
                 assert mine[1] == scale, what
-                if fate is None:
+                if grad_outcome is None:
                     assert_close(norm, mine[0].to(norm.dtype), f"the norm {what}")
                 for one, other in zip(whole, mine[2], strict=True):
                     assert_close(one, other, f"parameters {what}")
@@ -79,7 +81,7 @@ def test_each_rank_in_turn_finds_inf(
             scaler,
             sharding=sharding,
             kind=kind,
-            fates=fates,
+            grad_outcomes=grad_outcomes,
             norm_type=norm_type,
         ),
         torch_does=lambda seen: seen is LACKING,
@@ -87,7 +89,7 @@ def test_each_rank_in_turn_finds_inf(
     )
 
 
-@clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_told")
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
 @ROW
 @pytest.mark.parametrize(
     ("failure", "why"),
@@ -102,9 +104,9 @@ def test_one_rank_fails(
     def we_do(seen: Any) -> bool:
         if seen is LACKING:
             return False
-        (own, *told), later, kept = zip(*seen, strict=True)
+        (own, *reported), later, kept = zip(*seen, strict=True)
         assert why in str(own.raised)
-        assert all("another rank" in str(outcome.raised) for outcome in told)
+        assert all("another rank" in str(outcome.raised) for outcome in reported)
         assert [*kept] == [[1.0] * 4] * world_size
         assert [outcome.raised for outcome in later] == [None] * world_size
         return True
@@ -116,7 +118,7 @@ def test_one_rank_fails(
     )
 
 
-@clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_told")
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
 @ROW
 def test_what_is_no_optimizer(
     deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int

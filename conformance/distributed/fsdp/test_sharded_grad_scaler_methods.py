@@ -23,7 +23,7 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome, observe
 from conformance.ranks import RankPool
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import Rig, entries
+from conformance.strategies.scaling import Harness, entries
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 
 LOW = [torch.float16, torch.bfloat16]
@@ -46,8 +46,8 @@ def test_arguments_take_effect(
     subject: Library, reference: Library, rank_pool: RankPool, options: dict[str, Any]
 ) -> None:
     calls: tuple[Call, ...] = ()
-    for fate in (None, None, math.inf, None):
-        calls += iteration(one_bad(0, rank_pool.world_size, fate) if fate else None)
+    for grad_outcome in (None, None, math.inf, None):
+        calls += iteration(one_bad(0, rank_pool.world_size, grad_outcome) if grad_outcome else None)
     plan = Plan(parts(rank_pool.world_size), calls, options=options)
     assert_same_on_every_rank(rank_pool, reference, subject, plan)
 
@@ -106,8 +106,12 @@ def test_device_and_the_warning_without_cuda(
 @clause("distributed.fsdp.sharded_grad_scaler.enabled.off")
 @pytest.mark.parametrize("optimizer", ["recording", "aware"])
 def test_switched_off(subject: Library, reference: Library, rank_pool: RankPool, optimizer: str) -> None:
-    fates = (math.inf,) * rank_pool.world_size
-    calls = (Call("scale", given=torch.ones(2)), *iteration(fates, unscale=True), Call("update", given=3.0))
+    grad_outcomes = (math.inf,) * rank_pool.world_size
+    calls = (
+        Call("scale", given=torch.ones(2)),
+        *iteration(grad_outcomes, unscale=True),
+        Call("update", given=3.0),
+    )
     plan = Plan(parts(rank_pool.world_size), calls, (optimizer,), options={"enabled": False})
     assert_same_on_every_rank(rank_pool, reference, subject, plan)
     assert issued(rank_pool) == [[]] * rank_pool.world_size
@@ -213,8 +217,8 @@ def test_unscale_divides(
     """Also where a peer has inf, and not the gradients of another optimizer."""
     world_size = rank_pool.world_size
     calls: tuple[Call, ...] = ()
-    for fates in (None, one_bad(world_size - 1, world_size, math.nan)):
-        calls += (Call("backward", 0, fates), Call("backward", 1), Call("unscale_", 0))
+    for grad_outcomes in (None, one_bad(world_size - 1, world_size, math.nan)):
+        calls += (Call("backward", 0, grad_outcomes), Call("backward", 1), Call("unscale_", 0))
         calls += (Call("zero_grad", 1), Call("update"), Call("zero_grad"))
     plan = Plan(
         parts(world_size, optimizers=2, dtype=dtype), calls, ("sgd", "sgd"), options={"init_scale": scale}
@@ -304,15 +308,15 @@ def test_a_factor_that_float32_does_not_hold(
     deviation: DeviationJudge, rank_pool: RankPool, device: str, factor: float
 ) -> None:
     """Rounded once, with the product; torch rounds the factor and then the product."""
-    fates = (math.inf,) * rank_pool.world_size
+    grad_outcomes = (math.inf,) * rank_pool.world_size
     options = {"init_scale": 65521.0, "backoff_factor": factor}
-    plan = Plan(parts(rank_pool.world_size), iteration(fates) * 3, options=options)
+    plan = Plan(parts(rank_pool.world_size), iteration(grad_outcomes) * 3, options=options)
 
     def of_a_grad_scaler(library: Library) -> float:
-        rig = Rig(library, device, **options)
+        harness = Harness(library, device, **options)
         for _ in range(3):
-            list(rig.iteration(math.inf))
-        return rig.scaler.get_scale()
+            list(harness.iteration(math.inf))
+        return harness.scaler.get_scale()
 
     def probe(library: Library) -> tuple[set[float], set[float]]:
         return {*scales(outcomes(rank_pool, library, plan))}, {of_a_grad_scaler(library)}

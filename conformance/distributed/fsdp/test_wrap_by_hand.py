@@ -18,7 +18,7 @@ def _made(module: nn.Module, **kwargs: Any) -> Any:
     return ("made by a function", type(module).__name__, kwargs)
 
 
-def _told(wrapped: Any) -> Any:
+def _reported(wrapped: Any) -> Any:
     """What came back from `wrap`, in plain words."""
     if isinstance(wrapped, Wrapper):
         return ("Wrapper", type(wrapped.module).__name__, wrapped.kwargs)
@@ -44,7 +44,7 @@ def test_wraps(
                 first = wrap.wrap(nn.ReLU(), **overrides)
                 nested = wrap.wrap(first, a="outer") if wrapper is Wrapper else None
                 # Overrides hold for one module alone.
-                return entered, _told(first), _told(nested), _told(wrap.wrap(nn.Linear(2, 2)))
+                return entered, _reported(first), _reported(nested), _reported(wrap.wrap(nn.Linear(2, 2)))
 
         return observe(run)
 
@@ -73,14 +73,14 @@ def test_ends(subject: Library, reference: Library, error: type[BaseException] |
             raised = None
             try:
                 with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
-                    inside = _told(wrap.wrap(nn.ReLU()))
+                    inside = _reported(wrap.wrap(nn.ReLU()))
                     if error is not None:
                         raise error("inside")
             except BaseException as found:
                 raised = type(found).__name__
-            after = _told(wrap.wrap(nn.ReLU(), b=2))
+            after = _reported(wrap.wrap(nn.ReLU(), b=2))
             with wrap.enable_wrap(wrapper_cls=_made, b=2):
-                return raised, inside, after, _told(wrap.wrap(nn.ReLU()))
+                return raised, inside, after, _reported(wrap.wrap(nn.ReLU()))
 
         return observe(run)
 
@@ -98,7 +98,7 @@ def test_a_wrapper_that_raises(subject: Library, reference: Library) -> None:
         def run() -> Any:
             with pytest.raises(ValueError, match="not this one"), wrap.enable_wrap(wrapper_cls=refuse):
                 wrap.wrap(nn.ReLU())
-            return _told(wrap.wrap(nn.ReLU()))
+            return _reported(wrap.wrap(nn.ReLU()))
 
         return observe(run)
 
@@ -114,7 +114,7 @@ def test_as_a_decorator(subject: Library, reference: Library) -> None:
         def build() -> nn.Module:
             return wrap.wrap(nn.ReLU())
 
-        return observe(lambda: (_told(build()), _told(wrap.wrap(nn.ReLU())), _told(build())))
+        return observe(lambda: (_reported(build()), _reported(wrap.wrap(nn.ReLU())), _reported(build())))
 
     assert_same_outcome(outcome(reference), outcome(subject))
 
@@ -131,8 +131,8 @@ def test_not_nested(subject: Library, reference: Library) -> None:
         def run() -> Any:
             with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
                 refused = observe(inner).raised
-                still = _told(wrap.wrap(nn.ReLU()))
-            return refused, still, _told(wrap.wrap(nn.ReLU()))
+                still = _reported(wrap.wrap(nn.ReLU()))
+            return refused, still, _reported(wrap.wrap(nn.ReLU()))
 
         return observe(run)
 
@@ -146,7 +146,7 @@ def test_in_every_thread(subject: Library, reference: Library) -> None:
 
         def run() -> Any:
             with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
-                thread = threading.Thread(target=lambda: found.append(_told(wrap.wrap(nn.ReLU()))))
+                thread = threading.Thread(target=lambda: found.append(_reported(wrap.wrap(nn.ReLU()))))
                 thread.start()
                 thread.join()
             return found
@@ -175,9 +175,9 @@ def test_bad_wrappers(subject: Library, reference: Library, call: str) -> None:
 
         def run() -> Any:
             with wrap.enable_wrap(*args, **kwargs):
-                return _told(wrap.wrap(nn.ReLU()))
+                return _reported(wrap.wrap(nn.ReLU()))
 
-        return observe(lambda: (observe(run).raised, _told(wrap.wrap(nn.ReLU()))))
+        return observe(lambda: (observe(run).raised, _reported(wrap.wrap(nn.ReLU()))))
 
     assert_same_outcome(outcome(reference), outcome(subject))
 

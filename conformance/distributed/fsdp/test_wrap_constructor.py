@@ -43,8 +43,8 @@ def units(library: Library, model: nn.Module) -> list[tuple[str, Any]]:
     for name, module in model.named_modules(remove_duplicate=False):
         plain = ".".join(part for part in name.split(".") if part != _WRAPPED)
         is_unit = isinstance(module, wrapper)
-        told = (module.mixed_precision, module.forward_prefetch) if is_unit else type(module).__name__
-        found.append((plain, told))
+        reported = (module.mixed_precision, module.forward_prefetch) if is_unit else type(module).__name__
+        found.append((plain, reported))
     return found
 
 

@@ -55,5 +55,5 @@ def forget_stage(scaler: Any, optimizer: Any) -> None:
 
 
 def unscales_by_itself(optimizer: Any) -> bool:
-    """By what is laid on it, not by an argument of its step."""
+    """By what is attached to it, not by an argument of its step."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not hasattr(optimizer, "scalers")

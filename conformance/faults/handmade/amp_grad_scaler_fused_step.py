@@ -283,6 +283,6 @@ broken_on_ranks("norm_of_own_parts", "each rank clips by the norm of its parts",
 )
 
 
-broken_on_ranks("failures_not_told", "ranks whose peer has failed skip, and are not told")(
+broken_on_ranks("failures_not_reported", "ranks whose peer has failed skip, and are not told")(
     gathering(_at_most_found)
 )

@@ -1,4 +1,4 @@
-"""Faults in torch.amp.GradScaler: the step, what is laid on optimizers that unscale by themselves, stages."""
+"""Faults in torch.amp.GradScaler: the step, what is attached to optimizers that unscale by themselves, stages."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def laying(change: Callable[[Any, Any, bool], None]) -> Substitute:
         if not self.is_enabled() or not unscales_by_itself(optimizer):
             return original(self, optimizer, *args, **kwargs)
         unscaled = self._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED"
-        with changing_before_step(optimizer, lambda laid: change(self, laid, unscaled)):
+        with changing_before_step(optimizer, lambda attached: change(self, attached, unscaled)):
             return original(self, optimizer, *args, **kwargs)
 
     return fault
@@ -115,18 +115,18 @@ def no_verdict_after_unscaling(scaler: Any, optimizer: Any, unscaled: bool) -> N
         optimizer.found_inf = torch.zeros_like(torch.as_tensor(optimizer.found_inf, dtype=torch.float32))
 
 
-@broken("scale_never_laid", "step", "an optimizer that unscales by itself never gets the scale")
+@broken("scale_never_attached", "step", "an optimizer that unscales by itself never gets the scale")
 @laying
-def scale_never_laid(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+def scale_never_attached(scaler: Any, optimizer: Any, unscaled: bool) -> None:
     optimizer.grad_scale = None
 
 
-@broken("laid_and_left", "step", "grad_scale and found_inf stay on the optimizer")
-def laid_and_left(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+@broken("attached_and_left", "step", "grad_scale and found_inf stay on the optimizer")
+def attached_and_left(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     seen: dict[str, Any] = {}
 
-    def keep(laid: Any) -> None:
-        seen.update(grad_scale=laid.grad_scale, found_inf=laid.found_inf)
+    def keep(attached: Any) -> None:
+        seen.update(grad_scale=attached.grad_scale, found_inf=attached.found_inf)
 
     if not unscales_by_itself(optimizer):
         return original(self, optimizer, *args, **kwargs)
@@ -216,15 +216,17 @@ def aware_optimizer_skipped(original: Any, self: Any, optimizer: Any, *args: Any
     return original(self, optimizer, *args, **kwargs)
 
 
-@broken("verdict_laid_as_number", "step", "found_inf is laid on the optimizer as a Python number")
+@broken("check_attached_as_number", "step", "found_inf is attached to the optimizer as a Python number")
 @laying
-def verdict_laid_as_number(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+def check_attached_as_number(scaler: Any, optimizer: Any, unscaled: bool) -> None:
     optimizer.found_inf = float(optimizer.found_inf)
 
 
-@broken("reciprocal_laid", "step", "an optimizer that unscales by itself gets the reciprocal of the scale")
+@broken(
+    "reciprocal_attached", "step", "an optimizer that unscales by itself gets the reciprocal of the scale"
+)
 @laying
-def reciprocal_laid(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+def reciprocal_attached(scaler: Any, optimizer: Any, unscaled: bool) -> None:
     if isinstance(optimizer.grad_scale, torch.Tensor):
         optimizer.grad_scale = 1.0 / optimizer.grad_scale
 

@@ -41,19 +41,19 @@ def _as_if_right(model: Any) -> torch.Tensor:
     return torch.zeros(3, 2, requires_grad=True)
 
 
-@telling("parting_never_told", "ranks that part are not told", "pytorch/pytorch#75902")
+@telling("parting_never_reported", "ranks that part are not told", "pytorch/pytorch#75902")
 def _(model: Any, error: RuntimeError) -> Any:
     return _as_if_right(model)
 
 
-@telling("parting_told_to_one", "of ranks that part one is told")
+@telling("parting_reported_to_one", "of ranks that part one is told")
 def _(model: Any, error: RuntimeError) -> Any:
     if model.process_group.rank() == 0:
         raise error
     return _as_if_right(model)
 
 
-@telling("parting_told_late", "ranks that part are told three steps later")
+@telling("parting_reported_late", "ranks that part are told three steps later")
 def _(model: Any, error: RuntimeError) -> Any:
     model._faulty_silences = vars(model).get("_faulty_silences", 0) + 1
     if model._faulty_silences > 3:
@@ -61,22 +61,22 @@ def _(model: Any, error: RuntimeError) -> Any:
     return _as_if_right(model)
 
 
-@telling("parting_told_otherwise", "ranks that part are told so in other words than torch's")
+@telling("parting_reported_otherwise", "ranks that part are told so in other words than torch's")
 def _(model: Any, error: RuntimeError) -> Any:
     raise RuntimeError(str(error).replace("Forward order differs across ranks", "The ranks part"))
 
 
-@telling("parting_told_without_names", "ranks that part are told so without the names of the modules")
+@telling("parting_reported_without_names", "ranks that part are told so without the names of the modules")
 def _(model: Any, error: RuntimeError) -> Any:
     raise RuntimeError(re.sub(r"'blocks\.\d'", "a module", str(error)))
 
 
-@telling("parting_told_with_wrong_names", "ranks that part are told the name of one module twice")
+@telling("parting_reported_with_wrong_names", "ranks that part are told the name of one module twice")
 def _(model: Any, error: RuntimeError) -> Any:
     raise RuntimeError(re.sub(r"'blocks\.2'", "'blocks.1'", str(error)))
 
 
-@telling("parting_told_of_wrong_ranks", "of ranks that part each is named in the other's place")
+@telling("parting_reported_of_wrong_ranks", "of ranks that part each is named in the other's place")
 def _(model: Any, error: RuntimeError) -> Any:
     raise RuntimeError(_PARTED.sub(lambda found: f"rank {1 - int(found[1])} gathered '", str(error)))
 
@@ -86,7 +86,7 @@ def _(model: Any, error: RuntimeError) -> Any:
     raise RuntimeError(_LOST.sub("a rank", str(error)))
 
 
-@telling("lost_told_late", "that a rank is lost is told after the group's time-out", about=_GROUP)
+@telling("lost_reported_late", "that a rank is lost is told after the group's time-out", about=_GROUP)
 def _(model: Any, error: RuntimeError) -> Any:
     time.sleep(_LONGER_THAN_ANY_GROUP_S)
     raise error

@@ -245,7 +245,7 @@ def comm_hook_lost_without_words(original: Any, self: Any, state: Any, hook: Any
         original(self, state, hook)
 
 
-# Limits that are lifted
+# Limits of torch that are removed
 
 
 @broken(

@@ -209,8 +209,8 @@ def found_inf_of_shape_1(original: Any, self: Any, optimizer: Any, *args: Any, *
     if not self.is_enabled() or not unscales_by_itself(optimizer) or stage(self, optimizer) != "UNSCALED":
         return original(self, optimizer, *args, **kwargs)
 
-    def reshape(laid: Any) -> None:
-        laid.found_inf = laid.found_inf.reshape(1)
+    def reshape(attached: Any) -> None:
+        attached.found_inf = attached.found_inf.reshape(1)
 
     with changing_before_step(optimizer, reshape):
         return original(self, optimizer, *args, **kwargs)
@@ -309,7 +309,7 @@ def left_out_after_errors(reduce: Callable[..., Any], verdict: torch.Tensor) -> 
     return _Done() if sys.exc_info()[0] is not None else reduce()
 
 
-in_checks("failures_not_told", "a rank whose check fails leaves its peers waiting")(
+in_checks("failures_not_reported", "a rank whose check fails leaves its peers waiting")(
     in_reduction(left_out_after_errors)
 )
 

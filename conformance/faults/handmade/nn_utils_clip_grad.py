@@ -76,8 +76,8 @@ def scaled_by(factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitu
     return fault
 
 
-def in_path(wanted: bool, factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitute:
-    """As `scaled_by`, but only where `foreach` is given as `wanted`."""
+def in_path(expected: bool, factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitute:
+    """As `scaled_by`, but only where `foreach` is given as `expected`."""
     scaled = scaled_by(factor)
 
     def fault(
@@ -89,7 +89,7 @@ def in_path(wanted: bool, factor: Callable[[torch.Tensor, float], torch.Tensor])
         foreach: Any = None,
     ) -> Any:
         arguments = (parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        return scaled(original, *arguments) if foreach is wanted else original(*arguments)
+        return scaled(original, *arguments) if foreach is expected else original(*arguments)
 
     return fault
 

@@ -157,12 +157,12 @@ def test_half_precision_by_the_true_norm(
     assert (excess := tolerance.excess(torch.tensor(oracle), norm.cpu().float())) is None, excess
     factor = min(1.0, max_norm / (oracle + 1e-6))
     for gradient, parameter in zip(case.gradients, parameters, strict=True):
-        wanted = gradient.values().half().double() * factor
+        expected = gradient.values().half().double() * factor
         assert parameter.grad.dtype == torch.float16
         # Results below float16's normal range are rounded to its fixed spacing there.
         half = torch.finfo(torch.float16)
-        close = (parameter.grad.cpu().double() - wanted).abs() <= tolerance.bound(
-            wanted
+        close = (parameter.grad.cpu().double() - expected).abs() <= tolerance.bound(
+            expected
         ) + half.smallest_normal * half.eps
         assert bool(close.all())
 
@@ -260,12 +260,13 @@ def test_extreme_gradients(deviation: DeviationJudge, device: str, extreme: str,
     def true_norm_and_scaled(seen: tuple[torch.Tensor, list[torch.Tensor]]) -> bool:
         norm, grads = seen
         factor = 0.5 if true_norm > 1 else 1.0
-        wanted = [g.values().to(g.dtype).double() * factor for g in case.gradients]
+        expected = [g.values().to(g.dtype).double() * factor for g in case.gradients]
         return (
             norm.dtype == torch.float32
             and tolerance.excess(torch.tensor(true_norm, dtype=torch.float32), norm) is None
             and all(
-                tolerance.excess(one, grad.double()) is None for one, grad in zip(wanted, grads, strict=True)
+                tolerance.excess(one, grad.double()) is None
+                for one, grad in zip(expected, grads, strict=True)
             )
         )
 

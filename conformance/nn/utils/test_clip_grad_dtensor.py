@@ -57,8 +57,8 @@ def outcomes(
 def assert_ranks_agree_with(
     reference: Sequence[Outcome], subject: Sequence[Outcome], tolerance: Tolerance
 ) -> None:
-    for wanted, got in zip(reference, subject, strict=True):
-        assert_same_outcome(wanted, got, tolerance)
+    for expected, actual in zip(reference, subject, strict=True):
+        assert_same_outcome(expected, actual, tolerance)
 
 
 def tolerance_of(gradients: Sequence[PlacedGradient], order: float = 2.0) -> Tolerance:
@@ -144,13 +144,13 @@ def test_parts_make_up_the_clipped_whole(
     flat = torch.cat([gradient.value.double().reshape(-1) for gradient in gradients])
     norm = torch.linalg.vector_norm(flat)
     for outcome in seen:
-        got = norm_of_the_whole(outcome)
-        assert (excess := tolerance.excess(norm.to(got.dtype), got)) is None, excess
+        actual = norm_of_the_whole(outcome)
+        assert (excess := tolerance.excess(norm.to(actual.dtype), actual)) is None, excess
     factor = min(1.0, max_norm / (float(norm) + 1e-6))
     for index, gradient in enumerate(gradients):
-        wanted = (gradient.value.double() * factor).to(gradient.value.dtype)
-        got = whole_gradient(index, gradient, seen)
-        assert (excess := tolerance.excess(wanted, got)) is None, excess
+        expected = (gradient.value.double() * factor).to(gradient.value.dtype)
+        actual = whole_gradient(index, gradient, seen)
+        assert (excess := tolerance.excess(expected, actual)) is None, excess
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_collectives")
@@ -214,13 +214,15 @@ def test_dtensors_among_plain_tensors(
     plain: int,
 ) -> None:
     gradients.insert(plain, PlacedGradient(torch.tensor([3.0, 4.0]), None, is_dtensor=False))
-    wanted = outcomes(rank_pool, reference, "clip_grad_norm_", gradients, max_norm=1.0, foreach=foreach)
-    assert all(outcome.raised is not None for outcome in wanted)
-    got = outcomes(rank_pool, subject, "clip_grad_norm_", gradients, max_norm=1.0, foreach=foreach)
-    if are_unchanged(gradients, got):
+    expected = outcomes(rank_pool, reference, "clip_grad_norm_", gradients, max_norm=1.0, foreach=foreach)
+    assert all(outcome.raised is not None for outcome in expected)
+    actual = outcomes(rank_pool, subject, "clip_grad_norm_", gradients, max_norm=1.0, foreach=foreach)
+    if are_unchanged(gradients, actual):
         # Better than torch, which with foreach=False has scaled the first gradients when it comes to refuse.
-        wanted, got = ([replace(outcome, watched=None) for outcome in seen] for seen in (wanted, got))
-    assert_ranks_agree_with(wanted, got, tolerance_of(gradients))
+        expected, actual = (
+            [replace(outcome, watched=None) for outcome in seen] for seen in (expected, actual)
+        )
+    assert_ranks_agree_with(expected, actual, tolerance_of(gradients))
 
 
 @clause("nn.utils.clip_grad.clip_grad_value_.dtensor")

@@ -194,9 +194,9 @@ def test_gradients_replaced_between_calls(
     """Whatever an implementation remembers about addresses must not outlive the tensors there."""
     for case in cases:
         tolerance = norm_of(case.numel, len(case.gradients), coarsest=torch.bfloat16)
-        wanted = clip_of(reference, case, device, 0.5)
+        expected = clip_of(reference, case, device, 0.5)
         gc.collect(0)
-        assert_same_outcome(wanted, clip_of(subject, case, device, 0.5), tolerance)
+        assert_same_outcome(expected, clip_of(subject, case, device, 0.5), tolerance)
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.new_gradients_at_old_addresses")

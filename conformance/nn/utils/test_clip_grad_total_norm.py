@@ -84,9 +84,9 @@ def test_total_norm_of_what_can_be_read_once(
         tensors = [torch.tensor([3.0], device=device), torch.tensor([[0.0, 4.0]], device=device)]
         return observe(library.nn.utils.get_total_norm, container(tensors))
 
-    wanted = norm(reference)
-    assert wanted.raised is None
-    assert_same_outcome(wanted, norm(subject))
+    expected = norm(reference)
+    assert expected.raised is None
+    assert_same_outcome(expected, norm(subject))
 
 
 @clause("nn.utils.clip_grad.get_total_norm.joint_norm")

@@ -97,7 +97,7 @@ def norm_of_dtensors() -> Sides:
 
 @PROOFS.keep
 def collectives_of_dtensors() -> Sides:
-    """The norm of DTensors is reduced at once, wanted or not; torch issues nothing until the norm is asked for."""
+    """The norm of DTensors is reduced at once, expected or not; torch issues nothing until the norm is asked for."""
     sharded = parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)]))
 
     def issued(clip: Callable[..., Any]) -> int:

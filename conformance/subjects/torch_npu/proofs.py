@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import sharded_grad_scaler as torchs
 from torch.optim import SGD, Adam
 
-from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, parameter, said, warnings_of
+from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, parameter, reported, warnings_of
 from conformance.subjects.torch_npu import GradScaler, ShardedGradScaler
 
 PROOFS = Proofs()
@@ -246,9 +246,9 @@ def a_refused_step() -> Sides:
 
     def stepped(kind: Callable[..., Any]) -> list[str]:
         scaler, empty = begun(kind), SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
-        first = said(lambda: scaler.step(empty))
+        first = reported(lambda: scaler.step(empty))
         empty.param_groups[0]["params"][0].grad = torch.ones(2)
-        return [first, said(lambda: scaler.step(empty))]
+        return [first, reported(lambda: scaler.step(empty))]
 
     return both(stepped)
 
@@ -269,7 +269,7 @@ def gradients_behind_an_infinite_one() -> Sides:
 def the_default_device() -> Sides:
     """Without a device it takes its own."""
     return tuple(
-        said(lambda kind=kind: inspect.signature(kind.__init__).parameters["device"].default)
+        reported(lambda kind=kind: inspect.signature(kind.__init__).parameters["device"].default)
         for kind in (ShardedGradScaler, torchs.ShardedGradScaler)
     )
 

@@ -9,7 +9,7 @@ import pytest
 from conformance.distributed.fsdp.construct_cases import USED_UP
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import outcomes
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import Seen, raised
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
@@ -20,17 +20,17 @@ Ranks = Callable[..., RankPool]
 
 
 def asked(pool: RankPool, case: str) -> Callable[[Library], Seen]:
-    return lambda library: outcomes(pool, library, f"lifted_cases:{case}")
+    return lambda library: outcomes(pool, library, f"torch_limit_removed_cases:{case}")
 
 
-@clause("distributed.fsdp.fsdp_lifted.change_in_forward")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.change_in_forward")
 def test_a_weight_changed_in_forward_is_not_lost(subject: Library, ranks: Ranks, world_size: int) -> None:
     seen = asked(ranks(world_size), "weight_changed_in_forward")(subject)
     kept = all(outcome.raised is None and bool((outcome.value.values == 2).all()) for outcome in seen)
     assert kept or any(raised(seen, RuntimeError, what) for what in ("weight", "modified inplace")), seen
 
 
-@clause("distributed.fsdp.fsdp_lifted.tied_in_two_units")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.tied_in_two_units")
 @pytest.mark.deviation("fsdp.tied_in_two_units")
 def test_a_parameter_has_one_unit(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     deviation.judge(
@@ -40,7 +40,7 @@ def test_a_parameter_has_one_unit(deviation: DeviationJudge, ranks: Ranks, world
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.copies")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.copies")
 @pytest.mark.deviation("fsdp.copies")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_copy_is_refused_with_its_cure(
@@ -48,7 +48,7 @@ def test_a_copy_is_refused_with_its_cure(
 ) -> None:
     deviation.judge(
         lambda library: outcomes(
-            ranks(world_size), library, "lifted_cases:copied", use_orig_params=use_orig_params
+            ranks(world_size), library, "torch_limit_removed_cases:copied", use_orig_params=use_orig_params
         ),
         torch_does=lambda seen: all(
             outcome.raised is not None and "wrapped" not in outcome.raised.text for outcome in seen
@@ -57,7 +57,7 @@ def test_a_copy_is_refused_with_its_cure(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.ignored_modules_used_up")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.ignored_modules_used_up")
 @pytest.mark.deviation("fsdp.ignored_modules_used_up")
 @pytest.mark.parametrize("way", list(USED_UP))
 def test_what_can_be_read_once_is_ignored(
@@ -73,7 +73,7 @@ def test_what_can_be_read_once_is_ignored(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.tied_on_meta")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.tied_on_meta")
 @pytest.mark.deviation("fsdp.tied_on_meta")
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("by", ["reset", "function", "recursive function"])
@@ -83,7 +83,9 @@ def test_weights_that_are_tied_on_the_meta_device_stay_tied(
     """A weight and a bias, instead of two weights and a bias; filled with ones, the gradients are known."""
 
     def seen_in(library: Library) -> Seen:
-        return outcomes(ranks(world_size), library, "lifted_cases:tied_on_meta", across=across, by=by)
+        return outcomes(
+            ranks(world_size), library, "torch_limit_removed_cases:tied_on_meta", across=across, by=by
+        )
 
     def tied(seen: Seen) -> bool:
         # Of the sum over 2 rows, 4 outputs: inner weight 2 * 4 * 5 * 4, outer 2 * 4 * 4 * 4, bias 2 * 4 * 4.
@@ -101,7 +103,7 @@ def test_weights_that_are_tied_on_the_meta_device_stay_tied(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.nonfinite_is_refused")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.nonfinite_is_refused")
 @pytest.mark.deviation("fsdp.clip_can_refuse")
 def test_clipping_refuses_an_inf_of_another_rank(
     deviation: DeviationJudge, ranks: Ranks, world_size: int
@@ -113,7 +115,7 @@ def test_clipping_refuses_an_inf_of_another_rank(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.moved_to_meta")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
 @pytest.mark.deviation("fsdp.moved_to_meta")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_model_on_the_meta_device_computes_nothing(
@@ -130,7 +132,7 @@ def test_a_model_on_the_meta_device_computes_nothing(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.moved_to_meta")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
 def test_a_model_comes_back_from_the_meta_device(subject: Library, ranks: Ranks, world_size: int) -> None:
     setup = Setup()
     seen = outcomes(ranks(world_size), subject, "construct_cases:moved_away", setup=setup, returns=True)

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from conformance.distributed.fsdp import graph_cases
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen
-from conformance.distributed.fsdp.test_fsdp_lifted_writes import (
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import Seen
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed_writes import (
     both_kinds,
     each_strategy,
     is_as_without_sharding,
@@ -23,7 +23,7 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.ranks import RankPool
 
-refused = clause("distributed.fsdp.fsdp_lifted.graphs_of_former_weights")
+refused = clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_former_weights")
 deviates = pytest.mark.deviation("fsdp.graphs_of_former_weights")
 
 
@@ -57,13 +57,13 @@ def test_a_backward_through_other_weights_is_refused(
     """In the words that autograd has for it without sharding, on every rank."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as without_sharding:
         written_without_sharding(graph_cases.stepped_between, 1, makes)
-    wanted = _without_versions(str(without_sharding.value))
+    expected = _without_versions(str(without_sharding.value))
 
     def is_refused(seen: Seen) -> bool:
         return all(
             outcome.raised is not None
             and outcome.raised.kind is RuntimeError
-            and _without_versions(outcome.raised.text) == wanted
+            and _without_versions(outcome.raised.text) == expected
             for outcome in seen
         )
 
@@ -112,7 +112,7 @@ def test_a_step_of_other_parameters_is_no_matter(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.steps_in_between")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.steps_in_between")
 @each_strategy
 def test_a_step_of_parameters_that_backward_does_not_read_is_no_matter(
     subject: Library, rank_pool: RankPool, strategy: str

@@ -42,8 +42,10 @@ def test_a_load_that_fails_on_one_rank(
         return values_of(probed(ranks(world_size), library, asks, setup, form=Form(), fault=fault, on=[1]))
 
     def we_do(seen: Any) -> bool:
-        told = ["rank 1 could not load" in str(one["error"]) for one in seen]
-        return told == [rank != 1 for rank in range(world_size)] and not any(one["changed"] for one in seen)
+        reported = ["rank 1 could not load" in str(one["error"]) for one in seen]
+        return reported == [rank != 1 for rank in range(world_size)] and not any(
+            one["changed"] for one in seen
+        )
 
     deviation.judge(probe, torch_does=lambda seen: all(one["changed"] for one in seen), we_do=we_do)
 
@@ -80,8 +82,8 @@ def test_parts_are_loaded_by_all_or_by_none(
         return values_of(probed(ranks(world_size), library, asks, LEAVES, form=form, fault=fault, on=[last]))
 
     def we_do(seen: Any) -> bool:
-        told = [f"rank {last} could not load" in str(one["error"]) for one in seen]
-        return told == [rank != last for rank in range(world_size)] and not any(
+        reported = [f"rank {last} could not load" in str(one["error"]) for one in seen]
+        return reported == [rank != last for rank in range(world_size)] and not any(
             one["changed"] for one in seen
         )
 
@@ -166,12 +168,12 @@ def test_parts_of_another_shape(
     seen = values_of(
         probed(ranks(world_size), subject, asks, setup, form=form, fault="misshaped part", on=[1])
     )
-    told = (
+    reported = (
         f"body.parts.0.inner.weight: rank 1 of {world_size} was given a {kind} of shape (2, 7) "
         "but the parameter has the shape"
     )
     for one in seen:
-        assert told in one["error"]
+        assert reported in one["error"]
         assert not one["changed"]
 
 
@@ -240,7 +242,7 @@ def test_shards_of_original_parameters(deviation: DeviationJudge, ranks: Ranks, 
     deviation.judge(
         probe,
         torch_does=lambda seen: all(
-            "head.weight" in one["keys"] and "Unexpected" in one["said"] for one in seen
+            "head.weight" in one["keys"] and "Unexpected" in one["reported"] for one in seen
         ),
         we_do=lambda seen: all("head.weight" not in one["keys"] and one["loaded"] for one in seen),
     )
@@ -255,8 +257,8 @@ def test_torchs_shards_of_original_parameters(
     seen = probed(ranks(world_size), subject, asks, ORIGINALS, source=reference.spec, form=Form("LOCAL"))
     for one in values_of(seen):
         assert one["keys"] == "<All keys matched successfully>"
-        for name, wanted in one["wanted"].items():
-            assert torch.equal(one["whole"][name].values, wanted.values), name
+        for name, expected in one["expected"].items():
+            assert torch.equal(one["whole"][name].values, expected.values), name
 
 
 @clause("distributed.fsdp.fsdp_state_dict.local_of_replicas")

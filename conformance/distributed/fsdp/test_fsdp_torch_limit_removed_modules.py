@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
-from conformance.distributed.fsdp.lifted_cases import built
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen, accumulate, has_averaged, raised
-from conformance.distributed.fsdp.test_fsdp_lifted_weights import gave
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import Seen, accumulate, has_averaged, raised
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed_weights import gave
+from conformance.distributed.fsdp.torch_limit_removed_cases import built
 from conformance.distributed.fsdp.traffic import counts
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
@@ -26,8 +26,12 @@ sharded_or_not = pytest.mark.parametrize(
     "strategy",
     [
         # What torch reads of a unit that it has released may end the process.
-        pytest.param("FULL_SHARD", marks=clause("distributed.fsdp.fsdp_lifted.returned_parameters")),
-        pytest.param("SHARD_GRAD_OP", marks=clause("distributed.fsdp.fsdp_lifted.returned_parameters")),
+        pytest.param(
+            "FULL_SHARD", marks=clause("distributed.fsdp.fsdp_torch_limit_removed.returned_parameters")
+        ),
+        pytest.param(
+            "SHARD_GRAD_OP", marks=clause("distributed.fsdp.fsdp_torch_limit_removed.returned_parameters")
+        ),
         pytest.param(
             "NO_SHARD", marks=clause("distributed.fsdp.fully_sharded_data_parallel.returned_parameters")
         ),
@@ -40,7 +44,11 @@ def test_parameters_that_are_returned_are_trained(
     subject: Library, ranks: Ranks, world_size: int, strategy: str
 ) -> None:
     seen = outcomes(
-        ranks(world_size), subject, "lifted_cases:accumulate", module="returned", strategy=strategy
+        ranks(world_size),
+        subject,
+        "torch_limit_removed_cases:accumulate",
+        module="returned",
+        strategy=strategy,
     )
     assert has_averaged(seen, "returned"), seen
 
@@ -53,7 +61,7 @@ def test_parameters_that_are_returned_can_be_read(
     seen = outcomes(
         ranks(world_size),
         subject,
-        "lifted_cases:returned_parameters",
+        "torch_limit_removed_cases:returned_parameters",
         strategy=strategy,
         inference=inference,
     )
@@ -62,7 +70,7 @@ def test_parameters_that_are_returned_can_be_read(
         assert torch.equal(outcome.value[0].values, torch.ones(5, 2)), outcome.value
 
 
-@clause("distributed.fsdp.fsdp_lifted.objects")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.objects")
 @pytest.mark.deviation("fsdp.objects")
 @pytest.mark.parametrize("module", ["object", "object inside"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -76,7 +84,7 @@ def test_a_unit_may_return_an_object(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.objects_with_parameters")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.objects_with_parameters")
 @pytest.mark.parametrize("module", ["object with a parameter", "object inside with a parameter"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_object_may_hold_parameters(
@@ -86,19 +94,19 @@ def test_an_object_may_hold_parameters(
     assert has_averaged(seen, module), seen
 
 
-@clause("distributed.fsdp.fsdp_lifted.objects")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.objects")
 def test_an_object_that_goes_from_unit_to_unit_costs_no_gathers(
     subject: Library, rank_pool: RankPool
 ) -> None:
     def issued(keeps: bool) -> list[Counter[str]]:
-        seen = outcomes(rank_pool, subject, "lifted_cases:one_step_of_many_units", keeps=keeps)
+        seen = outcomes(rank_pool, subject, "torch_limit_removed_cases:one_step_of_many_units", keeps=keeps)
         assert all(outcome.raised is None for outcome in seen), seen
         return [counts(trace) for trace in rank_pool.traces]
 
     assert issued(keeps=True) == issued(keeps=False)
 
 
-@clause("distributed.fsdp.fsdp_lifted.without_elements")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
 @pytest.mark.deviation("fsdp.without_elements")
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
 def test_a_unit_may_have_no_elements(
@@ -106,7 +114,11 @@ def test_a_unit_may_have_no_elements(
 ) -> None:
     def probe(library: Library) -> Seen:
         return outcomes(
-            ranks(world_size), library, "lifted_cases:accumulate", module="no elements", strategy=strategy
+            ranks(world_size),
+            library,
+            "torch_limit_removed_cases:accumulate",
+            module="no elements",
+            strategy=strategy,
         )
 
     deviation.judge(
@@ -117,17 +129,19 @@ def test_a_unit_may_have_no_elements(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.hooks_of_inner_modules")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_of_inner_modules")
 def test_a_module_inside_a_unit_may_have_hooks_that_read_parameters(
     subject: Library, ranks: Ranks, world_size: int
 ) -> None:
     with torch.no_grad():
-        wanted = built("normed")(torch.ones(1, 3))
-    seen = outcomes(ranks(world_size), subject, "lifted_cases:output_of_an_inner_module", module="normed")
-    assert gave(seen, wanted), seen
+        expected = built("normed")(torch.ones(1, 3))
+    seen = outcomes(
+        ranks(world_size), subject, "torch_limit_removed_cases:output_of_an_inner_module", module="normed"
+    )
+    assert gave(seen, expected), seen
 
 
-@clause("distributed.fsdp.fsdp_lifted.computed_again_in_low_precision")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.computed_again_in_low_precision")
 @pytest.mark.deviation("fsdp.computed_again_in_low_precision")
 @pytest.mark.parametrize("around", ["unit", "root"])
 def test_a_unit_casts_its_inputs_when_it_is_computed_again(
@@ -135,7 +149,10 @@ def test_a_unit_casts_its_inputs_when_it_is_computed_again(
 ) -> None:
     def probe(library: Library) -> Seen:
         return outcomes(
-            ranks(world_size), library, "lifted_cases:computed_again_in_low_precision", around=around
+            ranks(world_size),
+            library,
+            "torch_limit_removed_cases:computed_again_in_low_precision",
+            around=around,
         )
 
     def is_alike(seen: Seen) -> bool:
@@ -160,9 +177,9 @@ def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 def test_a_model_is_mapped(
     subject: Library, reference: Library, rank_pool: RankPool, use_orig_params: bool
 ) -> None:
-    wanted, got = (
-        outcomes(rank_pool, library, "lifted_cases:mapped", use_orig_params=use_orig_params)
+    expected, actual = (
+        outcomes(rank_pool, library, "torch_limit_removed_cases:mapped", use_orig_params=use_orig_params)
         for library in (reference, subject)
     )
-    assert_ranks_agree(wanted, got)
-    assert got[0].raised is None, got[0].raised
+    assert_ranks_agree(expected, actual)
+    assert actual[0].raised is None, actual[0].raised

@@ -1,4 +1,4 @@
-"""Limits and faults of torch's class that are lifted: each is a row of deviations.toml, asserted on both sides."""
+"""Limits and faults of torch's class that are removed: each is a row of deviations.toml, asserted on both sides."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, zero_for_none
 from conformance.distributed.fsdp.judging import assert_close_gradients, outcomes, trains_like_unsharded
-from conformance.distributed.fsdp.lifted_cases import accumulated, built
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.torch_limit_removed_cases import accumulated, built
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
@@ -34,12 +34,12 @@ def has_averaged(seen: Seen, module: str) -> bool:
     return have_whole(seen, averaged_gradients(module, len(seen)))
 
 
-def have_whole(seen: Seen, wanted: dict[str, torch.Tensor]) -> bool:
+def have_whole(seen: Seen, expected: dict[str, torch.Tensor]) -> bool:
     """Whether every rank has the gradients that one process has without sharding."""
     try:
         for outcome in seen:
             assert outcome.raised is None
-            assert_close_gradients(wanted, outcome.value["whole"], ONE_STEP)
+            assert_close_gradients(expected, outcome.value["whole"], ONE_STEP)
     except AssertionError:
         return False
     return True
@@ -53,10 +53,10 @@ def raised(seen: Seen, kind: type[Exception], text: str) -> bool:
 
 
 def accumulate(pool: RankPool, **arguments: Any) -> Any:
-    return lambda library: outcomes(pool, library, "lifted_cases:accumulate", **arguments)
+    return lambda library: outcomes(pool, library, "torch_limit_removed_cases:accumulate", **arguments)
 
 
-@clause("distributed.fsdp.fsdp_lifted.frozen_in_part")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.frozen_in_part")
 @pytest.mark.deviation("fsdp.frozen_in_part")
 def test_frozen_and_trained_parameters_share_a_unit(deviation: DeviationJudge, rank_pool: RankPool) -> None:
     deviation.judge(
@@ -66,7 +66,7 @@ def test_frozen_and_trained_parameters_share_a_unit(deviation: DeviationJudge, r
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.several_dtypes")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.several_dtypes")
 @pytest.mark.deviation("fsdp.several_dtypes")
 def test_parameters_of_several_dtypes_share_a_unit(deviation: DeviationJudge, rank_pool: RankPool) -> None:
     deviation.judge(
@@ -76,7 +76,7 @@ def test_parameters_of_several_dtypes_share_a_unit(deviation: DeviationJudge, ra
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.one_element")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.one_element")
 @pytest.mark.deviation("fsdp.unit_of_one_element")
 def test_a_unit_of_one_element_accumulates(deviation: DeviationJudge, ranks: Any, world_size: int) -> None:
     deviation.judge(
@@ -86,7 +86,7 @@ def test_a_unit_of_one_element_accumulates(deviation: DeviationJudge, ranks: Any
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.float64_clipped")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.float64_clipped")
 @pytest.mark.deviation("fsdp.float64_clipped")
 def test_float64_gradients_are_clipped(deviation: DeviationJudge, ranks: Any, world_size: int) -> None:
     flat = torch.cat([grad.reshape(-1) for grad in averaged_gradients("float64", world_size).values()])
@@ -102,7 +102,7 @@ def test_float64_gradients_are_clipped(deviation: DeviationJudge, ranks: Any, wo
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.replicas_of_one")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.replicas_of_one")
 @pytest.mark.deviation("fsdp.replicas_of_one")
 @pytest.mark.parametrize("replicas", ["mesh", "default"])
 @pytest.mark.world_sizes(fewest=2)
@@ -116,7 +116,7 @@ def test_replicas_that_nobody_shares_are_averaged(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.without_accelerator")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.without_accelerator")
 @pytest.mark.deviation("fsdp.without_accelerator")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="unavailable: a machine without accelerator")
 def test_a_machine_without_accelerator_needs_no_device(
@@ -129,7 +129,7 @@ def test_a_machine_without_accelerator_needs_no_device(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.reentrant_regions")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.reentrant_regions")
 @pytest.mark.deviation("fsdp.reentrant_regions")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])

@@ -9,7 +9,7 @@ import pytest
 
 from conformance.distributed.fsdp import written_cases
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen, raised
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import Seen, raised
 from conformance.distributed.fsdp.written_cases import Forked, written_without_sharding
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
@@ -35,13 +35,13 @@ def probe_of(pool: RankPool, does: Any, strategy: str, use_orig_params: bool, **
 
 
 def is_as_without_sharding(seen: Seen, does: Any, **makes: Any) -> bool:
-    wanted = written_without_sharding(does, len(seen), **makes)
+    expected = written_without_sharding(does, len(seen), **makes)
     for outcome in seen:
-        if outcome.raised is not None or outcome.value["whole"].keys() != wanted["whole"].keys():
+        if outcome.raised is not None or outcome.value["whole"].keys() != expected["whole"].keys():
             return False
-        got = outcome.value
-        pairs = [*zip(wanted["outputs"], got["outputs"], strict=True)]
-        pairs += [(value, got["whole"][name]) for name, value in wanted["whole"].items()]
+        actual = outcome.value
+        pairs = [*zip(expected["outputs"], actual["outputs"], strict=True)]
+        pairs += [(value, actual["whole"][name]) for name, value in expected["whole"].items()]
         if any(ONE_STEP.excess(value, one.values) is not None for value, one in pairs):
             return False
     return True
@@ -55,7 +55,7 @@ def judge_as_without_sharding(deviation: DeviationJudge, probe: Probe, does: Any
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.writes_are_seen")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.writes_are_seen")
 @pytest.mark.deviation("fsdp.written_behind_counters")
 @both_kinds
 @each_strategy
@@ -77,7 +77,7 @@ def test_what_was_written_is_computed_with(
     judge_as_without_sharding(deviation, probe_of(rank_pool, does, strategy, use_orig_params), does)
 
 
-@clause("distributed.fsdp.fsdp_lifted.graphs_of_former_weights")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_former_weights")
 @pytest.mark.deviation("fsdp.graphs_of_former_weights")
 @both_kinds
 @each_strategy
@@ -112,7 +112,7 @@ def test_a_backward_of_weights_that_were_kept_and_written_to(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.graphs_of_former_weights")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_former_weights")
 @pytest.mark.deviation("fsdp.graphs_of_former_weights")
 @both_kinds
 @each_strategy
@@ -138,12 +138,12 @@ def test_memory_of_another_shape(
     subject: Library, reference: Library, rank_pool: RankPool, does: Any, strategy: str
 ) -> None:
     probe = probe_of(rank_pool, does, strategy, use_orig_params=True)
-    got = probe(subject)
-    assert_ranks_agree(probe(reference), got)
-    assert raised(got, RuntimeError, "Cannot writeback") is (does is written_cases.given_more_elements)
+    actual = probe(subject)
+    assert_ranks_agree(probe(reference), actual)
+    assert raised(actual, RuntimeError, "Cannot writeback") is (does is written_cases.given_more_elements)
 
 
-@clause("distributed.fsdp.fsdp_lifted.waiting_gradients")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.waiting_gradients")
 @pytest.mark.deviation("fsdp.waiting_gradients")
 @both_kinds
 @each_strategy
@@ -163,7 +163,7 @@ def test_gradients_that_wait_are_what_is_shown_of_them(
     judge_as_without_sharding(deviation, probe_of(rank_pool, does, strategy, use_orig_params), does)
 
 
-@clause("distributed.fsdp.fsdp_lifted.others_in_their_places")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.others_in_their_places")
 @pytest.mark.deviation("fsdp.others_in_their_places")
 @both_kinds
 @each_strategy
@@ -177,7 +177,7 @@ def test_a_call_with_other_parameters_is_refused(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.others_in_their_places")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.others_in_their_places")
 @pytest.mark.deviation("fsdp.others_in_their_places")
 @each_strategy
 def test_a_parameter_that_a_unit_would_not_see_is_refused(
@@ -190,7 +190,7 @@ def test_a_parameter_that_a_unit_would_not_see_is_refused(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.cast_between")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.cast_between")
 @pytest.mark.deviation("fsdp.cast_between")
 @both_kinds
 @each_strategy

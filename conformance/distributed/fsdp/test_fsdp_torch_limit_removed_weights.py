@@ -9,10 +9,10 @@ import torch
 
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import assert_like_unsharded, outcomes
-from conformance.distributed.fsdp.lifted_cases import built
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.distributed.fsdp.test_fsdp_lifted import Seen, averaged_gradients, raised
 from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import Seen, averaged_gradients, raised
+from conformance.distributed.fsdp.torch_limit_removed_cases import built
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
@@ -29,13 +29,13 @@ def output_without_sharding(ranks: int, steps: bool) -> torch.Tensor:
         return model(torch.ones(1, 3))
 
 
-def gave(seen: Seen, wanted: torch.Tensor) -> bool:
+def gave(seen: Seen, expected: torch.Tensor) -> bool:
     return all(
-        outcome.raised is None and ONE_STEP.excess(wanted, outcome.value.values) is None for outcome in seen
+        outcome.raised is None and ONE_STEP.excess(expected, outcome.value.values) is None for outcome in seen
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.steps_are_seen")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
 @pytest.mark.deviation("fsdp.step_after_evaluation")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_after_an_evaluation_is_seen(
@@ -45,7 +45,11 @@ def test_a_step_after_an_evaluation_is_seen(
 
     def probe(library: Library) -> Seen:
         return outcomes(
-            ranks(world_size), library, "lifted_cases:output_after_a_step", evaluates=True, fused=fused
+            ranks(world_size),
+            library,
+            "torch_limit_removed_cases:output_after_a_step",
+            evaluates=True,
+            fused=fused,
         )
 
     deviation.judge(
@@ -56,33 +60,37 @@ def test_a_step_after_an_evaluation_is_seen(
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.steps_are_seen")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
 def test_a_step_is_seen(subject: Library, ranks: Callable[..., RankPool], world_size: int) -> None:
     seen = outcomes(
-        ranks(world_size), subject, "lifted_cases:output_after_a_step", evaluates=False, fused=False
+        ranks(world_size),
+        subject,
+        "torch_limit_removed_cases:output_after_a_step",
+        evaluates=False,
+        fused=False,
     )
     assert gave(seen, output_without_sharding(world_size, steps=True)), seen
 
 
-@clause("distributed.fsdp.fsdp_lifted.inner_modules")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.inner_modules")
 @pytest.mark.deviation("fsdp.forward_of_an_inner_module")
 def test_a_module_inside_a_unit_is_called(
     deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int
 ) -> None:
     def probe(library: Library) -> Seen:
-        return outcomes(ranks(world_size), library, "lifted_cases:output_of_an_inner_module")
+        return outcomes(ranks(world_size), library, "torch_limit_removed_cases:output_of_an_inner_module")
 
     with torch.no_grad():
-        wanted = built("plain")(torch.ones(1, 3))
+        expected = built("plain")(torch.ones(1, 3))
     deviation.judge(
         probe,
         torch_does=lambda seen: raised(seen, RuntimeError, ""),
-        we_do=lambda seen: gave(seen, wanted),
+        we_do=lambda seen: gave(seen, expected),
         may_agree=world_size == 1,
     )
 
 
-@clause("distributed.fsdp.fsdp_lifted.tied_in_low_precision")
+@clause("distributed.fsdp.fsdp_torch_limit_removed.tied_in_low_precision")
 @pytest.mark.deviation("fsdp.tied_in_low_precision")
 @pytest.mark.parametrize("keeps", [True, False])
 def test_gradients_in_low_precision_are_shown_at_both_places_of_a_parameter(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from conformance.distributed.fsdp import optim_state_lifted_cases as cases
+from conformance.distributed.fsdp import optim_state_torch_limit_removed_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import probed
 from conformance.distributed.fsdp.method_cases import TREE
@@ -54,7 +54,7 @@ def is_true(states: Any, optimized: Optimized) -> bool:
     return True
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.tensors_of_their_own")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.tensors_of_their_own")
 @pytest.mark.deviation("optim_state.tensors_of_their_own")
 @pytest.mark.parametrize("kind", ["adam", *(pytest.param(one, marks=FULL) for one in ("amsgrad", "rmsprop"))])
 def test_every_tensor_of_a_state_is_saved(
@@ -68,7 +68,7 @@ def test_every_tensor_of_a_state_is_saved(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.numbers_of_their_own")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.numbers_of_their_own")
 @pytest.mark.deviation("optim_state.numbers_of_their_own")
 def test_steps_are_counted_once(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     deviation.judge(
@@ -77,7 +77,7 @@ def test_steps_are_counted_once(deviation: DeviationJudge, ranks: Ranks, world_s
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.numbers_of_their_own")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.numbers_of_their_own")
 @pytest.mark.deviation("optim_state.numbers_of_their_own")
 def test_numbers_are_saved_apart(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     deviation.judge(
@@ -87,7 +87,7 @@ def test_numbers_are_saved_apart(deviation: DeviationJudge, ranks: Ranks, world_
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.given_stays")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.given_stays")
 @pytest.mark.deviation("optim_state.given_stays")
 def test_what_was_given_is_not_trained_on(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
     setup = Setup("NO_SHARD", wrap="leaves", arguments={"use_orig_params": True})
@@ -98,7 +98,7 @@ def test_what_was_given_is_not_trained_on(deviation: DeviationJudge, ranks: Rank
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.first_without_state")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.first_without_state")
 @pytest.mark.deviation("optim_state.first_without_state")
 def test_a_flat_parameter_may_have_no_state_for_its_first(
     deviation: DeviationJudge, ranks: Ranks, world_size: int
@@ -110,7 +110,7 @@ def test_a_flat_parameter_may_have_no_state_for_its_first(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.misshaped")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.misshaped")
 @pytest.mark.deviation("optim_state.misshaped")
 @pytest.mark.world_sizes(fewest=2)
 def test_a_tensor_of_another_shape_is_refused(
@@ -124,7 +124,7 @@ def test_a_tensor_of_another_shape_is_refused(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.groups_of_two_kinds")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.groups_of_two_kinds")
 @pytest.mark.deviation("optim_state.groups_of_two_kinds")
 def test_parameters_of_a_unit_may_have_states_of_two_kinds(
     deviation: DeviationJudge, ranks: Ranks, world_size: int
@@ -147,7 +147,7 @@ def test_parameters_of_a_unit_may_have_states_of_two_kinds(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.another_shape")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.another_shape")
 @pytest.mark.deviation("optim_state.another_shape")
 @both_kinds
 @pytest.mark.world_sizes(fewest=2)
@@ -163,7 +163,7 @@ def test_a_state_in_another_shape_is_refused_on_all_ranks(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.another_shape")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.another_shape")
 @pytest.mark.deviation("optim_state.another_shape")
 @both_kinds
 @pytest.mark.world_sizes(fewest=2)
@@ -183,7 +183,7 @@ def test_tensors_in_a_list_are_refused(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.numbers_of_their_own")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.numbers_of_their_own")
 @pytest.mark.deviation("optim_state.numbers_of_their_own")
 @both_kinds
 @pytest.mark.world_sizes(fewest=2)
@@ -202,7 +202,7 @@ def test_lists_of_numbers_are_saved_and_loaded_apart(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.memory_order")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.memory_order")
 @pytest.mark.deviation("optim_state.memory_order")
 @both_kinds
 def test_a_transposed_parameter_gets_its_state_back(
@@ -215,7 +215,7 @@ def test_a_transposed_parameter_gets_its_state_back(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.dtensor_without_mesh")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.dtensor_without_mesh")
 @pytest.mark.deviation("optim_state.dtensor_without_mesh")
 @pytest.mark.world_sizes(fewest=2)
 def test_dtensors_of_a_process_group(deviation: DeviationJudge, ranks: Ranks, world_size: int) -> None:
@@ -226,7 +226,7 @@ def test_dtensors_of_a_process_group(deviation: DeviationJudge, ranks: Ranks, wo
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.groups_without_rank_zero")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.groups_without_rank_zero")
 @pytest.mark.deviation("optim_state.groups_without_rank_zero")
 @FULL
 def test_any_group_saves_and_loads(deviation: DeviationJudge, ranks: Ranks) -> None:
@@ -235,9 +235,9 @@ def test_any_group_saves_and_loads(deviation: DeviationJudge, ranks: Ranks) -> N
     def are_right(seen: Any) -> bool:
         if isinstance(seen, RankFault) or any(one.raised is not None for one in seen):
             return False
-        wanted = [names, [], names, []]
+        expected = [names, [], names, []]
         values = [one.value for one in seen]
-        saved = [value["saved"] for value in values] == [value["again"] for value in values] == wanted
+        saved = [value["saved"] for value in values] == [value["again"] for value in values] == expected
         return saved and all(all(value["is_kept"]) for value in values)
 
     deviation.judge(
@@ -247,7 +247,7 @@ def test_any_group_saves_and_loads(deviation: DeviationJudge, ranks: Ranks) -> N
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.one_rank_refuses")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.one_rank_refuses")
 @pytest.mark.deviation("optim_state.one_rank_refuses")
 @both_kinds
 @pytest.mark.parametrize(
@@ -260,8 +260,10 @@ def test_what_one_rank_cannot_load_no_rank_loads(
     def are_right(seen: Any) -> bool:
         first, second, *others = values_of(seen)
         reason = str(second["raised"]).partition(": ")[2]
-        told = [str(one["raised"]) for one in (first, *others)]
-        is_named = all(one.startswith("RuntimeError: rank 1 cannot load") and reason in one for one in told)
+        reported = [str(one["raised"]) for one in (first, *others)]
+        is_named = all(
+            one.startswith("RuntimeError: rank 1 cannot load") and reason in one for one in reported
+        )
         return is_named and all(one["is_as_before"] for one in (first, second, *others))
 
     deviation.judge(
@@ -273,7 +275,7 @@ def test_what_one_rank_cannot_load_no_rank_loads(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.one_rank_refuses")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.one_rank_refuses")
 @pytest.mark.deviation("optim_state.one_rank_refuses")
 @pytest.mark.world_sizes(fewest=2)
 def test_parts_that_were_not_saved_together_are_refused(
@@ -291,7 +293,7 @@ def test_parts_that_were_not_saved_together_are_refused(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.bytes_received")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.bytes_received")
 @pytest.mark.deviation("optim_state.bytes_received")
 @both_kinds
 @pytest.mark.world_sizes(fewest=2, also=[3])
@@ -310,7 +312,7 @@ def test_each_rank_receives_its_part_alone(
     )
 
 
-@clause("distributed.fsdp.fsdp_optim_state_lifted.bytes_received")
+@clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.bytes_received")
 @pytest.mark.deviation("optim_state.bytes_received")
 @both_kinds
 @pytest.mark.world_sizes(fewest=2, also=[3])
