@@ -63,10 +63,10 @@ class Outcome:
     watched: Any = None
     raised: Raised | None = None
     warned: tuple[tuple[str, str], ...] = field(default=())
-    # Of these, those that point at a line of whoever called, where their filters and their eyes find them.
-    at_the_caller: frozenset[tuple[str, str]] = frozenset()
     # What it left changed of the settings and random generators that are the user's, in words.
     left_changed: Mapping[str, str] = field(default_factory=dict)
+    # Of the warnings, those that point at a line of whoever called, where their filters and their eyes find them.
+    at_the_caller: frozenset[tuple[str, str]] = frozenset()
 
 
 def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: Any) -> Outcome:
