@@ -13,6 +13,7 @@ import contextlib
 import enum
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,18 @@ from conformance.judge.clauses import all_clauses
 
 _MISSING = object()
 _ASKED_LIKE_ANY = "taken so that it can be called like any wrap policy"
-# Classes that do what they do between ranks.
+_FULLY_SHARD, _MODULE = "distributed.fsdp.fully_shard", "distributed.fsdp.FSDPModule"
+_OF_SHARDED = (_MODULE, "distributed.fsdp.UnshardHandle")  # made by fully_shard, never by who uses them
+_OF_ACCELERATORS = "where memory lies, and how much of it, which shows on accelerators"
+# What does what it does between ranks.
 _ON_RANKS = (
     "distributed.fsdp.FullyShardedDataParallel",
     "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+    *_OF_SHARDED,
+    _FULLY_SHARD,
+    "distributed.fsdp.MixedPrecisionPolicy",
+    "distributed.fsdp.register_fsdp_forward_method",
+    "distributed.fsdp.share_comm_ctx",
 )
 # Parameters, or items that are parameters of one callable: nothing an implementation does may depend on these.
 WITHOUT_EFFECT = {
@@ -38,6 +47,10 @@ WITHOUT_EFFECT = {
     "distributed.fsdp.wrap.transformer_auto_wrap_policy(nonwrapped_numel)": _ASKED_LIKE_ANY,
     "distributed.fsdp.wrap.ModuleWrapPolicy.__call__(args)": _ASKED_LIKE_ANY,
     "distributed.fsdp.wrap.ModuleWrapPolicy.__call__(kwargs)": _ASKED_LIKE_ANY,
+    "distributed.fsdp.FSDPModule.set_force_sum_reduction_for_comms(enable)": "False obliges to nothing",
+    "distributed.fsdp.FSDPModule.set_reduce_scatter_max_input_buffers(recurse)": _OF_ACCELERATORS,
+    "distributed.fsdp.FSDPModule.set_allocate_memory_from_process_group_for_comm(enable)": _OF_ACCELERATORS,
+    "distributed.fsdp.FSDPModule.set_symm_mem_for_comm(backend)": _OF_ACCELERATORS,
 }
 
 
@@ -80,7 +93,10 @@ def find(fault_id: str) -> Fault:
         ) from None
     kind = fault_id.partition(":")[0]
     make = functools.partial(_MAKERS[kind], item=item)
-    return Fault(fault_id, item.path, make, part=str(item), on_ranks=item.path in _ON_RANKS)
+    breaks = item.path
+    if item.path in _OF_SHARDED:
+        breaks, make = _FULLY_SHARD, functools.partial(_in_what_is_made, kind=kind, item=item)
+    return Fault(fault_id, breaks, make, part=str(item), on_ranks=item.path in _ON_RANKS)
 
 
 def _is_getter(function: Any) -> bool:
@@ -155,6 +171,36 @@ def _skipping(original: Any, item: surface.Item) -> Any:
     if inspect.isclass(original):
         return subclass(original, {item.method: skipped})
     return skipped
+
+
+def _in_what_is_made(fully_shard: Any, kind: str, item: surface.Item) -> Any:
+    """With a fault in a method of the modules that are made, or of the handles that those give.
+
+    It stands in the objects themselves: their classes are those of torch's modules too.
+    """
+
+    @functools.cache
+    def broken(function: Any) -> Any:
+        if kind == "ignore":
+            return _without(function, item.parameter)
+        return _handing_over if item.path != _MODULE else lambda *args, **kwargs: None
+
+    def _handing_over(module: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = type(module).unshard(module, *args, **kwargs)
+        if handle is not None:
+            handle.wait = lambda: None
+        return handle
+
+    method = item.method if item.path == _MODULE else "unshard"
+
+    @functools.wraps(fully_shard)
+    def sharding(module: Any, *args: Any, **kwargs: Any) -> Any:
+        made = fully_shard(module, *args, **kwargs)
+        for one in made if isinstance(made, (list, tuple)) else [made]:
+            vars(one)[method] = types.MethodType(broken(getattr(type(one), method)), one)
+        return made
+
+    return sharding
 
 
 def _freezing(original: Any, item: surface.Item) -> Any:

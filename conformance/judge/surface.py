@@ -25,6 +25,7 @@ MODULES = (
     "nn.utils.clip_grad",
     "distributed.fsdp.wrap",
     "distributed.fsdp.sharded_grad_scaler",
+    "distributed.fsdp._fully_shard",  # its names are public a folder above
 )
 # A class whose clauses are being written: they may name what it has, which need not all be named yet.
 BEGUN = ("distributed.fsdp.FullyShardedDataParallel",)

@@ -22,6 +22,8 @@ from conformance.judge import surface
 _OF_THE_CLASS = ("__dict__", "__weakref__", "__module__")
 # Dynamo traces a region as a decorator only if its class derives from torch's.
 _DERIVED = (torch.amp.autocast,)
+# Of fully_shard, which changes the classes of modules and tells them by these.
+_SHARED = "distributed.fsdp"
 
 
 @functools.cache
@@ -78,6 +80,7 @@ def _place(path: str) -> types.ModuleType:
 
 for _path, _value in surface.names().items():
     _parent, _, _name = _path.rpartition(".")
-    _made, _module = _renewed(_value), _place(_parent)
-    _made.__module__ = _module.__name__
+    _made, _module = _value if _parent == _SHARED else _renewed(_value), _place(_parent)
+    if _made is not _value:
+        _made.__module__ = _module.__name__
     setattr(_module, _name, _made)

@@ -73,7 +73,7 @@ def trainings(
     return Training(
         tree=draw(module_trees(frozen=frozen, dtype=dtype, **(tree or {}))),
         setup=drawn,
-        steps=_without_stale_gradients(draw(st.lists(schedule, min_size=3, max_size=4))),
+        steps=without_stale_gradients(draw(st.lists(schedule, min_size=3, max_size=4))),
     )
 
 
@@ -86,7 +86,7 @@ def _freezing(setup: Setup) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return ("none",), ()
 
 
-def _without_stale_gradients(steps: Sequence[Step]) -> tuple[Step, ...]:
+def without_stale_gradients(steps: Sequence[Step]) -> tuple[Step, ...]:
     """A parameter that is frozen with a gradient of zero goes on by its momentum; one whose gradient is None rests."""
     freezes = any(step.before in ("freeze", "thaw") for step in steps)
     return tuple(replace(step, set_to_none=step.set_to_none or freezes) for step in steps)

@@ -63,7 +63,8 @@ class Step:
 
     forwards: int = 1  # each with data of its own
     order: str = (
-        "in turn"  # `together`: all forwards, then one backward; `no_sync`: all backwards but the last in it
+        "in turn"  # `together`: all forwards, then one backward; `no_sync`: all backwards but the last in it;
+        # `unfinished`: all backwards but the last are told that they are not (fully_shard)
     )
     before: str = ""  # eval, no_grad: a forward of that kind; freeze, thaw: the first part of the body
     set_to_none: bool = True
@@ -141,7 +142,7 @@ class Progress:
             return
         for number in range(step.forwards):
             is_last = number == step.forwards - 1
-            with _no_sync(model) if step.order == "no_sync" and not is_last else contextlib.nullcontext():
+            with _accumulating(model, "" if is_last else step.order):
                 self._train(model, 1)
 
     def _look(self, model: nn.Module, kind: str) -> None:
@@ -167,8 +168,14 @@ class Progress:
         return batch.x, output
 
 
-def _no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()  # type: ignore[operator]
+@contextlib.contextmanager
+def _accumulating(model: Any, order: str) -> Generator[None]:
+    """What a model is told of a backward behind which others come; one that is not sharded is told nothing."""
+    with model.no_sync() if order == "no_sync" and hasattr(model, "no_sync") else contextlib.nullcontext():
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(order != "no_sync")
+            model.set_is_last_backward(order != "unfinished")
+        yield
 
 
 def clean(name: str) -> str:

@@ -1,0 +1,275 @@
+"""Calls of what fully_shard has made, one behind the other, and what a rank sees behind each of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conformance.distributed.fsdp.fsdp_cases import groups_put_back
+from conformance.distributed.fsdp.fully_shard_cases import Sharding, held, registered, sharded, units_of
+from conformance.distributed.fsdp.method_cases import tried
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+# Four units in a row and the root; the second has fewer elements than three ranks, the last a part that is not called.
+TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("scaled"), Leaf("affine", 2), Leaf("idle"))))
+UNITS = 4
+ROOT = UNITS
+
+
+@dataclass(frozen=True)
+class Call:
+    """`name` is a method of a unit, numbered as they run (the last is the root), or one of `_OF_THE_SCENE`."""
+
+    name: str
+    unit: int = ROOT
+    arguments: Any = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.unit}]{self.arguments or ''}"
+
+
+def play(
+    rank: Rank, *, library: str, sharding: Sharding, calls: Sequence[Call], tree: ModuleTree = TREE
+) -> Outcome:
+    """Make the calls; the value is what was seen behind each, and what this rank holds in the end.
+
+    The ranks meet in front of each call, and wherever a unit begins to compute.
+    """
+    found, model = load_library(library), tree.build()
+
+    def run() -> dict[str, Any]:
+        scene = Scene(rank, found, sharded(rank, found, model, sharding), tree)
+        return {"seen": [scene.make(one) for one in calls], "held": held(model)}
+
+    with groups_put_back():
+        return observe(run)
+
+
+class Scene:
+    """A sharded model, and what calls leave for later calls."""
+
+    def __init__(self, rank: Rank, library: Library, model: Any, tree: ModuleTree) -> None:
+        self.rank, self.library, self.model, self.tree = rank, library, model, tree
+        self.units = [*reversed(units_of(model, "leaves")), model]
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.5)
+        self.losses: list[torch.Tensor] = []
+        self.handles: list[Any] = []
+        self.told: list[Any] = []
+        self.event: Callable[[], Any] = lambda: None
+        self._forwards = 0
+        for unit in self.units:
+            unit.register_forward_pre_hook(_meet)
+            unit.register_forward_hook(_meet_in_backward)
+
+    def make(self, one: Call) -> Any:
+        dist.barrier()
+        self.told.clear()
+        made = tried(lambda: self._made(one))
+        return {
+            "call": str(one),
+            "made": made,
+            "told": list(self.told),
+            "keeps the event": self.event() is not None,
+            "registered": registered(self.model),
+        }
+
+    def _made(self, one: Call) -> Any:
+        if one.name in _OF_THE_SCENE:
+            return _OF_THE_SCENE[one.name](self, one)
+        arguments = {name: self._real(value) for name, value in one.arguments.items()}
+        made = getattr(self.units[one.unit], one.name)(**arguments)
+        if made is not None:
+            self.handles.append(made)
+            return isinstance(made, self.library.distributed.fsdp.UnshardHandle)
+        return None
+
+    def _real(self, value: Any) -> Any:
+        """Units for their numbers, objects for their names."""
+        if isinstance(value, list):
+            return [self.units[number] if isinstance(number, int) else number for number in value]
+        return _OBJECTS[value](self) if isinstance(value, str) and value in _OBJECTS else value
+
+    def forward(self) -> torch.Tensor:
+        batch = self.tree.batch(self._forwards, self.rank.rank)
+        self._forwards += 1
+        return loss_of(call(self.model, self.tree, batch))
+
+
+def _meet(*_: Any) -> None:
+    dist.barrier()
+
+
+def _meet_in_backward(unit: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda grad: dist.barrier())
+
+
+# -- calls that are no methods
+
+
+def _forward(scene: Scene, one: Call) -> torch.Tensor:
+    scene.losses.append(scene.forward())
+    return scene.losses[-1].detach()
+
+
+def _look(scene: Scene, one: Call) -> torch.Tensor:
+    with torch.no_grad():
+        return scene.forward()
+
+
+def _backward(scene: Scene, one: Call) -> int:
+    """Of all losses that are there."""
+    losses, scene.losses = scene.losses, []
+    if losses:
+        torch.stack(losses).sum().backward()
+    return len(losses)
+
+
+def _failing_forward(scene: Scene, one: Call) -> None:
+    """Raises inside a unit."""
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("in a forward")
+
+    handle = scene.units[one.unit].register_forward_pre_hook(fail)
+    try:
+        scene.forward()
+    finally:
+        handle.remove()
+
+
+def _failing_backward(scene: Scene, one: Call) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError("in a backward")
+
+    handle = scene.units[one.unit].register_forward_hook(lambda unit, inputs, output: _hooked(output, fail))
+    try:
+        scene.forward().backward()
+    finally:
+        handle.remove()
+
+
+def _hooked(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    output.register_hook(hook)
+
+
+def _step(scene: Scene, one: Call) -> None:
+    scene.optimizer.step()
+    scene.optimizer.zero_grad()
+
+
+def _wait(scene: Scene, one: Call) -> Any:
+    return scene.handles.pop(0).wait() if scene.handles else "no handle"
+
+
+def _state_dict(scene: Scene, one: Call) -> list[str]:
+    return list(scene.model.state_dict())
+
+
+def _load(scene: Scene, one: Call) -> str:
+    """Doubled parameters."""
+    doubled = {name: value.detach() * 2 for name, value in scene.model.state_dict().items()}
+    return str(scene.model.load_state_dict(doubled, **one.arguments))
+
+
+def _convert(scene: Scene, one: Call) -> None:
+    scene.model.to(one.arguments["dtype"])
+
+
+def _skip_a_unit(scene: Scene, one: Call) -> torch.Tensor:
+    """A forward and backward without one of the units on the ranks that `by` names, or on every one."""
+    unit, by = scene.units[one.unit], one.arguments.get("by")
+    skips = by is None or scene.rank.rank in by
+    original, unit.forward = unit.forward, (lambda x, *, ids: x) if skips else unit.forward
+    try:
+        loss = scene.forward()
+        loss.backward()
+    finally:
+        unit.forward = original
+    return loss.detach()
+
+
+_OF_THE_SCENE: dict[str, Callable[[Scene, Call], Any]] = {
+    "forward": _forward,
+    "look": _look,
+    "backward": _backward,
+    "failing forward": _failing_forward,
+    "failing backward": _failing_backward,
+    "step": _step,
+    "wait": _wait,
+    "state_dict": _state_dict,
+    "load": _load,
+    "convert": _convert,
+    "skip a unit": _skip_a_unit,
+}
+
+
+# -- objects that methods are handed
+
+
+class _Told:
+    """Communication of our own: does what the default does, and says what it was asked for."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self._scene.told.append(["allocate", list(size), str(dtype), str(device)])
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class ToldAllGather(_Told):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self._scene.told.append(["gather", input_tensor.numel(), async_op])
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class ToldReduceScatter(_Told):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        self._scene.told.append(["scatter", output_tensor.numel(), str(op), async_op])
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _doubling(scene: Scene) -> Callable[[torch.Tensor], None]:
+    def double(reduced: torch.Tensor) -> None:
+        scene.told.append(["hook", reduced.numel(), str(reduced.dtype)])
+        reduced.mul_(2)
+
+    return double
+
+
+class _Event(torch.cpu.Event):
+    """Recorded behind an optimizer's step; a reference to it tells whether somebody still has it."""
+
+
+def _event(scene: Scene) -> _Event:
+    made = _Event()
+    scene.event = weakref.ref(made)
+    return made
+
+
+_OBJECTS: dict[str, Callable[[Scene], Any]] = {
+    "an all-gather": ToldAllGather,
+    "a reduce-scatter": ToldReduceScatter,
+    "a doubling hook": _doubling,
+    "an event": _event,
+    "a stream": lambda scene: torch.cpu.Stream(),
+}

@@ -1,0 +1,207 @@
+"""Training with fully_shard, described by plain values, on the ranks; what a rank holds comes back tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from conformance.distributed.fsdp.fsdp_cases import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Progress,
+    Setup,
+    Step,
+    Training,
+    groups_put_back,
+    mesh_of,
+)
+from conformance.distributed.fsdp.module_trees import LEAVES, Branches, Chain, ModuleTree
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+FULLY_SHARD = "distributed.fsdp.fully_shard"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded. What is left out of it stays the default."""
+
+    # Beside the whole model: nothing (root), each leaf, each group, both (nested), or the leaves as one group (list).
+    units: str = "leaves"
+    ranks: str = "default"  # default, mesh, or replicas: groups of `shards` ranks that hold the same
+    shards: int = 1
+    reshard_after_forward: bool | int | None = None
+    policy: Mapping[str, Any] | None = None  # arguments of MixedPrecisionPolicy
+    offloads: bool = False
+    places: bool = False  # matrices by their last dimension where that can be dealt evenly
+    ignores: bool = False  # the parameters of the body's first part
+
+
+@dataclass(frozen=True)
+class ShardedTraining:
+    tree: ModuleTree
+    sharding: Sharding = Sharding()
+    steps: Sequence[Step] = (Step(), Step(), Step())
+
+    @property
+    def plain(self) -> Training:
+        """The same without sharding."""
+        ignored = "parameters" if self.sharding.ignores else ""
+        return Training(self.tree, Setup(ignored=ignored), self.steps)
+
+
+def train(rank: Rank, *, library: str, training: ShardedTraining) -> Outcome:
+    """Shard and train; barriers stand around each step."""
+    found, model = load_library(library), training.tree.build()
+
+    def run() -> dict[str, Any]:
+        return _trained(rank, sharded(rank, found, model, training.sharding), training)
+
+    with groups_put_back():
+        return observe(run)
+
+
+def _trained(rank: Rank, model: Any, case: ShardedTraining) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    progress = _ShardedProgress(case.plain, rank.rank)
+    shards = []
+    whole_gradients: dict[str, torch.Tensor] = {}
+    for step in case.steps:
+        dist.barrier()
+        progress.accumulate(model, step)
+        dist.barrier()
+        shards.append(held(model))
+        if step is case.steps[-1]:
+            whole_gradients = {
+                name: torch.zeros_like(whole(parameter)) if parameter.grad is None else whole(parameter.grad)
+                for name, parameter in model.named_parameters()
+            }
+        optimizer.step()
+        optimizer.zero_grad(step.set_to_none)
+    return {
+        **progress.seen,
+        "shards": shards,
+        "whole_gradients": whole_gradients,
+        "whole_parameters": {name: whole(parameter) for name, parameter in model.named_parameters()},
+        "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
+        "state_dict": {name: described(value) for name, value in model.state_dict().items()},
+    }
+
+
+class _ShardedProgress(Progress):
+    """Also sees what the modules hold behind each forward."""
+
+    def __init__(self, case: Training, rank: int) -> None:
+        super().__init__(case, rank)
+        self.seen["registered"] = []
+
+    def _forward(self, model: nn.Module) -> Any:
+        made = super()._forward(model)
+        self.seen["registered"].append(registered(model))
+        return made
+
+
+# -- sharding
+
+
+def sharded(rank: Rank, library: Library, model: Any, sharding: Sharding) -> Any:
+    fully_shard = library.find(FULLY_SHARD)
+    given = arguments(rank, library, model, sharding)
+    if sharding.units == "list":
+        fully_shard([module for module in model.modules() if isinstance(module, LEAVES)], **given)
+    else:
+        for module in units_of(model, sharding.units):
+            fully_shard(module, **given)
+    return fully_shard(model, **given)
+
+
+def units_of(model: nn.Module, units: str) -> list[nn.Module]:
+    """Those within the root, the innermost first."""
+    kinds = {"root": (), "leaves": LEAVES, "groups": (Chain, Branches), "nested": (*LEAVES, Chain, Branches)}
+    return [module for module in reversed(list(model.modules())) if isinstance(module, kinds[units])]
+
+
+def arguments(rank: Rank, library: Library, model: Any, sharding: Sharding) -> dict[str, Any]:
+    fsdp = library.distributed.fsdp
+    given: dict[str, Any] = {}
+    if (mesh := mesh_for(rank, sharding)) is not None:
+        given["mesh"] = mesh
+    if sharding.reshard_after_forward is not None:
+        given["reshard_after_forward"] = sharding.reshard_after_forward
+    if sharding.policy is not None:
+        given["mp_policy"] = fsdp.MixedPrecisionPolicy(**sharding.policy)
+    if sharding.offloads:
+        given["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
+    if sharding.ignores:
+        given["ignored_params"] = set(model.body.parts[0].parameters())
+    if sharding.places:
+        ranks = rank.world_size if sharding.ranks != "replicas" else sharding.shards
+        given["shard_placement_fn"] = lambda parameter: _place(parameter, ranks)
+    return given
+
+
+def _place(parameter: torch.Tensor, ranks: int) -> Shard | None:
+    is_even = parameter.dim() > 1 and parameter.shape[-1] % ranks == 0
+    return Shard(-1) if is_even else None
+
+
+def mesh_for(rank: Rank, sharding: Sharding) -> DeviceMesh | None:
+    match sharding.ranks:
+        case "mesh":
+            return init_device_mesh(rank.device.type, (rank.world_size,), mesh_dim_names=("data",))
+        case "replicas":
+            return mesh_of(rank, sharding.shards)
+    return None
+
+
+# -- what is seen
+
+
+def held(model: nn.Module) -> dict[str, Any]:
+    """What this rank has of each parameter and its gradient."""
+    return {
+        name: {"value": described(parameter), "grad": described(parameter.grad)}
+        for name, parameter in model.named_parameters()
+    }
+
+
+def registered(model: nn.Module) -> dict[str, str]:
+    """What kind of tensor each parameter is just now."""
+    return {name: layout_of(parameter) for name, parameter in model.named_parameters()}
+
+
+def layout_of(tensor: torch.Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return f"{tensor.dtype} {tuple(tensor.shape)}"
+    mesh = tensor.device_mesh
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.placements} of {mesh.mesh_dim_names} {mesh.mesh.tolist()}"
+
+
+def described(tensor: Any) -> Any:
+    """A DTensor by its layout and this rank's part; another tensor by itself, and what is none as it is."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return {
+        "layout": layout_of(tensor),
+        "stride": tensor.stride(),
+        "kind": type(tensor).__name__,
+        "requires_grad": tensor.requires_grad,
+        "is_leaf": tensor.is_leaf,
+        "local": local.detach().clone(),
+    }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All ranks' parts together, for which they must all ask."""
+    detached = tensor.detach()
+    # A copy: on one rank what is whole is the part itself.
+    return (detached.full_tensor() if isinstance(detached, DTensor) else detached).clone()

@@ -1,0 +1,445 @@
+"""Probes of fully_shard itself: what is refused, what class a module gets, what it works with."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+
+from conformance.distributed.fsdp.fsdp_cases import groups_put_back
+from conformance.distributed.fsdp.fully_shard_calls import TREE
+from conformance.distributed.fsdp.fully_shard_cases import FULLY_SHARD, held, registered
+from conformance.distributed.fsdp.method_cases import tried
+from conformance.distributed.fsdp.module_trees import call, loss_of
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+
+@dataclass
+class Site:
+    """A plain model on a rank, about to be sharded."""
+
+    rank: Rank
+    library: Library
+    model: Any
+
+    @property
+    def fsdp(self) -> Any:
+        return self.library.distributed.fsdp
+
+    def shard(self, module: Any = None, **arguments: Any) -> Any:
+        return self.library.find(FULLY_SHARD)(self.model if module is None else module, **arguments)
+
+    def leaf_by_leaf(self, **arguments: Any) -> Any:
+        for part in self.model.body.parts:
+            self.shard(part, **arguments)
+        return self.shard(**arguments)
+
+    def forward(self, number: int = 0) -> torch.Tensor:
+        return loss_of(call(self.model, TREE, TREE.batch(number, self.rank.rank)))
+
+    def train(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """A step by SGD; what this rank has behind it."""
+        model = self.model if model is None else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loss = self.forward()
+        loss.backward()
+        seen = held(model)
+        optimizer.step()
+        return {"loss": loss.detach(), "gradients": seen, "after": held(model)}
+
+
+def probe(rank: Rank, *, library: str, asks: Callable[..., Any], **arguments: Any) -> Outcome:
+    """What `asks(site, **arguments)` does; `asks` is a function of a module."""
+    site = Site(rank, load_library(library), TREE.build())
+    with groups_put_back():
+        return observe(lambda: asks(site, **arguments))
+
+
+# -- what is refused
+
+
+def refused(site: Site, way: str) -> Any:
+    made = WAYS[way](site)
+    return {"made": type(made).__name__, "registered": registered(site.model)}
+
+
+def _parameter(site: Site, parameter: nn.Parameter, **arguments: Any) -> Any:
+    """One more, in the root's own group."""
+    site.model.another = parameter
+    return site.leaf_by_leaf(**arguments)
+
+
+def _placed(site: Site, where: Any) -> Any:
+    return site.shard(site.model.head, shard_placement_fn=lambda parameter: where)
+
+
+def _tied_across(site: Site) -> Any:
+    site.model.head.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    site.model.body.parts[2].inner.weight = nn.Parameter(torch.ones(2, 4, dtype=torch.float64))
+    site.model.body.parts[0].inner.weight = site.model.body.parts[2].inner.weight
+    site.leaf_by_leaf()
+    return site.forward()
+
+
+def _within_first(site: Site) -> Any:
+    site.leaf_by_leaf()
+    first = site.model.body.parts[0]
+    batch = TREE.batch(0, site.rank.rank)
+    first(batch.x, ids=batch.ids)
+    return site.forward()
+
+
+def _mesh(site: Site, *sizes: int, names: tuple[str, ...] | None = None) -> Any:
+    return init_device_mesh("cpu", (*sizes, site.rank.world_size), mesh_dim_names=names)
+
+
+def _two_dtypes(site: Site) -> Any:
+    site.model.body.parts[0].inner.bias.data = site.model.body.parts[0].inner.bias.data.float()
+    site.leaf_by_leaf()
+    return site.forward()
+
+
+WAYS: dict[str, Callable[[Site], Any]] = {
+    "a list of modules": lambda site: site.shard(nn.ModuleList([nn.Linear(2, 2)])),
+    "a dict of modules": lambda site: site.shard(nn.ModuleDict({"one": nn.Linear(2, 2)})),
+    "no module": lambda site: site.shard("a word"),
+    "no parameters": lambda site: site.shard(nn.Tanh()),
+    "sharded twice": lambda site: site.shard(site.shard()),
+    "a mesh of three dimensions": lambda site: site.shard(mesh=_mesh(site, 1, 1)),
+    "two dimensions without names": lambda site: site.shard(mesh=_mesh(site, 1)),
+    "no factor of the ranks": lambda site: site.shard(reshard_after_forward=3),
+    "no ranks": lambda site: site.shard(reshard_after_forward=0),
+    "one rank": lambda site: site.shard(reshard_after_forward=1),
+    "ranks as a word": lambda site: site.shard(reshard_after_forward="all"),
+    "a scalar parameter": lambda site: _parameter(site, nn.Parameter(torch.tensor(1.0))),
+    "a strided parameter": lambda site: _parameter(site, nn.Parameter(torch.ones(2, 3).t())),
+    "two dtypes in a group": _two_dtypes,
+    "a placement that is none": lambda site: _placed(site, "a word"),
+    "a copy as a placement": lambda site: _placed(site, Replicate()),
+    "a dimension that is not there": lambda site: _placed(site, Shard(3)),
+    "tied across groups": _tied_across,
+    "a unit before its root": _within_first,
+    "a group as the root": lambda site: (site.shard([site.model, site.model.head]), site.forward())[1],
+    "two modules as the root": lambda site: site.shard(list(site.model.body.parts))[0](
+        TREE.batch(0, 0).x, ids=TREE.batch(0, 0).ids
+    ),
+    "dimensions without names": lambda site: site.shard(
+        mesh=_mesh(site), dp_mesh_dims=site.fsdp.DataParallelMeshDims(shard="data")
+    ),
+    "a dimension of another name": lambda site: site.shard(
+        mesh=_mesh(site, names=("data",)), dp_mesh_dims=site.fsdp.DataParallelMeshDims(shard="other")
+    ),
+    "dimensions without DTensors": lambda site: site.shard(
+        mesh=_mesh(site, names=("data",)), dp_mesh_dims=site.fsdp.DataParallelMeshDims(shard="data")
+    ),
+    "resharded to an int on a whole mesh": lambda site: site.shard(
+        mesh=_mesh(site, names=("data",)),
+        dp_mesh_dims=site.fsdp.DataParallelMeshDims(shard="data"),
+        reshard_after_forward=2,
+    ),
+}
+
+
+def uneven(site: Site) -> Any:
+    """Three columns on two ranks."""
+    return refused_placement(site, nn.Linear(3, 2), Shard(1))
+
+
+def refused_placement(site: Site, module: nn.Module, where: Any) -> Any:
+    return type(site.shard(module, shard_placement_fn=lambda parameter: where)).__name__
+
+
+# -- what a sharded module is
+
+
+def attributes(site: Site) -> dict[str, Any]:
+    model = site.model
+    chain = site.shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
+    made = site.leaf_by_leaf()
+    first = model.body.parts[0]
+    pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    grouped = site.shard(pair)
+    return {
+        "is the module": made is model,
+        "is the list": grouped is pair,
+        "classes": [[one.__name__ for one in type(unit).__mro__] for unit in (model, first, *pair, chain)],
+        "are sharded modules": [isinstance(one, site.fsdp.FSDPModule) for one in (model, first, first.inner)],
+        "managed": [getattr(one, "_is_fsdp_managed_module", None) for one in (model, first, first.inner)],
+        "sliced": [type(one).__name__ for one in (chain[1:], chain[0])],
+        "a class for each class": type(pair[0]) is type(pair[1]) is not type(chain[0]),
+        "names": [name for name, _ in model.named_parameters()],
+        "copied": tried(lambda: copy.deepcopy(model)),
+        "held": held(model),
+    }
+
+
+def policies(library: Library) -> list[Any]:
+    """Made from nothing and from what they take, compared, changed; without ranks."""
+    fsdp = library.distributed.fsdp
+    mixed, offload, dims = fsdp.MixedPrecisionPolicy, fsdp.CPUOffloadPolicy, fsdp.DataParallelMeshDims
+
+    def told(make: Callable[[], Any]) -> Any:
+        made = tried(make)
+        return made if isinstance(made, str) else {"is": repr(made).rpartition(".")[2], **vars(made)}
+
+    def frozen() -> None:
+        mixed().param_dtype = torch.float16
+
+    return [
+        told(mixed),
+        told(lambda: mixed(torch.bfloat16, torch.float32, torch.float16, False)),
+        tried(frozen),
+        mixed() == mixed(None),
+        hash(mixed()) == hash(mixed(None)),
+        told(fsdp.OffloadPolicy),
+        told(offload),
+        told(lambda: offload(pin_memory=False)),
+        offload() == offload(True),
+        isinstance(offload(), fsdp.OffloadPolicy),
+        told(dims),
+        told(lambda: dims(shard="data")),
+        told(lambda: dims(replicate=("a", "b"))),
+        *(getattr(dims(*given), name) for given in (("data", ("a", "b")), ((), "b")) for name in _NAMES),
+        fsdp.UnshardHandle().wait(),
+    ]
+
+
+_NAMES = ("shard_names", "replicate_names")
+
+
+# -- what is built late
+
+
+def from_meta(site: Site, materialises: str) -> dict[str, Any]:
+    with torch.device("meta"):
+        meta = replace(TREE, dtype=torch.float64)
+        site.model = type(site.model)(meta).to(torch.float64)
+    site.leaf_by_leaf()
+    on_meta = registered(site.model)
+    if materialises:
+        site.model.to_empty(device=site.rank.device)
+        for parameter in site.model.parameters():
+            nn.init.constant_(parameter, 0.125)
+    if materialises == "loaded":
+        plain = TREE.build().state_dict()
+        spread = {
+            name: distribute_tensor(plain[name], value.device_mesh, value.placements, src_data_rank=None)
+            for name, value in site.model.state_dict().items()
+        }
+        site.model.load_state_dict(spread, assign=True)
+    return {"on meta": on_meta, "trained": site.train()}
+
+
+# -- what it works with
+
+
+def clipped(site: Site, by: str) -> dict[str, Any]:
+    site.leaf_by_leaf()
+    site.forward().backward()
+    parameters = list(site.model.parameters())
+    norm: Any = None
+    if by == "value":
+        torch.nn.utils.clip_grad_value_(parameters, 0.05)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1, float(by))
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return {"norm": norm, "held": held(site.model)}
+
+
+def scaled(site: Site, overflows: bool) -> dict[str, Any]:
+    """Two steps by AdamW under a GradScaler; an infinite loss on one rank skips one on all of them."""
+    site.model.float()
+    site.leaf_by_leaf()
+    optimizer = torch.optim.AdamW(site.model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    seen = []
+    for number in range(2):
+        batch = TREE.batch(number, site.rank.rank)
+        loss = loss_of(site.model(batch.x.detach().float(), ids=batch.ids))
+        factor = float("inf") if overflows and number == 0 and site.rank.rank == 0 else 1.0
+        scaler.scale(loss * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(scaler.get_scale())
+    state = {
+        str(number): {name: registered_layout(value) for name, value in each.items()}
+        for number, each in enumerate(optimizer.state.values())
+    }
+    return {"scales": seen, "held": held(site.model), "state": state}
+
+
+def registered_layout(value: Any) -> Any:
+    return str(value.placements) if hasattr(value, "placements") else str(value)
+
+
+class _Encoder(nn.Module):
+    """A second method that computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def encode(self, x: torch.Tensor, *, times: float = 1.0) -> torch.Tensor:
+        return self.inner(x).tanh() * times
+
+
+def forward_method(site: Site, registers: bool) -> dict[str, Any]:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(3)
+        encoder: Any = _Encoder()
+    register = site.fsdp.register_fsdp_forward_method
+    register(encoder, "no method of one that is not sharded")
+    site.shard(encoder, reshard_after_forward=True)
+    if registers:
+        register(encoder, "encode")
+    x = TREE.batch(0, site.rank.rank).x
+    made = encoder.encode(x, times=2.0)
+    between = registered(encoder)
+    made.sum().backward()
+    return {
+        "made": made.detach(),
+        "between": between,
+        "held": held(encoder),
+        "input": x.grad,
+        "name": encoder.encode.__name__,
+        "lacking": tried(lambda: register(encoder, "decode")),
+    }
+
+
+def shared_context(site: Site) -> dict[str, Any]:
+    """Two roots, trained by turns."""
+    one, other = (Site(site.rank, site.library, TREE.build(shift)) for shift in (0, 1))
+    for each in (one, other):
+        each.leaf_by_leaf()
+    share: Any = site.fsdp.share_comm_ctx
+    share([])
+    share([one.model, other.model])
+    losses = [one.forward(), other.forward()]
+    torch.stack(losses).sum().backward()
+    return {
+        "trained": [one.train(), other.train()],
+        "refused": tried(lambda: share([one.model, nn.Tanh()])),
+    }
+
+
+def on_whole_mesh(site: Site, dims: dict[str, Any], sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    mesh = _one_mesh(names) if len(sizes) == 1 else init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    distribute_module(site.model, mesh)
+    site.leaf_by_leaf(mesh=mesh, dp_mesh_dims=site.fsdp.DataParallelMeshDims(**dims))
+    batch = TREE.batch(0, site.rank.rank)
+    inputs = distribute_tensor(batch.x.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+    return {"registered": registered(site.model), "inputs": str(inputs.placements), "held": held(site.model)}
+
+
+@functools.cache
+def _one_mesh(names: tuple[str, ...]) -> DeviceMesh:
+    """Of all ranks, one for all cases: DTensor keeps the first of several equal ones, and torch asks for the same."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=names)
+
+
+# -- a tensor that says how it is gathered
+
+
+class Halved(torch.Tensor):
+    """Holds values that travel in float32, as halves of them, with their double as the factor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Halved:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], *_: Any) -> Halved:
+        return Halved(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def bare(value: Any) -> Any:
+            return value.inner if isinstance(value, Halved) else value
+
+        made = func(
+            *torch.utils._pytree.tree_map(bare, args), **torch.utils._pytree.tree_map(bare, kwargs or {})
+        )
+        if func in _KEEPING:
+            made = torch.utils._pytree.tree_map_only(torch.Tensor, Halved, made)
+            return args[0] if func is torch.ops.aten.copy_.default else made
+        return made
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return ((self.inner / 2).float(), torch.full_like(self.inner, 2.0)), tuple(outer_size)
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[torch.Tensor, ...],
+        metadata: Any,
+        dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        halves, factors = gathered
+        rows = metadata[0]
+        values = (halves.to(dtype) * factors.to(dtype))[:rows]
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(values)
+            return None
+        return values, (values,)
+
+
+_ATEN = torch.ops.aten
+_KEEPING = {
+    _ATEN.detach.default,
+    _ATEN.clone.default,
+    _ATEN.copy_.default,
+    _ATEN.view.default,
+    _ATEN.as_strided.default,
+    _ATEN.slice.Tensor,
+    _ATEN.split.Tensor,
+    _ATEN.new_zeros.default,
+    _ATEN._to_copy.default,
+    _ATEN.empty_like.default,
+}
+
+
+def extended(site: Site, steps: int = 2) -> dict[str, Any]:
+    for name in ("weight", "bias"):
+        inner = site.model.body.parts[0].inner
+        setattr(inner, name, nn.Parameter(Halved(getattr(inner, name).detach())))
+    site.leaf_by_leaf()
+    losses, gradients = [], []
+    for number in range(steps):
+        loss = site.forward(number)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(
+            {
+                name: parameter.grad.to_local().clone()
+                for name, parameter in site.model.named_parameters()
+                if parameter.grad is not None
+            }
+        )
+    dist.barrier()
+    return {"losses": losses, "gradients": gradients}

@@ -1,0 +1,153 @@
+"""Training under every way of sharding, on real ranks: as torch's ranks do, and as one process does unsharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.distributed.fsdp.fully_shard_cases import ShardedTraining
+from conformance.distributed.fsdp.judging import (
+    assert_like_unsharded,
+    assert_ranks_agree,
+    outcomes,
+    share_of_examples,
+)
+from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, steps_of
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.tolerances import TRAINED, Tolerance
+from conformance.ranks import RankPool
+from conformance.strategies.full_sharding import KINDS_IN_LOW_PRECISION, policies, sharded_trainings
+
+FULL = pytest.mark.profile("full")
+
+
+def assert_trains(
+    pool: RankPool,
+    reference: Library,
+    subject: Library,
+    training: ShardedTraining,
+    tolerance: Tolerance = TRAINED,
+    *,
+    is_exact: bool = True,
+) -> None:
+    """Judges three times: by torch's ranks, by what these send in each step, and without sharding if that is exact."""
+    seen, sent = [], []
+    for library in (reference, subject):
+        seen.append(outcomes(pool, library, "fully_shard_cases:train", training=training))
+        sent.append([steps_of(trace) for trace in pool.traces])
+    assert_ranks_agree(*seen, tolerance)
+    if is_exact:
+        assert_like_unsharded(seen[1], training.plain, tolerance)
+    for most, got in zip(*sent, strict=True):
+        for allowed, step in zip(most, got, strict=True):
+            assert counts(step) <= counts(allowed), [str(call) for call in step]
+            assert bytes_by_kind(step) <= bytes_by_kind(allowed), [str(call) for call in step]
+
+
+@clause("distributed.fsdp.fully_shard.trains")
+@share_of_examples(0.4)
+@given(training=sharded_trainings())
+def test_trains(subject: Library, reference: Library, rank_pool: RankPool, training: ShardedTraining) -> None:
+    assert_trains(rank_pool, reference, subject, training)
+
+
+@clause("distributed.fsdp.fully_shard.trains")
+@pytest.mark.parametrize("more_ranks", [pytest.param(3, marks=FULL), 4])
+@share_of_examples(0.2)
+@given(training=sharded_trainings())
+def test_trains_on_more_ranks_than_some_parameters_have_rows(
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    more_ranks: int,
+    training: ShardedTraining,
+) -> None:
+    assert_trains(ranks(more_ranks), reference, subject, training)
+
+
+@clause("distributed.fsdp.fully_shard.replicas")
+@pytest.mark.parametrize(
+    ("all_ranks", "shards"),
+    [(4, 2), (2, 1), pytest.param(2, 2, marks=FULL), pytest.param(4, 1, marks=FULL)],
+)
+@share_of_examples(0.1)  # making groups takes a second
+@given(data=st.data())
+def test_trains_replicas(
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    all_ranks: int,
+    shards: int,
+    data: st.DataObject,
+) -> None:
+    training = data.draw(sharded_trainings(ranks=("replicas",), shards=shards))
+    assert_trains(ranks(all_ranks), reference, subject, training)
+
+
+@clause("distributed.fsdp.fully_shard.replicas")
+@pytest.mark.parametrize(
+    ("all_ranks", "size"), [(4, 2), pytest.param(2, 1, marks=FULL), pytest.param(2, 2, marks=FULL)]
+)
+@share_of_examples(0.1)
+@given(data=st.data())
+def test_reshards_to_fewer_ranks(
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    all_ranks: int,
+    size: int,
+    data: st.DataObject,
+) -> None:
+    training = data.draw(sharded_trainings(reshards=(size,)))
+    assert_trains(ranks(all_ranks), reference, subject, training)
+
+
+@clause("distributed.fsdp.fully_shard.ignored_params")
+@share_of_examples(0.2)
+@given(training=sharded_trainings(ignores=True, units=("root", "leaves", "nested")))
+def test_what_is_ignored_stays_each_ranks_own(
+    subject: Library, reference: Library, rank_pool: RankPool, training: ShardedTraining
+) -> None:
+    assert_trains(rank_pool, reference, subject, training)
+
+
+@clause("distributed.fsdp.fully_shard.shard_placement_fn")
+@share_of_examples(0.2)
+@given(training=sharded_trainings(places=True, units=("leaves", "groups", "list")))
+def test_other_dimensions_are_sharded(
+    subject: Library, reference: Library, rank_pool: RankPool, training: ShardedTraining
+) -> None:
+    assert_trains(rank_pool, reference, subject, training)
+
+
+@clause("distributed.fsdp.fully_shard.offload_policy")
+@share_of_examples(0.2)
+@given(training=sharded_trainings(offloads=True))
+def test_parameters_on_the_cpu(
+    subject: Library, reference: Library, rank_pool: RankPool, training: ShardedTraining
+) -> None:
+    assert_trains(rank_pool, reference, subject, training)
+
+
+# Of small models in 8 bits of precision, three steps.
+_LOW = Tolerance(
+    32, "three steps of a small model in low precision, summed in another order", torch.bfloat16, terms=1.0
+)
+
+
+@clause("distributed.fsdp.fully_shard.mixed_precision")
+@share_of_examples(0.3)
+@given(data=st.data())
+def test_mixed_precision(
+    subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject
+) -> None:
+    tree: dict[str, Any] = {"kinds": KINDS_IN_LOW_PRECISION}
+    policy = data.draw(policies())
+    training = data.draw(sharded_trainings(dtype=torch.float32, tree=tree, policy=policy))
+    assert_trains(rank_pool, reference, subject, training, _LOW, is_exact=False)

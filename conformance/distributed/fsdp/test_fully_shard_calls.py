@@ -1,0 +1,315 @@
+"""The methods of what fully_shard has made, one by one and in any order, between forwards and backwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.distributed.fsdp.fully_shard_calls import ROOT, TREE, Call
+from conformance.distributed.fsdp.fully_shard_cases import Sharding
+from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes, share_of_examples
+from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, kind
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.ranks import RankPool
+from conformance.ranks.trace import Collective
+from conformance.strategies.full_sharding import programs
+
+FULL = pytest.mark.profile("full")
+Trace = Sequence[Collective]
+LEAVES = Sharding()
+FORWARD, BACKWARD, STEP, LOOK = Call("forward"), Call("backward"), Call("step"), Call("look")
+TRAIN = (FORWARD, BACKWARD, STEP)
+FLOAT32 = replace(TREE, dtype=torch.float32)
+
+
+def setting(method: str, unit: int = ROOT, **arguments: Any) -> Call:
+    return Call(method, unit, arguments)
+
+
+def played(
+    pool: RankPool, libraries: tuple[Library, Library], calls: Sequence[Call], **how: Any
+) -> tuple[list[Trace], list[Trace]]:
+    """Judges the calls and that they send no more than torch's; what each rank of both sent."""
+    how = {"sharding": LEAVES, **how}
+    seen, traces = [], []
+    for library in libraries:
+        seen.append(outcomes(pool, library, "fully_shard_calls:play", calls=calls, **how))
+        traces.append([list(trace) for trace in pool.traces])
+    assert_ranks_agree(*seen)
+    assert seen[1][0].raised is None, seen[1][0].raised
+    for most, got in zip(*traces, strict=True):
+        assert counts(got) <= counts(most), f"{told(got)}; torch {told(most)}"
+        assert bytes_by_kind(got) <= bytes_by_kind(most), f"{told(got)}; torch {told(most)}"
+    return traces[0], traces[1]
+
+
+def told(trace: Trace) -> list[str]:
+    return [str(call) for call in trace]
+
+
+def kinds(trace: Trace) -> list[str]:
+    return [kind(call) for call in trace]
+
+
+@clause("distributed.fsdp.fully_shard.unshard")
+@pytest.mark.parametrize("reshards", [None, pytest.param(False, marks=FULL), pytest.param(True, marks=FULL)])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (setting("unshard", 0), setting("unshard", 0), setting("reshard", 0), *TRAIN),
+        (setting("unshard", 1, async_op=True), Call("wait"), setting("reshard", 1), *TRAIN),
+        (
+            setting("unshard", 0, async_op=True),
+            setting("unshard", 2, async_op=True),
+            *TRAIN,
+            Call("wait"),
+            *TRAIN,
+        ),
+        (setting("unshard"), setting("unshard", 3), Call("state_dict"), *TRAIN),
+        (FORWARD, setting("reshard"), setting("reshard", 1), BACKWARD, STEP, *TRAIN),
+        (LOOK, FORWARD, FORWARD, setting("unshard", 2), BACKWARD, setting("reshard"), STEP, LOOK),
+    ],
+    ids=["twice", "waited for", "not waited for", "state dict", "in the middle", "among others"],
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_unshards_and_reshards(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    calls: Sequence[Call],
+    reshards: bool | None,
+) -> None:
+    sharding = Sharding(reshard_after_forward=reshards)
+    played(rank_pool, (reference, subject), calls, sharding=sharding)
+
+
+_SYNC = "set_requires_gradient_sync"
+
+
+@clause("distributed.fsdp.fully_shard.accumulation")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (setting(_SYNC, requires_gradient_sync=False), *TRAIN[:2], *TRAIN[:2],
+         setting(_SYNC, requires_gradient_sync=True), *TRAIN),
+        (setting(_SYNC, requires_gradient_sync=False, recurse=False), *TRAIN, *TRAIN),
+        (setting(_SYNC, 1, requires_gradient_sync=False), *TRAIN,
+         setting(_SYNC, 1, requires_gradient_sync=True), *TRAIN),
+        (setting("set_is_last_backward", is_last_backward=False), *TRAIN[:2], *TRAIN[:2],
+         setting("set_is_last_backward", is_last_backward=True), *TRAIN),
+        (*TRAIN[:2], *TRAIN, FORWARD, FORWARD, BACKWARD, STEP),
+    ],
+    ids=["all", "the root alone", "a unit", "not the last", "synchronised"],
+)  # fmt: skip
+@pytest.mark.world_sizes(fewest=2)
+def test_gradients_add_up(
+    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
+) -> None:
+    played(rank_pool, (reference, subject), calls)
+
+
+_ALL_REDUCE = "set_requires_all_reduce"
+
+
+@clause("distributed.fsdp.fully_shard.accumulation_of_replicas")
+@pytest.mark.parametrize(
+    ("unit", "recurses"), [(ROOT, True), (ROOT, False), pytest.param(0, True, marks=FULL)]
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_replicas_add_up_what_they_have_scattered(
+    subject: Library, reference: Library, rank_pool: RankPool, unit: int, recurses: bool
+) -> None:
+    def require(value: bool) -> Call:
+        return setting(_ALL_REDUCE, unit, requires_all_reduce=value, recurse=recurses)
+
+    calls = (require(False), *TRAIN[:2], *TRAIN[:2], require(True), *TRAIN)
+    replicas = Sharding(ranks="replicas")
+    played(rank_pool, (reference, subject), calls, sharding=replicas)
+
+
+_AFTER_FORWARD, _AFTER_BACKWARD = "set_reshard_after_forward", "set_reshard_after_backward"
+
+
+@clause("distributed.fsdp.fully_shard.resharding")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (setting(_AFTER_FORWARD, reshard_after_forward=False), *TRAIN, *TRAIN),
+        (setting(_AFTER_FORWARD, reshard_after_forward=True), *TRAIN, LOOK),
+        (setting(_AFTER_FORWARD, reshard_after_forward=True, recurse=False), *TRAIN, *TRAIN),
+        (*TRAIN, setting(_AFTER_FORWARD, 2, reshard_after_forward=False), *TRAIN, LOOK),
+        (setting(_AFTER_FORWARD, reshard_after_forward=2), *TRAIN),
+        (setting(_AFTER_BACKWARD, reshard_after_backward=False), *TRAIN[:2], *TRAIN),
+        (setting(_AFTER_BACKWARD, reshard_after_backward=False, recurse=False), *TRAIN[:2], *TRAIN),
+        (setting(_AFTER_BACKWARD, 1, reshard_after_backward=False), *TRAIN[:2],
+         setting(_AFTER_BACKWARD, 1, reshard_after_backward=True), *TRAIN),
+    ],
+    ids=["never", "always", "the root", "a unit", "no bool", "backward", "backward of the root", "backward of a unit"],
+)  # fmt: skip
+@pytest.mark.world_sizes(fewest=2)
+def test_reshards_when_it_is_told(
+    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
+) -> None:
+    played(rank_pool, (reference, subject), calls)
+
+
+_TO_FORWARD, _TO_BACKWARD = "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"
+
+
+@clause("distributed.fsdp.fully_shard.prefetching")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (*TRAIN, *TRAIN),
+        (setting(_TO_FORWARD, 0, modules=[1, 2]), *TRAIN, *TRAIN),
+        (setting(_TO_FORWARD, ROOT, modules=[0]), setting(_TO_FORWARD, 0, modules=[1]), *TRAIN, *TRAIN),
+        (setting(_TO_BACKWARD, 3, modules=[2, 1]), *TRAIN, *TRAIN),
+        (setting(_TO_BACKWARD, ROOT, modules=[3]), setting(_TO_BACKWARD, 3, modules=[0]), *TRAIN, *TRAIN),
+        (setting(_TO_FORWARD, 0, modules=["a word"]), setting(_TO_BACKWARD, 0, modules=[1, "a word"])),
+        (setting("set_unshard_in_backward", 3, unshard_in_backward=False), *TRAIN, *TRAIN),
+    ],
+    ids=["by default", "forward", "forward of the root", "backward", "backward of the root", "refused", "not needed"],
+)  # fmt: skip
+@pytest.mark.world_sizes(fewest=2)
+def test_units_are_gathered_when_torchs_are(
+    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
+) -> None:
+    """Barriers stand in the traces wherever a unit begins to compute."""
+    for wanted, got in zip(*played(rank_pool, (reference, subject), calls), strict=True):
+        assert kinds(got) == kinds(wanted)
+
+
+_FACTOR, _UNUSED = "set_gradient_divide_factor", "set_reduce_scatter_unused_params"
+_BUFFERS = "set_reduce_scatter_max_input_buffers"
+_MEMORY = "set_allocate_memory_from_process_group_for_comm"
+_GATHER, _SCATTER = "set_custom_all_gather", "set_custom_reduce_scatter"
+
+
+@clause("distributed.fsdp.fully_shard.reduction")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (setting(_FACTOR, factor=5.0), setting(_FACTOR, 1, factor=0.5),
+         setting("set_reduce_scatter_divide_factor", 2, factor=3.0), *TRAIN),
+        (setting("set_all_reduce_hook", 1, hook="a doubling hook"),
+         setting("set_all_reduce_hook", hook="a doubling hook", stream="a stream"), *TRAIN),
+        (setting(_GATHER, 0, comm="an all-gather"), setting(_SCATTER, 2, comm="a reduce-scatter"), *TRAIN),
+        (Call("skip a unit", 1), STEP, setting(_UNUSED, reduce_scatter_unused_params=True), Call("skip a unit", 1),
+         setting(_UNUSED, reduce_scatter_unused_params=False), *TRAIN),
+        (setting(_UNUSED, reduce_scatter_unused_params=True, recurse=False), Call("skip a unit", 1), STEP),
+        (setting(_UNUSED, 1, reduce_scatter_unused_params=True), Call("skip a unit", 1, {"by": [0]}), STEP, *TRAIN),
+        (setting("set_post_optim_event", event="an event"), *TRAIN, *TRAIN),
+        (*(setting(_BUFFERS, max_input_buffers=number) for number in (2, 3, 0, -1, True, 1.5)),
+         setting(_BUFFERS, 1, max_input_buffers=2, recurse=False), *TRAIN),
+        (setting(_MEMORY, enable=True), setting(_MEMORY, 0, enable=True), setting(_MEMORY, 0, enable=False),
+         setting(_GATHER, 1, comm="an all-gather"), setting(_MEMORY, 1, enable=True), *TRAIN),
+        (setting("set_symm_mem_for_comm", 0, backend="NCCL"), setting("set_symm_mem_for_comm"), *TRAIN),
+    ],
+    ids=["factors", "hooks", "of one's own", "unused", "unused by the root", "unused by a rank", "event", "buffers",
+         "memory", "symmetric memory"],
+)  # fmt: skip
+@pytest.mark.world_sizes(fewest=2)
+def test_reduces_as_it_is_told(
+    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
+) -> None:
+    played(rank_pool, (reference, subject), calls)
+
+
+@clause("distributed.fsdp.fully_shard.reduction_of_replicas")
+@pytest.mark.world_sizes(fewest=2)
+def test_replicas_reduce_as_they_are_told(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    hook = {"hook": "a doubling hook"}
+    calls = (
+        setting(_FACTOR, factor=5.0),
+        setting("set_all_reduce_hook", **hook),
+        setting("set_all_reduce_hook", 1, **hook, stream="a stream"),
+        *TRAIN,
+    )
+    played(rank_pool, (reference, subject), calls, sharding=Sharding(ranks="replicas"))
+
+
+@clause("distributed.fsdp.fully_shard.sums_alone")
+@pytest.mark.world_sizes(fewest=2)
+def test_sums_alone_where_it_is_told(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    """In float32, where torch lets the collective average unless it is told not to."""
+    force = [setting("set_force_sum_reduction_for_comms", unit, enable=True) for unit in range(ROOT + 1)]
+    for trace in played(rank_pool, (reference, subject), (*force, *TRAIN), tree=FLOAT32)[1]:
+        assert {call.reduce_op for call in trace if kind(call) == "scatter"} == {"SUM"}, told(trace)
+
+
+@clause("distributed.fsdp.fully_shard.separate_groups")
+@pytest.mark.parametrize(
+    ("arguments", "separate"),
+    [({}, 5), ({"recurse": False}, 1), ({"enable": False}, 0)],
+    ids=["all", "the root", "none"],
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_gradients_go_by_a_group_of_their_own(
+    subject: Library,
+    reference: Library,
+    rank_pool: RankPool,
+    arguments: dict[str, bool],
+    separate: int,
+) -> None:
+    calls = (setting("set_separate_reduce_scatter_group", **arguments), *TRAIN)
+    for traces in played(rank_pool, (reference, subject), calls):
+        for trace in traces:
+            gathering = {call.group for call in trace if kind(call) == "gather"}
+            scattered = Counter(call.group in gathering for call in trace if kind(call) == "scatter")
+            assert scattered == +Counter({True: 5 - separate, False: separate}), told(trace)
+
+
+@clause("distributed.fsdp.fully_shard.reset_iter_state")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (*TRAIN, Call("failing forward", 2), setting("reset_iter_state"), *TRAIN),
+        (*TRAIN, Call("failing backward", 1), setting("reset_iter_state"), *TRAIN),
+        (*TRAIN, setting("reset_iter_state", 1), *TRAIN),
+        (setting("reset_iter_state"), *TRAIN, setting("reset_iter_state"), *TRAIN),
+        (setting(_SYNC, requires_gradient_sync=False), *TRAIN[:2], setting("reset_iter_state"),
+         setting(_SYNC, requires_gradient_sync=True), *TRAIN),
+    ],
+    ids=["forward", "backward", "no root", "without need", "accumulated"],
+)  # fmt: skip
+@pytest.mark.world_sizes(fewest=2)
+def test_goes_on_behind_an_exception(
+    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
+) -> None:
+    played(rank_pool, (reference, subject), calls)
+
+
+@clause("distributed.fsdp.fully_shard.conversions")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (Call("load"), *TRAIN, Call("load"), *TRAIN),
+        (Call("load", arguments={"assign": True}), *TRAIN),
+        (*TRAIN, Call("load", arguments={"assign": True}), *TRAIN),
+        (LOOK, Call("state_dict"), Call("load"), LOOK, *TRAIN),
+        (Call("convert", arguments={"dtype": torch.float64}), *TRAIN),
+        (setting("unshard", 0), Call("convert", arguments={"dtype": torch.float64}), *TRAIN),
+    ],
+    ids=["loaded", "assigned", "assigned later", "behind a forward", "converted", "unsharded"],
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_parameters_may_be_replaced(
+    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
+) -> None:
+    played(rank_pool, (reference, subject), calls)
+
+
+@clause("distributed.fsdp.fully_shard.any_order")
+@share_of_examples(0.7)
+@given(data=st.data())
+def test_in_any_order(subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject) -> None:
+    sharding, calls = data.draw(programs())
+    played(rank_pool, (reference, subject), calls, sharding=sharding)

@@ -1,0 +1,127 @@
+"""What fully_shard refuses, what it makes of modules, and what its parameters work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.distributed.fsdp import fully_shard_construct_cases as cases
+from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.ranks import RankPool
+
+
+def assert_probes_agree(
+    pool: RankPool, libraries: tuple[Library, Library], asks: Callable[..., Any], **arguments: Any
+) -> list[Outcome]:
+    wanted, got = (
+        outcomes(pool, library, "fully_shard_construct_cases:probe", asks=asks, **arguments)
+        for library in libraries
+    )
+    assert_ranks_agree(wanted, got)
+    return got
+
+
+@clause("distributed.fsdp.fully_shard.refusals")
+@pytest.mark.parametrize("way", cases.WAYS)
+def test_refuses(subject: Library, reference: Library, rank_pool: RankPool, way: str) -> None:
+    assert_probes_agree(rank_pool, (reference, subject), cases.refused, way=way)
+
+
+@clause("distributed.fsdp.fully_shard.refusals")
+@pytest.mark.world_sizes(fewest=2)
+def test_refuses_uneven_columns(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    (got, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.uneven)
+    assert got.raised is not None
+
+
+@clause("distributed.fsdp.fully_shard.module_class")
+def test_modules_get_a_class_of_their_own(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    (got, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.attributes)
+    assert got.raised is None, got.raised
+
+
+@clause("distributed.fsdp.fully_shard.policies")
+def test_policies_are_plain_objects(subject: Library, reference: Library) -> None:
+    wanted, got = (observe(cases.policies, library) for library in (reference, subject))
+    assert_same_outcome(wanted, got)
+    assert got.raised is None, got.raised
+
+
+@clause("distributed.fsdp.fully_shard.meta_device")
+@pytest.mark.parametrize("materialises", ["", "filled", "loaded"])
+def test_begins_on_the_meta_device(
+    subject: Library, reference: Library, rank_pool: RankPool, materialises: str
+) -> None:
+    (got, *_) = assert_probes_agree(
+        rank_pool, (reference, subject), cases.from_meta, materialises=materialises
+    )
+    assert (got.raised is None) == bool(materialises), got.raised
+
+
+@clause("distributed.fsdp.fully_shard.training_tools")
+@pytest.mark.parametrize("by", ["2", "inf", "value"])
+def test_gradients_are_clipped(subject: Library, reference: Library, rank_pool: RankPool, by: str) -> None:
+    assert_probes_agree(rank_pool, (reference, subject), cases.clipped, by=by)
+
+
+@clause("distributed.fsdp.fully_shard.training_tools")
+@pytest.mark.parametrize("overflows", [False, True])
+def test_steps_are_scaled(subject: Library, reference: Library, rank_pool: RankPool, overflows: bool) -> None:
+    (got, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.scaled, overflows=overflows)
+    assert got.raised is None, got.raised
+
+
+@clause("distributed.fsdp.fully_shard.register_fsdp_forward_method")
+@pytest.mark.parametrize("registers", [True, False])
+def test_other_methods_compute(
+    subject: Library, reference: Library, rank_pool: RankPool, registers: bool
+) -> None:
+    assert_probes_agree(rank_pool, (reference, subject), cases.forward_method, registers=registers)
+
+
+@clause("distributed.fsdp.fully_shard.share_comm_ctx")
+def test_two_models_share(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    (got, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.shared_context)
+    assert got.raised is None, got.raised
+
+
+@clause("distributed.fsdp.fully_shard.dp_mesh_dims")
+@pytest.mark.parametrize(
+    ("dims", "sizes", "names"),
+    [
+        ({"shard": "data"}, (2,), ("data",)),
+        ({"replicate": "data"}, (2,), ("data",)),
+        ({"shard": "data"}, (1, 2), ("model", "data")),
+        ({"shard": "data", "replicate": "copies"}, (1, 2), ("copies", "data")),
+        ({"shard": ("a", "b")}, (1, 2), ("a", "b")),
+    ],
+    ids=["sharded", "replicated", "beside another", "both", "flattened"],
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_shards_over_named_dimensions(
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    dims: dict[str, Any],
+    sizes: tuple[int, ...],
+    names: tuple[str, ...],
+    world_size: int,
+) -> None:
+    (got, *_) = assert_probes_agree(
+        ranks(2), (reference, subject), cases.on_whole_mesh, dims=dims, sizes=sizes, names=names
+    )
+    assert got.raised is None, got.raised
+
+
+@clause("distributed.fsdp.fully_shard.extensions")
+@pytest.mark.world_sizes(
+    fewest=2
+)  # in a world of one torch takes the first of several gathered tensors alone
+def test_tensors_say_how_they_are_gathered(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    (got, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.extended)
+    assert got.raised is None, got.raised
