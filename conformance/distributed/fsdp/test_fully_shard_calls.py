@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,12 +34,22 @@ def setting(method: str, unit: int = ROOT, **arguments: Any) -> Call:
 
 
 def played(
-    pool: RankPool, libraries: tuple[Library, Library], calls: Sequence[Call], **how: Any
+    pool: RankPool,
+    libraries: tuple[Library, Library],
+    calls: Sequence[Call],
+    *,
+    names_groups: bool = False,
+    **how: Any,
 ) -> tuple[list[Trace], list[Trace]]:
-    """Judges the calls and that they send no more than torch's; what each rank of both sent."""
+    """Judges the calls and that they send no more than torch's; what each rank of both sent.
+
+    Ranks that name a group by its members cannot make one of that name again, so others come in their place.
+    """
     how = {"sharding": LEAVES, **how}
     seen, traces = [], []
     for library in libraries:
+        if names_groups:
+            pool.kill()
         seen.append(outcomes(pool, library, "fully_shard_calls:play", calls=calls, **how))
         traces.append([list(trace) for trace in pool.traces])
     assert_ranks_agree(*seen)
@@ -245,26 +254,24 @@ def test_sums_alone_where_it_is_told(subject: Library, reference: Library, rank_
         assert {call.reduce_op for call in trace if kind(call) == "scatter"} == {"SUM"}, told(trace)
 
 
+_SEPARATE = "set_separate_reduce_scatter_group"
+
+
 @clause("distributed.fsdp.fully_shard.separate_groups")
-@pytest.mark.parametrize(
-    ("arguments", "separate"),
-    [({}, 5), ({"recurse": False}, 1), ({"enable": False}, 0)],
-    ids=["all", "the root", "none"],
-)
 @pytest.mark.world_sizes(fewest=2)
 def test_gradients_go_by_a_group_of_their_own(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    arguments: dict[str, bool],
-    separate: int,
+    subject: Library, reference: Library, rank_pool: RankPool
 ) -> None:
-    calls = (setting("set_separate_reduce_scatter_group", **arguments), *TRAIN)
-    for traces in played(rank_pool, (reference, subject), calls):
-        for trace in traces:
-            gathering = {call.group for call in trace if kind(call) == "gather"}
-            scattered = Counter(call.group in gathering for call in trace if kind(call) == "scatter")
-            assert scattered == +Counter({True: 5 - separate, False: separate}), told(trace)
+    """Of five units first the root's alone, then all, then none."""
+    calls = (
+        *(setting(_SEPARATE, recurse=False), *TRAIN),
+        *(setting(_SEPARATE), *TRAIN),
+        *(setting(_SEPARATE, enable=False), *TRAIN),
+    )
+    for trace in played(rank_pool, (reference, subject), calls, names_groups=True)[1]:
+        gathering = {call.group for call in trace if kind(call) == "gather"}
+        is_shared = [call.group in gathering for call in trace if kind(call) == "scatter"]
+        assert [is_shared[step * 5 :][:5].count(True) for step in range(3)] == [4, 0, 5], told(trace)
 
 
 @clause("distributed.fsdp.fully_shard.reset_iter_state")
