@@ -19,8 +19,8 @@ from impl import kernels
 _SHAPES = {"cuda": ("1000x1k", "gpt2"), "cpu": ("100x1k",)}
 _DTYPES = ("float32", "bfloat16")
 _WARM_UPS, _CHUNKS, _CALLS = 3, 7, 10
-# "plain" is torch's own operators, those that torch's modules call.
-_ROUTES: dict[str, Any] = {"impl": "auto", "torch": "plain"}
+# "torch" is torch's own operators, those that torch's modules call.
+_BACKENDS: dict[str, Any] = {"impl": "auto", "torch": "torch"}
 
 
 def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]]]:
@@ -52,7 +52,7 @@ def work(task: Task, rows: Rows) -> None:
         torch.set_num_threads(1)  # threads that wait for a core are slower than one, here a thousand times
     lists = [(shapes, dtype) for shapes in _SHAPES[task.device] for dtype in _DTYPES]
     names = list(calls_on([torch.zeros(1)]))
-    planned = [["copy", *(f"{name} {whose}" for name in names for whose in _ROUTES)] for _ in lists]
+    planned = [["copy", *(f"{name} {whose}" for name in names for whose in _BACKENDS)] for _ in lists]
     rows.plan(f"{name} {' '.join(of)}" for of, group in zip(lists, planned, strict=True) for name in group)
     for shapes, dtype in lists:
         if rows.left_s <= 0:
@@ -72,12 +72,12 @@ def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
         f"copy {shapes} {dtype}", "measured", _in_words(2 * once, copy_s), seconds=copy_s, call="copy", **of
     )
     for name, (times, call) in calls_on(tensors).items():
-        for whose, route in _ROUTES.items():
+        for whose, backend in _BACKENDS.items():
             if rows.left_s <= 0:
                 return
             about = of | {"call": name, "whose": whose, "bytes": times * once}
             try:
-                with kernels.route(route):
+                with kernels.backend(backend):
                     took_s = seconds(call, device)
             except Exception as error:  # the others are still worth measuring
                 rows.add(f"{name} {whose} {shapes} {dtype}", "failed", in_words(error), **about)

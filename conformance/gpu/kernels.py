@@ -152,7 +152,7 @@ def _outcome(call: Callable[[], None]) -> tuple[str, str]:
     if find_spec("triton") is None:
         return "unavailable", "Triton is not installed"
     try:
-        with kernels.route("triton"):
+        with kernels.backend("triton"):
             call()
     except Exception as error:  # the others are still worth running
         return "failed", in_words(error)

@@ -174,7 +174,7 @@ def _corrupted(name: str, got: object, expected: str) -> ValueError:
 class FloorWatch:
     """Notices steps that are skipped one after the other while the scale lies on its floor, and never waits.
 
-    The scale and the verdict of an update are copied to the host and read at a later update, when they have arrived.
+    An update's scale and check result are copied to the host and read at a later update, when they have arrived.
     Far above the floor nothing is copied: n updates can lower the scale n times and not more. Devices without events
     are not watched, nor are updates that a CUDA graph records.
     """

@@ -1,11 +1,11 @@
 """Multi-tensor kernels: unscale, norm, scale, clamp, an optimizer's update, scale update.
 
 Lists are not empty and hold dense tensors on one device, of mixed sizes and dtypes. Nothing here tracks
-gradients. One operation a file: its door, torch's operators as the reference, what the CPU does faster; the
+gradients. One operation a file: its public wrapper, torch's operators as the reference, what the CPU does faster; the
 Triton kernel and its launcher lie in `_triton/` under the same name, so that Triton is imported only where it runs;
 what the CPU library has, in `_native/`.
 
-The CUDA route has not run on a GPU yet. What is known of the kernels comes from Triton's interpreter and from the
+The Triton backend has not run on a GPU yet. What is known of the kernels comes from Triton's interpreter and from the
 machine code compiled ahead of time for sm_80, sm_90 and sm_100. While a CUDA graph is captured torch's operators
 carry out every operation.
 
@@ -24,7 +24,7 @@ Cost for N f32 elements, launches counted on CUDA:
 """
 
 from impl.kernels._copies import HostCopy, copy_into_, has_host_copies, placed
-from impl.kernels._dispatch import known_on_host, route
+from impl.kernels._dispatch import backend, known_on_host
 from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
 from impl.kernels._native.memory import Addresses, Form, KnownLayoutList, formed, joined
@@ -54,6 +54,7 @@ __all__ = [
     "Rule",
     "SGDRule",
     "are_on",
+    "backend",
     "checked_norm",
     "clamp_",
     "copy_into_",
@@ -71,7 +72,6 @@ __all__ = [
     "nonfinite_mask",
     "overlaps_itself",
     "placed",
-    "route",
     "scale_",
     "total_norm",
     "unscale_",

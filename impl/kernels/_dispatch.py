@@ -16,16 +16,16 @@ from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES
 from impl.kernels._native import Library, library
 from impl.kernels._native.memory import KnownLayoutList
 
-Route = Literal["auto", "plain", "cached", "native", "triton"]
-Backend = Literal["plain", "cached", "triton"]
+Backend = Literal["auto", "torch", "cpu_blocked", "native", "triton"]
+_Chosen = Literal["torch", "cpu_blocked", "triton"]
 
-_NAMES: tuple[str, ...] = get_args(Route)
+_NAMES: tuple[str, ...] = get_args(Backend)
 _MANY = 8
 
 
 def _checked(name: str) -> str:
     if name not in _NAMES:
-        raise ValueError(f"there is no kernel route {name!r}; choose one of {', '.join(_NAMES)}")
+        raise ValueError(f"there is no kernel backend {name!r}; choose one of {', '.join(_NAMES)}")
     return name
 
 
@@ -34,19 +34,19 @@ _asked: ContextVar[str] = ContextVar("_asked", default=_DEFAULT)
 
 
 @contextmanager
-def route(name: Route) -> Generator[None]:
+def backend(name: Backend) -> Generator[None]:
     """Carry the kernels called inside the block, in this thread, by `name`.
 
-    What a route cannot take (tensor subclasses, traced code, other dtypes) goes by "plain" whatever was asked.
+    What a backend cannot take (tensor subclasses, traced code, other dtypes) "torch" takes, whatever was asked for.
 
     Args:
-        name: "plain" is torch's own operators; "cached" the CPU fast path on top of them; "native" the same, with the
-            CPU library for what it has; "triton" the Triton kernels, on CUDA, or in Triton's interpreter on CPU tensors
-            where TRITON_INTERPRET=1 was set before Triton was imported; "auto" the fastest that takes the tensors at
-            hand. Outside any block the environment variable TANDEM_KERNELS holds, read at import.
+        name: "torch" is torch's own operators; "cpu_blocked" the same on pieces that stay in the CPU's cache; "native"
+            that, with the CPU library for what it has; "triton" the Triton kernels, on CUDA, or in Triton's interpreter
+            on CPU tensors where TRITON_INTERPRET=1 was set before Triton was imported; "auto" the fastest that takes
+            the tensors at hand. Outside any block the environment variable TANDEM_KERNELS holds, read at import.
 
     Raises:
-        ValueError: there is no such route.
+        ValueError: there is no such backend.
     Sync: none. Collectives: none.
     """
     token = _asked.set(_checked(name))
@@ -57,18 +57,18 @@ def route(name: Route) -> Generator[None]:
 
 
 class Dispatch(NamedTuple):
-    backend: Backend
+    backend: _Chosen
     dtypes: set[torch.dtype]  # of the tensors
     is_eager: bool  # addresses may be read and, on the CPU, values looked at
 
 
 def asked_backend() -> str:
-    """The name asked for: all that an operation need know for which the CPU has one route, or takes mixed dtypes."""
+    """The name asked for: all that an operation need know for which the CPU has one backend, or takes mixed dtypes."""
     return _asked.get()
 
 
 def dispatch_for(tensors: Sequence[Tensor]) -> Dispatch:
-    """The route these tensors go by: what was asked for, or "plain" where that cannot take them.
+    """What carries these tensors: what was asked for, or "torch" where that cannot take them.
 
     Raises:
         RuntimeError: "triton" was asked for and cannot run here.
@@ -76,10 +76,10 @@ def dispatch_for(tensors: Sequence[Tensor]) -> Dispatch:
     tensors = one_of_each_kind(tensors)
     dtypes = {t.dtype for t in tensors}
     if not is_eager(tensors):
-        return Dispatch("plain", dtypes, is_eager=False)
+        return Dispatch("torch", dtypes, is_eager=False)
     asked = _asked.get()
-    if asked == "plain" or not dtypes <= KERNEL_DTYPES:
-        return Dispatch("plain", dtypes, is_eager=True)
+    if asked == "torch" or not dtypes <= KERNEL_DTYPES:
+        return Dispatch("torch", dtypes, is_eager=True)
     return Dispatch(_fastest(asked, tensors[0]), dtypes, is_eager=True)
 
 
@@ -88,20 +88,22 @@ def one_of_each_kind(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors[:1] if isinstance(tensors, KnownLayoutList) else tensors
 
 
-def _fastest(asked: str, tensor: Tensor) -> Backend:
+def _fastest(asked: str, tensor: Tensor) -> _Chosen:
     if asked == "triton":
         _demand_triton(tensor.device.type)
     if tensor.is_cuda:
         # A captured graph would outlive the table of addresses that a Triton launch reads.
-        takes_triton = asked != "cached" and _has_triton() and not torch.cuda.is_current_stream_capturing()
-        return "triton" if takes_triton else "plain"
+        takes_triton = (
+            asked != "cpu_blocked" and _has_triton() and not torch.cuda.is_current_stream_capturing()
+        )
+        return "triton" if takes_triton else "torch"
     if tensor.is_cpu:
-        return "triton" if asked == "triton" else "cached"
-    return "plain"
+        return "triton" if asked == "triton" else "cpu_blocked"
+    return "torch"
 
 
 def cpu_library(tensors: Sequence[Tensor] | None = None) -> Library | None:
-    """The CPU library, for tensors that go the way "cached": None where there is none, or it was not asked for.
+    """The CPU library, for the backend "cpu_blocked": None where there is none, or it was not asked for.
 
     Args:
         tensors: where torch has an operator that does the same, which is as fast for a few.
@@ -113,16 +115,15 @@ def cpu_library(tensors: Sequence[Tensor] | None = None) -> Library | None:
     found = library() if asked in ("auto", "native") else None
     if asked == "native" and found is None:
         raise RuntimeError(
-            "the kernel route is 'native' but the CPU library was not built, or from other sources, or finds no OpenMP "
-            "runtime of torch; "
-            "install the package with a C compiler at hand, or ask for 'auto'"
+            "the kernel backend is 'native' but the CPU library was not built, or from other sources, or finds no "
+            "OpenMP runtime of torch; install the package with a C compiler at hand, or ask for 'auto'"
         )
     return None if asked == "auto" and tensors is not None and len(tensors) < _MANY else found
 
 
 def known_on_host(flag: Tensor) -> bool | None:
     """Whether `flag` is not zero, where a look at it costs nothing; None where it would be a synchronisation."""
-    return flag.item() != 0 if dispatch_for([flag]).backend == "cached" else None
+    return flag.item() != 0 if dispatch_for([flag]).backend == "cpu_blocked" else None
 
 
 def is_eager(tensors: Sequence[Tensor]) -> bool:
@@ -144,10 +145,10 @@ def _has_triton() -> bool:
 def _demand_triton(device: str) -> None:
     if not _has_triton():
         raise RuntimeError(
-            "the kernel route is 'triton' but Triton is not installed; install it or ask for 'auto'"
+            "the kernel backend is 'triton' but Triton is not installed; install it or ask for 'auto'"
         )
     if device != "cuda" and not (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise RuntimeError(
-            f"the kernel route is 'triton' but the tensors are on {device}; move them to CUDA, ask for 'auto', or "
+            f"the kernel backend is 'triton' but the tensors are on {device}; move them to CUDA, ask for 'auto', or "
             "for CPU tensors set TRITON_INTERPRET=1 before Triton is imported"
         )

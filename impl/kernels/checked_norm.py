@@ -42,7 +42,7 @@ def checked_norm(
         norm = launch_norm(tensors, norm_type, dtype or result_dtype(dispatch.dtypes), found_inf)
         if norm is not None:
             return norm, found_inf
-    if dispatch.backend == "cached" and norm_type == 2.0:
+    if dispatch.backend == "cpu_blocked" and norm_type == 2.0:
         squares = squares_by_library(tensors, even_if_few=True)
         if squares is not None:
             norm = torch.tensor(
@@ -51,12 +51,12 @@ def checked_norm(
             return norm, _flag(not math.isfinite(squares), norm.device)
     norm = total_norm(tensors, norm_type, dtype)
     # Neither an inf nor a nan can hide from a finite norm of positive order; on the CPU a look costs nothing.
-    if dispatch.backend == "cached" and norm_type > 0 and math.isfinite(norm.item()):
+    if dispatch.backend == "cpu_blocked" and norm_type > 0 and math.isfinite(norm.item()):
         return norm, _flag(False, norm.device)
-    return norm, _found_inf_plain(by_dtype(tensors, dispatch.dtypes))
+    return norm, _found_inf_by_torch(by_dtype(tensors, dispatch.dtypes))
 
 
-def _found_inf_plain(groups: list[list[Tensor]]) -> Tensor:
+def _found_inf_by_torch(groups: list[list[Tensor]]) -> Tensor:
     """By the largest magnitudes, which read 4 B an element in f32 and write nothing."""
     largest: list[Tensor] = []
     for same_dtype in groups:

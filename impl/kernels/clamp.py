@@ -25,8 +25,8 @@ def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
 
     Sync: none. Collectives: none.
     """
-    if tensors[0].is_cpu and asked_backend() in ("auto", "cached", "native") and is_eager(tensors):
-        _clamp_cached(tensors, low, high)
+    if tensors[0].is_cpu and asked_backend() in ("auto", "cpu_blocked", "native") and is_eager(tensors):
+        _clamp_cpu_blocked(tensors, low, high)
         return
     dispatch = dispatch_for(tensors)
     if dispatch.backend == "triton":
@@ -34,10 +34,10 @@ def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
 
         if launch_clamp(tensors, low, high):
             return
-    _clamp_plain(by_dtype(tensors, dispatch.dtypes), low, high)
+    _clamp_by_torch(by_dtype(tensors, dispatch.dtypes), low, high)
 
 
-def _clamp_plain(groups: list[list[Tensor]], low: float, high: float) -> None:
+def _clamp_by_torch(groups: list[list[Tensor]], low: float, high: float) -> None:
     for same_dtype in groups:
         if takes_foreach(same_dtype):
             torch._foreach_clamp_min_(same_dtype, low)
@@ -47,7 +47,7 @@ def _clamp_plain(groups: list[list[Tensor]], low: float, high: float) -> None:
                 t.clamp_(min=low, max=high)
 
 
-def _clamp_cached(tensors: Sequence[Tensor], low: float, high: float) -> None:
+def _clamp_cpu_blocked(tensors: Sequence[Tensor], low: float, high: float) -> None:
     """On the CPU: one pass over memory, 8 B an element in f32, where one bound after the other takes two."""
     library = cpu_library(tensors)
     if library is not None and clamp(library, tensors, low, high):

@@ -51,15 +51,15 @@ def fused_step_(
 
         if launch_fused_step(rule, parameters, grads, factor, found_inf):
             return
-    if backend == "cached" and found_inf is None:
+    if backend == "cpu_blocked" and found_inf is None:
         library = cpu_library()
         if library is None or not fused_step(library, rule, parameters.memory, grads, factor):
-            _step_cached(rule, parameters, grads, factor)
+            _step_cpu_blocked(rule, parameters, grads, factor)
     else:
-        _step_plain(rule, parameters, grads, factor, found_inf)
+        _step_by_torch(rule, parameters, grads, factor, found_inf)
 
 
-def _step_plain(
+def _step_by_torch(
     rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None
 ) -> None:
     own = parameters.params[0].dtype
@@ -78,7 +78,7 @@ def _scaled_for(
     return list(torch._foreach_mul([grad.to(own) for grad in grads], factor.to(own))), None
 
 
-def _step_cached(rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor) -> None:
+def _step_cpu_blocked(rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor) -> None:
     scaling = _Scaling.by(factor, parameters.params[0].dtype)
     for part in parameters.parts():
         if isinstance(part, Run):

@@ -56,21 +56,21 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
         norm = launch_norm(tensors, norm_type, wanted)
         if norm is not None:
             return norm
-    elif dispatch.backend == "cached" and norm_type == math.inf and _is_worth_a_search(tensors):
+    elif dispatch.backend == "cpu_blocked" and norm_type == math.inf and _is_worth_a_search(tensors):
         return _largest(by_dtype(tensors, dispatch.dtypes)).to(wanted)
     elif (
-        dispatch.backend == "cached"
+        dispatch.backend == "cpu_blocked"
         and norm_type == 2
         and (squares := squares_by_library(tensors, even_if_few=False)) is not None
     ):
         return torch.tensor(math.sqrt(squares), dtype=wanted, device="cpu")
     groups = by_dtype(tensors, dispatch.dtypes)
     if norm_type != 2:
-        return _norm_plain(groups, norm_type, dtype)
-    if dispatch.backend == "cached":
-        norm = _two_norm_cached(groups, wanted, widens=dtype is not None)
+        return _norm_by_torch(groups, norm_type, dtype)
+    if dispatch.backend == "cpu_blocked":
+        norm = _two_norm_cpu_blocked(groups, wanted, widens=dtype is not None)
     else:
-        norm = _norm_plain(groups, norm_type, dtype)
+        norm = _norm_by_torch(groups, norm_type, dtype)
     if dispatch.is_eager and norm.is_cpu:
         value = norm.item()
         if value < _SAFE_ABOVE or value == math.inf:
@@ -88,7 +88,7 @@ def result_dtype(dtypes: set[torch.dtype]) -> torch.dtype:
     return torch.float32 if dtypes == {torch.float16} else reduce(torch.promote_types, dtypes)
 
 
-def _norm_plain(groups: list[list[Tensor]], norm_type: float, dtype: torch.dtype | None) -> Tensor:
+def _norm_by_torch(groups: list[list[Tensor]], norm_type: float, dtype: torch.dtype | None) -> Tensor:
     norms: list[Tensor] = []
     for same_dtype in groups:
         # In f16 the norm of finite gradients soon passes 65504.
@@ -100,7 +100,7 @@ def _norm_plain(groups: list[list[Tensor]], norm_type: float, dtype: torch.dtype
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _two_norm_cached(groups: list[list[Tensor]], dtype: torch.dtype, widens: bool) -> Tensor:
+def _two_norm_cpu_blocked(groups: list[list[Tensor]], dtype: torch.dtype, widens: bool) -> Tensor:
     """Two-norm on the CPU: 4 B an element in f32, large tensors on all threads, small ones copied together."""
     match groups:
         case [[alone]] if alone.numel() <= _SHORT:

@@ -13,7 +13,7 @@ from impl.kernels._lists import HALVES
 
 
 class Rule(Protocol):
-    """By torch's operators, which are the reference of every other way."""
+    """By torch's operators, which are the reference of every other backend."""
 
     def apply_(  # noqa: PLR0913  what torch's operators take
         self,

@@ -33,13 +33,13 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
         if launch_scale(tensors, factor):
             return
-    if dispatch.backend == "cached":
-        _scale_cached(tensors, dispatch.dtypes, factor)
+    if dispatch.backend == "cpu_blocked":
+        _scale_cpu_blocked(tensors, dispatch.dtypes, factor)
     else:
-        _scale_plain(by_dtype(tensors, dispatch.dtypes), factor)
+        _scale_by_torch(by_dtype(tensors, dispatch.dtypes), factor)
 
 
-def _scale_plain(groups: list[list[Tensor]], factor: Tensor) -> None:
+def _scale_by_torch(groups: list[list[Tensor]], factor: Tensor) -> None:
     for same_dtype in groups:
         if takes_foreach(same_dtype):
             torch._foreach_mul_(same_dtype, factor)
@@ -48,7 +48,7 @@ def _scale_plain(groups: list[list[Tensor]], factor: Tensor) -> None:
                 t.mul_(factor)
 
 
-def _scale_cached(tensors: Sequence[Tensor], dtypes: set[torch.dtype], factor: Tensor) -> None:
+def _scale_cpu_blocked(tensors: Sequence[Tensor], dtypes: set[torch.dtype], factor: Tensor) -> None:
     """On the CPU, where a look at the factor costs nothing: no pass at all when it is 1."""
     number = factor.item()
     if number == 1:

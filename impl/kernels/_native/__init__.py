@@ -2,7 +2,7 @@
 
 It is built when the package is installed, where there is a compiler for it, and used where it was built; without it
 everything works, by torch's operators. Its threads are those of torch: it runs in parallel regions of the OpenMP
-runtime that torch has loaded. One operation a file: the C code, and under the same name its door in Python.
+runtime that torch has loaded. One operation a file: the C code, and under the same name its wrapper in Python.
 """
 
 from __future__ import annotations

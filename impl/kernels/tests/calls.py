@@ -1,4 +1,4 @@
-"""One call of a kernel by one route, on tensors built from a description that travels between processes."""
+"""One call of a kernel by one backend, on tensors built from a description that travels between processes."""
 
 import math
 import weakref
@@ -61,12 +61,12 @@ def assert_same_bits(ours: Tensor, torchs: Tensor) -> None:
     assert torch.equal(ours[numbers].view(whole), torchs[numbers].view(whole))
 
 
-def call(route: str, operation: str, specs: list[Spec], *arguments: Any) -> Result:
+def call(backend: str, operation: str, specs: list[Spec], *arguments: Any) -> Result:
     """Run `operation` on freshly built tensors; Tensor arguments are copied first."""
     built = [build(spec) for spec in specs]
     tensors = [tensor for tensor, _ in built]
     arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
-    with kernels.route(route):
+    with kernels.backend(backend):
         value = getattr(kernels, operation)(tensors, *arguments)
     found_inf = arguments[1] if operation == "unscale_" else None
     untouched = all(is_intact(tensor, buffer) for tensor, buffer in built)
@@ -80,57 +80,57 @@ def is_intact(tensor: Tensor, buffer: Tensor) -> bool:
     return bool((buffer[mask] == _SENTINEL).all())
 
 
-def norm_by(route: str, tensors: list[Tensor], p: float) -> Tensor:
-    with kernels.route(route):
+def norm_by(backend: str, tensors: list[Tensor], p: float) -> Tensor:
+    with kernels.backend(backend):
         return kernels.total_norm(tensors, p)
 
 
-def checked_norm_by(route: str, tensors: list[Tensor], p: float) -> tuple[float, float]:
-    with kernels.route(route):
+def checked_norm_by(backend: str, tensors: list[Tensor], p: float) -> tuple[float, float]:
+    with kernels.backend(backend):
         norm, found_inf = kernels.checked_norm(tensors, p)
     return norm.item(), found_inf.item()
 
 
-def scaled_by(route: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
-    with kernels.route(route):
+def scaled_by(backend: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
+    with kernels.backend(backend):
         kernels.scale_(tensors, torch.tensor(factor))
     return tensors
 
 
-def scaled_elsewhere_by_default(route: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
+def scaled_elsewhere_by_default(backend: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
     """Where tensors that are made lie on another device unless they are told otherwise."""
     on_device = torch.tensor(factor)
-    with kernels.route(route), torch.device("meta"):
+    with kernels.backend(backend), torch.device("meta"):
         kernels.scale_(tensors, on_device)
     return tensors
 
 
-def norm_elsewhere_by_default(route: str, tensors: list[Tensor]) -> float:
-    with kernels.route(route), torch.device("meta"):
+def norm_elsewhere_by_default(backend: str, tensors: list[Tensor]) -> float:
+    with kernels.backend(backend), torch.device("meta"):
         return kernels.total_norm(tensors, 2.0).item()
 
 
 def unscaled_by(
-    route: str, grads: list[Tensor], inv_scale: float, found_inf: float
+    backend: str, grads: list[Tensor], inv_scale: float, found_inf: float
 ) -> tuple[list[Tensor], float]:
     flag = torch.full((1,), found_inf)
-    with kernels.route(route):
+    with kernels.backend(backend):
         kernels.unscale_(grads, torch.tensor(inv_scale), flag)
     return grads, flag.item()
 
 
-def clamped_by(route: str, tensors: list[Tensor], low: float, high: float) -> list[Tensor]:
-    with kernels.route(route):
+def clamped_by(backend: str, tensors: list[Tensor], low: float, high: float) -> list[Tensor]:
+    with kernels.backend(backend):
         kernels.clamp_(tensors, low, high)
     return tensors
 
 
 def updated_by(
-    route: str, scale: float, tracker: int, found_inf: float, *settings: Any
+    backend: str, scale: float, tracker: int, found_inf: float, *settings: Any
 ) -> tuple[float, int, float]:
     """All three tensors afterwards; others may read the last one, too."""
     state = torch.full((1,), scale), torch.full((1,), tracker, dtype=torch.int32), torch.full((1,), found_inf)
-    with kernels.route(route):
+    with kernels.backend(backend):
         kernels.update_scale_(*state, *settings)
     return state[0].item(), int(state[1].item()), state[2].item()
 
@@ -149,11 +149,11 @@ _ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-def on_views(route: str, view: str, operation: str) -> list[Any]:
+def on_views(backend: str, view: str, operation: str) -> list[Any]:
     """What an operation makes of a view among ordinary tensors: all their numbers, the result, the error if any."""
     tensors = [torch.tensor([2.0, -2.0]), VIEWS[view]()]
     value, error = None, None
-    with kernels.route(route):
+    with kernels.backend(backend):
         try:
             value = getattr(kernels, operation)(tensors, *_ARGUMENTS[operation]())
         except RuntimeError as caught:
@@ -162,26 +162,26 @@ def on_views(route: str, view: str, operation: str) -> list[Any]:
     return [*((tensor + 0.0).tolist() for tensor in tensors), None if value is None else value.item(), error]
 
 
-def address_reuse(route: str, sizes: list[tuple[int, torch.dtype]]) -> list[bool]:
+def address_reuse(backend: str, sizes: list[tuple[int, torch.dtype]]) -> list[bool]:
     """Whether each of several tensors, all at one address one after the other, was scaled exactly and alone."""
     storage = torch.zeros(1 << 16, dtype=torch.uint8)
     right: list[bool] = []
     for numel, dtype in sizes:
         storage.fill_(0)
         tensor = storage.view(dtype)[:numel].fill_(3.0)
-        with kernels.route(route):
+        with kernels.backend(backend):
             kernels.scale_([tensor], torch.tensor(2.0))
         rest = storage.view(dtype)[numel:]
         right.append(bool((tensor == 6.0).all()) and not rest.any())
     return right
 
 
-def cache_traffic(route: str) -> tuple[int, int, int]:
+def cache_traffic(backend: str) -> tuple[int, int, int]:
     """Hits and misses for the same list twice and then a longer one; and gradients the cache keeps alive."""
     grads = [torch.ones(5), torch.ones(7)]
     alive = weakref.ref(grads[0])
     before = _table._table_of.cache_info()
-    with kernels.route(route):
+    with kernels.backend(backend):
         for _ in range(2):
             kernels.scale_(grads, torch.tensor(2.0))
         grads.append(torch.ones(3))

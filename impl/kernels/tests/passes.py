@@ -36,7 +36,7 @@ def of_fused_step(optimizer: str, copies: torch.dtype | None) -> Passes:
         launched.append(self.fn.__name__)
         real(self, *args, **more)
 
-    with kernels.route("triton"), mock.patch.object(GridExecutor, "__call__", launch):
+    with kernels.backend("triton"), mock.patch.object(GridExecutor, "__call__", launch):
         for param in params:
             param.grad = torch.ones(NUMEL)
         for _ in range(2):  # the first one makes states, the second one moves counters together

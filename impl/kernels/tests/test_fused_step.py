@@ -88,15 +88,15 @@ OTHERS = [
     SGDRule(0.01, 0.0, 0.0, 0.1, nesterov=False, maximize=False, is_first_step=False),
     AdagradRule(0.01, 0.5, 1e-3, 0.0, maximize=True),
 ]
-each_route = pytest.mark.parametrize("route", ["triton", "native"])
+each_backend = pytest.mark.parametrize("backend", ["triton", "native"])
 each_rule = pytest.mark.parametrize("rule", EACH, ids=lambda rule: type(rule).__name__)
 
 
-def by(route: str, what: Described) -> Lists:
-    if route == "triton":
-        return the_interpreter().call(updated, route, what)
+def by(backend: str, what: Described) -> Lists:
+    if backend == "triton":
+        return the_interpreter().call(updated, backend, what)
     the_library()
-    return updated(route, what)
+    return updated(backend, what)
 
 
 def in_f64(what: Described) -> Lists:
@@ -113,9 +113,9 @@ def in_f64(what: Described) -> Lists:
     return Lists(params, before.grads, wide, before.copies, before.steps)
 
 
-def assert_within_roundings(route: str, what: Described) -> None:
+def assert_within_roundings(backend: str, what: Described) -> None:
     before, _ = lists_of(what)
-    wanted, got = in_f64(what), by(route, what)
+    wanted, got = in_f64(what), by(backend, what)
     assert got.outside, "memory beside a tensor was written"
     assert all(map(torch.equal, got.grads, before.grads)), "gradients were written"
     assert all(map(torch.equal, got.steps, before.steps)), "counters were written"
@@ -147,29 +147,29 @@ def test_native_updates_are_right_but_for_the_roundings(what: Described, dtype: 
     assert_within_roundings("native", what._replace(places=places, found_inf=None))
 
 
-@each_route
+@each_backend
 @each_rule
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_every_rule_in_every_dtype(route: str, rule: Rule, dtype: torch.dtype) -> None:
-    assert_within_roundings(route, one(rule, dtype=dtype))
+def test_every_rule_in_every_dtype(backend: str, rule: Rule, dtype: torch.dtype) -> None:
+    assert_within_roundings(backend, one(rule, dtype=dtype))
 
 
-@each_route
+@each_backend
 @pytest.mark.parametrize("rule", OTHERS, ids=lambda rule: type(rule).__name__)
-def test_other_settings(route: str, rule: Rule) -> None:
+def test_other_settings(backend: str, rule: Rule) -> None:
     """In places of two kinds of gradients, which take a launch each."""
     what = one(rule)
     mixed = [place._replace(grad_dtype=torch.bfloat16) for place in what.places]
     assert_within_roundings(
-        route, what if route == "native" else what._replace(places=[*what.places, *mixed])
+        backend, what if backend == "native" else what._replace(places=[*what.places, *mixed])
     )
 
 
-@each_route
+@each_backend
 @each_rule
 @pytest.mark.parametrize("dtype", _NARROW, ids=str)
-def test_copies_are_the_new_parameters_rounded_once(route: str, rule: Rule, dtype: torch.dtype) -> None:
-    got = by(route, one(rule, copies=dtype))
+def test_copies_are_the_new_parameters_rounded_once(backend: str, rule: Rule, dtype: torch.dtype) -> None:
+    got = by(backend, one(rule, copies=dtype))
     assert [copy.dtype for copy in got.copies] == [dtype, dtype]
     assert all(torch.equal(copy, param.to(dtype)) for copy, param in zip(got.copies, got.params, strict=True))
 
@@ -183,12 +183,12 @@ def test_nothing_is_done_where_the_flag_is_set(rule: Rule) -> None:
         assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize("route", ["plain", "cached"])
-def test_gradients_in_another_order_of_memory(route: str) -> None:
+@pytest.mark.parametrize("backend", ["torch", "cpu_blocked"])
+def test_gradients_in_another_order_of_memory(backend: str) -> None:
     """Which torch's operators read as if they lay like the parameters."""
     param, grad = torch.zeros(3, 4), torch.arange(12.0).view(4, 3).t()
     rule = SGDRule(1.0, 0.0, 0.0, 0.0, nesterov=False, maximize=False, is_first_step=False)
-    with kernels.route(route):
+    with kernels.backend(backend):
         kernels.fused_step_(rule, kernels.Parameters([param], []), [grad], torch.tensor(1.0))
     assert torch.equal(param, -grad)
 

@@ -76,7 +76,7 @@ def test_lists_so_long_that_chunks_are_longer(library: _native.Library, dtype: t
     want = [(tensor.float() * 0.7).to(dtype).clamp(-1.0, 0.5) for tensor in tensors]
     squares = sum(float(tensor.double().square().sum()) for tensor in tensors)
     assert sum_of_squares(library, tensors) == pytest.approx(squares, rel=1e-13, abs=0.0)
-    with kernels.route("native"):
+    with kernels.backend("native"):
         kernels.scale_(tensors, torch.tensor(0.7))
         kernels.clamp_(tensors, -1.0, 0.5)
     assert all(map(torch.equal, want, tensors))
@@ -95,7 +95,7 @@ def updated(threads: int, longest: int) -> list[Tensor]:
             [torch.rand(numel, generator=draw) for numel in (5, longest, 0, CHUNK, 1)] for _ in range(4)
         )
         steps = [torch.tensor(2.0) for _ in params]
-        with kernels.route("native"):
+        with kernels.backend("native"):
             norm, _ = kernels.checked_norm(grads, 2.0)
             kernels.fused_step_(ADAMW, Parameters(params, [means, squares], steps), grads, norm.reciprocal())
         return [norm, *params, *means, *squares]
@@ -113,7 +113,7 @@ def test_the_mean_is_the_gradient_where_beta1_is_zero(library: _native.Library) 
     mean, grad = torch.tensor([1e8]), torch.tensor([1.0])
     rule = AdamRule(0.01, 0.0, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
     lists = Parameters([torch.ones(1)], [[mean], [torch.ones(1)]], [torch.tensor(1.0)])
-    with kernels.route("native"):
+    with kernels.backend("native"):
         kernels.fused_step_(rule, lists, [grad], torch.tensor(1.0))
     assert mean.item() == 1.0
 
@@ -122,7 +122,7 @@ SGD = SGDRule(1.0, 0.0, 0.0, 0.0, nesterov=False, maximize=False, is_first_step=
 
 
 def stepped(params: list[Tensor], grads: list[Tensor], lists: Parameters | None = None) -> None:
-    with kernels.route("native"):
+    with kernels.backend("native"):
         kernels.fused_step_(SGD, lists or Parameters(params, []), grads, torch.tensor(1.0))
 
 
@@ -133,7 +133,7 @@ def test_torchs_operators_go_by_the_threads_of_now() -> None:
     try:
         for threads in (4, 1, 3):
             torch.set_num_threads(threads)
-            with kernels.route("cached"):
+            with kernels.backend("cpu_blocked"):
                 kernels.fused_step_(SGD, lists, [torch.ones_like(param)], torch.tensor(1.0))
     finally:
         torch.set_num_threads(before)
@@ -165,9 +165,9 @@ def test_changes_in_place_are_torchs_bit_by_bit(
     draw = torch.Generator().manual_seed(1)
     ours = [torch.randn(size, generator=draw).to(dtype) for size in (50_000, 7, 1, 513)]
     torchs = [tensor.clone() for tensor in ours]
-    with kernels.route("native"):
+    with kernels.backend("native"):
         change(ours)
-    with kernels.route("plain"):
+    with kernels.backend("torch"):
         change(torchs)
     assert all(map(torch.equal, ours, torchs))
     assert [tensor._version for tensor in ours] == [1] * len(ours)  # autograd hears of it
@@ -185,7 +185,7 @@ def test_halves_are_read_exactly_and_rounded_once(
     params, copies = torch.full_like(grads, -0.0, dtype=torch.float32), torch.ones_like(grads)
     lists = Parameters(list(params.split(length)), [], copies=list(copies.split(length)))
     rule = replace(SGD, lr=-1.0)
-    with kernels.route("native"):
+    with kernels.backend("native"):
         kernels.fused_step_(rule, lists, list(grads.split(length)), torch.tensor(factor))
     assert_same_bits(params, grads.float() * torch.tensor(factor))
     assert_same_bits(copies, params.to(dtype))
@@ -209,24 +209,24 @@ LEFT = {
 @pytest.mark.parametrize("what", list(LEFT))
 def test_what_it_cannot_take_is_left_to_torch(library: _native.Library, what: str) -> None:
     params, grads = LEFT[what]()
-    with mock.patch.object(fused_step, "_step_cached") as others:
+    with mock.patch.object(fused_step, "_step_cpu_blocked") as others:
         stepped(params, grads)
     assert others.call_count == 1
 
 
-@pytest.mark.parametrize("route", ["cached", "native"])
+@pytest.mark.parametrize("backend", ["cpu_blocked", "native"])
 def test_the_defaults_of_torch_do_not_matter(
-    library: _native.Library, route: Literal["cached", "native"]
+    library: _native.Library, backend: Literal["cpu_blocked", "native"]
 ) -> None:
     grads = [torch.full((3,), 2.0) for _ in range(12)]
-    with kernels.route(route), torch.device("meta"):
+    with kernels.backend(backend), torch.device("meta"):
         norm, flag = kernels.checked_norm(grads, 2.0)
         kernels.scale_(grads, kernels.total_norm(grads, 2.0).reciprocal())
     assert (norm.item(), flag.item()) == (12.0, 0.0)
     assert torch.equal(grads[0], torch.full((3,), 2.0) * torch.tensor(12.0).reciprocal())
     torch.set_default_dtype(torch.float64)
     try:
-        with kernels.route(route):
+        with kernels.backend(backend):
             norm, flag = kernels.checked_norm(grads, 2.0)
     finally:
         torch.set_default_dtype(torch.float32)

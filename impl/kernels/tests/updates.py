@@ -1,4 +1,4 @@
-"""One update by one route, on parameters built from a description that travels between processes."""
+"""One update by one backend, on parameters built from a description that travels between processes."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def lists_of(described: Described) -> tuple[Lists, list[Tensor]]:
     return Lists(params, grads, states, copies, steps), buffers
 
 
-def updated(route: str, described: Described) -> Lists:
-    """After the update. The routes "triton" and "native" are not left: another way than their code raises."""
+def updated(backend: str, described: Described) -> Lists:
+    """After the update. The backends "triton" and "native" are not left: other code than theirs raises."""
     lists, buffers = lists_of(described)
     found_inf = None if described.found_inf is None else torch.tensor(described.found_inf)
-    others = [] if route not in ("triton", "native") else ["_step_plain", "_step_cached"]
-    with kernels.route(route), contextlib.ExitStack() as refusing:
+    others = [] if backend not in ("triton", "native") else ["_step_by_torch", "_step_cpu_blocked"]
+    with kernels.backend(backend), contextlib.ExitStack() as refusing:
         for other in others:
             refusing.enter_context(mock.patch.object(fused_step, other, _refused))
         kernels.fused_step_(

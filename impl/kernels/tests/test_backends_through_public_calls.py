@@ -1,7 +1,7 @@
 """The clauses of clipping and of the scaler once more, with `impl`'s other kernels behind the public calls.
 
-`plain` is torch's own operators. `triton` routes CPU tensors through launcher, table and cache into Triton's
-interpreter, which must be chosen before Triton is imported: so each route is a run of pytest of its own.
+`plain` is torch's own operators. `triton` backends CPU tensors through launcher, table and cache into Triton's
+interpreter, which must be chosen before Triton is imported: so each backend is a run of pytest of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _JUDGES = [
     f"{_scaler('fused_precision')}::test_parameters_of_every_dtype",
 ]
 _WORDS = {
-    "plain": _JUDGES,
+    "torch": _JUDGES,
     "triton": [
         "-p",
         "impl.kernels.tests.interpreter_rounding",
@@ -56,10 +56,10 @@ _WORDS = {
 
 @pytest.mark.profile("full")
 @pytest.mark.deadline(900)
-@pytest.mark.parametrize("route", list(_WORDS))
-def test_clauses_hold_on_route(subject: Library, route: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", list(_WORDS))
+def test_clauses_hold_on_backend(subject: Library, backend: str, tmp_path: Path) -> None:
     if subject.package != "impl":
-        return  # other subjects have no routes
+        return  # other subjects have no backends
     words = [
         sys.executable,
         "-m",
@@ -72,14 +72,14 @@ def test_clauses_hold_on_route(subject: Library, route: str, tmp_path: Path) -> 
         "--profile=quick",
     ]
     environment = os.environ | {
-        "TANDEM_KERNELS": route,
-        "TRITON_INTERPRET": "1" if route == "triton" else "0",
+        "TANDEM_KERNELS": backend,
+        "TRITON_INTERPRET": "1" if backend == "triton" else "0",
     }
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
     log = tmp_path / "log"
     with log.open("w") as output:
         ended = subprocess.run(
-            [*words, f"--subject={subject.spec}", *_WORDS[route]],
+            [*words, f"--subject={subject.spec}", *_WORDS[backend]],
             env=environment,
             cwd=HERE.parent,
             stdout=output,

@@ -1,4 +1,4 @@
-"""The routes agree: "plain" is torch's operators, "cached" and "triton" are held to it within derived bounds."""
+"""The backends agree: "torch" is torch's operators, "cpu_blocked" and "triton" are held to it within derived bounds."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ from impl.kernels.tests.interpreter import the_interpreter
 from impl.kernels.tests.native import the_library
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-ROUTES = ("plain", "cached", "native", "triton")
+BACKENDS = ("torch", "cpu_blocked", "native", "triton")
 EDGES = (0, 1, 5, 1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1)
 specs = st.lists(
     st.builds(
@@ -56,18 +56,18 @@ few = settings(max_examples=12, deadline=None)
 many = settings(max_examples=60, deadline=None)
 
 
-def by(route, function, *arguments):
-    """`function(route, ...)`, in the interpreter's process where the route is Triton's."""
-    if route == "triton":
-        return the_interpreter().call(function, route, *arguments)
-    if route == "native":
+def by(backend, function, *arguments):
+    """`function(backend, ...)`, in the interpreter's process where the backend is Triton's."""
+    if backend == "triton":
+        return the_interpreter().call(function, backend, *arguments)
+    if backend == "native":
         the_library()
-    return function(route, *arguments)
+    return function(backend, *arguments)
 
 
-def listed(route, specs):
+def listed(backend, specs):
     """The CPU library takes lists of one dtype."""
-    return [spec._replace(dtype=specs[0].dtype) for spec in specs] if route == "native" else specs
+    return [spec._replace(dtype=specs[0].dtype) for spec in specs] if backend == "native" else specs
 
 
 def assert_same_elements(got: Result, want: Result) -> None:
@@ -83,24 +83,24 @@ def assert_same_elements(got: Result, want: Result) -> None:
 @many
 @given(specs, st.sampled_from([1.0, 0.37, 2.0**-16, 3e4]))
 def test_cached_scales_as_torch_does(specs, factor):
-    want = call("plain", "scale_", specs, torch.tensor(factor))
-    assert_same_elements(call("cached", "scale_", specs, torch.tensor(factor)), want)
+    want = call("torch", "scale_", specs, torch.tensor(factor))
+    assert_same_elements(call("cpu_blocked", "scale_", specs, torch.tensor(factor)), want)
 
 
 @few
 @given(specs, st.sampled_from([1.0, 0.37, 2.0**-16, 3e4]))
 def test_triton_scales_as_torch_does(specs, factor):
-    want = call("plain", "scale_", specs, torch.tensor(factor))
+    want = call("torch", "scale_", specs, torch.tensor(factor))
     assert_same_elements(by("triton", call, "scale_", specs, torch.tensor(factor)), want)
 
 
-@pytest.mark.parametrize("route", ["cached", "triton"])
+@pytest.mark.parametrize("backend", ["cpu_blocked", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1 / 3, 1e-6, 7.77, math.inf, math.nan, 0.0, -1.0])
-def test_scaling_is_exact_for_every_pattern_of_bits(route, dtype, factor):
+def test_scaling_is_exact_for_every_pattern_of_bits(backend, dtype, factor):
     patterns = every_pattern_of_bits(dtype)
-    # The list is long enough for the cached way that is not torch's product.
-    ours = torch.cat(by(route, scaled_by, list(patterns.clone().split(1 << 13)), factor))
+    # The list is long enough for what is not torch's product on the CPU.
+    ours = torch.cat(by(backend, scaled_by, list(patterns.clone().split(1 << 13)), factor))
     torchs = patterns.mul(torch.tensor(factor))
     assert_same_bits(ours, torchs)
 
@@ -109,15 +109,15 @@ def test_scaling_is_exact_for_every_pattern_of_bits(route, dtype, factor):
 @given(specs, st.sampled_from([1.0, 0.37, 2.0**-16]), st.sampled_from([0.0, 1.0]))
 def test_cached_unscales_as_torch_does(specs, inv_scale, found_inf):
     arguments = torch.tensor(inv_scale), torch.full((1,), found_inf)
-    want = call("plain", "unscale_", specs, *arguments)
-    assert_same_elements(call("cached", "unscale_", specs, *arguments), want)
+    want = call("torch", "unscale_", specs, *arguments)
+    assert_same_elements(call("cpu_blocked", "unscale_", specs, *arguments), want)
 
 
 @few
 @given(specs, st.sampled_from([1.0, 0.37, 2.0**-16]), st.sampled_from([0.0, 1.0]))
 def test_triton_unscales_as_torch_does(specs, inv_scale, found_inf):
     arguments = torch.tensor(inv_scale), torch.full((1,), found_inf)
-    want = call("plain", "unscale_", specs, *arguments)
+    want = call("torch", "unscale_", specs, *arguments)
     assert_same_elements(by("triton", call, "unscale_", specs, *arguments), want)
 
 
@@ -127,43 +127,43 @@ bounds = st.tuples(st.sampled_from([-math.inf, -0.5, 0.1, 1.0]), st.sampled_from
 @many
 @given(specs, bounds)
 def test_cached_clamps_as_torch_does(specs, bounds):
-    want = call("plain", "clamp_", specs, *bounds)
-    assert_same_elements(call("cached", "clamp_", specs, *bounds), want)
+    want = call("torch", "clamp_", specs, *bounds)
+    assert_same_elements(call("cpu_blocked", "clamp_", specs, *bounds), want)
 
 
 @few
 @given(specs, bounds)
 def test_triton_clamps_as_torch_does(specs, bounds):
-    want = call("plain", "clamp_", specs, *bounds)
+    want = call("torch", "clamp_", specs, *bounds)
     assert_same_elements(by("triton", call, "clamp_", specs, *bounds), want)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_clamping_to_zero_keeps_the_sign(route):
-    clamped = by(route, clamped_by, [torch.tensor([-2.0, 3.0, -0.0, 0.0])], -0.0, 0.0)[0]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_clamping_to_zero_keeps_the_sign(backend):
+    clamped = by(backend, clamped_by, [torch.tensor([-2.0, 3.0, -0.0, 0.0])], -0.0, 0.0)[0]
     assert clamped.tolist() == [0.0] * 4
     assert clamped.signbit().tolist() == [True, False, True, False]
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_clamping_keeps_nan_and_refuses_what_torch_refuses(route):
-    clamped = by(route, clamped_by, [torch.tensor([math.nan, 3.0, -math.inf])], -1.0, 1.0)[0]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_clamping_keeps_nan_and_refuses_what_torch_refuses(backend):
+    clamped = by(backend, clamped_by, [torch.tensor([math.nan, 3.0, -math.inf])], -1.0, 1.0)[0]
     assert clamped[0].isnan()
     assert clamped[1:].tolist() == [1.0, -1.0]
-    assert by(route, clamped_by, [torch.tensor([1.0])], -1.0, math.nan)[0].isnan().all()
+    assert by(backend, clamped_by, [torch.tensor([1.0])], -1.0, math.nan)[0].isnan().all()
     with pytest.raises((RuntimeError, AssertionError), match="without overflow"):
-        by(route, clamped_by, [torch.ones(3, dtype=torch.float16)], -1e6, 1e6)
+        by(backend, clamped_by, [torch.ones(3, dtype=torch.float16)], -1e6, 1e6)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_every_position_of_a_bad_element_is_seen(route, bad):
+def test_every_position_of_a_bad_element_is_seen(backend, bad):
     for victim, place in itertools.product(range(4), (0, 1024, -1)):
         grads = [torch.ones(1500, dtype=dtype) for dtype in DTYPES]
-        assert by(route, unscaled_by, [g.clone() for g in grads], 0.5, 0.0)[1] == 0.0
+        assert by(backend, unscaled_by, [g.clone() for g in grads], 0.5, 0.0)[1] == 0.0
         grads[victim][place] = bad
-        assert by(route, unscaled_by, grads, 0.5, 0.0)[1] == 1.0, (route, victim, place)
-        with kernels.route("plain"):
+        assert by(backend, unscaled_by, grads, 0.5, 0.0)[1] == 1.0, (backend, victim, place)
+        with kernels.backend("torch"):
             assert kernels.nonfinite_mask(grads).tolist() == [i == victim for i in range(4)]
 
 
@@ -180,10 +180,10 @@ def norm_bound(tensors) -> float:
 
 
 @many
-@given(specs, st.sampled_from(["plain", "cached", "native"]))
-def test_two_norm_is_near_the_exact_one(specs, route):
-    tensors = [build(spec)[0] for spec in listed(route, specs)]
-    norm = by(route, norm_by, tensors, 2.0)
+@given(specs, st.sampled_from(["torch", "cpu_blocked", "native"]))
+def test_two_norm_is_near_the_exact_one(specs, backend):
+    tensors = [build(spec)[0] for spec in listed(backend, specs)]
+    norm = by(backend, norm_by, tensors, 2.0)
     assert norm.dim() == 0
     assert norm.item() == pytest.approx(exact_norm(tensors, 2.0), rel=norm_bound(tensors), abs=0.0)
 
@@ -195,7 +195,7 @@ def test_triton_norm_is_the_exact_one_rounded_once(specs, p):
     if not tensors:
         return
     norm = the_interpreter().call(norm_by, "triton", tensors, p)
-    assert norm.dtype is norm_by("plain", [t[:1] for t in tensors], 2.0).dtype
+    assert norm.dtype is norm_by("torch", [t[:1] for t in tensors], 2.0).dtype
     if all(t.is_contiguous() or t.t().is_contiguous() for t in tensors):
         # The sum in f64; exp2(log2(x) * p) loses about as many bits as the exponent has; then the result's dtype.
         unit = {torch.float64: 0.0, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}[norm.dtype]
@@ -207,30 +207,30 @@ def test_triton_norm_is_the_exact_one_rounded_once(specs, p):
     assert norm.item() == pytest.approx(exact_norm(tensors, p), rel=bound, abs=0.0)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("p", [0.0, 1.0, 2.0, math.inf])
-def test_norm_has_the_dtype_of_torch_but_f32_for_f16(route, p):
+def test_norm_has_the_dtype_of_torch_but_f32_for_f16(backend, p):
     for dtypes in itertools.chain(itertools.combinations(DTYPES, 1), itertools.combinations(DTYPES, 2)):
         tensors = [torch.ones(3, dtype=dtype) for dtype in dtypes]
         torchs = torch.nn.utils.get_total_norm(tensors, p)
         want = torch.float32 if dtypes == (torch.float16,) else torchs.dtype
-        norm = by(route, norm_by, tensors, p)
+        norm = by(backend, norm_by, tensors, p)
         assert norm.dtype is want
         assert norm.item() == pytest.approx(torchs.item(), rel=2.0**-7)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("p", [math.inf, -math.inf, -1.0])
-def test_empty_tensors_are_refused_where_torch_refuses_them(route, p):
+def test_empty_tensors_are_refused_where_torch_refuses_them(backend, p):
     tensors = [torch.ones(3), torch.ones(0)]
     with pytest.raises((RuntimeError, IndexError)) as torchs:
         torch.nn.utils.get_total_norm(tensors, p)
     with pytest.raises((RuntimeError, IndexError, AssertionError)) as ours:
-        by(route, norm_by, tensors, p)
+        by(backend, norm_by, tensors, p)
     assert str(torchs.value) in str(ours.value)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [
@@ -238,34 +238,34 @@ def test_empty_tensors_are_refused_where_torch_refuses_them(route, p):
         (torch.bfloat16, 1e-25), (torch.float16, 6e4), (torch.float16, 6e-8), (torch.float32, 0.0),
     ],
 )  # fmt: skip
-def test_two_norm_neither_overflows_nor_underflows(route, dtype, value):
+def test_two_norm_neither_overflows_nor_underflows(backend, dtype, value):
     tensors = [torch.full((n,), value, dtype=dtype) for n in (1, 40000, 17)]
-    norm = by(route, norm_by, tensors, 2.0).item()
+    norm = by(backend, norm_by, tensors, 2.0).item()
     assert norm == pytest.approx(exact_norm(tensors, 2.0), rel=norm_bound(tensors), abs=0.0)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_norm_that_overflows_is_not_found_to_be_inf(route, bad, p, dtype):
+def test_a_norm_that_overflows_is_not_found_to_be_inf(backend, bad, p, dtype):
     """The flag tells of the elements, and of each one of them; the norm of finite ones may be too large for f32."""
     tensors = [torch.full((size,), torch.finfo(dtype).max, dtype=dtype) for size in (3, 1500)]
     if bad is not None:
         tensors[1][-1] = bad
-    norm, found = by(route, checked_norm_by, tensors, p)
+    norm, found = by(backend, checked_norm_by, tensors, p)
     assert found == float(bad is not None)
     wanted = torch.linalg.vector_norm(torch.cat(tensors).double(), p).float().item()
-    for got in (norm, by(route, norm_by, tensors, p).item()):
+    for got in (norm, by(backend, norm_by, tensors, p).item()):
         assert got == pytest.approx(wanted, rel=norm_bound(tensors), nan_ok=True)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_norms_of_bad_elements(route):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_norms_of_bad_elements(backend):
     for bad, p in itertools.product((math.inf, math.nan), (1.0, 2.0, math.inf)):
-        norm = by(route, norm_by, [torch.ones(5), torch.tensor([1.0, bad])], p).item()
+        norm = by(backend, norm_by, [torch.ones(5), torch.tensor([1.0, bad])], p).item()
         assert norm == pytest.approx(bad, nan_ok=True), (bad, p)
-    assert by(route, norm_by, [torch.ones(5), torch.tensor([1.0, math.nan])], -math.inf).isnan()
+    assert by(backend, norm_by, [torch.ones(5), torch.tensor([1.0, math.nan])], -math.inf).isnan()
 
 
 def next_scale(scale, tracker, found_inf, growth, backoff, interval, floor):
@@ -288,25 +288,25 @@ scales = st.floats(width=32, min_value=0.0, allow_subnormal=False) | st.sampled_
 
 @many
 @given(
-    st.sampled_from(ROUTES), scales.map(lambda s: torch.tensor(s).item()), st.integers(0, 3),
+    st.sampled_from(BACKENDS), scales.map(lambda s: torch.tensor(s).item()), st.integers(0, 3),
     st.sampled_from([0.0, 1.0]), st.sampled_from([2.0, 1.1]), st.sampled_from([0.5, 0.3]), st.integers(1, 4),
     st.sampled_from([0.0, 2.0**-126, 1.5]),
 )  # fmt: skip
-def test_scale_update_follows_the_rule(route, scale, tracker, found_inf, growth, backoff, interval, floor):
+def test_scale_update_follows_the_rule(backend, scale, tracker, found_inf, growth, backoff, interval, floor):
     rest = tracker, found_inf, growth, backoff, interval, floor
-    assert by(route, updated_by, scale, *rest) == (*next_scale(scale, *rest), found_inf)
+    assert by(backend, updated_by, scale, *rest) == (*next_scale(scale, *rest), found_inf)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_scale_neither_overflows_nor_falls_through_the_floor(route):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scale_neither_overflows_nor_falls_through_the_floor(backend):
     large = torch.tensor(3e38).item()
-    assert by(route, updated_by, large, 0, 0.0, 2.0, 0.5, 1, 1.0) == (large, 0, 0.0)
-    assert by(route, updated_by, 2.0**-126, 0, 1.0, 2.0, 0.5, 1, 2.0**-126) == (2.0**-126, 0, 1.0)
-    assert by(route, updated_by, 0.25, 0, 0.0, 2.0, 0.5, 2, 1.5) == (1.5, 1, 0.0)
+    assert by(backend, updated_by, large, 0, 0.0, 2.0, 0.5, 1, 1.0) == (large, 0, 0.0)
+    assert by(backend, updated_by, 2.0**-126, 0, 1.0, 2.0, 0.5, 1, 2.0**-126) == (2.0**-126, 0, 1.0)
+    assert by(backend, updated_by, 0.25, 0, 0.0, 2.0, 0.5, 2, 1.5) == (1.5, 1, 0.0)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_an_address_used_again_with_another_size_or_dtype(route):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_address_used_again_with_another_size_or_dtype(backend):
     sizes = [
         (1000, torch.float32),
         (2000, torch.float16),
@@ -314,14 +314,14 @@ def test_an_address_used_again_with_another_size_or_dtype(route):
         (1000, torch.float64),
         (1000, torch.float32),
     ]
-    assert by(route, address_reuse, sizes) == [True] * len(sizes)
+    assert by(backend, address_reuse, sizes) == [True] * len(sizes)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_the_default_device_does_not_matter(route):
-    [scaled] = by(route, scaled_elsewhere_by_default, [torch.ones(CHUNK + 1)], 2.0)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_default_device_does_not_matter(backend):
+    [scaled] = by(backend, scaled_elsewhere_by_default, [torch.ones(CHUNK + 1)], 2.0)
     assert scaled.eq(2.0).all()
-    for small in by(route, scaled_elsewhere_by_default, [torch.ones(9, dtype=torch.bfloat16)] * 20, 2.0):
+    for small in by(backend, scaled_elsewhere_by_default, [torch.ones(9, dtype=torch.bfloat16)] * 20, 2.0):
         assert small.eq(2.0**20).all()
     # One that is too small for its squares, none with an element, and one that is laid out twice.
     for tensors, norm in (
@@ -329,7 +329,7 @@ def test_the_default_device_does_not_matter(route):
         ([torch.ones(0)], 0.0),
         ([torch.full((4,), 2.0).expand(3, 4)], 48**0.5),
     ):
-        assert by(route, norm_elsewhere_by_default, tensors) == pytest.approx(norm, rel=1e-6)
+        assert by(backend, norm_elsewhere_by_default, tensors) == pytest.approx(norm, rel=1e-6)
 
 
 def test_the_table_is_kept_while_addresses_stay_and_keeps_no_gradient():
@@ -365,10 +365,10 @@ def test_tensors_that_share_memory_take_no_table():
     assert chunk_table([buffer[:50], buffer[50:]]) is not None
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_tensor_listed_twice_is_scaled_twice(route):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tensor_listed_twice_is_scaled_twice(backend):
     tensor = torch.ones(5)
-    pair, _ = by(route, unscaled_by, [tensor, tensor], 0.5, 0.0)
+    pair, _ = by(backend, unscaled_by, [tensor, tensor], 0.5, 0.0)
     assert pair[0].tolist() == [0.25] * 5
 
 
@@ -376,7 +376,7 @@ def test_a_tensor_listed_twice_is_scaled_twice(route):
 @pytest.mark.parametrize("view", list(VIEWS))
 def test_views_whose_memory_holds_other_numbers(view, operation):
     """An address is not enough to read them by: they go to torch's operators, which take or refuse them."""
-    assert by("triton", on_views, view, operation) == on_views("plain", view, operation)
+    assert by("triton", on_views, view, operation) == on_views("torch", view, operation)
 
 
 class NoHostRead(torch.Tensor):
@@ -389,15 +389,15 @@ class NoHostRead(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize("route", ["auto", "plain", "cached"])
-def test_the_shared_code_never_reads_on_the_host(route):
+@pytest.mark.parametrize("backend", ["auto", "torch", "cpu_blocked"])
+def test_the_shared_code_never_reads_on_the_host(backend):
     def guarded(*values, **options):
         return torch.tensor(*values, **options).as_subclass(NoHostRead)
 
     with pytest.raises(AssertionError, match="on the host"):
         guarded(1.0).item()
     grads = [guarded([1.0, 2.0]), guarded([3.0])]
-    with kernels.route(route):
+    with kernels.backend(backend):
         kernels.unscale_(grads, guarded(0.5), guarded([0.0]))
         norm = kernels.total_norm(grads, 2.0)
         kernels.scale_(grads, norm)
@@ -417,19 +417,19 @@ def test_compiled_code_takes_torchs_operators(p):
 
 
 def test_an_unknown_route_is_refused():
-    with pytest.raises(ValueError, match="no kernel route 'fast'"), kernels.route("fast"):
+    with pytest.raises(ValueError, match="no kernel backend 'fast'"), kernels.backend("fast"):
         pass
 
 
 def test_triton_on_the_cpu_wants_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), kernels.route("triton"):
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), kernels.backend("triton"):
         kernels.scale_([torch.ones(2)], torch.tensor(2.0))
 
 
-def test_the_variable_sets_the_route():
+def test_the_variable_sets_the_backend():
     program = "import torch; from impl.kernels._dispatch import dispatch_for as of; print(of([torch.ones(1)]).backend)"
-    for name, backend in (("plain", "plain"), ("cached", "cached"), ("auto", "cached")):
+    for name, backend in (("torch", "torch"), ("cpu_blocked", "cpu_blocked"), ("auto", "cpu_blocked")):
         done = subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, "TANDEM_KERNELS": name}, text=True,
             capture_output=True, timeout=120, check=True, cwd=Path(__file__).parents[3],
