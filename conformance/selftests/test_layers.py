@@ -44,6 +44,7 @@ WITHIN_SHARDING = (
         "_nested",
         "_order",
         "_phase",
+        "_spans",
         "_streams",
     ),
     (

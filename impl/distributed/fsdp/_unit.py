@@ -26,6 +26,7 @@ from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._param_group import ParamGroup, Unsharded, gather
 from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS, Move, Phase, advance
 from impl.distributed.fsdp._shared import Shared, SummonedParams
+from impl.distributed.fsdp._spans import span
 from impl.distributed.fsdp._streams import StreamRole, shards_were_written
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.optim._shards import register_shard_group
@@ -119,18 +120,19 @@ class Unit(Generic[_Group]):
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        self.root.note_begun(self)
-        for group in self.param_groups:
-            group.gradients.forget_if_cleared()
-        self.unshard()
-        self._lost_graph = False
-        if self.config.forward_prefetch:
-            self._prefetch(self.root.order.after_in_forward(self))
-        args, kwargs = self._cast(args, kwargs)
-        if self.param_groups and torch.is_grad_enabled():
-            self._watch_inputs(args, kwargs)
-        self._first_node = _next_node()
-        return args, kwargs
+        with span("FSDP::pre_forward", self.name):
+            self.root.note_begun(self)
+            for group in self.param_groups:
+                group.gradients.forget_if_cleared()
+            self.unshard()
+            self._lost_graph = False
+            if self.config.forward_prefetch:
+                self._prefetch(self.root.order.after_in_forward(self))
+            args, kwargs = self._cast(args, kwargs)
+            if self.param_groups and torch.is_grad_enabled():
+                self._watch_inputs(args, kwargs)
+            self._first_node = _next_node()
+            return args, kwargs
 
     def after_forward(self, outputs: Any) -> Any:
         """Watch for the gradients of the outputs, and reshard what is not kept for them.
@@ -148,20 +150,21 @@ class Unit(Generic[_Group]):
         self._depth -= 1
         if self._depth > 0:
             return outputs
-        self.root.note_ended(self)
-        self._move(Move.END_FORWARD)
-        watched = self._entries(outputs, held) if torch.is_grad_enabled() else []
-        for output in watched:
-            output.register_hook(self.before_backward)
-        self.awaits_backward |= bool(watched)
-        self._refuse_changes()
-        # Kept for a backward alone: what is written to a parameter's `.data` meanwhile moves no version counter.
-        is_outermost = self.root.is_root(self)
-        if watched and all(group.keeps_after_forward(is_outermost) for group in self.param_groups):
-            self._use_sharded_views()
-        else:
-            self.reshard()
-        return outputs
+        with span("FSDP::post_forward", self.name):
+            self.root.note_ended(self)
+            self._move(Move.END_FORWARD)
+            watched = self._entries(outputs, held) if torch.is_grad_enabled() else []
+            for output in watched:
+                output.register_hook(self.before_backward)
+            self.awaits_backward |= bool(watched)
+            self._refuse_changes()
+            # Kept for a backward alone: what is written to a parameter's `.data` meanwhile moves no version counter.
+            is_outermost = self.root.is_root(self)
+            if watched and all(group.keeps_after_forward(is_outermost) for group in self.param_groups):
+                self._use_sharded_views()
+            else:
+                self.reshard()
+            return outputs
 
     def _entries(self, outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
         """By what a backward enters the unit. Objects may go from unit to unit, and hold what others have made."""
@@ -190,20 +193,21 @@ class Unit(Generic[_Group]):
         self.root.handle_failed_backward()
         if self.phase in BACKWARDS:
             return
-        after = advance(self.phase, Move.BEGIN_BACKWARD, self.name)
-        self._refuse_lost_graph()
-        for one in self.summoned:
-            one.refuse_backward(self.name)
-        self.root.begin_backward()
-        self.phase = after
-        self.awaits_backward = False
-        if not self.param_groups:
-            return
-        self.unshard()
-        for group in self.param_groups:
-            group.gradients.begin_backward()
-        if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch_for_backward()
+        with span("FSDP::pre_backward", self.name):
+            after = advance(self.phase, Move.BEGIN_BACKWARD, self.name)
+            self._refuse_lost_graph()
+            for one in self.summoned:
+                one.refuse_backward(self.name)
+            self.root.begin_backward()
+            self.phase = after
+            self.awaits_backward = False
+            if not self.param_groups:
+                return
+            self.unshard()
+            for group in self.param_groups:
+                group.gradients.begin_backward()
+            if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+                self._prefetch_for_backward()
 
     def _refuse_lost_graph(self) -> None:
         if self._lost_graph:
@@ -238,10 +242,11 @@ class Unit(Generic[_Group]):
         if self.phase in BACKWARDS:
             self._move(Move.END_BACKWARD)
         grads = [unsharded.take_gradients() for unsharded in self._in_graph]
-        if self._is_freed_in_backward():
-            self.reshard()
-        elif self.is_unsharded:
-            self._use_sharded_views()
+        with span("FSDP::post_backward_reshard", self.name):
+            if self._is_freed_in_backward():
+                self.reshard()
+            elif self.is_unsharded:
+                self._use_sharded_views()
         for group, mine in zip(self.param_groups, grads, strict=False):
             if any(grad is not None for grad in mine):
                 self._reduce_gradients(group, mine)
@@ -324,7 +329,7 @@ class Unit(Generic[_Group]):
                 return
             self.reshard()
         root.memory.admit(self)
-        with root.streams.on(StreamRole.GATHER):
+        with span("FSDP::all_gather", self.name), root.streams.on(StreamRole.GATHER):
             for group, dtype in zip(self.param_groups, dtypes, strict=True):
                 gather(group, dtype, self.name, is_kept=is_kept)
         self._gathered = root.streams.record(StreamRole.GATHER)
@@ -434,7 +439,7 @@ class Unit(Generic[_Group]):
         buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_lent=is_lent))
         grads.clear()  # their memory serves the collective
         root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
-        with root.streams.on(StreamRole.REDUCE):
+        with span("FSDP::post_backward_reduce", self.name), root.streams.on(StreamRole.REDUCE):
             gradients.add(reduction(buffer, self.name))
         root.memory.keep_until_reduced(buffer)
 

@@ -33,6 +33,7 @@ from impl.distributed.fsdp._module_init import (
 from impl.distributed.fsdp._phase import FORWARDS, SHOWN, Phase, TrainingState
 from impl.distributed.fsdp._private_names import PrivateNames
 from impl.distributed.fsdp._root import Root, root_over
+from impl.distributed.fsdp._spans import span
 from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType
@@ -239,7 +240,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             args, kwargs = unit.inputs_of_root(args, kwargs, self.compute_device)
         try:
             args, kwargs = unit.before_forward(args, kwargs)
-            output = self._fsdp_wrapped_module(*args, **kwargs)
+            with span("FullyShardedDataParallel.forward", unit.name):
+                output = self._fsdp_wrapped_module(*args, **kwargs)
         except BaseException:
             unit.abandon_forward()
             raise
