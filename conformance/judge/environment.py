@@ -6,10 +6,13 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from conformance import simulator
 
 _PACKAGES = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "hypothesis", "asv")
 
@@ -63,7 +66,9 @@ def _processor() -> str:
 
 
 def is_device(name: str) -> bool:
-    """Whether torch knows a device type of that name, here or not."""
+    """Whether torch knows a device type of that name, here or not; or it is the simulated one."""
+    if name == simulator.NAME:
+        return True
     try:
         return torch.device(name).type == name
     except RuntimeError:
@@ -71,7 +76,14 @@ def is_device(name: str) -> bool:
 
 
 def is_usable(device: str) -> bool:
-    """Whether a device type can hold tensors here."""
+    """Whether a device type can hold tensors here. The simulated one is there for good once it was asked for."""
+    if device == simulator.NAME:
+        try:
+            simulator.enable()
+        except simulator.Unavailable as error:
+            warnings.warn(str(error), stacklevel=2)
+            return False
+        return True
     if device == "cuda":  # without beginning to use it
         return torch.cuda.is_available()
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from conformance import simulator
 from conformance.judge.seeding import run_seed
 from conformance.ranks.errors import (
     Failure,
@@ -39,7 +40,12 @@ _SHOWN_RESULT = 500
 
 
 def backend_for(device: str, world_size: int) -> str:
-    """gloo on CPU; nccl where each rank has a GPU of its own, which nccl demands; else gloo for GPU tensors too."""
+    """gloo on CPU; nccl where each rank has a GPU of its own, which nccl demands; else gloo for GPU tensors too.
+
+    The simulated device has a backend of its own, on which a collective is work of a stream.
+    """
+    if device == simulator.NAME:
+        return simulator.BACKEND
     return "nccl" if device == "cuda" and world_size <= torch.cuda.device_count() else "gloo"
 
 

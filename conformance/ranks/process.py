@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance import simulator
 from conformance.judge import seeding
 from conformance.ranks.channel import Channel
 from conformance.ranks.errors import Failure
@@ -142,6 +143,9 @@ def _come_up(settings: Settings, channel: Channel) -> None:
 
 
 def _device(settings: Settings) -> torch.device:
+    if settings.device == simulator.NAME:
+        simulator.enable()
+        return torch.device(simulator.NAME, 0)
     if settings.device != "cuda":
         return torch.device(settings.device)
     device = torch.device("cuda", settings.rank % torch.cuda.device_count())

@@ -1,0 +1,95 @@
+"""The simulated accelerator: right programs have one result, what is left out of one is seen, a seed is a course."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.judge.judgement import unavailable
+from conformance.selftests.simulator_cases import PROGRAMS
+from conformance.simulator import Unavailable, _build
+from conformance.simulator.control import in_program
+
+ROOT = Path(__file__).parents[2]
+SEEDS = 10
+EXPECTED = "6000.0"
+_LIMIT_S = 500.0  # the extension is built, if it is not in the cache
+
+pytestmark = pytest.mark.deadline(_LIMIT_S + 60)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built() -> None:
+    try:
+        _build._library()
+    except Unavailable as error:
+        unavailable(str(error))
+
+
+def run(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *(str(word) for word in words)]
+    return subprocess.run(
+        command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+    )
+
+
+@pytest.fixture(scope="session")
+def seen() -> list[dict[str, object]]:
+    ended = run("-m", "conformance.selftests.simulator_cases", SEEDS)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def of(seen: list[dict[str, object]], name: str, right: bool) -> list[dict[str, object]]:
+    return [one for one in seen if one["program"] == name and one["right"] == right]
+
+
+def without_streams(hazard: dict[str, str]) -> list[str]:
+    """Those that a program makes have new numbers in each run."""
+    return [hazard[name] for name in ("now", "now_place", "before", "before_place")]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_right_program_has_one_result_under_every_schedule_and_no_hazard(seen: list, name: str) -> None:
+    courses = of(seen, name, right=True)
+    assert len(courses) == 2 * SEEDS
+    assert {one["number"] for one in courses} == {EXPECTED}
+    assert [one["hazards"] for one in courses if one["hazards"]] == []
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_left_out_makes_a_wrong_number_under_some_schedule(seen: list, name: str) -> None:
+    assert {one["number"] for one in of(seen, name, right=False)} - {EXPECTED}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_left_out_is_a_hazard_under_every_schedule(seen: list, name: str) -> None:
+    for one in of(seen, name, right=False):
+        assert one["hazards"], one
+        assert all("simulator_cases.py" in in_program(hazard["now_place"]) for hazard in one["hazards"]), one
+        assert all("simulator_cases.py" in in_program(hazard["before_place"]) for hazard in one["hazards"]), (
+            one
+        )
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_seed_has_one_result(seen: list, name: str) -> None:
+    for right in (True, False):
+        courses = [
+            {**one, "hazards": [without_streams(hazard) for hazard in one["hazards"]]}
+            for one in of(seen, name, right)
+        ]
+        assert courses[:SEEDS] == courses[SEEDS:]
+
+
+def test_training_has_the_bits_of_the_cpu_under_every_schedule() -> None:
+    ended = run("-m", "conformance.selftests.simulator_training", 7)
+    assert ended.returncode == 0, ended.stderr
+    for name, told in json.loads(ended.stdout).items():
+        assert told == {"equal": [True] * 7, "hazards": []}, name

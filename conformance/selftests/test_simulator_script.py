@@ -1,0 +1,139 @@
+"""`python -m conformance.simulator script.py`: what it says of somebody's script, README's example to the letter."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from conformance.selftests.test_simulator import ROOT, run
+from conformance.simulator.script import Course, differences
+
+FINDINGS = sorted((ROOT / "conformance/simulator/findings").glob("*.py"))
+
+pytestmark = pytest.mark.deadline(560.0)
+
+# Sharded training that is written for any device, over the library that is its first argument.
+_SHARDED = """
+import importlib
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+library, offload = importlib.import_module(sys.argv[1]), sys.argv[2] == "offload"
+device = torch.accelerator.current_accelerator()
+dist.init_process_group("simccl")
+torch.manual_seed(dist.get_rank())
+model = library.FullyShardedDataParallel(
+    nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))),
+    device_id=torch.device(device, 0),
+    sync_module_states=True,
+    auto_wrap_policy=library.wrap.ModuleWrapPolicy({nn.Sequential}),
+    cpu_offload=library.CPUOffload(offload_params=offload),
+    use_orig_params=True,
+)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+for step in range(3):
+    batch = torch.randn(4, 12).to(device, non_blocking=True)
+    loss = model(batch).square().mean()
+    loss.backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+print(loss.item())
+with library.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+    torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, f"model{dist.get_rank()}.pt")
+dist.destroy_process_group()
+"""
+
+
+def simulate(*words: object, cwd: Path) -> tuple[int, str]:
+    ended = run("-m", "conformance.simulator", *words, cwd=cwd)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_readme_shows_a_race_being_found(tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("## A race found")[2].partition("\n## ")[0]
+    script, told = re.findall(r"```\w*\n(.*?)```", section, re.DOTALL)
+    command = re.search(r"^    python (-m conformance.simulator .*)$", section, re.MULTILINE)
+    assert command
+    (tmp_path / "race.py").write_text(script)
+    ended = run(*shlex.split(command[1], comments=True), cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (1, told)
+
+
+def test_a_script_without_a_race_is_the_same_under_all_schedules(tmp_path: Path) -> None:
+    (tmp_path / "right.py").write_text(
+        "import sys, torch\n"
+        "x = torch.arange(6.0, device=torch.accelerator.current_accelerator())\n"
+        "torch.save({'x': x * int(sys.argv[1])}, 'x.pt')\n"
+        "print(x.sum().item())\n"
+    )
+    status, told = simulate("right.py", "--seeds", 6, "--", 2, cwd=tmp_path)
+    assert status == 0, told
+    assert "exit status 0, 1 tensors saved" in told
+    assert "0 of 5 schedules change the result; 0 hazards" in told
+
+
+def test_a_replay_has_the_scripts_output_status_and_waits(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(
+        "import torch\nprint(torch.ones(2, device='sim').sum().item())\nraise SystemExit(3)\n"
+    )
+    status, told = simulate("ends.py", "--seed", 5, cwd=tmp_path)
+    assert status == 3
+    assert told.startswith("2.0\n")
+    assert "the host waits: item at ends.py:2 <module>, 1 times" in told
+
+
+def test_what_cannot_be_run_is_said_and_is_no_verdict(tmp_path: Path) -> None:
+    assert simulate("absent.py", cwd=tmp_path) == (2, "there is no script absent.py\n")
+
+
+def test_without_a_compiler_it_is_unavailable_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "PATH": str(tmp_path), "CXX": ""}
+    ended = run("-m", "conformance.simulator", "script.py", cwd=tmp_path, **environment)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    sentence = (
+        "the simulator has to be built once, and there is no C++ compiler: install g++, or name one by CXX\n"
+    )
+    assert ended.stderr == sentence
+
+
+@pytest.mark.parametrize("library", ["torch.distributed.fsdp", "impl.distributed.fsdp"])
+@pytest.mark.parametrize("where", ["device", "offload"])
+def test_sharded_training_has_one_result_and_a_seed_one_course(
+    tmp_path: Path, library: str, where: str
+) -> None:
+    (tmp_path / "sharded.py").write_text(_SHARDED)
+    words = ("sharded.py", "--ranks", 2, "--seeds", 7, "--jobs", 1, "--", library, where)
+    status, told = simulate(*words, cwd=tmp_path)
+    assert "0 of 6 schedules change the result; 0 hazards" in told, told
+    assert "not replayable" not in told
+    assert "two runs of the same schedule differ" not in told
+    assert status == 0
+
+
+def test_differences_name_the_first_line_and_each_tensor() -> None:
+    reference = Course(0, output="a\nb\n", saved={"m.pt: w": "1", "m.pt: v": "2"})
+    course = Course(
+        1, status=1, output="a\nc\n", errors="Traceback\nValueError: no\n", saved={"m.pt: w": "3"}
+    )
+    assert [str(one) for one in differences(reference, course)] == [
+        "exit status 1, not 0: ValueError: no",
+        "line 2 says 'c', not 'b'",
+        "m.pt: v is not saved",
+        "m.pt: w has other bits",
+    ]
+    assert differences(reference, reference) == []
+
+
+@pytest.mark.parametrize("script", FINDINGS, ids=lambda script: script.stem)
+def test_what_was_found_in_torch_is_still_there(script: Path) -> None:
+    status, told = simulate(script, "--seeds", 4, cwd=ROOT)
+    assert status == 1, f"torch is mended, or the script is not right: take it away\n{told}"
+    assert "hazard 1: " in told

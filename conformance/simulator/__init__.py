@@ -1,0 +1,62 @@
+"""A simulated accelerator, `sim`, on which a forgotten wait is a wrong number, at the same place for the same seed.
+
+    from conformance import simulator
+    simulator.enable(devices=2)             # torch.device("sim"), torch.sim, and the c10d backend simccl
+    simulator.set_schedule(17)              # the order in which streams go on
+    ...                                     # any program that is not written for one device alone
+    for hazard in simulator.take_hazards(): print(hazard)
+
+`python -m conformance.simulator train.py --seeds 100` runs a script under a hundred of them. It stands on torch 2.13
+and needs a C++ compiler once; nothing else of this project.
+
+How an operator travels, and the file of csrc that it passes:
+
+    y = x * 2                        Python
+    │ operators.cpp                  outputs at once, by the meta kernel; the CPU kernel is what is left to do
+    │ memory.cpp                     memory of the current stream's pool, full of poison
+    │ hazards.cpp                    who touched this memory before, and does this stream know that it was done?
+    ▼ schedule.cpp: enqueue          and the host goes on
+    stream 0   ▕ mul ▏ record e ▏                   streams are queues: nothing runs by itself
+    stream 1   ▕ wait e ▏ all_gather ▏ copy_ ▏      collectives.cpp: gloo carries it, who needs it ends it
+    ▼ the seed says which queue moves, and when; at the latest where the host waits for it
+    the CPU's kernel, on raw memory
+
+Seed 0 runs all in the order of the program, 1 everything as late as the host allows, 2 the default stream early and the
+others late, 3 the other way round; from 4 on streams are early, late or in between as drawn, and change.
+"""
+
+from conformance.simulator._build import Unavailable
+from conformance.simulator.control import (
+    Hazard,
+    HostWait,
+    device_is_enabled,
+    enable,
+    fail_allocation,
+    launch,
+    log_hazards,
+    set_schedule,
+    synchronize,
+    take_hazards,
+    take_host_waits,
+    take_unreplayable,
+)
+from conformance.simulator.device import BACKEND, NAME, host_view
+
+__all__ = [
+    "BACKEND",
+    "NAME",
+    "Hazard",
+    "HostWait",
+    "Unavailable",
+    "device_is_enabled",
+    "enable",
+    "fail_allocation",
+    "host_view",
+    "launch",
+    "log_hazards",
+    "set_schedule",
+    "synchronize",
+    "take_hazards",
+    "take_host_waits",
+    "take_unreplayable",
+]

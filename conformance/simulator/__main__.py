@@ -1,0 +1,141 @@
+"""python -m conformance.simulator train.py --seeds 100: does the order of streams change what a script does?"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from conformance.simulator import Unavailable, enable
+from conformance.simulator.script import Course, Difference, Script, differences, run
+
+USAGE_ERROR = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the script under each schedule and tell which differ from its own order; 1 if any does, or has a hazard."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    split = words.index("--") if "--" in words else len(words)
+    asked = _parser().parse_args(words[:split])
+    if not Path(asked.script).is_file():
+        return _refuse(f"there is no script {asked.script}")
+    try:
+        enable(devices=max(asked.devices, asked.ranks))
+    except (Unavailable, RuntimeError) as error:
+        return _refuse(str(error))
+    script = Script(asked.script, tuple(words[split + 1 :]), asked.ranks, asked.timeout)
+    if asked.seed is not None:
+        return _replay(script, asked.seed)
+    return _compare(script, range(1, asked.seeds), asked.jobs)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance.simulator",
+        description="Run a script that is not written for one device alone on a simulated accelerator, under many "
+        "orders of its streams, and say which change its exit status, its output or what it saves by torch.save.",
+        epilog="What follows -- are the script's own arguments.",
+    )
+    parser.add_argument("script")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=20,
+        help="schedules to try; the first four are extreme, the others drawn (20)",
+    )
+    parser.add_argument(
+        "--seed", type=int, help="run it under this schedule alone, with its output, hazards and waits"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="processes that run it, with the variables that torchrun sets (1)",
+    )
+    parser.add_argument(
+        "--devices", type=int, default=1, help="devices that each process sees (1, or as many as ranks)"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="schedules that run at a time (2)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one schedule (300)")
+    return parser
+
+
+def _refuse(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _replay(script: Script, seed: int) -> int:
+    (course,) = run(script, [seed], jobs=1)
+    sys.stdout.write(course.output)
+    sys.stderr.write(course.errors)
+    print(f"\nseed {seed}: exit status {course.status}")
+    for wait in course.waits:
+        print(f"the host waits: {wait}")
+    hazards = _tell_seen([course])
+    return course.status or int(bool(hazards))
+
+
+def _compare(script: Script, seeds: range, jobs: int) -> int:
+    reference, again = run(script, [0, 0], jobs)
+    noise = differences(reference, again)
+    if noise:
+        kinds = ", ".join(sorted({one.what for one in noise}))
+        print(f"two runs of the same schedule differ, so this is not compared: {kinds}")
+    ignored = {one.what for one in noise}
+    print(
+        f"{script.path}: in its own order, exit status {reference.status}, {len(reference.saved)} tensors saved"
+    )
+    if reference.status:
+        sys.stderr.write(reference.errors)
+    courses = run(script, list(seeds), jobs)
+    changed = {
+        course.seed: [one for one in differences(reference, course) if one.what not in ignored]
+        for course in courses
+    }
+    changed = {seed: found for seed, found in changed.items() if found}
+    for seed, found in changed.items():
+        print(f"  seed {seed}{_named(seed)}: {_summary(found)}")
+    hazards = _tell_seen([reference, *courses])
+    print(f"{len(changed)} of {len(courses)} schedules change the result; {hazards} hazards")
+    if changed:
+        print(f"replay one: {_command(script, next(iter(changed)))}")
+    return int(bool(changed or hazards))
+
+
+def _named(seed: int) -> str:
+    names = {
+        1: "everything as late as the host allows",
+        2: "the default stream early, others late",
+        3: "the default stream late, others early",
+    }
+    return f" ({names[seed]})" if seed in names else ""
+
+
+def _summary(found: list[Difference]) -> str:
+    first, more = found[0], len(found) - 1
+    return f"{first}{f', and {more} more' if more else ''}"
+
+
+def _tell_seen(courses: list[Course]) -> int:
+    hazards = list(dict.fromkeys(hazard for course in courses for hazard in course.hazards))
+    for number, hazard in enumerate(hazards, 1):
+        print(f"hazard {number}: {hazard}")
+    for course in courses:
+        for what in dict.fromkeys(course.unreplayable):
+            print(f"seed {course.seed} is not replayable: {what}")
+    return len(hazards)
+
+
+def _command(script: Script, seed: int) -> str:
+    words = ["python", "-m", "conformance.simulator", script.path, "--seed", str(seed)]
+    if script.ranks > 1:
+        words += ["--ranks", str(script.ranks)]
+    if script.arguments:
+        words += ["--", *script.arguments]
+    return shlex.join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""The extension in C++: built once for its sources, torch and Python, into the cache folder of torch's extensions."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+TORCH = "2.13"
+MODULE = "_sim"
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = (
+    "-fPIC",
+    "-O1",
+    "-g0",
+    "-std=c++20",
+    "-Wno-attributes",
+    "-Wno-deprecated-declarations",
+    f"-DTORCH_EXTENSION_NAME={MODULE}",
+)
+
+
+class Unavailable(RuntimeError):
+    """The simulator cannot be had here; the message says why."""
+
+
+def load() -> ModuleType:
+    """The extension, built if it is not in the cache.
+
+    Raises:
+        Unavailable: torch is not 2.13, no compiler is there, or it failed.
+    """
+    if not torch.__version__.startswith(TORCH + "."):
+        raise Unavailable(f"the simulator stands on torch {TORCH}, and this is {torch.__version__}")
+    path = _library()
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+    module = importlib.util.module_from_spec(
+        importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+    )  # type: ignore[arg-type]
+    loader.exec_module(module)
+    return module
+
+
+def _library() -> Path:
+    cache = _cache()
+    compiler = _compiler()
+    path = cache / f"{MODULE}-{_digest(*_sources(), compiler=compiler or _any_built(cache))}.so"
+    if path.exists():
+        return path
+    if compiler is None:
+        raise Unavailable(
+            "the simulator has to be built once, and there is no C++ compiler: install g++, or name one by CXX"
+        )
+    cache.mkdir(parents=True, exist_ok=True)
+    with _alone(cache / "lock"):
+        if not path.exists():
+            _build(compiler, cache, path)
+    return path
+
+
+def _cache() -> Path:
+    from torch.utils import cpp_extension  # noqa: PLC0415 - slow, and of use only where something is built
+
+    return (
+        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+        / "tandem_simulator"
+    )
+
+
+def _compiler() -> str | None:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and shutil.which(name):
+            return shutil.which(name)
+    return None
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def _digest(*sources: Path, compiler: str) -> str:
+    parts = [torch.__version__, sys.version, compiler, *FLAGS]
+    parts += [path.read_text() for path in (*sorted(SOURCES.glob("*.h")), *sources)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _any_built(cache: Path) -> str:
+    """The compiler of an earlier build, which serves where there is none now."""
+    with contextlib.suppress(OSError):
+        return (cache / "compiler").read_text()
+    return ""
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(compiler: str, cache: Path, path: Path) -> None:
+    print("building the simulator, once: a minute or two", file=sys.stderr, flush=True)  # noqa: T201 - else it seems to hang
+    (cache / "compiler").write_text(compiler)
+    objects = {
+        source: cache / f"{source.stem}-{_digest(source, compiler=compiler)}.o" for source in _sources()
+    }
+    missing = [source for source in objects if not objects[source].exists()]
+    jobs = int(os.environ.get("MAX_JOBS") or min(4, os.cpu_count() or 1))
+    with (
+        tempfile.TemporaryDirectory(dir=cache) as folder,
+        concurrent.futures.ThreadPoolExecutor(jobs) as pool,
+    ):
+        include = _include_flags()
+        heavy = [source for source in missing if '#include "headers.h"' in source.read_text()]
+        light = [source for source in missing if source not in heavy]
+        compiled = [pool.submit(_compile, compiler, include, source, objects[source]) for source in light]
+        if len(heavy) > 2 and "clang" not in _run([compiler, "--version"]):
+            include = [*_precompiled(compiler, include, Path(folder)), *include]
+        compiled += [pool.submit(_compile, compiler, include, source, objects[source]) for source in heavy]
+        for one in compiled:
+            one.result()
+        library = Path(folder) / "library.so"
+        _run([compiler, "-shared", *map(str, objects.values()), "-o", str(library), *_link_flags()])
+        os.replace(library, path)
+
+
+def _compile(compiler: str, include: list[str], source: Path, target: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".o", delete=False) as file:
+        pass
+    _run([compiler, "-c", *FLAGS, *include, str(source), "-o", file.name])
+    os.replace(file.name, target)
+
+
+def _precompiled(compiler: str, include: list[str], folder: Path) -> list[str]:
+    shutil.copy(SOURCES / "headers.h", folder)
+    _run(
+        [
+            compiler,
+            "-x",
+            "c++-header",
+            *FLAGS,
+            *include,
+            str(folder / "headers.h"),
+            "-o",
+            str(folder / "headers.h.gch"),
+        ]
+    )
+    return ["-iquote", str(folder), "-include", str(folder / "headers.h")]
+
+
+def _include_flags() -> list[str]:
+    from torch.utils import cpp_extension  # noqa: PLC0415 - slow, and of use only where something is built
+
+    folders = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return [abi, *(word for folder in folders for word in ("-isystem", folder))]
+
+
+def _link_flags() -> list[str]:
+    libraries = Path(torch.__file__).parent / "lib"
+    return [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", "-lpthread"]
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = f"{' '.join(command[:2])} … ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        raise Unavailable(f"the simulator could not be built: {said}")
+    return done.stdout

@@ -1,0 +1,170 @@
+"""What a program may ask of the simulator: a schedule, and what was seen."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from conformance.simulator import _build, device
+
+_extension: ModuleType | None = None
+_INSTALLED = tuple(
+    os.path.realpath(path) + os.sep
+    for path in {sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")}
+)
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Two operations on the same memory, one of which writes, that nothing orders."""
+
+    now: str
+    now_stream: str
+    now_place: str
+    before: str
+    before_stream: str
+    before_place: str
+    missing: str
+
+    def __str__(self) -> str:
+        where = "" if self.now_stream == "host" else f" on {self.now_stream}"
+        return (
+            f"{self.now}{where} at {in_program(self.now_place)}\n"
+            f"  what {self.before} on {self.before_stream} at {in_program(self.before_place)}\n"
+            f"  missing: {self.missing}"
+        )
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """A line where the host waited for the device, and how often."""
+
+    why: str
+    place: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.why} at {in_program(self.place)}, {self.count} times"
+
+
+def enable(devices: int = 1) -> None:
+    """Bring `sim` with `devices` devices: `torch.device("sim")`, `torch.sim`, the backend simccl of torch.distributed.
+
+    Raises:
+        Unavailable: torch is not 2.13, or there is no compiler and the extension was not built before.
+        RuntimeError: another accelerator has torch's room for one, or another number of devices was asked for before.
+    """
+    global _extension  # noqa: PLW0603 - a device is registered once for the process
+    if devices < 1:
+        raise ValueError(f"got {devices} devices, but there has to be one at least")
+    if _extension is not None:
+        if _extension.device_count() != devices:
+            raise RuntimeError(f"got {devices} devices, but sim has {_extension.device_count()} already")
+        return
+    present = torch._C._get_privateuse1_backend_name()
+    if present != "privateuseone":
+        raise RuntimeError(
+            f"torch has room for one device of others, and {present} has taken it in this process"
+        )
+    _extension = _build.load()
+    _extension.set_device_count(devices)
+    device.register(_extension)
+    atexit.register(_drain_at_exit)
+
+
+def device_is_enabled() -> bool:
+    return _extension is not None
+
+
+def set_schedule(seed: int, rank: int = 0) -> None:
+    """Finish what is queued and go on by the schedule of `seed`; forget what was seen.
+
+    Args:
+        seed: 0 to 3 are the extreme ones, the others are drawn.
+        rank: of several processes, each of which draws for itself.
+    Sync: all devices.
+    """
+    _needed().set_schedule(seed, rank)
+    take_hazards()
+
+
+def log_hazards(on: bool = True) -> None:
+    """Compare each operation with those that touched the same memory, and watch what the host reads."""
+    _needed().log_hazards(on)
+
+
+def take_hazards() -> list[Hazard]:
+    """The hazards since the last call, each once; at most a thousand."""
+    return [Hazard(*fields) for fields in _needed().take_hazards()]
+
+
+def take_host_waits() -> list[HostWait]:
+    """The lines where the host has waited since the last call."""
+    return [HostWait(*fields) for fields in _needed().take_waits()]
+
+
+def take_unreplayable() -> list[str]:
+    """What only the clock could decide since the last call: a run that has any is not the seed's alone."""
+    return list(_needed().take_unreplayable())
+
+
+def fail_allocation(nth: int) -> None:
+    """Let the `nth` allocation of device memory from now raise `torch.OutOfMemoryError`; 0 takes it back."""
+    _needed().fail_allocation(nth)
+
+
+def synchronize() -> None:
+    """Finish what is queued on all devices, without counting it as a wait of the program."""
+    _needed().drain()
+
+
+def launch(
+    function: Callable[[], object],
+    reads: Sequence[torch.Tensor],
+    writes: Sequence[torch.Tensor],
+    name: str = "launch",
+) -> None:
+    """Queue `function` on the current stream, as a kernel of one's own.
+
+    Args:
+        function: called when the stream gets to it, with no arguments; it works on `device.host_view` of the tensors.
+        reads: tensors of the device or in pinned memory.
+        writes: likewise.
+        name: how hazards call it.
+    """
+    extension = _needed()
+    on = next(
+        (tensor.device.index for tensor in (*writes, *reads) if tensor.device.type == "sim"),
+        extension.current_device(),
+    )
+    extension.launch(name, function, list(reads), list(writes), on)
+
+
+def in_program(place: str) -> str:
+    """The innermost frame of `place` that is of the program: neither Python's, an installed package's nor ours."""
+    own = os.path.realpath(Path(__file__).parent) + os.sep
+    prefix, _, frames = place.rpartition(") ") if place.startswith("(") else ("", "", place)
+    shown = prefix + ") " if prefix else ""
+    for frame in frames.split(" < "):
+        if not frame.startswith("<") and not os.path.realpath(frame).startswith((*_INSTALLED, own)):
+            return shown + frame
+    return shown + frames.split(" < ", maxsplit=1)[0]
+
+
+def _needed() -> ModuleType:
+    if _extension is None:
+        raise RuntimeError("the simulator is not enabled: call conformance.simulator.enable() first")
+    return _extension
+
+
+def _drain_at_exit() -> None:
+    with contextlib.suppress(RuntimeError):  # a peer that is gone must not keep this process
+        synchronize()

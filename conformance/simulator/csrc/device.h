@@ -1,0 +1,131 @@
+// What the parts of the simulated device know of one another. How an operator travels is drawn in ../__init__.py.
+#pragma once
+#include <Python.h>
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace sim {
+// -- places.cpp: where in the Python program something was asked for
+struct Place {
+  std::vector<std::pair<PyCodeObject*, int>> frames;  // innermost first; code and index of the instruction
+  bool in_backward = false;                           // asked for by a thread of autograd: the frames are the caller's
+};
+using PlaceP = std::shared_ptr<const Place>;
+PlaceP here();
+std::string text(const PlaceP& place);  // "file:line function < file:line function ..."
+
+// -- schedule.cpp: streams are queues, and a seed says which one moves
+using StreamKey = std::pair<int, int64_t>;  // device, stream
+using Clock = std::map<StreamKey, int64_t>;
+
+struct Range {
+  const char* begin;
+  const char* end;
+  bool write;
+};
+
+struct Operation {  // what a stream was asked to do
+  std::string name;
+  StreamKey stream;
+  int64_t tick;
+  PlaceP place;
+};
+using OperationP = std::shared_ptr<const Operation>;
+
+struct Recording {  // one recording of an event
+  bool done = false;
+  StreamKey stream;
+  Clock clock;  // what has happened before it
+};
+using RecordingP = std::shared_ptr<Recording>;
+
+struct Task {  // what waits for its turn on a stream
+  std::function<void()> run;
+  std::function<bool()> is_complete;  // a collective goes on elsewhere after `run`; it ends with `finish`
+  std::function<void()> finish;
+};
+
+class Lock {  // the runtime's lock; nobody waits for it, or holds it, with the interpreter's lock
+ public:
+  Lock();
+  ~Lock();
+  Lock(const Lock&) = delete;
+
+ private:
+  PyThreadState* thread_ = nullptr;
+};
+
+int current_device();
+void set_device(int device);
+int device_count();
+void set_device_count(int count);
+int64_t current_stream(int device);
+int64_t exchange_stream(int device, int64_t stream);
+int64_t new_stream(int device, int priority);
+
+void enqueue(StreamKey stream, std::string name, Task task, const std::vector<Range>& ranges);
+RecordingP record(StreamKey stream);
+void block(StreamKey stream, const RecordingP& recording);
+bool query(const RecordingP& recording);
+// The host waits. `why` is what the program called, for the count of its waits; null where the program did not ask.
+void wait_on_host(const RecordingP& recording, const char* why);
+void synchronize_stream(StreamKey stream, const char* why);
+void synchronize_device(int device, const char* why);
+void settle();  // the host is held up by something else: meanwhile the device does all it can
+void watch_for_held_up_host();
+void set_schedule(uint64_t seed, int rank);  // ranks draw for themselves
+
+struct Wait {
+  std::string why, place;
+  int64_t count;
+};
+std::vector<Wait> take_waits();
+std::vector<std::string> take_unreplayable();
+std::map<std::string, int64_t> counters();
+
+// -- memory.cpp: what an address belongs to
+struct Allocation {  // one life of a piece of memory, from being given out to being given back
+  char* begin = nullptr;
+  size_t size = 0;
+  StreamKey home;             // pinned memory is at home on device -1
+  std::set<StreamKey> users;  // other streams that it was recorded on
+  int64_t pending_reads = 0, pending_writes = 0;
+  bool freed = false;
+  bool stale = false;  // given out while tasks of its former life were pending, and not touched since
+  int64_t pending() const { return pending_reads + pending_writes; }
+  bool pinned() const { return home.first < 0; }
+};
+using AllocationP = std::shared_ptr<Allocation>;
+
+AllocationP allocation_at(const void* address);
+bool is_pinned(const void* address);
+void record_use(const void* address, StreamKey stream);
+void poison(void* begin, size_t size);
+void forget_finished(const AllocationP& allocation);  // called when its last task has run
+void empty_cache(int device);
+void fail_allocation(int64_t nth);
+
+// -- hazards.cpp: what is read or written without an order, whichever order it had this time
+struct Hazard {
+  std::string now, now_stream, now_place, before, before_stream, before_place, missing;
+};
+void log_hazards(bool on);
+void note_access(const OperationP& operation, const Clock& clock, const std::vector<Range>& ranges);
+void note_reuse(const AllocationP& pinned);  // it is given out again
+void note_host(const Clock& host);           // what the host knows to have happened
+void forget_accesses(const char* begin, const char* end);
+void forget_all_accesses();
+void close_to_host(const AllocationP& pinned);  // as far as tasks that it does not know to be done ask for it
+void open_to_device(const AllocationP& allocation);
+std::vector<Hazard> take_hazards();
+std::string stream_name(StreamKey stream);
+}  // namespace sim

@@ -1,0 +1,278 @@
+// What is read or written without an order, whichever order it had this time.
+//
+// Between streams by vector clocks: each operation is compared, when it is called, with those that touched the same
+// memory before. Between device and host by the pages of pinned memory: those that a task writes are closed
+// to the host, those that one reads are closed to its writing, until the host knows that the task is done, whether
+// it is or not; and a touch is told and let pass.
+#include "device.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+
+extern "C" __attribute__((weak)) void _Py_DumpTraceback(int file, PyThreadState* thread);  // CPython's own, in a signal
+
+namespace sim {
+namespace {
+constexpr size_t kMost = 1000;  // hazards kept
+constexpr size_t kPages = 2048;  // pinned blocks watched at a time
+
+struct Access {
+  OperationP operation;
+  bool write;
+  uint64_t life;
+};
+struct Cell {  // memory that the same operations touched
+  const char* end;
+  std::vector<Access> accesses;
+};
+
+struct Closed {  // a pinned block that is closed to the host; read by the handler of a signal
+  std::atomic<char*> begin{nullptr};
+  std::atomic<size_t> size{0};
+  std::atomic<bool> will_be_written{false};
+};
+struct Touch {
+  std::atomic<int> state{0};  // 0 free, 1 being written, 2 to be told
+  char* address;
+  bool will_be_written;
+  int frames;  // a pipe with the traceback
+};
+
+struct Log {
+  bool on = false;
+  std::map<const char*, Cell> cells;
+  std::vector<Hazard> hazards;
+  std::set<std::string> seen;
+  std::map<const char*, std::vector<Access>> unseen;  // by pinned block: what the host does not know to be done
+};
+Log& log() {
+  static auto* one = new Log;
+  return *one;
+}
+std::array<Closed, kPages>& closed() {
+  static auto* all = new std::array<Closed, kPages>;
+  return *all;
+}
+std::array<Touch, 64>& touches() {
+  static auto* all = new std::array<Touch, 64>;
+  return *all;
+}
+struct sigaction former_action;
+
+void add(Hazard hazard) {
+  auto& l = log();
+  auto key = hazard.now + hazard.now_place + hazard.before + hazard.before_place + hazard.missing;
+  if (l.hazards.size() < kMost && l.seen.insert(key).second) l.hazards.push_back(std::move(hazard));
+}
+
+bool is_before(const Operation& operation, const Clock& clock) {
+  auto seen = clock.find(operation.stream);
+  return seen != clock.end() && seen->second >= operation.tick;
+}
+
+// The first cell that reaches beyond `begin`, cut so that none crosses `begin` or `end`; gaps are filled.
+std::map<const char*, Cell>::iterator cut(const char* begin, const char* end) {
+  auto& cells = log().cells;
+  auto split = [&](const char* at) {
+    auto next = cells.upper_bound(at);
+    if (next == cells.begin()) return;
+    auto cell = std::prev(next);
+    if (cell->first == at || cell->second.end <= at) return;
+    cells.emplace(at, Cell{cell->second.end, cell->second.accesses});
+    cell->second.end = at;
+  };
+  split(begin);
+  split(end);
+  for (auto at = begin; at < end;) {
+    auto next = cells.lower_bound(at);
+    if (next != cells.end() && next->first == at) {
+      at = next->second.end;
+      continue;
+    }
+    auto until = next == cells.end() ? end : std::min(end, next->first);
+    cells.emplace(at, Cell{until, {}});
+    at = until;
+  }
+  return cells.find(begin);
+}
+
+void tell(const Operation& now, bool write, const Access& before, bool same_life) {
+  auto& earlier = *before.operation;
+  auto on = stream_name(now.stream), there = stream_name(earlier.stream);
+  std::string missing = same_life
+      ? on + " does not wait for " + there + " (wait_stream, or wait_event of an event recorded there afterwards)"
+      : "the memory was freed while " + there + " used it, and given out again: record_stream on that stream before it is freed";
+  add({now.name + (write ? " writes" : " reads"), on, text(now.place), earlier.name + (before.write ? " writes" : " reads"), there, text(earlier.place), missing});
+}
+
+void touched(int, siginfo_t* info, void*) {
+  auto* address = static_cast<char*>(info->si_addr);
+  for (auto& block : closed()) {
+    auto* begin = block.begin.load();
+    if (begin == nullptr || address < begin || address >= begin + block.size.load()) continue;
+    mprotect(begin, block.size.load(), PROT_READ | PROT_WRITE);
+    for (auto& touch : touches()) {
+      int expected = 0;
+      if (!touch.state.compare_exchange_strong(expected, 1)) continue;
+      touch.address = address;
+      touch.will_be_written = block.will_be_written.load();
+      int ends[2] = {-1, -1};
+      auto* thread = PyGILState_GetThisThreadState();
+      if (_Py_DumpTraceback != nullptr && thread != nullptr && pipe(ends) == 0) {
+        fcntl(ends[1], F_SETFL, O_NONBLOCK);
+        _Py_DumpTraceback(ends[1], thread);
+        close(ends[1]);
+      }
+      touch.frames = ends[0];
+      touch.state.store(2);
+      break;
+    }
+    return;
+  }
+  sigaction(SIGSEGV, &former_action, nullptr);  // not ours: it happens again, to whom it was meant for
+}
+
+// `  File "x.py", line 3 in f` becomes `x.py:3 f`.
+std::string frames_from(int file) {
+  if (file < 0) return text(here());
+  std::string all, out;
+  char buffer[4096];
+  for (ssize_t n; (n = read(file, buffer, sizeof buffer)) > 0;) all.append(buffer, static_cast<size_t>(n));
+  close(file);
+  for (size_t at = 0; (at = all.find("File \"", at)) != std::string::npos;) {
+    auto name = at + 6, quote = all.find('"', name), line = all.find("line ", quote), in = all.find(" in ", line), end = all.find('\n', at);
+    if (quote == std::string::npos || in == std::string::npos || end == std::string::npos || in > end) break;
+    out += (out.empty() ? "" : " < ") + all.substr(name, quote - name) + ":" + all.substr(line + 5, in - line - 5) + " " + all.substr(in + 4, end - in - 4);
+    at = end;
+  }
+  return out;
+}
+
+const Access* latest_unseen(const AllocationP& memory) {
+  auto found = memory ? log().unseen.find(memory->begin) : log().unseen.end();
+  return found == log().unseen.end() || found->second.empty() ? nullptr : &found->second.back();
+}
+
+void add_host(const std::string& what, const std::string& where, const Access* access, const std::string& missing) {
+  auto* operation = access != nullptr ? access->operation.get() : nullptr;
+  add({what, "host", where, operation == nullptr ? "a task" : operation->name + (access->write ? " writes" : " reads"),
+      operation == nullptr ? "" : stream_name(operation->stream), operation == nullptr ? "" : text(operation->place), missing});
+}
+
+void tell_touches() {
+  for (auto& touch : touches()) {
+    if (touch.state.load() != 2) continue;
+    add_host(touch.will_be_written ? "the host touches" : "the host writes", frames_from(touch.frames), latest_unseen(allocation_at(touch.address)),
+        "the host does not wait for the stream (synchronize it, or an event recorded there afterwards)");
+    touch.state.store(0);
+  }
+}
+}  // namespace
+
+void log_hazards(bool on) {
+  Lock lock;
+  log().on = on;
+  static bool handled = false;
+  if (!on || std::exchange(handled, true)) return;
+  struct sigaction action {};
+  action.sa_sigaction = touched;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
+  sigaction(SIGSEGV, &action, &former_action);
+}
+
+void note_access(const OperationP& operation, const Clock& clock, const std::vector<Range>& ranges) {
+  auto& l = log();
+  if (!l.on) return;
+  tell_touches();
+  for (auto& range : ranges) {
+    if (range.begin >= range.end) continue;
+    auto memory = allocation_at(range.begin);
+    auto life = memory ? reinterpret_cast<uint64_t>(memory.get()) : 0;
+    if (memory && memory->pinned()) l.unseen[memory->begin].push_back({operation, range.write, life});
+    for (auto cell = cut(range.begin, range.end); cell != l.cells.end() && cell->first < range.end; ++cell) {
+      auto& accesses = cell->second.accesses;
+      for (auto& before : accesses)
+        if ((before.write || range.write) && !is_before(*before.operation, clock)) tell(*operation, range.write, before, before.life == life);
+      accesses.erase(std::remove_if(accesses.begin(), accesses.end(), [&](auto& before) {
+        return range.write ? is_before(*before.operation, clock) : !before.write && before.operation->stream == operation->stream;
+      }), accesses.end());
+      accesses.push_back({operation, range.write, life});
+    }
+  }
+}
+
+void note_reuse(const AllocationP& pinned) {
+  open_to_device(pinned);
+  auto& l = log();
+  if (auto* access = l.on ? latest_unseen(pinned) : nullptr)
+    add_host("the host's allocator gives out again", text(here()), access, "it was freed before the host knew that the stream was through with it: keep it until then");
+  l.unseen.erase(pinned->begin);
+}
+
+void note_host(const Clock& host) {
+  auto& l = log();
+  if (!l.on) return;
+  tell_touches();
+  for (auto block = l.unseen.begin(); block != l.unseen.end();) {
+    auto& accesses = block->second;
+    auto before = accesses.size();
+    std::erase_if(accesses, [&](auto& access) { return is_before(*access.operation, host); });
+    auto memory = allocation_at(block->first);
+    auto changed = before != accesses.size();
+    block = accesses.empty() ? l.unseen.erase(block) : std::next(block);
+    if (changed && memory) close_to_host(memory);
+  }
+}
+
+void forget_accesses(const char* begin, const char* end) {
+  auto& cells = log().cells;
+  if (log().on) cells.erase(cut(begin, end), cells.lower_bound(end));
+}
+void forget_all_accesses() {
+  tell_touches();
+  auto& l = log();
+  l.cells.clear();
+  l.seen.clear();
+  l.unseen.clear();
+  for (auto& block : closed())
+    if (block.begin.load() != nullptr) open_to_device(allocation_at(block.begin.load()));
+}
+
+void open_to_device(const AllocationP& memory) {
+  if (!memory->pinned()) return;
+  for (auto& block : closed()) {
+    if (block.begin.load() != memory->begin) continue;
+    mprotect(memory->begin, memory->size, PROT_READ | PROT_WRITE);
+    block.begin.store(nullptr);
+  }
+}
+
+void close_to_host(const AllocationP& pinned) {
+  open_to_device(pinned);
+  auto found = log().unseen.find(pinned->begin);
+  if (!log().on || found == log().unseen.end()) return;
+  bool written = std::any_of(found->second.begin(), found->second.end(), [](auto& access) { return access.write; });
+  for (auto& block : closed()) {
+    if (block.begin.load() != nullptr) continue;
+    block.size.store(pinned->size);
+    block.will_be_written.store(written);
+    block.begin.store(pinned->begin);
+    mprotect(pinned->begin, pinned->size, written ? PROT_NONE : PROT_READ);
+    return;
+  }
+}
+
+std::vector<Hazard> take_hazards() {
+  Lock lock;
+  tell_touches();
+  return std::exchange(log().hazards, {});
+}
+}  // namespace sim

@@ -1,0 +1,331 @@
+// Every other operator: its outputs come at once, by its meta kernel, and its work is queued, on its CPU kernel.
+#include "headers.h"
+
+#include "tensors.h"
+
+#include <ATen/EmptyTensor.h>
+
+#include <mutex>
+#include <unordered_set>
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using Stack = torch::jit::Stack;
+
+namespace sim {
+namespace {
+template <class F>
+IValue mapped(const IValue& value, F&& f) {
+  if (value.isTensor()) return value.toTensor().defined() ? IValue(f(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<Tensor> out;
+    for (const Tensor& tensor : value.toTensorVector()) out.push_back(tensor.defined() ? f(tensor) : tensor);
+    return out;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> out;
+    for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector())
+      out.push_back(tensor && tensor->defined() ? std::optional<Tensor>(f(*tensor)) : tensor);
+    return out;
+  }
+  return value;
+}
+template <class F>
+void each(const IValue& value, F&& f) {
+  mapped(value, [&](const Tensor& tensor) {
+    f(tensor);
+    return tensor;
+  });
+}
+
+bool is_wrapped(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_wrapped_number(); }
+
+Tensor on_meta(const Tensor& tensor) {
+  Tensor meta(at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type()));
+  if (is_wrapped(tensor)) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return meta;
+}
+
+Tensor copy_of_number(const Tensor& tensor) {
+  Below below;
+  auto copy = tensor.clone();
+  if (is_wrapped(tensor)) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return copy;
+}
+
+// Operators that learnt at their first call that their meta kernel is missing.
+bool lacks_meta(const std::string& name, bool learnt = false) {
+  static auto* names = new std::unordered_set<std::string>;
+  static auto* mutex = new std::mutex;
+  std::lock_guard<std::mutex> guard(*mutex);
+  if (learnt) names->insert(name);
+  return names->count(name) != 0;
+}
+
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, Stack* stack) : op_(op), schema_(op.schema()), stack_(stack) {
+    const auto& formal = schema_.arguments();
+    args_.assign(stack->end() - static_cast<int64_t>(formal.size()), stack->end());
+    for (size_t i = 0; i < args_.size(); i++) {
+      auto* alias = formal[i].alias_info();
+      writes_.push_back(alias != nullptr && alias->isWrite());
+      if (formal[i].real_type()->str().find("Generator") != std::string::npos) generator_ = static_cast<int>(i);
+    }
+    find_device();
+  }
+
+  void run() {
+    c10::DeviceGuard guard(device_of(device_));
+    stream_ = current(device_);
+    infer();
+    to_cpu();
+    for (size_t i = 0; i < args_.size(); i++)
+      each(args_[i], [&](const Tensor& tensor) { if (!tensor.is_cpu()) ranges_.push_back(range_of(tensor, writes_[i])); });
+    if (draws_in_place()) draw();
+    else if (known_) queue();
+    else run_now();
+    torch::jit::drop(*stack_, args_.size());
+    for (auto& result : results_) stack_->push_back(std::move(result));
+  }
+
+ private:
+  const std::string& name() const { return schema_.name(); }
+
+  void find_device() {
+    for (auto& arg : args_)
+      each(arg, [&](const Tensor& tensor) {
+        if (tensor.is_cpu()) return;
+        TORCH_CHECK(tensor.device().type() == kSim, name(), ": got a tensor on ", tensor.device(), " among those on sim");
+        int index = tensor.device().index();
+        TORCH_CHECK(device_ < 0 || device_ == index, "Expected all tensors to be on the same device, but found at least two devices, ",
+            device_of(device_), " and ", tensor.device(), "! (", name(), ")");
+        device_ = index;
+      });
+    for (auto& arg : args_)
+      if (device_ < 0 && arg.isDevice()) device_ = index_of(arg.toDevice());
+    if (device_ < 0) device_ = current_device();
+  }
+
+  // What it returns, by its meta kernel. Where there is none, or it refuses, the CPU's kernel is run at once and says why.
+  void infer() {
+    bool fresh = false;
+    for (auto& value : schema_.returns()) {
+      if (value.alias_info() != nullptr && value.alias_info()->isWrite()) continue;
+      TORCH_CHECK(value.alias_info() == nullptr, "sim: ", name(), " is a view, and has no kernel of its own for sim");
+      fresh = true;
+      if (value.type()->str().find("Tensor") == std::string::npos) known_ = false;
+    }
+    fresh_ = fresh;
+    bool hidden_draw = generator_ < 0 && op_.hasTag(at::Tag::nondeterministic_seeded);
+    if (generator_ >= 0 || hidden_draw) known_ = false;
+    auto full_name = name() + "." + schema_.overload_name();
+    if (!known_ || lacks_meta(full_name)) {
+      known_ = known_ && !fresh;
+      return;
+    }
+    try {
+      call_meta();
+    } catch (const c10::NotImplementedError&) {
+      lacks_meta(full_name, true);
+      known_ = !fresh;
+    } catch (const std::exception&) {
+      known_ = false;  // of an operator that only writes to its arguments too: an error is told at the call
+    }
+  }
+
+  void call_meta() {
+    std::unordered_map<c10::TensorImpl*, Tensor> made;
+    for (auto& arg : args_) {
+      auto meta = mapped(arg, [&](const Tensor& tensor) {
+        if (tensor.is_cpu() && is_wrapped(tensor)) return tensor;
+        auto& out = made[tensor.unsafeGetTensorImpl()];
+        if (!out.defined()) out = on_meta(tensor);
+        return out;
+      });
+      if (meta.isDevice()) meta = c10::Device(c10::kMeta);
+      if (meta.isGenerator()) meta = IValue();
+      meta_.push_back(std::move(meta));
+    }
+    auto in = meta_;
+    {
+      Below below;
+      op_.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &meta_);
+    }
+    for (size_t i = 0; i < args_.size(); i++) {  // an `out` that the operator resizes
+      if (!writes_[i] || !args_[i].isTensor() || !schema_.arguments()[i].kwarg_only()) continue;
+      auto &out = args_[i].toTensor(), &meta = in[i].toTensor();
+      if (out.sizes() == meta.sizes()) continue;
+      out.resize_(meta.sizes());
+      if (out.strides() != meta.strides()) out.as_strided_(meta.sizes(), meta.strides());
+    }
+  }
+
+  void to_cpu() {
+    TORCH_CHECK_NOT_IMPLEMENTED(op_.hasComputedKernelForDispatchKey(DispatchKey::CPU),
+        "sim runs ", name(), " by its kernel for the CPU, which it does not have");
+    bool takes_host_indices = name().rfind("aten::index", 0) == 0 || name().rfind("aten::_index_put_impl_", 0) == 0 ||
+        name().rfind("aten::_unsafe_index", 0) == 0;
+    for (auto& arg : args_) {
+      cpu_.push_back(mapped(arg, [&](const Tensor& tensor) {
+        if (!tensor.is_cpu()) return aliases_.of(tensor);
+        TORCH_CHECK(tensor.dim() == 0 || takes_host_indices, "Expected all tensors to be on the same device, but found at least two devices, ",
+            device_of(device_), " and cpu! (", name(), ")");
+        return copy_of_number(tensor);
+      }));
+      if (cpu_.back().isDevice()) cpu_.back() = c10::Device(c10::kCPU);
+    }
+    if (generator_ < 0) return;
+    auto& given = args_[generator_];
+    cpu_[generator_] = host_generator(given.isNone() ? std::nullopt : std::optional<at::Generator>(given.toGenerator()), device_);
+  }
+
+  bool draws_in_place() const {
+    if (generator_ < 0 || fresh_) return false;
+    for (size_t i = 0; i < args_.size(); i++)
+      if (!writes_[i] && (args_[i].isTensor() || args_[i].isTensorList())) return false;
+    return true;
+  }
+
+  // Drawn at once, in the host's order; put in place in the stream's.
+  void draw() {
+    std::vector<std::pair<Tensor, Tensor>> pairs;
+    for (size_t i = 0; i < args_.size(); i++) {
+      if (!writes_[i]) continue;
+      cpu_[i] = mapped(args_[i], [&](const Tensor& tensor) {
+        Below below;
+        pairs.emplace_back(aliases_.of(tensor), at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU)));
+        return pairs.back().second;
+      });
+    }
+    {
+      Below below;
+      op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &cpu_);
+    }
+    enqueue(stream_, name(), {[pairs]() mutable { Below below; for (auto& [to, from] : pairs) to.copy_(from); }, {}, {}}, ranges_);
+    for (size_t i = 0; i < schema_.returns().size(); i++) results_.push_back(*returned(i));
+  }
+
+  const IValue* returned(size_t i) const {  // the argument that a return is, if it is one
+    auto* alias = schema_.returns()[i].alias_info();
+    if (alias == nullptr) return nullptr;
+    for (size_t j = 0; j < args_.size(); j++) {
+      auto* other = schema_.arguments()[j].alias_info();
+      if (other != nullptr && other->beforeSets() == alias->beforeSets()) return &args_[j];
+    }
+    TORCH_CHECK(false, "sim: ", name(), " returns no argument of its own");
+  }
+
+  Tensor allocate_like(const Tensor& tensor) {
+    return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device_of(device_)));
+  }
+
+  void queue() {
+    std::vector<std::pair<size_t, IValue>> outs;
+    for (size_t i = 0; i < schema_.returns().size(); i++) {
+      if (auto* arg = returned(i)) {
+        results_.push_back(*arg);
+        continue;
+      }
+      auto out = mapped(meta_[i], [&](const Tensor& meta) {
+        auto tensor = allocate_like(meta);
+        ranges_.push_back(range_of(tensor, true));
+        return tensor;
+      });
+      outs.emplace_back(i, mapped(out, [&](const Tensor& tensor) { return aliases_.of(tensor); }));
+      results_.push_back(std::move(out));
+    }
+    // The CPU's layer norm keeps statistics in low precision; the meta kernel and CUDA's, in float32.
+    bool widen = name().rfind("aten::native_layer_norm", 0) == 0;
+    enqueue(stream_, name(), {[op = op_, cpu = std::move(cpu_), outs = std::move(outs), widen]() mutable {
+      Below below;
+      if (widen)
+        for (auto& value : cpu)
+          value = mapped(value, [](const Tensor& tensor) { return at::isReducedFloatingType(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor; });
+      op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &cpu);
+      for (auto& [i, out] : outs) {
+        if (out.isTensor()) {
+          if (out.toTensor().defined()) out.toTensor().copy_(cpu[i].toTensor());
+          continue;
+        }
+        auto to = out.toTensorVector(), from = cpu[i].toTensorVector();
+        for (size_t j = 0; j < to.size(); j++)
+          if (to[j].defined()) to[j].copy_(from[j]);
+      }
+    }, {}, {}}, ranges_);
+  }
+
+  // What it returns depends on data, or on the CPU's word: the host waits.
+  void run_now() {
+    auto cpu = std::make_shared<Stack>(std::move(cpu_));
+    auto error = std::make_shared<std::exception_ptr>();
+    enqueue(stream_, name(), {[op = op_, cpu, error] {
+      Below below;
+      try {
+        op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), cpu.get());
+      } catch (...) {
+        *error = std::current_exception();
+      }
+    }, {}, {}}, ranges_);
+    synchronize_stream(stream_, name().c_str());
+    if (*error) std::rethrow_exception(*error);
+    for (size_t i = 0; i < schema_.returns().size(); i++) {
+      if (auto* arg = returned(i)) {
+        results_.push_back(*arg);
+        continue;
+      }
+      results_.push_back(mapped((*cpu)[i], [&](const Tensor& from) {
+        auto tensor = allocate_like(from);
+        auto to = alias_of(tensor);
+        enqueue(stream_, name() + " (its result)", {[from, to]() mutable { Below below; to.copy_(from); }, {}, {}}, {range_of(tensor, true)});
+        return tensor;
+      }));
+    }
+  }
+
+  c10::OperatorHandle op_;
+  const c10::FunctionSchema& schema_;
+  Stack* stack_;
+  Stack args_, meta_, cpu_;
+  std::vector<bool> writes_;
+  int generator_ = -1, device_ = -1;
+  StreamKey stream_;
+  bool known_ = true, fresh_ = false;
+  Aliases aliases_;
+  std::vector<Range> ranges_;
+  std::vector<IValue> results_;
+};
+
+void call(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); }
+
+// torch asks a device of its own for these by names that have neither a meta kernel nor one for the CPU.
+template <bool backward>
+void convolution(const c10::OperatorHandle&, Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(backward ? "aten::convolution_backward" : "aten::convolution", "");
+  if (backward) {  // bias_sizes comes fourth there
+    auto out_channels = (*(stack->end() - 10)).toTensor().size(1);
+    stack->insert(stack->end() - 7, IValue(std::vector<int64_t>{out_channels}));
+  }
+  call(op, stack);
+}
+
+// The CPU's kernel would draw when it runs, from the CPU's own generator.
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  if (train && !*train) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
+  auto mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask};
+}
+
+#define BOXED(function) torch::CppFunction::makeFromBoxedFunction<&function>()
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(BOXED(call)); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("native_layer_norm", BOXED(call));  // else the composite wins
+  m.impl("convolution_overrideable", BOXED(convolution<false>));
+  m.impl("convolution_backward_overrideable", BOXED(convolution<true>));
+  m.impl("native_dropout", native_dropout);
+}
+}  // namespace
+}  // namespace sim

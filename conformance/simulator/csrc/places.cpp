@@ -1,0 +1,53 @@
+// Where in the Python program something was asked for: a few frames, kept as code objects and turned to text when told.
+#include "device.h"
+
+namespace sim {
+namespace {
+constexpr int kFrames = 24;
+
+PlaceP& last_of_program() {  // of any thread that runs Python
+  static auto* place = new PlaceP(std::make_shared<Place>());
+  return *place;
+}
+}  // namespace
+
+PlaceP here() {
+  if (!Py_IsInitialized()) return last_of_program();
+  auto gil = PyGILState_Ensure();
+  auto place = std::make_shared<Place>();
+  auto* frame = PyEval_GetFrame();
+  Py_XINCREF(reinterpret_cast<PyObject*>(frame));
+  while (frame != nullptr && place->frames.size() < kFrames) {
+    place->frames.emplace_back(PyFrame_GetCode(frame), PyFrame_GetLasti(frame));  // code objects are kept for good
+    auto* back = PyFrame_GetBack(frame);
+    Py_DECREF(reinterpret_cast<PyObject*>(frame));
+    frame = back;
+  }
+  Py_XDECREF(reinterpret_cast<PyObject*>(frame));
+  if (place->frames.empty()) {
+    *place = *last_of_program();
+    place->in_backward = true;
+  } else {
+    last_of_program() = place;
+  }
+  PyGILState_Release(gil);
+  return place;
+}
+
+std::string text(const PlaceP& place) {
+  if (!place || !Py_IsInitialized()) return "";
+  auto gil = PyGILState_Ensure();
+  std::string out = place->in_backward ? "(in a thread of autograd) " : "";
+  bool first = true;
+  for (auto& [code, instruction] : place->frames) {
+    auto* file = PyUnicode_AsUTF8(code->co_filename);
+    auto* name = PyUnicode_AsUTF8(code->co_qualname);
+    out += std::string(first ? "" : " < ") + (file != nullptr ? file : "?") + ":" +
+        std::to_string(PyCode_Addr2Line(code, instruction < 0 ? 0 : instruction)) + " " +
+        (name != nullptr ? name : "?");
+    first = false;
+  }
+  PyGILState_Release(gil);
+  return out;
+}
+}  // namespace sim

@@ -1,0 +1,203 @@
+// Tensors of the device: made, resized, viewed, copied.
+#include "headers.h"
+
+#include "memory.h"
+#include "tensors.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/Resize.h>
+
+#include <cstring>
+
+using at::Tensor;
+using c10::Device;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+namespace sim {
+Below::Below()
+    : guard(DispatchKeySet(DispatchKey::BackendSelect),
+          c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset |
+              DispatchKeySet({DispatchKey::ADInplaceOrView, DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PythonDispatcher,
+                  DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::Functionalize})) {}
+
+Tensor Aliases::of(const Tensor& tensor) {
+  auto& alias = tensors_[tensor.unsafeGetTensorImpl()];
+  if (alias.defined()) return alias;
+  auto* from = tensor.storage().unsafeGetStorageImpl();
+  auto found = storages_.find(from);
+  if (found == storages_.end()) {
+    c10::DataPtr data(from->mutable_data(), Device(c10::kCPU));
+    found = storages_.emplace(from, c10::Storage(c10::Storage::use_byte_size_t(), from->nbytes(), std::move(data), nullptr, false)).first;
+  }
+  alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(found->second), DispatchKeySet(DispatchKey::CPU), tensor.dtype());
+  alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.is_conj()) alias._set_conj(true);
+  if (tensor.is_neg()) alias._set_neg(true);
+  return alias;
+}
+
+Tensor alias_of(const Tensor& tensor) {
+  if (tensor.is_cpu()) return tensor;
+  Aliases aliases;
+  return aliases.of(tensor);
+}
+
+Range range_of(const Tensor& tensor, bool write) {
+  if (!tensor.defined() || tensor.numel() == 0 || tensor.storage().data() == nullptr) return {nullptr, nullptr, write};
+  auto size = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+  auto* begin = static_cast<const char*>(tensor.storage().data()) + tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+  return {begin, begin + size, write};
+}
+
+namespace {
+using Sizes = at::IntArrayRef;
+
+// TensorImpl::has_compatible_shallow_copy_type lets `cpu.data = device` pass among a fixed list of backends that lacks
+// PrivateUse1. MTIA's bit is in it, and is outranked by PrivateUse1's wherever a kernel is chosen.
+DispatchKeySet keys() { return DispatchKeySet(DispatchKey::PrivateUse1) | DispatchKeySet(c10::BackendComponent::MTIABit); }
+
+Tensor empty(Sizes size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>,
+    std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(device_of(device ? index_of(*device) : current_device()));
+  return at::detail::empty_generic(size, device_allocator(), keys(), dtype.value_or(c10::get_default_dtype_as_scalartype()), format);
+}
+Tensor empty_strided(Sizes size, Sizes stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device,
+    std::optional<bool>) {
+  c10::DeviceGuard guard(device_of(device ? index_of(*device) : current_device()));
+  return at::detail::empty_strided_generic(size, stride, device_allocator(), keys(), dtype.value_or(c10::get_default_dtype_as_scalartype()));
+}
+
+void grow(const Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  auto need = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(), tensor.storage_offset());
+  if (need > tensor.storage().nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), need);
+}
+const Tensor& resize_(const Tensor& self, Sizes size, std::optional<at::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  if (self.sizes() != size) impl->set_sizes_contiguous(size);
+  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  grow(self);
+  return self;
+}
+Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, Sizes size, Sizes stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  if (stride.data() == nullptr || stride.size() != size.size()) {
+    impl->set_storage_offset(offset);
+    impl->set_sizes_contiguous(size);
+  } else {
+    impl->set_sizes_and_strides(size, stride, offset);
+  }
+  grow(self);
+  return self;
+}
+Tensor& set_whole_storage(Tensor& self, at::Storage source) {
+  auto count = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  return set_storage(self, std::move(source), 0, {count}, {});
+}
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+Tensor& set_nothing(Tensor& self) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), 0, device_allocator()->allocate(0), device_allocator(), true);
+  return set_storage(self, std::move(storage), 0, {0}, {});
+}
+void record_stream(Tensor& self, c10::Stream stream) { record_use(self.storage().data(), {stream.device_index(), stream.id()}); }
+
+Task copying(const Tensor& from, const Tensor& to) {
+  Aliases aliases;
+  auto x = from.is_cpu() ? from : aliases.of(from), y = to.is_cpu() ? to : aliases.of(to);
+  return {[x, y]() mutable { Below below; y.copy_(x); }, {}, {}};
+}
+
+// From one device to another, on the stream of the first; that of the second waits for it, and is waited for.
+void copy_between_devices(const Tensor& from, const Tensor& to) {
+  auto source = current(from.device().index()), target = current(to.device().index());
+  block(source, record(target));
+  enqueue(source, "copy between devices", copying(from, to), {range_of(from, false), range_of(to, true)});
+  block(target, record(source));
+}
+
+void copy_from_host(const Tensor& from, const Tensor& to, bool non_blocking) {
+  auto stream = current(to.device().index());
+  auto pinned = is_pinned(from.storage().data());
+  if (non_blocking && !pinned) {  // as CUDA: pageable memory is read before the call returns
+    Tensor staged;
+    {
+      Below below;
+      staged = from.detach().clone();
+    }
+    enqueue(stream, "copy from pageable memory", copying(staged, to), {range_of(to, true)});
+    return;
+  }
+  enqueue(stream, "copy from the host", copying(from, to), {range_of(from, false), range_of(to, true)});
+  if (non_blocking) record_use(from.storage().data(), stream);
+  else synchronize_stream(stream, "a copy from the host");
+}
+
+void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
+  auto stream = current(from.device().index());
+  auto later = non_blocking && is_pinned(to.storage().data());
+  if (later && to.is_contiguous()) {
+    Lock lock;
+    auto memory = allocation_at(to.storage().data());
+    auto range = range_of(to, true);
+    if (memory && !memory->pending()) {
+      open_to_device(memory);
+      poison(const_cast<char*>(range.begin), static_cast<size_t>(range.end - range.begin));
+    }
+  }
+  enqueue(stream, "copy to the host", copying(from, to), {range_of(from, false), range_of(to, true)});
+  if (later) record_use(to.storage().data(), stream);
+  else synchronize_stream(stream, "a copy to the host");
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (to.numel() == 0) return to;
+  auto source = from.sizes() == to.sizes() ? from : from.expand_as(to);
+  c10::DeviceGuard guard(to.is_cpu() ? from.device() : to.device());
+  if (source.is_cpu()) {
+    copy_from_host(source, to, non_blocking);
+  } else if (to.is_cpu()) {
+    copy_to_host(source, to, non_blocking);
+  } else if (source.device() != to.device()) {
+    copy_between_devices(source, to);
+  } else {
+    enqueue(current(to.device().index()), "copy_", copying(source, to), {range_of(source, false), range_of(to, true)});
+  }
+  return to;
+}
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  if (to.sizes() != from.sizes()) to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+at::Scalar local_scalar_dense(const Tensor& self) {
+  synchronize_stream(current(self.device().index()), "item");
+  auto alias = alias_of(self);
+  Below below;
+  return at::_local_scalar_dense(alias);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", at::native::view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("unfold", at::native::unfold);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
+  m.impl("resize_", resize_);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_", set_nothing);
+  m.impl("record_stream", record_stream);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+}
+}  // namespace
+}  // namespace sim

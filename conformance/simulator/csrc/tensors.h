@@ -1,0 +1,33 @@
+// Tensors of the device, and the same memory as tensors of the CPU, on which the work is done.
+#pragma once
+#include <ATen/ATen.h>
+
+#include "device.h"
+
+namespace sim {
+constexpr auto kSim = c10::DeviceType::PrivateUse1;
+
+inline c10::Device device_of(int index) { return c10::Device(kSim, static_cast<c10::DeviceIndex>(index)); }
+inline int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
+inline StreamKey current(int device) { return {device, current_stream(device)}; }
+
+// No autograd, autocast or modes of the thread that happens to run a task.
+struct Below {
+  c10::impl::ForceDispatchKeyGuard guard;
+  Below();
+};
+
+class Aliases {  // CPU tensors over the same memory; those of one storage share one
+ public:
+  at::Tensor of(const at::Tensor& tensor);
+
+ private:
+  std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
+  std::unordered_map<c10::TensorImpl*, at::Tensor> tensors_;
+};
+at::Tensor alias_of(const at::Tensor& tensor);
+Range range_of(const at::Tensor& tensor, bool write);
+
+at::Generator host_generator(const std::optional<at::Generator>& generator, int device);
+const at::Generator& default_generator(int device);
+}  // namespace sim

@@ -1,0 +1,199 @@
+"""This module is `torch.sim`: what torch and libraries ask for by the device's name, as they ask `torch.cuda`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+NAME = "sim"
+BACKEND = "simccl"
+_TOTAL_BYTES = 80 << 30
+
+_extension: types.ModuleType
+default_generators: tuple[torch.Generator, ...] = ()
+
+
+def register(extension: types.ModuleType) -> None:
+    """Give PrivateUse1 its name, `torch.sim` and a backend of torch.distributed."""
+    global _extension, default_generators  # noqa: PLW0603 - a device is registered once for the process
+    _extension = extension
+    default_generators = tuple(
+        extension.default_generator(index) for index in range(extension.device_count())
+    )
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, sys.modules[__name__])
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
+    )
+    if dist.is_available():
+        dist.Backend.register_backend(BACKEND, _make_backend, devices=[NAME, "cpu"])
+
+
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor of the device as a tensor of the CPU; for functions that were launched, in their turn."""
+    return _extension.cpu_alias(tensor)
+
+
+def _make_backend(store: dist.Store, rank: int, size: int, timeout: object) -> object:
+    return _extension.make_backend(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def _index(device: object = None) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(NAME if device is None else device).index  # type: ignore[arg-type]
+    return _extension.current_device() if index is None else index
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def init() -> None: ...
+
+
+def _lazy_init() -> None: ...
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    return True
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
+def device_count() -> int:
+    return _extension.device_count()
+
+
+def current_device() -> int:
+    return _extension.current_device()
+
+
+def set_device(device: object) -> None:
+    _extension.set_device(_index(device))
+
+
+@contextlib.contextmanager
+def device(device: object) -> Iterator[None]:
+    former = _extension.current_device()
+    _extension.set_device(_index(device))
+    try:
+        yield
+    finally:
+        _extension.set_device(former)
+
+
+def get_device_name(device: object = None) -> str:
+    return f"simulated accelerator {_index(device)}"
+
+
+def get_device_properties(device: object = None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(name=get_device_name(device), total_memory=_TOTAL_BYTES)
+
+
+def synchronize(device: object = None) -> None:
+    _extension.synchronize(_index(device))
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device: object = None, priority: int = 0, **kwargs: object) -> Stream:
+        if kwargs:
+            return super().__new__(cls, priority=priority, **kwargs)
+        return super().__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)
+
+
+class Event(torch.Event):
+    def __new__(
+        cls,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        device: object = NAME,
+    ) -> Event:
+        flags = {"enable_timing": enable_timing, "blocking": blocking, "interprocess": interprocess}
+        return super().__new__(cls, device=device, **flags)
+
+
+def current_stream(device: object = None) -> torch.Stream:
+    return torch.accelerator.current_stream(torch.device(NAME, _index(device)))
+
+
+def default_stream(device: object = None) -> torch.Stream:
+    of_type = int(torch._C._autograd.DeviceType.PrivateUse1)
+    return Stream(stream_id=0, device_index=_index(device), device_type=of_type)
+
+
+def set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else stream
+
+
+def manual_seed(seed: int) -> None:
+    default_generators[_index()].manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    for generator in default_generators:
+        generator.manual_seed(seed)
+
+
+def initial_seed() -> int:
+    return default_generators[_index()].initial_seed()
+
+
+def get_rng_state(device: object = NAME) -> torch.Tensor:
+    return default_generators[_index(device)].get_state()
+
+
+def set_rng_state(state: torch.Tensor, device: object = NAME) -> None:
+    default_generators[_index(device)].set_state(state)
+
+
+def memory_stats(device: object = None) -> dict[str, int]:
+    return _extension.memory_stats(_index(device))
+
+
+def memory_allocated(device: object = None) -> int:
+    return memory_stats(device)["allocated_bytes.all.current"]
+
+
+def max_memory_allocated(device: object = None) -> int:
+    return memory_stats(device)["allocated_bytes.all.peak"]
+
+
+def memory_reserved(device: object = None) -> int:
+    return memory_stats(device)["reserved_bytes.all.current"]
+
+
+def max_memory_reserved(device: object = None) -> int:
+    return memory_stats(device)["reserved_bytes.all.peak"]
+
+
+def reset_peak_memory_stats(device: object = None) -> None:
+    _extension.reset_peak(_index(device))
+
+
+def empty_cache() -> None:
+    _extension.empty_cache()
+
+
+def mem_get_info(device: object = None) -> tuple[int, int]:
+    return _TOTAL_BYTES - memory_reserved(device), _TOTAL_BYTES
