@@ -110,9 +110,9 @@ def test_sharded_training_has_one_result_and_a_seed_one_course(
     tmp_path: Path, library: str, where: str
 ) -> None:
     (tmp_path / "sharded.py").write_text(_SHARDED)
-    words = ("sharded.py", "--ranks", 2, "--seeds", 7, "--jobs", 1, "--", library, where)
+    words = ("sharded.py", "--ranks", 2, "--seeds", 5, "--jobs", 1, "--", library, where)
     status, told = simulate(*words, cwd=tmp_path)
-    assert "0 of 6 schedules change the result; 0 hazards" in told, told
+    assert "0 of 4 schedules change the result; 0 hazards" in told, told
     assert "not replayable" not in told
     assert "two runs of the same schedule differ" not in told
     assert status == 0
