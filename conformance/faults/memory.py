@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from conformance.faults.kills import Kills, read_kills
 from conformance.faults.trials import fault_ids
-from conformance.judge.clauses import HERE, all_clauses
+from conformance.judge.clauses import HERE
 
 _FILE = Path(__file__).parent / "killers.json"
+_LONG_S = 5.0  # a fault that is killed sooner needs no memory: the order of the tests finds its killer
 
 
 @dataclass(frozen=True)
@@ -19,32 +19,35 @@ class Memory:
     """Of whatever commit and subject it is: what kills no longer costs its own time alone."""
 
     faults: dict[str, str]  # by fault the test that killed it
-    clauses: dict[str, str]  # by clause that was the first to kill none a fault that its tests have killed
-
-    def __or__(self, later: Memory) -> Memory:
-        return Memory(self.faults | later.faults, self.clauses | later.clauses)
+    clauses: dict[str, str] = field(default_factory=dict)  # by clause a fault that its tests have killed
 
 
 def known(out: Path) -> Memory:
     """What `remember` noted, and what the matrix at `out` says, which knows better."""
-    with contextlib.suppress(ValueError):
-        return noted() | _memory_of(Kills.of(read_kills(out)))
-    return noted()
+    try:
+        kills = Kills.of(read_kills(out))
+    except ValueError:
+        return Memory(noted())
+    clauses = {row.clause: row.kills for row in kills.idle or [] if row.kills}
+    return Memory(noted() | {kill.fault: kill.nodeid for kill in kills.kills if kill.killed}, clauses)
 
 
 def remember(kills: Kills) -> None:
-    """Note it beside what was noted before; a fault that survived keeps the killer that it had, if it is there."""
-    both = asdict(still_there(noted() | _memory_of(kills)))
-    _FILE.write_text(json.dumps(both, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+    """Note what took long to be killed; a fault that survived keeps the killer that it had, if it is there."""
+    before = noted()
+    long = {kill.fault for kill in kills.kills if kill.seconds > _LONG_S} | before.keys()
+    now = {kill.fault: kill.nodeid for kill in kills.kills if kill.killed and kill.fault in long}
+    faults_of: dict[str, list[str]] = {}
+    for fault, test in sorted(still_there(before | now).items()):
+        faults_of.setdefault(test, []).append(fault)
+    lines = (f"{json.dumps(test)}: {json.dumps(faults)}" for test, faults in sorted(faults_of.items()))
+    _FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def still_there(memory: Memory) -> Memory:
-    """Without the faults, the clauses and the tests that are gone."""
+def still_there(killers: dict[str, str]) -> dict[str, str]:
+    """Without the faults and the tests that are gone."""
     faults = set(fault_ids())
-    return Memory(
-        {name: test for name, test in memory.faults.items() if name in faults and _is_test(test)},
-        {name: fault for name, fault in memory.clauses.items() if name in all_clauses() and fault in faults},
-    )
+    return {name: test for name, test in killers.items() if name in faults and _is_test(test)}
 
 
 def _is_test(nodeid: str) -> bool:
@@ -53,13 +56,7 @@ def _is_test(nodeid: str) -> bool:
     return found.is_file() and f"def {function}(" in found.read_text(encoding="utf-8")
 
 
-def _memory_of(kills: Kills) -> Memory:
-    return Memory(
-        faults={kill.fault: kill.nodeid for kill in kills.kills if kill.killed},
-        clauses={row.clause: row.kills for row in kills.idle or [] if row.kills},
-    )
-
-
-def noted() -> Memory:
-    """What `remember` has noted."""
-    return Memory(**json.loads(_FILE.read_text(encoding="utf-8")))
+def noted() -> dict[str, str]:
+    """By fault the test that killed it, as `remember` has noted."""
+    rows = json.loads(_FILE.read_text(encoding="utf-8"))
+    return {fault: test for test, faults in rows.items() for fault in faults}

@@ -306,22 +306,20 @@ def test_a_clause_that_this_profile_does_not_ask_about_is_reported(worker: Worke
 
 
 def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A survivor keeps the killer that it had; a matrix of the reader's own knows better; what is gone is dropped."""
-    a, b, c = list(HANDMADE)[:3]
-    x, y = list(all_clauses())[:2]
+    """Where it was long in coming. A survivor keeps the killer that it had, a reader's own matrix knows better."""
+    a, b, c, d = list(HANDMADE)[:4]
+    clause = next(iter(all_clauses()))
     old, new, own = (f"conformance/selftests/test_kill_matrix.py::test_{name}" for name in OF_MEMORY)
     monkeypatch.setattr("conformance.faults.memory._FILE", kept := tmp_path / "killers.json")
-    faults, clauses = {a: old, b: old, c: old}, {x: a, y: a}
-    gone = {"faults": faults | {"gone": old, ON_TORCH[0]: f"{old}_gone"}, "clauses": clauses | {"gone": a}}
-    kept.write_text(json.dumps(gone))
+    kept.write_text(json.dumps({old: [a, b, "gone"], f"{old}_gone": [ON_TORCH[0]]}))
     kills = [Kill(a, True, "", new, "failed", 1.0), Kill(b, False, "", "", "", 1.0)]
-    remember(Kills("torch", "", "", kills=kills, idle=[Idle(x, 2, b, new), Idle(y, 3)]))
-    kept_now = Memory(faults | {a: new}, clauses | {x: b})
+    kills += [Kill(c, True, "", old, "failed", 60.0), Kill(d, True, "", new, "failed", 1.0)]
+    remember(Kills("torch", "", "", kills=kills))
     out = tmp_path / "kills.json"
-    assert known(out) == kept_now
-    matrix = Kills("torch", "", "", kills=[Kill(c, True, "", own, "failed", 1.0)], idle=[Idle(y, 1, c)])
+    assert known(out) == Memory({a: new, b: old, c: old}, {})
+    matrix = Kills("torch", "", "", kills=[Kill(c, True, "", own, "failed", 1.0)], idle=[Idle(clause, 1, c)])
     write_kills(out, matrix)
-    assert known(out) == Memory(kept_now.faults | {c: own}, kept_now.clauses | {y: c})
+    assert known(out) == Memory({a: new, b: old, c: own}, {clause: c})
 
 
 def test_what_is_remembered_is_there() -> None:
