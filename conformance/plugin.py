@@ -17,6 +17,7 @@ import torch
 from conformance.judge import claims_file, global_state, reference_limits, seeding, trial
 from conformance.judge.claims import NotClaimed, claimed_extensions, exposes
 from conformance.judge.clauses import AREAS, HERE, all_clauses, clause_of
+from conformance.judge.comparing import Compare
 from conformance.judge.deadlines import MOST_RESTARTS, Deadlines
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.environment import is_usable
@@ -291,6 +292,11 @@ def subject(request: pytest.FixtureRequest) -> Library:
 def reference() -> Library:
     """torch, as installed."""
     return load_library("torch")
+
+
+@pytest.fixture(scope="session")
+def compare(reference: Library, subject: Library) -> Compare:
+    return Compare(reference, subject)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import torch
 
 from conformance.judge import seeding
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.ranks import RankPool
@@ -30,9 +31,7 @@ def test_a_region_is_really_on(subject: Library, device: str, dtype: torch.dtype
 @clause("amp.autocast_mode.autocast.gradients")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("cache_enabled", [True, False])
-def test_gradients(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, cache_enabled: bool
-) -> None:
+def test_gradients(compare: Compare, device: str, dtype: torch.dtype, cache_enabled: bool) -> None:
     def trained(library: Library) -> Outcome:
         seeding.seed_all(1)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2)).to(
@@ -48,7 +47,7 @@ def test_gradients(
 
         return observe(run, watch=list(model.parameters()))
 
-    assert_same_outcome(trained(reference), trained(subject))
+    compare(trained)
 
 
 @clause("amp.autocast_mode.autocast.device_type")
@@ -56,7 +55,7 @@ def test_gradients(
     "name", ["cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone"]
 )
 @pytest.mark.parametrize("enabled", [True, False])
-def test_each_device_type(subject: Library, reference: Library, name: str, enabled: bool) -> None:
+def test_each_device_type(compare: Compare, name: str, enabled: bool) -> None:
     def inside(library: Library) -> Outcome:
         def run() -> Any:
             with library.amp.autocast(name, enabled=enabled):
@@ -64,19 +63,14 @@ def test_each_device_type(subject: Library, reference: Library, name: str, enabl
 
         return observe(run)
 
-    assert_same_outcome(inside(reference), inside(subject))
+    compare(inside)
 
 
 @clause("amp.autocast_mode.autocast.device_type")
 @pytest.mark.parametrize("name", ["meta", "tpu", "", "CPU", "cpu:0"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_device_types_without_autocast(
-    subject: Library, reference: Library, name: str, dtype: torch.dtype | None
-) -> None:
-    assert_same_outcome(
-        observe(lambda: reference.amp.autocast(name, dtype).device),
-        observe(lambda: subject.amp.autocast(name, dtype).device),
-    )
+def test_device_types_without_autocast(compare: Compare, name: str, dtype: torch.dtype | None) -> None:
+    compare(lambda library: observe(lambda: library.amp.autocast(name, dtype).device))
 
 
 @clause("amp.autocast_mode.autocast.device_type")
@@ -107,9 +101,7 @@ def test_default_dtype_is_asked_for(subject: Library, device: str, dtype: torch.
 @clause("amp.autocast_mode.autocast.unsupported_dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.complex64], ids=str)
 @pytest.mark.parametrize("enabled", [True, False])
-def test_unsupported_dtype(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, enabled: bool
-) -> None:
+def test_unsupported_dtype(compare: Compare, device: str, dtype: torch.dtype, enabled: bool) -> None:
     def inside(library: Library) -> Outcome:
         a, b = operands(device)
 
@@ -119,7 +111,7 @@ def test_unsupported_dtype(
 
         return observe(run)
 
-    assert_same_outcome(inside(reference), inside(subject))
+    compare(inside)
 
 
 @clause("amp.autocast_mode.autocast.unsupported_dtype")
@@ -127,7 +119,7 @@ def test_unsupported_dtype(
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_a_cuda_device_with_and_without_bfloat16(
-    subject: Library, reference: Library, dtype: torch.dtype | None, enabled: bool, has_bfloat16: bool
+    compare: Compare, dtype: torch.dtype | None, enabled: bool, has_bfloat16: bool
 ) -> None:
     def inside(library: Library) -> Outcome:
         def run() -> Any:
@@ -136,7 +128,7 @@ def test_a_cuda_device_with_and_without_bfloat16(
 
         return observe(run)
 
-    assert_same_outcome(inside(reference), inside(subject))
+    compare(inside)
 
 
 @clause("amp.autocast_mode.autocast.attributes")
@@ -144,8 +136,7 @@ def test_a_cuda_device_with_and_without_bfloat16(
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("cache_enabled", [None, True, False])
 def test_attributes(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     dtype: torch.dtype | None,
     enabled: bool,
@@ -158,7 +149,7 @@ def test_attributes(
 
         return observe(attributes)
 
-    assert_same_outcome(read(reference), read(subject))
+    compare(read)
 
 
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -203,7 +194,5 @@ def test_bad_arguments(subject: Library, reference: Library, call: str) -> None:
     ["cpu", "cuda", "mps", "xpu", "meta", "xla", "privateuseone", "tpu", "cpu:0", "cuda:x", "", 3, None],
     ids=repr,
 )
-def test_is_autocast_available(subject: Library, reference: Library, name: Any) -> None:
-    assert_same_outcome(
-        observe(reference.amp.is_autocast_available, name), observe(subject.amp.is_autocast_available, name)
-    )
+def test_is_autocast_available(compare: Compare, name: Any) -> None:
+    compare(lambda library: observe(library.amp.is_autocast_available, name))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.regions import LOW, Planned, operands, state
@@ -17,7 +18,7 @@ from conformance.strategies.regions import LOW, Planned, operands, state
 
 @clause("amp.autocast_mode.autocast.decorator")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_decorator(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
+def test_decorator(compare: Compare, device: str, dtype: torch.dtype) -> None:
     def decorated(library: Library) -> Outcome:
         @library.amp.autocast(device, dtype=dtype)
         def product(a: torch.Tensor, *, b: torch.Tensor) -> Any:
@@ -28,7 +29,7 @@ def test_decorator(subject: Library, reference: Library, device: str, dtype: tor
         seen = (product.__name__, product.__doc__, str(inspect.signature(product)), state())
         return observe(lambda: (product(a, b=b), product(a, b=b), seen, state()))
 
-    assert_same_outcome(decorated(reference), decorated(subject))
+    compare(decorated)
 
 
 @clause("amp.autocast_mode.autocast.decorator")
@@ -53,7 +54,7 @@ def test_decorated_method_that_raises_and_recurses(subject: Library, device: str
 
 
 @clause("amp.autocast_mode.autocast.decorator")
-def test_what_is_called_later_runs_outside(subject: Library, reference: Library, device: str) -> None:
+def test_what_is_called_later_runs_outside(compare: Compare, device: str) -> None:
     """A region lasts as long as the call, which for generators and coroutines only makes them."""
 
     def run(library: Library) -> Outcome:
@@ -78,11 +79,11 @@ def test_what_is_called_later_runs_outside(subject: Library, reference: Library,
 
         return observe(use)
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 @clause("amp.autocast_mode.autocast.decorator")
-def test_attributes_of_the_function_are_kept(subject: Library, reference: Library, device: str) -> None:
+def test_attributes_of_the_function_are_kept(compare: Compare, device: str) -> None:
     def run(library: Library) -> Outcome:
         def function() -> None: ...
 
@@ -92,7 +93,7 @@ def test_attributes_of_the_function_are_kept(subject: Library, reference: Librar
             lambda: (decorated.mark, decorated.__module__, decorated.__wrapped__ is function, vars(function))
         )
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 @clause("amp.autocast_mode.autocast.decorator")
@@ -126,7 +127,7 @@ def test_decorating_what_cannot_be_called(subject: Library, reference: Library, 
 
 @clause("amp.autocast_mode.autocast_decorator.wraps")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_autocast_decorator(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
+def test_autocast_decorator(compare: Compare, device: str, dtype: torch.dtype) -> None:
     def decorated(library: Library) -> Outcome:
         a, b = operands(device)
 
@@ -142,4 +143,4 @@ def test_autocast_decorator(subject: Library, reference: Library, device: str, d
 
         return observe(run)
 
-    assert_same_outcome(decorated(reference), decorated(subject))
+    compare(decorated)

@@ -11,6 +11,7 @@ import torch
 
 from conformance.judge import seeding
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
@@ -82,8 +83,7 @@ def test_backward_runs_in_forwards_state(
 @pytest.mark.parametrize("region", ["none", "enabled", "disabled"])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW, torch.float64], ids=str)
 def test_casts_inputs(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     cast_inputs: torch.dtype | None,
     region: str,
@@ -105,7 +105,7 @@ def test_casts_inputs(
 
         return observe(both, watch=[a, b])
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 NESTED: dict[str, Any] = {
@@ -123,9 +123,7 @@ NESTED: dict[str, Any] = {
 @clause("amp.autocast_mode.custom_fwd.casts_inputs")
 @pytest.mark.parametrize("kind", list(NESTED))
 @pytest.mark.parametrize("cast_inputs", [torch.float16, torch.float32], ids=str)
-def test_casts_nested_inputs(
-    subject: Library, reference: Library, device: str, kind: str, cast_inputs: torch.dtype
-) -> None:
+def test_casts_nested_inputs(compare: Compare, device: str, kind: str, cast_inputs: torch.dtype) -> None:
     def dtypes(value: Any) -> Any:
         if isinstance(value, dict):
             return {dtypes(key): dtypes(item) for key, item in value.items()}
@@ -150,11 +148,11 @@ def test_casts_nested_inputs(
 
         return observe(inside)
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 @clause("amp.autocast_mode.custom_fwd.casts_inputs")
-def test_casts_only_its_own_device(subject: Library, reference: Library) -> None:
+def test_casts_only_its_own_device(compare: Compare) -> None:
     """Tensors on another device than device_type stay as they are."""
 
     def run(library: Library) -> Outcome:
@@ -171,13 +169,13 @@ def test_casts_only_its_own_device(subject: Library, reference: Library) -> None
 
         return observe(inside)
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 @clause("amp.autocast_mode.custom_fwd.as_decorator_with_arguments")
 @pytest.mark.parametrize("name", ["custom_fwd", "custom_bwd"])
 @pytest.mark.parametrize("bare", [True, False])
-def test_both_forms_of_decorating(subject: Library, reference: Library, name: str, bare: bool) -> None:
+def test_both_forms_of_decorating(compare: Compare, name: str, bare: bool) -> None:
     def run(library: Library) -> Outcome:
         decorator = getattr(library.amp, name)
 
@@ -196,7 +194,7 @@ def test_both_forms_of_decorating(subject: Library, reference: Library, name: st
 
         return observe(use)
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 @clause("amp.autocast_mode.custom_fwd.bad_arguments")
@@ -206,19 +204,17 @@ def test_both_forms_of_decorating(subject: Library, reference: Library, name: st
     [{}, {"device_type": None}, {"device_type": 3}, {"device_type": torch.device("cpu")}],
     ids=str,
 )
-def test_bad_device_types(subject: Library, reference: Library, name: str, arguments: dict[str, Any]) -> None:
+def test_bad_device_types(compare: Compare, name: str, arguments: dict[str, Any]) -> None:
     def run(library: Library) -> Outcome:
         return observe(lambda: getattr(library.amp, name)(lambda ctx: None, **arguments) and None)
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 @clause("amp.autocast_mode.custom_fwd.bad_arguments")
 @pytest.mark.parametrize("device_type", ["tpu", "", "meta", "cpu:0", "xla"])
 @pytest.mark.parametrize("cast_inputs", [None, torch.float16, "float16"], ids=str)
-def test_device_types_without_autocast(
-    subject: Library, reference: Library, device_type: str, cast_inputs: Any
-) -> None:
+def test_device_types_without_autocast(compare: Compare, device_type: str, cast_inputs: Any) -> None:
     """Decorating goes well; the call says what is wrong, and writes nothing on the context."""
 
     def run(library: Library) -> Outcome:
@@ -229,12 +225,12 @@ def test_device_types_without_autocast(
         outcome = observe(decorated, context, torch.ones(2))
         return Outcome((outcome.value, vars(context)), outcome.watched, outcome.raised, outcome.warned)
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 @clause("amp.autocast_mode.custom_fwd.bad_arguments")
 @pytest.mark.parametrize("cast_inputs", ["float16", 3, float, torch.int32], ids=str)
-def test_casting_to_no_floating_dtype(subject: Library, reference: Library, cast_inputs: Any) -> None:
+def test_casting_to_no_floating_dtype(compare: Compare, cast_inputs: Any) -> None:
     def run(library: Library) -> Outcome:
         forward = library.amp.custom_fwd(lambda ctx, x: x.dtype, device_type="cpu", cast_inputs=cast_inputs)
 
@@ -246,18 +242,18 @@ def test_casting_to_no_floating_dtype(subject: Library, reference: Library, cast
         outcome = observe(inside)
         return Outcome((outcome.value, state() == before), outcome.watched, outcome.raised, outcome.warned)
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 @clause("amp.autocast_mode.custom_fwd.bad_arguments")
-def test_backward_without_custom_fwd(subject: Library, reference: Library) -> None:
+def test_backward_without_custom_fwd(compare: Compare) -> None:
     def run(library: Library) -> Outcome:
         class Context:
             pass
 
         return observe(library.amp.custom_bwd(lambda ctx: None, device_type="cpu"), Context())
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 @clause("amp.autocast_mode.custom_fwd.setup_context")

@@ -13,9 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from conformance.judge import seeding
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.regions import LOW, state
 
 
@@ -109,7 +110,7 @@ Program = Callable[..., Callable[..., Any]]
     "region", [{}, {"dtype": torch.float16}, {"enabled": False}, {"cache_enabled": False}], ids=str
 )
 def test_compiles_into_torchs_graphs(
-    subject: Library, reference: Library, device: str, program: Program, region: dict[str, Any]
+    compare: Compare, device: str, program: Program, region: dict[str, Any]
 ) -> None:
     def compiled(library: Library) -> Outcome:
         torch._dynamo.reset()
@@ -119,7 +120,7 @@ def test_compiles_into_torchs_graphs(
         before = state()
         return observe(lambda: (run(x), run(x + 1), graphs.seen, state() == before))
 
-    assert_same_outcome(compiled(reference), compiled(subject))
+    compare(compiled)
 
 
 @PROGRAMS
@@ -131,9 +132,7 @@ def test_compiled_region_agrees_with_eager(subject: Library, device: str, progra
 
 
 @clause("amp.autocast_mode.autocast.compiled")
-def test_compiled_again_when_the_region_around_differs(
-    subject: Library, reference: Library, device: str
-) -> None:
+def test_compiled_again_when_the_region_around_differs(compare: Compare, device: str) -> None:
     """A function compiled outside a region must not be used as it is inside one (pytorch/pytorch#124901)."""
 
     def dtypes(library: Library) -> Outcome:
@@ -148,7 +147,7 @@ def test_compiled_again_when_the_region_around_differs(
         seen.append(run(x).dtype)
         return observe(lambda: (seen, len(graphs.seen)))
 
-    assert_same_outcome(dtypes(reference), dtypes(subject))
+    compare(dtypes)
 
 
 @clause("amp.autocast_mode.autocast.compiled_made_before")
@@ -214,9 +213,7 @@ class Exported(torch.nn.Module):
     ],
 )
 @pytest.mark.parametrize("region", [{}, {"dtype": torch.float16}], ids=str)
-def test_exports_as_torch_does(
-    subject: Library, reference: Library, device: str, strict: bool, region: dict[str, Any]
-) -> None:
+def test_exports_as_torch_does(compare: Compare, device: str, strict: bool, region: dict[str, Any]) -> None:
     def exported(library: Library) -> Outcome:
         torch._dynamo.reset()
         x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
@@ -228,15 +225,13 @@ def test_exports_as_torch_does(
 
         return observe(export)
 
-    assert_same_outcome(exported(reference), exported(subject))
+    compare(exported)
 
 
 @clause("amp.autocast_mode.autocast.exported")
 @pytest.mark.parametrize("pre_dispatch", [True, False])
 @pytest.mark.parametrize("dtype", [None, *LOW], ids=str)
-def test_make_fx(
-    subject: Library, reference: Library, device: str, pre_dispatch: bool, dtype: torch.dtype | None
-) -> None:
+def test_make_fx(compare: Compare, device: str, pre_dispatch: bool, dtype: torch.dtype | None) -> None:
     def traced(library: Library) -> Outcome:
         x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
 
@@ -246,12 +241,12 @@ def test_make_fx(
 
         return observe(lambda: described(make_fx(run, pre_dispatch=pre_dispatch)(x)))
 
-    assert_same_outcome(traced(reference), traced(subject))
+    compare(traced)
 
 
 @clause("amp.autocast_mode.autocast.jit_traced")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_jit_trace(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
+def test_jit_trace(compare: Compare, device: str, dtype: torch.dtype) -> None:
     def traced(library: Library) -> Outcome:
         x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
 
@@ -264,7 +259,7 @@ def test_jit_trace(subject: Library, reference: Library, device: str, dtype: tor
             graph = torch.jit.trace(run, (x,))
         return observe(lambda: (graph(x), graph(x * 2)))
 
-    assert_same_outcome(traced(reference), traced(subject))
+    compare(traced)
 
 
 @clause("amp.autocast_mode.autocast.jit_scripted")

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.scaling import Harness, assert_same_scenario, entries
+from conformance.judge.outcome import Outcome, observe
+from conformance.strategies.scaling import Harness, entries
 
 ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "init_scale": st.sampled_from([1.0, 2.0**16, 3.0, 0.5, 1e-3, 8]),
@@ -26,16 +27,14 @@ ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
 
 @clause("amp.grad_scaler.constructor.arguments")
 @given(given_=st.fixed_dictionaries({}, optional=ARGUMENTS))
-def test_arguments_take_effect(
-    subject: Library, reference: Library, device: str, given_: dict[str, Any]
-) -> None:
+def test_arguments_take_effect(compare: Compare, device: str, given_: dict[str, Any]) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, **given_)
         yield harness.did(harness.scaler.get_scale)
         for last in (None, None, None, None, None, None, math.inf, math.nan, None):
             yield from harness.iteration(last)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.constructor.arguments")
@@ -49,18 +48,16 @@ def test_defaults(subject: Library, device: str) -> None:
 
 
 @clause("amp.grad_scaler.constructor.arguments")
-def test_arguments_by_position(subject: Library, reference: Library, device: str) -> None:
+def test_arguments_by_position(compare: Compare, device: str) -> None:
     def made(library: Library) -> Outcome:
         return observe(lambda: entries(library.amp.GradScaler(device, 4.0, 3.0, 0.25, 7, True)))
 
-    assert_same_outcome(made(reference), made(subject))
+    compare(made)
 
 
 @clause("amp.grad_scaler.constructor.arguments")
 @pytest.mark.parametrize("interval", [0, -1, 2.5, 1.0, True], ids=repr)
-def test_intervals_that_count_nothing(
-    subject: Library, reference: Library, device: str, interval: float
-) -> None:
+def test_intervals_that_count_nothing(compare: Compare, device: str, interval: float) -> None:
     """Whatever is no positive integer is kept as it is, too; what it does shows in the updates."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -70,7 +67,7 @@ def test_intervals_that_count_nothing(
         yield from harness.iteration()
         yield from harness.iteration(math.inf)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.constructor.bad_arguments")
@@ -93,11 +90,11 @@ def test_intervals_that_count_nothing(
     ],
     ids=str,
 )
-def test_bad_arguments(subject: Library, reference: Library, device: str, arguments: dict[str, Any]) -> None:
+def test_bad_arguments(compare: Compare, device: str, arguments: dict[str, Any]) -> None:
     def made(library: Library) -> Outcome:
         return observe(lambda: entries(library.amp.GradScaler(device, **arguments)))
 
-    assert_same_outcome(made(reference), made(subject))
+    compare(made)
 
 
 @clause("amp.grad_scaler.constructor.device")
@@ -105,8 +102,7 @@ def test_bad_arguments(subject: Library, reference: Library, device: str, argume
 @pytest.mark.parametrize("enabled", [True, False, None])
 @pytest.mark.parametrize("cuda_is_there", [True, False])
 def test_device_and_the_warning_without_cuda(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     monkeypatch: pytest.MonkeyPatch,
     where: str | None,
     enabled: bool | None,
@@ -122,11 +118,11 @@ def test_device_and_the_warning_without_cuda(
 
         return observe(make)
 
-    assert_same_outcome(made(reference), made(subject))
+    compare(made)
 
 
 @clause("amp.grad_scaler.constructor.device")
-def test_device_decides_where_a_new_scale_may_lie(subject: Library, reference: Library, device: str) -> None:
+def test_device_decides_where_a_new_scale_may_lie(compare: Compare, device: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         for where in (device, "xpu"):
             harness = Harness(library, device)
@@ -135,12 +131,12 @@ def test_device_decides_where_a_new_scale_may_lie(subject: Library, reference: L
             yield harness.did(harness.scaler.update, torch.tensor(4.0, device=device))
             yield harness.did(harness.scaler.update, torch.tensor(4.0, device="meta"))
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.enabled.off_does_nothing")
 @given(data=st.data())
-def test_switched_off(subject: Library, reference: Library, device: str, data: st.DataObject) -> None:
+def test_switched_off(compare: Compare, device: str, data: st.DataObject) -> None:
     """Every method of a scaler that is switched off, in any order; the optimizer steps on whatever is there."""
     calls = data.draw(
         st.lists(st.sampled_from(["backward", "unscale_", "step", "update", "state"]), max_size=8)
@@ -163,19 +159,17 @@ def test_switched_off(subject: Library, reference: Library, device: str, data: s
                 yield harness.did(harness.scaler.load_state_dict, {"scale": 3.0})
             yield harness.did(harness.scaler.get_scale)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.enabled.off_does_nothing")
 @pytest.mark.parametrize("method", ["scale", "update", "unscale_", "load_state_dict"])
 @pytest.mark.parametrize("argument", [None, 3, "x", {}, (), [[1]]], ids=repr)
-def test_switched_off_looks_at_nothing(
-    subject: Library, reference: Library, device: str, method: str, argument: Any
-) -> None:
+def test_switched_off_looks_at_nothing(compare: Compare, device: str, method: str, argument: Any) -> None:
     def called(library: Library) -> Outcome:
         return observe(getattr(library.amp.GradScaler(device, enabled=False), method), argument)
 
-    assert_same_outcome(called(reference), called(subject))
+    compare(called)
 
 
 @clause("amp.grad_scaler.enabled.off_does_nothing")
@@ -186,7 +180,7 @@ def test_switched_off_hands_the_outputs_back(subject: Library, device: str) -> N
 
 
 @clause("amp.grad_scaler.enabled.off_does_nothing")
-def test_switched_off_takes_closures(subject: Library, reference: Library, device: str) -> None:
+def test_switched_off_takes_closures(compare: Compare, device: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         for give in ("by position", "by keyword"):
             harness = Harness(library, device, optimizer="sgd", enabled=False)
@@ -201,7 +195,7 @@ def test_switched_off_takes_closures(subject: Library, reference: Library, devic
             else:
                 yield harness.did(harness.scaler.step, harness.optimizer, closure=closure)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.enabled.off_answers")

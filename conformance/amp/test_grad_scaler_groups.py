@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import OPTIMIZERS, Harness, assert_same_scenario
+from conformance.strategies.scaling import OPTIMIZERS, Harness
 
 
 def one_each(groups: list[dict[str, Any]]) -> Any:
@@ -37,7 +38,7 @@ def test_finds_it_in_every_group(subject: Library, device: str, where: int, valu
 
 
 @clause("amp.grad_scaler.unscale_.divides")
-def test_divides_in_every_group(subject: Library, reference: Library, device: str) -> None:
+def test_divides_in_every_group(compare: Compare, device: str) -> None:
     """By the scale of now, also after it has moved."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -50,14 +51,12 @@ def test_divides_in_every_group(subject: Library, reference: Library, device: st
             yield harness.did(harness.scaler.step, harness.optimizer)
             yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.unscale_.divides")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_under_another_default_dtype(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype
-) -> None:
+def test_under_another_default_dtype(compare: Compare, device: str, dtype: torch.dtype) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, init_scale=8.0, growth_interval=1)
         for last in (None, math.inf, None):
@@ -70,6 +69,6 @@ def test_under_another_default_dtype(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        assert_same_scenario(reference, subject, scenario)
+        compare(scenario)
     finally:
         torch.set_default_dtype(before)

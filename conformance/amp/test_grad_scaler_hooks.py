@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
-from conformance.strategies.scaling import FOUR, Harness, assert_same_scenario, entries, pickled
+from conformance.strategies.scaling import FOUR, Harness, entries, pickled
 
 
 @clause("amp.grad_scaler.opt_state.stages")
@@ -36,7 +37,7 @@ def test_the_stages_of_an_iteration(subject: Library, device: str) -> None:
 
 @clause("amp.grad_scaler.hooks.numbers")
 @pytest.mark.parametrize("used", [False, True])
-def test_numbers_that_others_read(subject: Library, reference: Library, device: str, used: bool) -> None:
+def test_numbers_that_others_read(compare: Compare, device: str, used: bool) -> None:
     names = [
         "_scale",
         "_growth_tracker",
@@ -57,11 +58,11 @@ def test_numbers_that_others_read(subject: Library, reference: Library, device: 
         yield observe(lambda: harness.scaler._get_scale_async() is harness.scaler._scale)
         yield observe(harness.scaler._check_scale_growth_tracker, "their_method")
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.hooks.numbers")
-def test_filling_the_scale_and_the_tracker(subject: Library, reference: Library, device: str) -> None:
+def test_filling_the_scale_and_the_tracker(compare: Compare, device: str) -> None:
     """A scaler that is updated by its owner, in place, as composer and fairscale do."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -72,7 +73,7 @@ def test_filling_the_scale_and_the_tracker(subject: Library, reference: Library,
         yield from harness.iteration()
         yield from harness.iteration()
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.hooks.numbers")
@@ -94,7 +95,7 @@ def test_the_scale_is_one_tensor_for_ever(subject: Library, device: str) -> None
 
 
 @clause("amp.grad_scaler.hooks.numbers")
-def test_starting_the_scale_by_hand(subject: Library, reference: Library, device: str) -> None:
+def test_starting_the_scale_by_hand(compare: Compare, device: str) -> None:
     """accelerate does so before it loads a state into a scaler that has not scaled yet."""
     state = {
         "scale": 2.0,
@@ -113,15 +114,13 @@ def test_starting_the_scale_by_hand(subject: Library, reference: Library, device
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.parametrize("last", [None, math.inf], ids=repr)
-def test_verdicts_that_others_read(
-    subject: Library, reference: Library, device: str, optimizer: str, last: float | None
-) -> None:
+def test_verdicts_that_others_read(compare: Compare, device: str, optimizer: str, last: float | None) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer)
         harness.backward(last)
@@ -134,11 +133,11 @@ def test_verdicts_that_others_read(
         yield harness.did(harness.scaler.update)
         yield observe(lambda: len(harness.scaler._per_optimizer_states))
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
-def test_a_verdict_changed_by_hand(subject: Library, reference: Library, device: str) -> None:
+def test_a_verdict_changed_by_hand(compare: Compare, device: str) -> None:
     """Reduced over ranks by whoever owns several: the step and the update follow it."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -153,11 +152,11 @@ def test_a_verdict_changed_by_hand(subject: Library, reference: Library, device:
             yield harness.did(harness.scaler.step, harness.optimizer)
             yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
-def test_states_thrown_away_by_hand(subject: Library, reference: Library, device: str) -> None:
+def test_states_thrown_away_by_hand(compare: Compare, device: str) -> None:
     """composer forgets an iteration that failed by assigning fresh states."""
     from collections import defaultdict  # noqa: PLC0415 as their code does it
 
@@ -176,7 +175,7 @@ def test_states_thrown_away_by_hand(subject: Library, reference: Library, device
         yield harness.did(harness.scaler.update)
         yield observe(lambda: entries(pickled(harness.scaler)))
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 def overriding(library: Library, hook: str, device: str) -> type:
@@ -242,7 +241,7 @@ HOOKS = {
 )
 @pytest.mark.parametrize("unscale", [True, False])
 def test_overriding_takes_effect(
-    subject: Library, reference: Library, device: str, hook: str, optimizer: str, unscale: bool
+    compare: Compare, device: str, hook: str, optimizer: str, unscale: bool
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer)
@@ -257,14 +256,14 @@ def test_overriding_takes_effect(
             yield harness.did(harness.scaler.update)
             yield observe(lambda: list(harness.scaler.log))
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.hooks.overriding_takes_effect")
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
 @pytest.mark.parametrize("last", [None, math.inf], ids=repr)
 def test_the_way_round_the_refusal_of_float16(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, last: float | None
+    compare: Compare, device: str, dtype: torch.dtype, last: float | None
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device)
@@ -277,11 +276,11 @@ def test_the_way_round_the_refusal_of_float16(
         yield harness.did(harness.scaler.update)
         yield observe(lambda: list(harness.scaler.log))
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.hooks.overriding_takes_effect")
-def test_a_scale_lent_by_a_subclass(subject: Library, reference: Library, device: str) -> None:
+def test_a_scale_lent_by_a_subclass(compare: Compare, device: str) -> None:
     """What _get_scale_async returns is what optimizers that unscale by themselves get."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -295,4 +294,4 @@ def test_a_scale_lent_by_a_subclass(subject: Library, reference: Library, device
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.get_scale)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)

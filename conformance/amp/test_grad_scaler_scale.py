@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
@@ -34,8 +35,7 @@ def scaled(library: Library, device: str, outputs: Any, **options: Any) -> Outco
     shape=shapes, seed=st.integers(0, 99), init_scale=SCALES, layout=st.sampled_from(["transposed", "sliced"])
 )
 def test_multiplies_by_the_scale(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -47,23 +47,20 @@ def test_multiplies_by_the_scale(
     gradient = Gradient(() if dtype.itemsize == 2 else shape, dtype, seed=seed, layout=layout)
     loss = gradient.parameter(device).grad
     assert loss is not None
-    assert_same_outcome(
-        scaled(reference, device, loss, init_scale=init_scale),
-        scaled(subject, device, loss, init_scale=init_scale),
-    )
+    compare(lambda library: scaled(library, device, loss, init_scale=init_scale))
 
 
 @clause("amp.grad_scaler.scale.multiplies")
 @given(init_scale=SCALES, factors=st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=4))
 def test_gradients_flow_through(
-    subject: Library, reference: Library, device: str, init_scale: float, factors: list[float]
+    compare: Compare, device: str, init_scale: float, factors: list[float]
 ) -> None:
     def gradients(library: Library) -> Outcome:
         weight = torch.nn.Parameter(torch.tensor(factors, device=device))
         scaler = library.amp.GradScaler(device, init_scale=init_scale)
         return observe(lambda: scaler.scale((weight * weight).sum()).backward(), watch=[weight])
 
-    assert_same_outcome(gradients(reference), gradients(subject))
+    compare(gradients)
 
 
 @clause("amp.grad_scaler.scale.multiplies")
@@ -72,15 +69,15 @@ def test_gradients_flow_through(
 )
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_other_number_types(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, shape: tuple[int, ...]
+    compare: Compare, device: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     values = torch.ones(shape, dtype=dtype, device=device)
-    assert_same_outcome(scaled(reference, device, values), scaled(subject, device, values))
+    compare(lambda library: scaled(library, device, values))
 
 
 @clause("amp.grad_scaler.scale.multiplies")
 @pytest.mark.parametrize("kind", ["sparse", "expanded", "empty", "nan", "inf"])
-def test_odd_tensors(subject: Library, reference: Library, device: str, kind: str) -> None:
+def test_odd_tensors(compare: Compare, device: str, kind: str) -> None:
     outputs = {
         "sparse": torch.eye(3, device=device).to_sparse(),
         "expanded": torch.ones(1, device=device).expand(4),
@@ -88,7 +85,7 @@ def test_odd_tensors(subject: Library, reference: Library, device: str, kind: st
         "nan": torch.tensor([math.nan, 1.0], device=device),
         "inf": torch.tensor([1.0, -math.inf], device=device),
     }[kind]
-    assert_same_outcome(scaled(reference, device, outputs), scaled(subject, device, outputs))
+    compare(lambda library: scaled(library, device, outputs))
 
 
 CONTAINERS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
@@ -119,7 +116,7 @@ def unrolled(value: Any) -> Any:
 @pytest.mark.parametrize("container", list(CONTAINERS))
 @given(seeds=st.lists(st.integers(0, 99), min_size=1, max_size=4), init_scale=SCALES)
 def test_iterables(
-    subject: Library, reference: Library, device: str, container: str, seeds: list[int], init_scale: float
+    compare: Compare, device: str, container: str, seeds: list[int], init_scale: float
 ) -> None:
     tensors = [Gradient((index + 1,), seed=seed).parameter(device).grad for index, seed in enumerate(seeds)]
 
@@ -128,7 +125,7 @@ def test_iterables(
         # A set's order is its own business; both libraries get the very same one.
         return observe(lambda: unrolled(scaler.scale(CONTAINERS[container](tensors))), watch=tensors)
 
-    assert_same_outcome(scaled_whole(reference), scaled_whole(subject))
+    compare(scaled_whole)
 
 
 @clause("amp.grad_scaler.scale.iterables")

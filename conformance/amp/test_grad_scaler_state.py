@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import FOUR, Harness, assert_same_scenario, entries, pickled
+from conformance.strategies.scaling import FOUR, Harness, entries, pickled
 
 OTHERS = {"init_scale": 512.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 4}
 STATES = st.fixed_dictionaries(
@@ -51,16 +52,14 @@ def goes_on(harness: Harness) -> Iterator[Outcome]:
 
 @clause("amp.grad_scaler.state_dict.five_entries")
 @given(grad_outcomes=GRAD_OUTCOMES)
-def test_state_dict(
-    subject: Library, reference: Library, device: str, grad_outcomes: list[float | None]
-) -> None:
+def test_state_dict(compare: Compare, device: str, grad_outcomes: list[float | None]) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = lived(library, device, grad_outcomes, init_scale=8.0, growth_interval=3)
         yield harness.did(harness.scaler.state_dict)
         yield observe(lambda: [type(value).__name__ for value in harness.scaler.state_dict().values()])
         yield observe(lambda: json.loads(json.dumps(harness.scaler.state_dict())))
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.state_dict.five_entries")
@@ -86,7 +85,7 @@ def test_state_dict_is_a_copy(subject: Library, device: str) -> None:
 @clause("amp.grad_scaler.load_state_dict.restores_all")
 @pytest.mark.parametrize("used", [False, True])
 @given(state=STATES)
-def test_loads(subject: Library, reference: Library, device: str, used: bool, state: dict[str, Any]) -> None:
+def test_loads(compare: Compare, device: str, used: bool, state: dict[str, Any]) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = lived(library, device, [None] * used, **OTHERS)
         given_ = dict(state)
@@ -94,7 +93,7 @@ def test_loads(subject: Library, reference: Library, device: str, used: bool, st
         given_["scale"] = 100.0
         yield from goes_on(harness)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.load_state_dict.restores_all")
@@ -116,7 +115,7 @@ def test_resumes_where_another_left_off(
 
 
 @clause("amp.grad_scaler.load_state_dict.restores_all")
-def test_loads_in_the_middle_of_an_iteration(subject: Library, reference: Library, device: str) -> None:
+def test_loads_in_the_middle_of_an_iteration(compare: Compare, device: str) -> None:
     state = {
         "scale": 2.0,
         "growth_factor": 4.0,
@@ -134,7 +133,7 @@ def test_loads_in_the_middle_of_an_iteration(subject: Library, reference: Librar
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.load_state_dict.between_libraries")
@@ -175,7 +174,7 @@ GOOD = {
 @clause("amp.grad_scaler.load_state_dict.foreign")
 @pytest.mark.parametrize("foreign", list(FOREIGN))
 @pytest.mark.parametrize("used", [False, True])
-def test_foreign_states(subject: Library, reference: Library, device: str, foreign: str, used: bool) -> None:
+def test_foreign_states(compare: Compare, device: str, foreign: str, used: bool) -> None:
     """Refused with torch's exception, before anything is changed."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -183,18 +182,18 @@ def test_foreign_states(subject: Library, reference: Library, device: str, forei
         yield harness.did(harness.scaler.load_state_dict, FOREIGN[foreign])
         yield from goes_on(harness)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.load_state_dict.foreign")
 @pytest.mark.parametrize("used", [False, True])
-def test_more_entries_than_needed(subject: Library, reference: Library, device: str, used: bool) -> None:
+def test_more_entries_than_needed(compare: Compare, device: str, used: bool) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = lived(library, device, [None] * used)
         yield harness.did(harness.scaler.load_state_dict, {**GOOD, "hysteresis": 2, "module": None})
         yield from goes_on(harness)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.load_state_dict.all_or_nothing")
@@ -301,8 +300,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {"pickle": pickled, "deepcopy": copy.d
 @pytest.mark.parametrize("enabled", [True, False])
 @given(grad_outcomes=GRAD_OUTCOMES)
 def test_copies(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     how: str,
     enabled: bool,
@@ -321,7 +319,7 @@ def test_copies(
         yield harness.did(harness.scaler.get_scale)
         yield from goes_on(harness)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.pickle.keeps_all")
@@ -358,7 +356,7 @@ def test_a_pickle_can_be_read_elsewhere(subject: Library) -> None:
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 def test_not_in_the_middle_of_an_iteration(
-    subject: Library, reference: Library, device: str, how: str, call: str, optimizer: str
+    compare: Compare, device: str, how: str, call: str, optimizer: str
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer, init_scale=8.0)
@@ -370,7 +368,7 @@ def test_not_in_the_middle_of_an_iteration(
         yield harness.did(harness.scaler.update)
         yield observe(lambda: entries(COPIES[how](harness.scaler)))
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.pickle.torchs_own")
@@ -397,7 +395,7 @@ def test_reads_torchs_pickle(
 
 
 @clause("amp.grad_scaler.pickle.setstate")
-def test_setstate_overrides_what_was_there(subject: Library, reference: Library, device: str) -> None:
+def test_setstate_overrides_what_was_there(compare: Compare, reference: Library, device: str) -> None:
     """A state taken from a scaler that is on turns one on that was off, and brings its numbers along."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -408,4 +406,4 @@ def test_setstate_overrides_what_was_there(subject: Library, reference: Library,
             yield from goes_on(harness)
             harness.scaler = library.amp.GradScaler(device, init_scale=1.0)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)

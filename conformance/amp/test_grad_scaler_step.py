@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
@@ -28,7 +29,6 @@ from conformance.strategies.scaling import (
     Harness,
     Recording,
     TakesScaler,
-    assert_same_scenario,
 )
 
 NONFINITE = [math.inf, -math.inf, math.nan]
@@ -39,15 +39,13 @@ GRAD_OUTCOMES = st.lists(st.sampled_from([None, None, *NONFINITE]), min_size=3, 
 @clause("amp.grad_scaler.step.steps_or_skips")
 @pytest.mark.parametrize("optimizer", [*PLAIN, *AMP_AWARE])
 @given(grad_outcomes=GRAD_OUTCOMES)
-def test_iterations(
-    subject: Library, reference: Library, device: str, optimizer: str, grad_outcomes: list[float | None]
-) -> None:
+def test_iterations(compare: Compare, device: str, optimizer: str, grad_outcomes: list[float | None]) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer, init_scale=8.0, growth_interval=2)
         for last in grad_outcomes:
             yield from harness.iteration(last)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.steps_or_skips")
@@ -55,8 +53,7 @@ def test_iterations(
 @pytest.mark.parametrize("unscale", [True, False])
 @given(grad_outcomes=GRAD_OUTCOMES)
 def test_iterations_of_every_dtype(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     dtype: torch.dtype,
     unscale: bool,
@@ -78,7 +75,7 @@ def test_iterations_of_every_dtype(
             yield harness.did(harness.scaler.step, harness.optimizer)
             yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.steps_or_skips")
@@ -99,8 +96,7 @@ def test_a_skipped_step_is_not_called(subject: Library, device: str, last: float
 @pytest.mark.parametrize("optimizer", ["recording", "aware", "fused adam"])
 @given(edit=st.sampled_from([0.0, 1.0, math.inf, math.nan]), last=st.sampled_from([None, math.inf, math.nan]))
 def test_decided_once_an_iteration(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     unscale: bool,
     optimizer: str,
@@ -120,14 +116,14 @@ def test_decided_once_an_iteration(
             yield harness.did(harness.scaler.step, harness.optimizer)
             yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.returns")
 @pytest.mark.parametrize("last", [None, math.inf], ids=repr)
 @pytest.mark.parametrize("returns", [None, 0.5, "text", 0, False])
 def test_returns_what_the_optimizer_returns(
-    subject: Library, reference: Library, device: str, last: float | None, returns: Any
+    compare: Compare, device: str, last: float | None, returns: Any
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         make = functools.partial(Recording, returns=returns)
@@ -135,7 +131,7 @@ def test_returns_what_the_optimizer_returns(
         harness.backward(last)
         yield harness.did(harness.scaler.step, harness.optimizer)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.hands_arguments_on")
@@ -145,14 +141,14 @@ def test_returns_what_the_optimizer_returns(
     kwargs=st.dictionaries(st.sampled_from(["metric", "lr", "clip"]), st.floats(0, 1), max_size=3),
 )
 def test_hands_arguments_on(
-    subject: Library, reference: Library, device: str, optimizer: str, args: list[Any], kwargs: dict[str, Any]
+    compare: Compare, device: str, optimizer: str, args: list[Any], kwargs: dict[str, Any]
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer)
         harness.backward()
         yield harness.did(harness.scaler.step, harness.optimizer, *args, **kwargs)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.refuses_closures")
@@ -160,8 +156,7 @@ def test_hands_arguments_on(
 @pytest.mark.parametrize("closure", [lambda: 1.0, None], ids=["closure", "None"])
 @pytest.mark.parametrize("unscale", [True, False])
 def test_closure_by_keyword(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     optimizer: str,
     closure: Callable[[], float] | None,
@@ -176,7 +171,7 @@ def test_closure_by_keyword(
         yield harness.did(harness.scaler.step, harness.optimizer, closure=closure)
         yield harness.did(harness.scaler.step, harness.optimizer)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.refuses_closures")
@@ -213,8 +208,7 @@ def test_closure_by_position(deviation: DeviationJudge, device: str, unscale: bo
     plan=st.lists(st.tuples(st.booleans(), st.sampled_from([None, None, *NONFINITE])), min_size=3, max_size=6)
 )
 def test_optimizers_that_unscale_by_themselves(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     optimizer: str,
     plan: list[tuple[bool, float | None]],
@@ -231,15 +225,13 @@ def test_optimizers_that_unscale_by_themselves(
             yield harness.did(harness.scaler.step, harness.optimizer)
             yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.aware_optimizers")
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("last", [None, math.nan], ids=repr)
-def test_a_scale_of_their_own(
-    subject: Library, reference: Library, device: str, unscale: bool, last: float | None
-) -> None:
+def test_a_scale_of_their_own(compare: Compare, device: str, unscale: bool, last: float | None) -> None:
     """A grad_scale that lies on the optimizer already is multiplied in."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -251,27 +243,25 @@ def test_a_scale_of_their_own(
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.aware_optimizers")
 @pytest.mark.parametrize("optimizer", AMP_AWARE)
-def test_aware_optimizers_without_gradients(
-    subject: Library, reference: Library, device: str, optimizer: str
-) -> None:
+def test_aware_optimizers_without_gradients(compare: Compare, device: str, optimizer: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, (Gradient((2,), None),) * 2, optimizer).used()
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.aware_optimizers")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("last", [None, math.inf], ids=repr)
 def test_aware_optimizers_may_hold_half_precision(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, last: float | None
+    compare: Compare, device: str, dtype: torch.dtype, last: float | None
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(
@@ -282,11 +272,11 @@ def test_aware_optimizers_may_hold_half_precision(
             yield harness.did(harness.scaler.step, harness.optimizer)
             yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.aware_optimizers")
-def test_optimizers_that_take_the_scaler(subject: Library, reference: Library, device: str) -> None:
+def test_optimizers_that_take_the_scaler(compare: Compare, device: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=TakesScaler, init_scale=8.0)
         harness.backward()
@@ -295,12 +285,12 @@ def test_optimizers_that_take_the_scaler(subject: Library, reference: Library, d
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.optimizer_raises")
 @pytest.mark.parametrize("unscale", [True, False])
-def test_a_plain_step_that_raises(subject: Library, reference: Library, device: str, unscale: bool) -> None:
+def test_a_plain_step_that_raises(compare: Compare, device: str, unscale: bool) -> None:
     """The gradients are unscaled by then, so the next try must not unscale them again."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -320,7 +310,7 @@ def test_a_plain_step_that_raises(subject: Library, reference: Library, device: 
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.optimizer_raises")
@@ -347,7 +337,7 @@ def test_an_aware_step_that_raises(deviation: DeviationJudge, device: str) -> No
 @clause("amp.grad_scaler.step.schedulers_see_skips")
 @pytest.mark.parametrize("last", [None, math.inf], ids=repr)
 def test_the_scheduler_warns_after_a_skipped_first_step(
-    subject: Library, reference: Library, device: str, last: float | None
+    compare: Compare, device: str, last: float | None
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device)
@@ -357,15 +347,13 @@ def test_the_scheduler_warns_after_a_skipped_first_step(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_same_scenario(reference, subject, scenario)
+        compare(scenario)
 
 
 @clause("amp.grad_scaler.step.several_optimizers")
 @pytest.mark.parametrize("first", ["sgd", "aware", "fused adam"])
 @given(data=st.data())
-def test_several_optimizers(
-    subject: Library, reference: Library, device: str, first: str, data: st.DataObject
-) -> None:
+def test_several_optimizers(compare: Compare, device: str, first: str, data: st.DataObject) -> None:
     """Each decides for itself; the scale backs off if any was not finite."""
     grad_outcomes = data.draw(
         st.lists(st.tuples(*[st.sampled_from([None, None, math.inf])] * 3), min_size=2, max_size=5)
@@ -386,11 +374,11 @@ def test_several_optimizers(
                 yield each.did(harness.scaler.step, each.optimizer)
             yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.several_optimizers")
-def test_one_optimizer_without_gradients(subject: Library, reference: Library, device: str) -> None:
+def test_one_optimizer_without_gradients(compare: Compare, device: str) -> None:
     """It is refused, and the other one is none the worse."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -402,7 +390,7 @@ def test_one_optimizer_without_gradients(subject: Library, reference: Library, d
         yield harness.did(harness.scaler.update)
         yield from harness.iteration()
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 CALLS = ["scale", "unscale_", "step", "update"]
@@ -411,9 +399,7 @@ CALLS = ["scale", "unscale_", "step", "update"]
 @clause("amp.grad_scaler.step.order_of_calls")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @given(calls=st.lists(st.sampled_from(CALLS), min_size=2, max_size=7))
-def test_calls_in_any_order(
-    subject: Library, reference: Library, device: str, optimizer: str, calls: list[str]
-) -> None:
+def test_calls_in_any_order(compare: Compare, device: str, optimizer: str, calls: list[str]) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer, init_scale=8.0, growth_interval=2)
         for call in calls:
@@ -423,7 +409,7 @@ def test_calls_in_any_order(
                 arguments = () if call == "update" else (harness.optimizer,)
                 yield harness.did(getattr(harness.scaler, call), *arguments)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.order_of_calls")
@@ -431,7 +417,7 @@ def test_calls_in_any_order(
 @pytest.mark.parametrize(
     "calls", ["step step", "unscale_ unscale_", "step unscale_", "unscale_ step step unscale_"]
 )
-def test_wrong_orders(subject: Library, reference: Library, device: str, optimizer: str, calls: str) -> None:
+def test_wrong_orders(compare: Compare, device: str, optimizer: str, calls: str) -> None:
     """Refused until update() begins anew, and only for the optimizer that it is about."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -441,12 +427,12 @@ def test_wrong_orders(subject: Library, reference: Library, device: str, optimiz
             arguments = () if call == "update" else (harness.optimizer,)
             yield harness.did(getattr(harness.scaler, call), *arguments)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.order_of_calls")
 @pytest.mark.parametrize("call", ["unscale_", "step", "update", "update to"])
-def test_before_the_first_scale(subject: Library, reference: Library, device: str, call: str) -> None:
+def test_before_the_first_scale(compare: Compare, device: str, call: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, FOUR, init_scale=8.0)
         method, _, new = call.partition(" ")
@@ -455,7 +441,7 @@ def test_before_the_first_scale(subject: Library, reference: Library, device: st
         yield harness.did(harness.scaler.scale, torch.ones((), device=device))
         yield harness.did(harness.scaler.step, harness.optimizer)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.step.again_after_a_refusal")

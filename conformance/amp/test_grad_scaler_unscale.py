@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
 from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
-from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Harness, Scenario, assert_same_scenario
+from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Harness, Scenario
 
 NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
 SCALES = st.sampled_from([1.0, 3.0, 2.0**16, 1e5 / 3, 2.0**-10, 0.1, 7.0])
@@ -40,15 +41,14 @@ def unscaling(case: GradientList, device: str, **options: Any) -> Scenario:
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
 @given(data=st.data(), init_scale=SCALES)
 def test_divides_in_place(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     dtype: torch.dtype,
     data: st.DataObject,
     init_scale: float,
 ) -> None:
     case = data.draw(gradient_lists(dtypes=(dtype,)))
-    assert_same_scenario(reference, subject, unscaling(case, device, init_scale=init_scale))
+    compare(unscaling(case, device, init_scale=init_scale))
 
 
 @clause("amp.grad_scaler.unscale_.divides")
@@ -73,20 +73,18 @@ def test_divides_by_the_true_reciprocal(subject: Library, device: str, init_scal
 @given(
     case=gradient_lists(dtypes=(torch.float32, torch.bfloat16, torch.float64), min_size=2), init_scale=SCALES
 )
-def test_mixed_dtypes(
-    subject: Library, reference: Library, device: str, case: GradientList, init_scale: float
-) -> None:
-    assert_same_scenario(reference, subject, unscaling(case, device, init_scale=init_scale))
+def test_mixed_dtypes(compare: Compare, device: str, case: GradientList, init_scale: float) -> None:
+    compare(unscaling(case, device, init_scale=init_scale))
 
 
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
 @given(data=st.data())
 def test_finds_the_very_last_element(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, data: st.DataObject
+    compare: Compare, device: str, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     case = data.draw(gradient_lists(dtypes=(dtype,), last=NONFINITE, missing=False))
-    assert_same_scenario(reference, subject, unscaling(case, device))
+    compare(unscaling(case, device))
 
 
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
@@ -114,9 +112,7 @@ def test_finds_it_wherever_it_lies(
 
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
-def test_large_finite_gradients_are_no_overflow(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype
-) -> None:
+def test_large_finite_gradients_are_no_overflow(compare: Compare, device: str, dtype: torch.dtype) -> None:
     """The largest finite numbers are finite, their sum need not be."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -130,7 +126,7 @@ def test_large_finite_gradients_are_no_overflow(
             yield harness.did(harness.scaler.step, harness.optimizer)
             yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.unscale_.divides_on_overflow_too")
@@ -198,7 +194,7 @@ def test_a_gradient_that_is_listed_twice(deviation: DeviationJudge, device: str,
 
 @clause("amp.grad_scaler.unscale_.parameters")
 @pytest.mark.parametrize("kind", ["frozen", "shared memory", "no leaf"])
-def test_odd_parameters(subject: Library, reference: Library, device: str, kind: str) -> None:
+def test_odd_parameters(compare: Compare, device: str, kind: str) -> None:
     """A frozen parameter with a gradient counts; memory shared by two gradients is divided twice, as by torch."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -218,14 +214,14 @@ def test_odd_parameters(subject: Library, reference: Library, device: str, kind:
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.unscale_.parameters")
 @pytest.mark.parametrize("groups", [[], [{"params": []}], [{"params": []}, {"params": []}]], ids=repr)
 @pytest.mark.parametrize("gradients", [0, 2])
 def test_no_gradients_at_all(
-    subject: Library, reference: Library, device: str, groups: list[dict[str, Any]], gradients: int
+    compare: Compare, device: str, groups: list[dict[str, Any]], gradients: int
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, (Gradient((2,), None),) * 2).used()
@@ -235,11 +231,11 @@ def test_no_gradients_at_all(
         yield harness.did(harness.scaler.update)
         yield harness.did(harness.scaler.step, harness.optimizer)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.unscale_.parameters")
-def test_gradients_of_a_graph(subject: Library, reference: Library, device: str) -> None:
+def test_gradients_of_a_graph(compare: Compare, device: str) -> None:
     """A gradient that belongs to a graph is divided without being recorded."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -248,7 +244,7 @@ def test_gradients_of_a_graph(subject: Library, reference: Library, device: str)
         yield harness.did(harness.scaler.unscale_, harness.optimizer)
         harness.parameters[0].grad = None  # breaks the cycle
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 def sparse_gradient(device: str, dtype: torch.dtype, coalesced: bool, value: float = 1.0) -> torch.Tensor:
@@ -281,10 +277,10 @@ def sparse_scenario(device: str, gradient: Callable[[], torch.Tensor], optimizer
 @pytest.mark.parametrize("coalesced", [True, False])
 @pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
 def test_sparse_gradients(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, coalesced: bool, value: float
+    compare: Compare, device: str, dtype: torch.dtype, coalesced: bool, value: float
 ) -> None:
     scenario = sparse_scenario(device, lambda: sparse_gradient(device, dtype, coalesced, value))
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.unscale_.sparse")
@@ -292,11 +288,11 @@ def test_sparse_gradients(
 @pytest.mark.parametrize("value", [40000.0, 1.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
 def test_half_precision_duplicates_are_summed_first(
-    subject: Library, reference: Library, device: str, coalesced: bool, value: float, dtype: torch.dtype
+    compare: Compare, device: str, coalesced: bool, value: float, dtype: torch.dtype
 ) -> None:
     """Two finite parts of one row, whose sum overflows, are an overflow; only optimizers that unscale may hold them."""
     scenario = sparse_scenario(device, lambda: sparse_gradient(device, dtype, coalesced, value), "aware")
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.unscale_.refuses_float16")
@@ -305,7 +301,7 @@ def test_half_precision_duplicates_are_summed_first(
 @pytest.mark.parametrize("where", [0, 3])
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_refuses_float16_and_leaves_all_alone(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, sparse: bool, where: int, call: str
+    compare: Compare, device: str, dtype: torch.dtype, sparse: bool, where: int, call: str
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, init_scale=4.0)
@@ -319,7 +315,7 @@ def test_refuses_float16_and_leaves_all_alone(
             if attempt == 1:  # after which all is well
                 half.grad = None
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 def unfit(device: str, kind: str) -> torch.nn.Parameter:
@@ -366,9 +362,7 @@ def test_what_cannot_be_unscaled_leaves_all_alone(deviation: DeviationJudge, dev
 
 @clause("amp.grad_scaler.unscale_.several_devices")
 @pytest.mark.parametrize("last", [None, math.inf])
-def test_gradients_on_two_devices(
-    subject: Library, reference: Library, device: str, last: float | None
-) -> None:
+def test_gradients_on_two_devices(compare: Compare, device: str, last: float | None) -> None:
     if device == "cpu":
         unavailable("one device type only")
 
@@ -380,7 +374,7 @@ def test_gradients_on_two_devices(
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.sync.none")
@@ -404,23 +398,19 @@ def test_nothing_waits_for_the_device(subject: Library, scaler_calls: list[str])
 @clause("amp.grad_scaler.unscale_.bad_optimizers")
 @pytest.mark.parametrize("optimizer", [None, 3, "sgd", [], object, torch.zeros(2)], ids=repr)
 @pytest.mark.parametrize("method", ["unscale_", "step"])
-def test_things_that_are_no_optimizers(
-    subject: Library, reference: Library, device: str, optimizer: Any, method: str
-) -> None:
+def test_things_that_are_no_optimizers(compare: Compare, device: str, optimizer: Any, method: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device).used()
         yield harness.did(getattr(harness.scaler, method), optimizer)
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.unscale_.bad_optimizers")
 @pytest.mark.parametrize("stranger", [None, 3, "weight", [torch.zeros(2)]], ids=repr)
-def test_strangers_among_the_parameters(
-    subject: Library, reference: Library, device: str, stranger: Any
-) -> None:
+def test_strangers_among_the_parameters(compare: Compare, device: str, stranger: Any) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device).used()
         harness.optimizer.param_groups[-1]["params"].append(stranger)
@@ -428,7 +418,7 @@ def test_strangers_among_the_parameters(
         harness.optimizer.param_groups[-1]["params"].pop()
         yield harness.did(harness.scaler.unscale_, harness.optimizer)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.unscale_.refuses_whole")

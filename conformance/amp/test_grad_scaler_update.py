@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import FOUR, Harness, assert_same_scenario
+from conformance.strategies.scaling import FOUR, Harness
 
 SMALL = (Gradient((3,), seed=1), Gradient((2,), seed=2))
 LARGEST = torch.finfo(torch.float32).max
@@ -77,14 +78,14 @@ def test_backs_off_each_time(subject: Library, device: str, backoff: float) -> N
     grad_outcomes=st.lists(st.booleans(), min_size=3, max_size=15),
 )
 def test_the_path_of_the_scale(
-    subject: Library, reference: Library, device: str, options: dict[str, Any], grad_outcomes: list[bool]
+    compare: Compare, device: str, options: dict[str, Any], grad_outcomes: list[bool]
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, SMALL, **options)
         for finite in grad_outcomes:
             yield from harness.iteration(None if finite else math.nan)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.update.never_infinite")
@@ -93,7 +94,7 @@ def test_the_path_of_the_scale(
 )
 @pytest.mark.parametrize("interval", [1, 2])
 def test_holds_the_largest_finite_scale(
-    subject: Library, reference: Library, device: str, init_scale: float, factor: float, interval: int
+    subject: Library, compare: Compare, device: str, init_scale: float, factor: float, interval: int
 ) -> None:
     options = {"init_scale": init_scale, "growth_factor": factor, "growth_interval": interval}
 
@@ -106,7 +107,7 @@ def test_holds_the_largest_finite_scale(
             yield harness.did(harness.scaler.step, harness.optimizer)
             yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
     harness = Harness(subject, device, SMALL, **options).used()
     for _ in range(3 * interval):
         harness.scaler.step(harness.optimizer)
@@ -124,7 +125,7 @@ def tensor(value: float, device: str, **options: Any) -> torch.Tensor:
     as_tensor=st.booleans(),
 )
 def test_a_scale_set_by_hand(
-    subject: Library, reference: Library, device: str, news: list[float | None], as_tensor: bool
+    compare: Compare, device: str, news: list[float | None], as_tensor: bool
 ) -> None:
     """It takes effect at once, the count of clean steps goes on, and the iteration is over."""
 
@@ -139,12 +140,12 @@ def test_a_scale_set_by_hand(
             )
             yield harness.did(harness.scaler.get_scale)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.update.new_scale")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64], ids=str)
-def test_a_tensor_is_copied(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
+def test_a_tensor_is_copied(compare: Compare, device: str, dtype: torch.dtype) -> None:
     """Changing it later changes nothing, and the scale keeps its own dtype."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -159,11 +160,11 @@ def test_a_tensor_is_copied(subject: Library, reference: Library, device: str, d
         yield harness.did(harness.scaler.update)
         assert int(new) == 100
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.update.new_scale")
-def test_a_new_scale_ends_the_iteration(subject: Library, reference: Library, device: str) -> None:
+def test_a_new_scale_ends_the_iteration(compare: Compare, device: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, SMALL, init_scale=8.0)
         harness.backward(math.inf)
@@ -172,7 +173,7 @@ def test_a_new_scale_ends_the_iteration(subject: Library, reference: Library, de
         yield harness.did(harness.scaler.update)
         yield from harness.iteration()
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 REFUSED = [
@@ -192,7 +193,7 @@ REFUSED = [
 
 @clause("amp.grad_scaler.update.bad_new_scale")
 @pytest.mark.parametrize("new", REFUSED, ids=repr)
-def test_scales_that_are_refused(subject: Library, reference: Library, device: str, new: Any) -> None:
+def test_scales_that_are_refused(compare: Compare, device: str, new: Any) -> None:
     """With torch's error; the scale and the iteration are as before."""
     if isinstance(new, torch.Tensor) and new.device.type == "cpu":
         new = new.to(device).detach().requires_grad_(new.requires_grad)
@@ -206,12 +207,12 @@ def test_scales_that_are_refused(subject: Library, reference: Library, device: s
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.update.needs_checks")
 @pytest.mark.parametrize("bare", [True, False])
-def test_update_without_any_check(subject: Library, reference: Library, device: str, bare: bool) -> None:
+def test_update_without_any_check(compare: Compare, device: str, bare: bool) -> None:
     """Refused, twice in a row too; a scale set by hand needs no check."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -224,7 +225,7 @@ def test_update_without_any_check(subject: Library, reference: Library, device: 
         yield harness.did(harness.scaler.update)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.update.never_dies")
@@ -267,9 +268,7 @@ SETTERS = {
         max_size=5,
     ),
 )
-def test_setters(
-    subject: Library, reference: Library, device: str, before: bool, calls: list[tuple[str, Any]]
-) -> None:
+def test_setters(compare: Compare, device: str, before: bool, calls: list[tuple[str, Any]]) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, SMALL, init_scale=64.0, growth_interval=2)
         if not before:
@@ -280,7 +279,7 @@ def test_setters(
         for last in (None, None, None, math.inf, None, None):
             yield from harness.iteration(last)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.getters.answer")
@@ -319,9 +318,7 @@ NO_NUMBERS = ["2", None, [2]]
 
 @clause("amp.grad_scaler.setters.take_effect")
 @pytest.mark.parametrize("interval", [2.5, 2.0, 0, -1, True], ids=repr)
-def test_an_interval_is_kept_as_it_was_given(
-    subject: Library, reference: Library, device: str, interval: float
-) -> None:
+def test_an_interval_is_kept_as_it_was_given(compare: Compare, device: str, interval: float) -> None:
     """Also where the next update refuses it."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -330,7 +327,7 @@ def test_an_interval_is_kept_as_it_was_given(
         yield harness.did(harness.scaler.get_growth_interval)
         yield from harness.iteration()
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.getters.answer")
@@ -345,7 +342,7 @@ def test_asking_starts_nothing(subject: Library, device: str, getter: str) -> No
 
 @clause("amp.grad_scaler.setters.bad_values")
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
-def test_an_interval_that_is_no_number(subject: Library, reference: Library, device: str, value: Any) -> None:
+def test_an_interval_that_is_no_number(compare: Compare, device: str, value: Any) -> None:
     """torch notices at the next update, with its operator's error; the scale is as before."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -357,7 +354,7 @@ def test_an_interval_that_is_no_number(subject: Library, reference: Library, dev
         yield harness.did(harness.scaler.set_growth_interval, 2)
         yield harness.did(harness.scaler.update)
 
-    assert_same_scenario(reference, subject, scenario)
+    compare(scenario)
 
 
 @clause("amp.grad_scaler.setters.bad_values")

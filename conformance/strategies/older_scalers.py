@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.scaling import Harness, assert_same_scenario, pickled
+from conformance.strategies.scaling import Harness, pickled
 
 # Each parameter by itself, all by position and by name, and what is refused.
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -33,9 +34,7 @@ class OlderScaler:
         self._kind, self._subject, self._reference = kind, subject, reference
 
     def assert_scales_as_the_newer_one(self, arguments: str, device: str) -> None:
-        assert_same_scenario(
-            self._reference, self._subject, lambda library: self._scenario(library, arguments, device)
-        )
+        Compare(self._reference, self._subject)(lambda library: self._scenario(library, arguments, device))
 
     def assert_takes_no_device(self) -> None:
         # Whether the warning comes before the refusal is nobody's business.

@@ -17,8 +17,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from conformance.judge.library import Library, LookupFailed, NotProvided
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.judge.tolerances import EXACT, Tolerance
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.gradients import Gradient
 
 Scenario = Callable[[Library], Iterator[Outcome]]
@@ -185,23 +184,6 @@ class Harness:
 def entries(scaler: Any) -> dict[str, Any]:
     """What torch's state dict has of a scaler's; `state_dict.five_entries` asks whether it has more."""
     return {name: value for name, value in scaler.state_dict().items() if name in _ENTRIES}
-
-
-def assert_same_scenario(
-    reference: Library, subject: Library, scenario: Scenario, tolerance: Tolerance = EXACT
-) -> None:
-    """Run one scenario with both libraries in lockstep and compare each step's whole outcome."""
-    steps = itertools.zip_longest(scenario(reference), scenario(subject))
-    number = -1
-    for number, (expected, actual) in enumerate(steps):
-        assert expected is not None, f"the subject's scenario goes on after {number} steps: {actual}"
-        assert actual is not None, f"the subject's scenario ends after {number} steps, before {expected}"
-        try:
-            assert_same_outcome(expected, actual, tolerance)
-        except AssertionError as error:
-            error.add_note(f"in step {number} of the scenario, counted from 0")
-            raise
-    assert number >= 0, "the scenario has no steps"
 
 
 def pickled(scaler: Any, as_class: type | None = None) -> Any:

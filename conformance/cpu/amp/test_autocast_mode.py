@@ -5,28 +5,22 @@ from __future__ import annotations
 import pytest
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
-from conformance.judge.outcome import assert_same_outcome
 from conformance.strategies.older_spellings import ARGUMENTS, used_as_decorator, used_as_region
 
 
 @clause("cpu.amp.autocast_mode.autocast.older_spelling")
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
-def test_as_a_region(subject: Library, reference: Library, arguments: str) -> None:
-    assert_same_outcome(
-        used_as_region(reference.cpu.amp.autocast, arguments),
-        used_as_region(subject.cpu.amp.autocast, arguments),
-    )
+def test_as_a_region(compare: Compare, arguments: str) -> None:
+    compare(lambda library: used_as_region(library.cpu.amp.autocast, arguments))
 
 
 @clause("cpu.amp.autocast_mode.autocast.older_spelling")
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
 @pytest.mark.parametrize("function", [None, abs], ids=str)
-def test_as_a_decorator(subject: Library, reference: Library, arguments: str, function: object) -> None:
-    assert_same_outcome(
-        used_as_decorator(reference.cpu.amp.autocast, arguments, function),
-        used_as_decorator(subject.cpu.amp.autocast, arguments, function),
-    )
+def test_as_a_decorator(compare: Compare, arguments: str, function: object) -> None:
+    compare(lambda library: used_as_decorator(library.cpu.amp.autocast, arguments, function))
 
 
 @clause("cpu.amp.autocast_mode.autocast.older_spelling")

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.older_spellings import ARGUMENTS, used_as_decorator, used_as_region
 from conformance.strategies.regions import cuda_as_told, state
 
@@ -21,24 +22,16 @@ ON = pytest.mark.parametrize("on", [contextlib.nullcontext, lambda: cuda_as_told
 @clause("cuda.amp.autocast_mode.autocast.older_spelling")
 @ON
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
-def test_as_a_region(subject: Library, reference: Library, arguments: str, on: Any) -> None:
-    assert_same_outcome(
-        used_as_region(reference.cuda.amp.autocast, arguments, on),
-        used_as_region(subject.cuda.amp.autocast, arguments, on),
-    )
+def test_as_a_region(compare: Compare, arguments: str, on: Any) -> None:
+    compare(lambda library: used_as_region(library.cuda.amp.autocast, arguments, on))
 
 
 @clause("cuda.amp.autocast_mode.autocast.older_spelling")
 @ON
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
 @pytest.mark.parametrize("function", [None, abs], ids=str)
-def test_as_a_decorator(
-    subject: Library, reference: Library, arguments: str, function: object, on: Any
-) -> None:
-    assert_same_outcome(
-        used_as_decorator(reference.cuda.amp.autocast, arguments, function, on),
-        used_as_decorator(subject.cuda.amp.autocast, arguments, function, on),
-    )
+def test_as_a_decorator(compare: Compare, arguments: str, function: object, on: Any) -> None:
+    compare(lambda library: used_as_decorator(library.cuda.amp.autocast, arguments, function, on))
 
 
 @clause("cuda.amp.autocast_mode.autocast.older_spelling")
@@ -62,9 +55,7 @@ class Context:
 @pytest.mark.parametrize("cast_inputs", [None, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("bare", [True, False])
 @pytest.mark.parametrize("autocast_on", [True, False])
-def test_custom_fwd(
-    subject: Library, reference: Library, cast_inputs: torch.dtype | None, bare: bool, autocast_on: bool
-) -> None:
+def test_custom_fwd(compare: Compare, cast_inputs: torch.dtype | None, bare: bool, autocast_on: bool) -> None:
     def run(library: Library) -> Outcome:
         def forward(ctx: Any, x: torch.Tensor) -> Any:
             return x.dtype, x.device.type, state()
@@ -85,12 +76,12 @@ def test_custom_fwd(
 
         return observe(use)
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)
 
 
 @clause("cuda.amp.autocast_mode.custom_fwd.older_spelling")
 @pytest.mark.parametrize("used", [True, False])
-def test_custom_bwd(subject: Library, reference: Library, used: bool) -> None:
+def test_custom_bwd(compare: Compare, used: bool) -> None:
     def run(library: Library) -> Outcome:
         def backward(ctx: Any, x: int) -> Any:
             return x, state()
@@ -104,4 +95,4 @@ def test_custom_bwd(subject: Library, reference: Library, used: bool) -> None:
 
         return observe(use)
 
-    assert_same_outcome(run(reference), run(subject))
+    compare(run)

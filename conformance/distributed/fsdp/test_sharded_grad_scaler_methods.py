@@ -18,9 +18,10 @@ from conformance.distributed.fsdp.scaler_judging import (
     scales,
 )
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import assert_same_outcome, observe
+from conformance.judge.outcome import observe
 from conformance.ranks import RankPool
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Harness, entries
@@ -77,19 +78,18 @@ def test_defaults_and_arguments_by_position(subject: Library, device: str) -> No
     ],
     ids=str,
 )
-def test_bad_arguments(subject: Library, reference: Library, device: str, arguments: dict[str, Any]) -> None:
+def test_bad_arguments(compare: Compare, device: str, arguments: dict[str, Any]) -> None:
     def made(library: Library) -> dict[str, Any]:
         return entries(library.find(SCALER)(device, **arguments))
 
-    assert_same_outcome(observe(made, reference), observe(made, subject))
+    compare(lambda library: observe(made, library))
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.device")
 @pytest.mark.parametrize("where", ["cpu", "cuda", "xpu", None])
 @pytest.mark.parametrize("cuda_is_there", [True, False])
 def test_device_and_the_warning_without_cuda(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     monkeypatch: pytest.MonkeyPatch,
     where: str | None,
     cuda_is_there: bool,
@@ -100,7 +100,7 @@ def test_device_and_the_warning_without_cuda(
         scaler = library.find(SCALER)() if where is None else library.find(SCALER)(where)
         return scaler.is_enabled(), entries(scaler)
 
-    assert_same_outcome(observe(made, reference), observe(made, subject))
+    compare(lambda library: observe(made, library))
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.enabled.off")
@@ -144,7 +144,7 @@ def test_a_floor_of_ones_own(subject: Library, rank_pool: RankPool) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.multiplies")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
-def test_scale(subject: Library, reference: Library, device: str, dtype: torch.dtype) -> None:
+def test_scale(compare: Compare, device: str, dtype: torch.dtype) -> None:
     def scaled(library: Library) -> Any:
         scaler = library.find(SCALER)(device, init_scale=24.0)
         weight = torch.arange(6.0, device=device).to(dtype).reshape(2, 3).requires_grad_()
@@ -153,16 +153,16 @@ def test_scale(subject: Library, reference: Library, device: str, dtype: torch.d
         nested = scaler.scale([weight[0], (weight[1], [weight.sum()]), map(torch.sum, weight)])
         return whole, nested[:2], list(nested[2]), weight.grad
 
-    assert_same_outcome(observe(scaled, reference), observe(scaled, subject))
+    compare(lambda library: observe(scaled, library))
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.multiplies")
 @pytest.mark.parametrize("outputs", [None, 3.0, [1.0], [torch.ones(2), None]], ids=str)
-def test_scale_of_what_is_no_tensor(subject: Library, reference: Library, device: str, outputs: Any) -> None:
+def test_scale_of_what_is_no_tensor(compare: Compare, device: str, outputs: Any) -> None:
     def scaled(library: Library) -> Any:
         return library.find(SCALER)(device).scale(outputs)
 
-    assert_same_outcome(observe(scaled, reference), observe(scaled, subject))
+    compare(lambda library: observe(scaled, library))
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.low_precision_losses")

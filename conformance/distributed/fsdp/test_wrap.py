@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.wrapping import (
@@ -63,18 +64,15 @@ def assert_asked_alike(subject: Library, reference: Library, policy: Policy, *nu
 
 @clause("distributed.fsdp.wrap.always_wrap_policy.says_yes")
 @pytest.mark.parametrize("args", [(), (None,), (nn.ReLU(), False, 0)], ids=len)
-def test_always(subject: Library, reference: Library, args: tuple[Any, ...]) -> None:
-    for kwargs in ({}, {"recurse": False}, {"anything": 1}):
-        assert_same_outcome(
-            observe(reference.distributed.fsdp.wrap.always_wrap_policy, *args, **kwargs),
-            observe(subject.distributed.fsdp.wrap.always_wrap_policy, *args, **kwargs),
-        )
+@pytest.mark.parametrize("kwargs", [{}, {"recurse": False}, {"anything": 1}], ids=str)
+def test_always(compare: Compare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    compare(lambda library: observe(library.distributed.fsdp.wrap.always_wrap_policy, *args, **kwargs))
 
 
 @clause("distributed.fsdp.wrap.lambda_auto_wrap_policy.asks_the_function")
 @pytest.mark.parametrize("answer", [True, False, None, 0, "yes"], ids=repr)
 @pytest.mark.parametrize("recurse", [True, False, 1, 0, None], ids=repr)
-def test_lambda_answers(subject: Library, reference: Library, recurse: Any, answer: Any) -> None:
+def test_lambda_answers(compare: Compare, recurse: Any, answer: Any) -> None:
     def outcome(library: Library) -> Outcome:
         seen: list[str] = []
 
@@ -85,7 +83,7 @@ def test_lambda_answers(subject: Library, reference: Library, recurse: Any, answ
         policy = library.distributed.fsdp.wrap.lambda_auto_wrap_policy
         return observe(lambda: ([policy(module, recurse, 3, answered) for module in _MODULES.values()], seen))
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
@@ -96,14 +94,12 @@ def test_transformer_answers(subject: Library, reference: Library, classes: tupl
 
 @clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
 @pytest.mark.parametrize("container", [list, tuple, frozenset])
-def test_transformer_classes_in_any_collection(
-    subject: Library, reference: Library, container: Callable[[Any], Any]
-) -> None:
+def test_transformer_classes_in_any_collection(compare: Compare, container: Callable[[Any], Any]) -> None:
     def outcome(library: Library) -> Outcome:
         policy = library.distributed.fsdp.wrap.transformer_auto_wrap_policy
         return observe(lambda: [policy(m, False, 0, container({Block})) for m in _MODULES.values()])
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
@@ -114,12 +110,12 @@ def test_size_at_the_threshold(subject: Library, reference: Library, numel: int)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
-def test_default_size(subject: Library, reference: Library) -> None:
+def test_default_size(compare: Compare) -> None:
     def outcome(library: Library) -> Outcome:
         policy = library.distributed.fsdp.wrap.size_based_auto_wrap_policy
         return observe(lambda: [policy(nn.ReLU(), False, 10**8 + more) for more in (-1, 0, 1)])
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.leaves")
@@ -148,7 +144,7 @@ def test_size_never_wrapped(subject: Library, reference: Library, excluded: tupl
         ),
     ],
 )
-def test_size_defaults_can_be_added_to(subject: Library, reference: Library, attribute: str) -> None:
+def test_size_defaults_can_be_added_to(compare: Compare, attribute: str) -> None:
     def outcome(library: Library) -> Outcome:
         policy = library.distributed.fsdp.wrap.size_based_auto_wrap_policy
         defaults = getattr(policy, attribute)
@@ -161,7 +157,7 @@ def test_size_defaults_can_be_added_to(subject: Library, reference: Library, att
             defaults.intersection_update(before)
         return Outcome((sorted(each.__name__ for each in before), answers))
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.policies.chosen_one_by_one")
@@ -206,12 +202,12 @@ _ROOT_KWARGS = {"forward_prefetch": False, "mixed_precision": "some", "use_orig_
 
 @clause("distributed.fsdp.wrap.policies.chosen_from_the_tree")
 @given(tree=trees(shares=True), policy=SEEING_THE_TREE)
-def test_classes_choose_alike(subject: Library, reference: Library, tree: Tree, policy: Policy) -> None:
+def test_classes_choose_alike(compare: Compare, tree: Tree, policy: Policy) -> None:
     def outcome(library: Library) -> Outcome:
         kwargs = dict(_ROOT_KWARGS)
         return observe(lambda: (_run(policy.of(library), tree.build(), kwargs), kwargs))
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.policies.chosen_from_the_tree")
@@ -224,7 +220,7 @@ def test_classes_choose_alike(subject: Library, reference: Library, tree: Tree, 
     ],
     ids=["ModuleWrapPolicy", "CustomPolicy", "CustomPolicy, a dict"],
 )
-def test_arguments_are_each_modules_own(subject: Library, reference: Library, policy: Policy) -> None:
+def test_arguments_are_each_modules_own(compare: Compare, policy: Policy) -> None:
     def outcome(library: Library) -> Outcome:
         root, kwargs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), dict(_ROOT_KWARGS)
         built = Built(root, set(), set(), {module: name for name, module in root.named_modules()})
@@ -237,7 +233,7 @@ def test_arguments_are_each_modules_own(subject: Library, reference: Library, po
 
         return observe(run)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 def first_places(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
@@ -252,7 +248,7 @@ def first_places(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
     [Policy("ModuleWrapPolicy", ("linear",)), Policy("CustomPolicy", answers=(("linear", True),))],
     ids=["ModuleWrapPolicy", "CustomPolicy"],
 )
-def test_the_tree_stays_as_it_is(subject: Library, reference: Library, policy: Policy) -> None:
+def test_the_tree_stays_as_it_is(compare: Compare, policy: Policy) -> None:
     """A shared module and a shared parameter stay shared."""
 
     def outcome(library: Library) -> Outcome:
@@ -268,7 +264,7 @@ def test_the_tree_stays_as_it_is(subject: Library, reference: Library, policy: P
 
         return observe(run)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 _BAD: dict[str, Callable[[Any], Any]] = {
@@ -301,64 +297,62 @@ _BAD: dict[str, Callable[[Any], Any]] = {
 
 @clause("distributed.fsdp.wrap.policies.bad_arguments")
 @pytest.mark.parametrize("call", list(_BAD))
-def test_bad_arguments(subject: Library, reference: Library, call: str) -> None:
+def test_bad_arguments(compare: Compare, call: str) -> None:
     def outcome(library: Library) -> Outcome:
         done = observe(_BAD[call], library.distributed.fsdp.wrap)
         return Outcome(
             raised=done.raised, warned=done.warned, value=done.value if isinstance(done.value, bool) else None
         )
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.policies.ones_own")
 @pytest.mark.parametrize("defines", [True, False])
-def test_a_policy_of_ones_own(subject: Library, reference: Library, defines: bool) -> None:
+def test_a_policy_of_ones_own(compare: Compare, defines: bool) -> None:
     def outcome(library: Library) -> Outcome:
         base = library.distributed.fsdp.wrap._Policy
         members = {"_run_policy": lambda self, *_: {"asked": True}} if defines else {}
         return observe(lambda: type("Own", (base,), members)()._run_policy(None, None, None))
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.policies.ones_own")
 @pytest.mark.parametrize("name", ["ModuleWrapPolicy", "CustomPolicy"])
-def test_the_classes_are_policies(subject: Library, reference: Library, name: str) -> None:
+def test_the_classes_are_policies(compare: Compare, name: str) -> None:
     def outcome(library: Library) -> Outcome:
         wrap = library.distributed.fsdp.wrap
         return observe(lambda: issubclass(getattr(wrap, name), wrap._Policy))
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
-def test_classes_that_change_later(subject: Library, reference: Library) -> None:
+def test_classes_that_change_later(compare: Compare) -> None:
     def outcome(library: Library) -> Outcome:
         classes = {Block}
         policy = library.distributed.fsdp.wrap.ModuleWrapPolicy(classes)
         classes.add(nn.Linear)
         return observe(lambda: [policy(module, False) for module in _MODULES.values()])
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
 @pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention"), ("batch", "linear")], ids=str)
 @given(tree=trees(shares=False))
-def test_instances_are_chosen(
-    subject: Library, reference: Library, classes: tuple[str, ...], tree: Tree
-) -> None:
+def test_instances_are_chosen(compare: Compare, classes: tuple[str, ...], tree: Tree) -> None:
     def outcome(library: Library) -> Outcome:
         return observe(lambda: _run(Policy("ModuleWrapPolicy", classes).of(library), tree.build(), {}))
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.as_a_function")
 @pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention")], ids=str)
 @pytest.mark.parametrize("recurse", [True, False, 1, None], ids=repr)
-def test_called(subject: Library, reference: Library, classes: tuple[str, ...], recurse: Any) -> None:
+def test_called(compare: Compare, classes: tuple[str, ...], recurse: Any) -> None:
     def outcome(library: Library) -> Outcome:
         policy = library.distributed.fsdp.wrap.ModuleWrapPolicy({CLASSES[name] for name in classes})
         more: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -374,24 +368,22 @@ def test_called(subject: Library, reference: Library, classes: tuple[str, ...], 
             ]
         )
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.shown")
 @pytest.mark.parametrize("classes", [set[Any](), {nn.Linear}, {Block, nn.Linear}], ids=len)
-def test_shown(subject: Library, reference: Library, classes: set[type]) -> None:
+def test_shown(compare: Compare, classes: set[type]) -> None:
     def outcome(library: Library) -> Outcome:
         shown = repr(library.distributed.fsdp.wrap.ModuleWrapPolicy(classes))
         return Outcome((shown.partition(" object at ")[0].rpartition(".")[2], shown.partition(">(")[2]))
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.CustomPolicy.answers")
 @given(tree=trees(shares=True), answers=st.lists(st.sampled_from([True, False, {}, {"new": 1}]), min_size=1))
-def test_each_module_is_asked_once(
-    subject: Library, reference: Library, tree: Tree, answers: list[Any]
-) -> None:
+def test_each_module_is_asked_once(compare: Compare, tree: Tree, answers: list[Any]) -> None:
     def outcome(library: Library) -> Outcome:
         built, seen = tree.build(), list[str]()
 
@@ -402,14 +394,14 @@ def test_each_module_is_asked_once(
         policy = library.distributed.fsdp.wrap.CustomPolicy(answered)
         return observe(lambda: (_run(policy, built, dict(_ROOT_KWARGS)), seen))
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.CustomPolicy.other_answers")
 @pytest.mark.parametrize("answer", [None, 1, 0, "yes", [("new", 1)], (), 1.5], ids=repr)
-def test_other_answers(subject: Library, reference: Library, answer: Any) -> None:
+def test_other_answers(compare: Compare, answer: Any) -> None:
     def outcome(library: Library) -> Outcome:
         policy = library.distributed.fsdp.wrap.CustomPolicy(lambda module: answer)
         return observe(policy._run_policy, nn.ReLU(), set(), {})
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)

@@ -9,8 +9,9 @@ import pytest
 from torch import nn
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.wrapping import Wrapper
 
 
@@ -30,8 +31,7 @@ def _reported(wrapped: Any) -> Any:
 @pytest.mark.parametrize("given_kwargs", [{}, {"a": 1}, {"a": 1, "b": [2]}], ids=str)
 @pytest.mark.parametrize("overrides", [{}, {"a": 3}, {"b": None, "c": 4}], ids=str)
 def test_wraps(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     wrapper: Any,
     given_kwargs: dict[str, Any],
     overrides: dict[str, Any],
@@ -48,24 +48,24 @@ def test_wraps(
 
         return observe(run)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.wraps")
-def test_wraps_the_very_module(subject: Library, reference: Library) -> None:
+def test_wraps_the_very_module(compare: Compare) -> None:
     def outcome(library: Library) -> Outcome:
         module = nn.Linear(2, 2)
         with library.distributed.fsdp.wrap.enable_wrap(wrapper_cls=Wrapper):
             return Outcome(library.distributed.fsdp.wrap.wrap(module).module is module)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
 @pytest.mark.parametrize(
     "error", [None, ValueError, KeyboardInterrupt, GeneratorExit, StopIteration], ids=str
 )
-def test_ends(subject: Library, reference: Library, error: type[BaseException] | None) -> None:
+def test_ends(compare: Compare, error: type[BaseException] | None) -> None:
     def outcome(library: Library) -> Outcome:
         wrap = library.distributed.fsdp.wrap
 
@@ -84,11 +84,11 @@ def test_ends(subject: Library, reference: Library, error: type[BaseException] |
 
         return observe(run)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
-def test_a_wrapper_that_raises(subject: Library, reference: Library) -> None:
+def test_a_wrapper_that_raises(compare: Compare) -> None:
     def refuse(module: nn.Module) -> Any:
         raise ValueError("not this one")
 
@@ -102,11 +102,11 @@ def test_a_wrapper_that_raises(subject: Library, reference: Library) -> None:
 
         return observe(run)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
-def test_as_a_decorator(subject: Library, reference: Library) -> None:
+def test_as_a_decorator(compare: Compare) -> None:
     def outcome(library: Library) -> Outcome:
         wrap = library.distributed.fsdp.wrap
 
@@ -116,11 +116,11 @@ def test_as_a_decorator(subject: Library, reference: Library) -> None:
 
         return observe(lambda: (_reported(build()), _reported(wrap.wrap(nn.ReLU())), _reported(build())))
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.not_nested")
-def test_not_nested(subject: Library, reference: Library) -> None:
+def test_not_nested(compare: Compare) -> None:
     def outcome(library: Library) -> Outcome:
         wrap = library.distributed.fsdp.wrap
 
@@ -136,11 +136,11 @@ def test_not_nested(subject: Library, reference: Library) -> None:
 
         return observe(run)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.in_every_thread")
-def test_in_every_thread(subject: Library, reference: Library) -> None:
+def test_in_every_thread(compare: Compare) -> None:
     def outcome(library: Library) -> Outcome:
         wrap, found = library.distributed.fsdp.wrap, list[Any]()
 
@@ -153,7 +153,7 @@ def test_in_every_thread(subject: Library, reference: Library) -> None:
 
         return observe(run)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 _BAD_WRAPPERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -167,7 +167,7 @@ _BAD_WRAPPERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 @clause("distributed.fsdp.wrap.enable_wrap.bad_arguments")
 @pytest.mark.parametrize("call", list(_BAD_WRAPPERS))
-def test_bad_wrappers(subject: Library, reference: Library, call: str) -> None:
+def test_bad_wrappers(compare: Compare, call: str) -> None:
     args, kwargs = _BAD_WRAPPERS[call]
 
     def outcome(library: Library) -> Outcome:
@@ -179,21 +179,19 @@ def test_bad_wrappers(subject: Library, reference: Library, call: str) -> None:
 
         return observe(lambda: (observe(run).raised, _reported(wrap.wrap(nn.ReLU()))))
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.wrap.outside")
 @pytest.mark.parametrize("kwargs", [{}, {"a": 1}, {"wrapper_cls": Wrapper}], ids=str)
-def test_outside(subject: Library, reference: Library, kwargs: dict[str, Any]) -> None:
+def test_outside(compare: Compare, kwargs: dict[str, Any]) -> None:
     def outcome(library: Library) -> Outcome:
         module = nn.Linear(2, 2)
         return observe(lambda: library.distributed.fsdp.wrap.wrap(module, **kwargs) is module)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.wrap.outside")
-def test_outside_without_a_module(subject: Library, reference: Library) -> None:
-    assert_same_outcome(
-        observe(reference.distributed.fsdp.wrap.wrap), observe(subject.distributed.fsdp.wrap.wrap)
-    )
+def test_outside_without_a_module(compare: Compare) -> None:
+    compare(lambda library: observe(library.distributed.fsdp.wrap.wrap))

@@ -14,9 +14,10 @@ from torch.distributed.fsdp.api import MixedPrecision
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.wrapping import ONE_BY_ONE, SEEING_THE_TREE, Block, Policy, Tree, trees
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -62,8 +63,7 @@ def units(library: Library, model: nn.Module) -> list[tuple[str, Any]]:
     use_orig_params=st.booleans(),
 )
 def test_units_are_torchs(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     tree: Tree,
     policy: Policy,
     mixed_precision: MixedPrecision | None,
@@ -80,19 +80,19 @@ def test_units_are_torchs(
             lambda: units(library, sharded(library, built.root, policy.of(library), **given_kwargs))
         )
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.auto_wrap.units")
 @pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
-def test_wrapped_already(subject: Library, reference: Library, policy: Policy) -> None:
+def test_wrapped_already(compare: Compare, policy: Policy) -> None:
     def outcome(library: Library) -> Outcome:
         inner = sharded(library, nn.Linear(3, 3), None)
         root = nn.Sequential(nn.Linear(3, 3), nn.Sequential(inner))
         refused = observe(sharded, library, root, policy.of(library))
         return Outcome(units(library, root), raised=refused.raised, warned=refused.warned)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("distributed.fsdp.wrap.auto_wrap.shared")

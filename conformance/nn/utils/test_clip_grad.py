@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, assert_same_outcome
+from conformance.judge.outcome import Outcome
 from conformance.judge.tolerances import norm_of
 from conformance.strategies.clipping import (
     DTYPES,
@@ -32,16 +33,10 @@ NORM_TYPES = [2.0, 1.0, 0.5, 3.0, 0.0, math.inf, -math.inf, -1.0, "inf", 2]
 @clause("nn.utils.clip_grad.clip_grad_norm_.scales_to_max_norm")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data())
-def test_clips_as_torch_does(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, data: st.DataObject
-) -> None:
+def test_clips_as_torch_does(compare: Compare, device: str, dtype: torch.dtype, data: st.DataObject) -> None:
     case = data.draw(gradient_lists(dtypes=(dtype,)))
     max_norm = data.draw(max_norms)
-    assert_same_outcome(
-        clip_of(reference, case, device, max_norm),
-        clip_of(subject, case, device, max_norm),
-        norm_tolerance(case),
-    )
+    compare(lambda library: clip_of(library, case, device, max_norm), norm_tolerance(case))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.scales_to_max_norm")
@@ -91,41 +86,31 @@ def test_returns_the_norm_of_before(
 @clause("nn.utils.clip_grad.clip_grad_norm_.every_norm_type")
 @pytest.mark.parametrize("norm_type", NORM_TYPES, ids=repr)
 @given(data=st.data())
-def test_every_norm_type(
-    subject: Library, reference: Library, device: str, norm_type: Any, data: st.DataObject
-) -> None:
+def test_every_norm_type(compare: Compare, device: str, norm_type: Any, data: st.DataObject) -> None:
     # The norm of an empty tensor is undefined for negative orders: torch raises, which the next test asks about.
     case = data.draw(gradient_lists().filter(lambda case: all(gradient.numel for gradient in case.gradients)))
     max_norm = data.draw(max_norms)
-    assert_same_outcome(
-        clip_of(reference, case, device, max_norm, norm_type=norm_type),
-        clip_of(subject, case, device, max_norm, norm_type=norm_type),
+    compare(
+        lambda library: clip_of(library, case, device, max_norm, norm_type=norm_type),
         norm_of(case.numel, len(case.gradients), order=float(norm_type)),
     )
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.every_norm_type")
 @pytest.mark.parametrize("norm_type", [-2.0, -math.inf, "nuc", None, [2.0]], ids=repr)
-def test_norm_types_on_the_edge(subject: Library, reference: Library, device: str, norm_type: Any) -> None:
+def test_norm_types_on_the_edge(compare: Compare, device: str, norm_type: Any) -> None:
     case = GradientList((Gradient((3,)), Gradient((0,)), Gradient((2, 2), seed=1)))
-    assert_same_outcome(
-        clip_of(reference, case, device, 1.0, norm_type=norm_type),
-        clip_of(subject, case, device, 1.0, norm_type=norm_type),
-    )
+    compare(lambda library: clip_of(library, case, device, 1.0, norm_type=norm_type))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.mixed_dtypes")
 @given(
     case=gradient_lists(dtypes=(torch.float32, torch.bfloat16, torch.float64), min_size=2), max_norm=max_norms
 )
-def test_mixed_dtypes(
-    subject: Library, reference: Library, device: str, case: GradientList, max_norm: float
-) -> None:
+def test_mixed_dtypes(compare: Compare, device: str, case: GradientList, max_norm: float) -> None:
     # torch rounds each gradient's norm to that gradient's dtype; the joint norm can be no better than the coarsest.
     tolerance = norm_of(case.numel, len(case.gradients), coarsest=torch.bfloat16)
-    assert_same_outcome(
-        clip_of(reference, case, device, max_norm), clip_of(subject, case, device, max_norm), tolerance
-    )
+    compare(lambda library: clip_of(library, case, device, max_norm), tolerance)
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.mixed_dtypes")
@@ -169,68 +154,50 @@ def test_half_precision_by_the_true_norm(
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.nonfinite_gradients")
 @given(case=gradient_lists(last=NONFINITE, missing=False), norm_type=st.sampled_from([2.0, 1.0, math.inf]))
-def test_nonfinite_gradients(
-    subject: Library, reference: Library, device: str, case: GradientList, norm_type: float
-) -> None:
-    assert_same_outcome(
-        clip_of(reference, case, device, 1.0, norm_type),
-        clip_of(subject, case, device, 1.0, norm_type),
-        norm_tolerance(case),
-    )
+def test_nonfinite_gradients(compare: Compare, device: str, case: GradientList, norm_type: float) -> None:
+    compare(lambda library: clip_of(library, case, device, 1.0, norm_type), norm_tolerance(case))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.error_if_nonfinite")
 @given(
     case=gradient_lists(last=st.one_of(NONFINITE, st.none())), norm_type=st.sampled_from([2.0, 1.0, math.inf])
 )
-def test_error_if_nonfinite(
-    subject: Library, reference: Library, device: str, case: GradientList, norm_type: float
-) -> None:
-    assert_same_outcome(
-        clip_of(reference, case, device, 1.0, norm_type, error_if_nonfinite=True),
-        clip_of(subject, case, device, 1.0, norm_type, error_if_nonfinite=True),
+def test_error_if_nonfinite(compare: Compare, device: str, case: GradientList, norm_type: float) -> None:
+    compare(
+        lambda library: clip_of(library, case, device, 1.0, norm_type, error_if_nonfinite=True),
         norm_tolerance(case),
     )
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.no_gradients")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-def test_no_gradients_of_any_dtype(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype
-) -> None:
+def test_no_gradients_of_any_dtype(compare: Compare, device: str, dtype: torch.dtype) -> None:
     def norm(library: Library) -> Outcome:
         return clipped(library, [torch.nn.Parameter(torch.zeros(2, dtype=dtype, device=device))], 1.0)
 
-    assert_same_outcome(norm(reference), norm(subject))
+    compare(norm)
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.foreach")
 @pytest.mark.parametrize("foreach", [True, False, None])
 @given(case=gradient_lists(dtypes=(torch.float32, torch.float64)), max_norm=max_norms)
 def test_foreach(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     foreach: bool | None,
     case: GradientList,
     max_norm: float,
 ) -> None:
-    assert_same_outcome(
-        clip_of(reference, case, device, max_norm, foreach=foreach),
-        clip_of(subject, case, device, max_norm, foreach=foreach),
+    compare(
+        lambda library: clip_of(library, case, device, max_norm, foreach=foreach),
         norm_of(case.numel, len(case.gradients), coarsest=torch.float32),
     )
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.foreach")
 @pytest.mark.parametrize("foreach", [True, False, None])
-def test_foreach_where_the_device_has_none(
-    subject: Library, reference: Library, foreach: bool | None
-) -> None:
-    assert_same_outcome(
-        norm_on_meta(reference, "clip_grad_norm_", foreach),
-        norm_on_meta(subject, "clip_grad_norm_", foreach),
-    )
+def test_foreach_where_the_device_has_none(compare: Compare, foreach: bool | None) -> None:
+    compare(lambda library: norm_on_meta(library, "clip_grad_norm_", foreach))
 
 
 EXTREMES = {
@@ -292,24 +259,20 @@ def test_extreme_gradients(deviation: DeviationJudge, device: str, extreme: str,
 @pytest.mark.parametrize("last", [None, math.nan])
 @pytest.mark.parametrize("max_norm", [0.5, 1.0])
 def test_deprecated_spelling(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     keywords: dict[str, Any],
     last: float | None,
     max_norm: float,
 ) -> None:
     case = GradientList((Gradient((3,)), Gradient((4, 2), seed=1, last=last)))
-    assert_same_outcome(
-        clip_of(reference, case, device, max_norm, function="clip_grad_norm", **keywords),
-        clip_of(subject, case, device, max_norm, function="clip_grad_norm", **keywords),
+    compare(
+        lambda library: clip_of(library, case, device, max_norm, function="clip_grad_norm", **keywords),
         norm_tolerance(case),
     )
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm.deprecated_spelling")
 @pytest.mark.parametrize("foreach", [True, False])
-def test_deprecated_spelling_hands_foreach_on(subject: Library, reference: Library, foreach: bool) -> None:
-    assert_same_outcome(
-        norm_on_meta(reference, "clip_grad_norm", foreach), norm_on_meta(subject, "clip_grad_norm", foreach)
-    )
+def test_deprecated_spelling_hands_foreach_on(compare: Compare, foreach: bool) -> None:
+    compare(lambda library: norm_on_meta(library, "clip_grad_norm", foreach))

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.clipping import clip_of, clipped, holding, sparse_parameter
 from conformance.strategies.gradients import Gradient, GradientList
 
@@ -28,39 +29,32 @@ BAD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.bad_arguments")
 @pytest.mark.parametrize("call", list(BAD_CALLS))
-def test_bad_arguments(subject: Library, reference: Library, device: str, call: str) -> None:
+def test_bad_arguments(compare: Compare, device: str, call: str) -> None:
     args, kwargs = BAD_CALLS[call]
     case = GradientList((Gradient((3,)), Gradient((2, 2), seed=1)))
-    assert_same_outcome(
-        clip_of(reference, case, device, *args, **kwargs), clip_of(subject, case, device, *args, **kwargs)
-    )
+    compare(lambda library: clip_of(library, case, device, *args, **kwargs))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.bad_arguments")
 @pytest.mark.parametrize("parameters", [None, 3, [1.0], [None], ["p"]], ids=repr)
-def test_things_that_are_no_parameters(subject: Library, reference: Library, parameters: Any) -> None:
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        assert_same_outcome(
-            observe(getattr(reference.nn.utils, name), parameters, 1.0),
-            observe(getattr(subject.nn.utils, name), parameters, 1.0),
-        )
+def test_things_that_are_no_parameters(compare: Compare, parameters: Any) -> None:
+    compare(lambda library: observe(library.nn.utils.clip_grad_norm_, parameters, 1.0))
+    compare(lambda library: observe(library.nn.utils.clip_grad_value_, parameters, 1.0))
 
 
 @clause("nn.utils.clip_grad.clip_grad_value_.bad_arguments")
 @pytest.mark.parametrize("value", ["high", None, [1.0]], ids=repr)
-def test_clamping_by_no_number(subject: Library, reference: Library, device: str, value: Any) -> None:
+def test_clamping_by_no_number(compare: Compare, device: str, value: Any) -> None:
     def outcome(library: Library) -> Outcome:
         parameter = Gradient((5,)).parameter(device)
         return clipped(library, [parameter], value, function="clip_grad_value_")
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 @clause("nn.utils.clip_grad.clip_grad_value_.bad_arguments")
 @pytest.mark.parametrize("kind", ["sparse", "complex", "integer"])
-def test_clamping_what_cannot_be_clamped(
-    subject: Library, reference: Library, device: str, kind: str
-) -> None:
+def test_clamping_what_cannot_be_clamped(compare: Compare, device: str, kind: str) -> None:
     def outcome(library: Library) -> Outcome:
         if kind == "sparse":
             parameters = [sparse_parameter(device, coalesced=True)]
@@ -70,7 +64,7 @@ def test_clamping_what_cannot_be_clamped(
             parameters[0].grad = torch.tensor([1, -3, 4], dtype=dtype, device=device)
         return clipped(library, parameters, 2.0, function="clip_grad_value_")
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
 
 
 RUINOUS: dict[str, tuple[str, tuple[Any, ...]]] = {

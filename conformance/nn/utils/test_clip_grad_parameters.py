@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
@@ -28,26 +29,18 @@ from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, Gradient
 )
 @given(case=gradient_lists(min_size=2))
 def test_containers(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     container: Callable[[list[Any]], Any],
     case: GradientList,
 ) -> None:
-    assert_same_outcome(
-        clip_of(reference, case, device, 0.25, container=container),
-        clip_of(subject, case, device, 0.25, container=container),
-        norm_tolerance(case),
-    )
+    compare(lambda library: clip_of(library, case, device, 0.25, container=container), norm_tolerance(case))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.parameter_containers")
 @pytest.mark.parametrize("empty", [lambda: (x for x in ()), lambda: iter(()), list, tuple])
-def test_empty_containers(subject: Library, reference: Library, empty: Callable[[], Iterator[Any]]) -> None:
-    assert_same_outcome(
-        observe(reference.nn.utils.clip_grad_norm_, empty(), 1.0),
-        observe(subject.nn.utils.clip_grad_norm_, empty(), 1.0),
-    )
+def test_empty_containers(compare: Compare, empty: Callable[[], Iterator[Any]]) -> None:
+    compare(lambda library: observe(library.nn.utils.clip_grad_norm_, empty(), 1.0))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.no_gradients")
@@ -55,13 +48,9 @@ def test_empty_containers(subject: Library, reference: Library, empty: Callable[
 @pytest.mark.parametrize(
     "keywords", [{}, {"error_if_nonfinite": True}, {"foreach": True}, {"norm_type": math.inf}], ids=str
 )
-def test_no_gradients(
-    subject: Library, reference: Library, device: str, size: int, keywords: dict[str, Any]
-) -> None:
+def test_no_gradients(compare: Compare, device: str, size: int, keywords: dict[str, Any]) -> None:
     case = GradientList((Gradient((2,), dtype=None),) * size)
-    assert_same_outcome(
-        clip_of(reference, case, device, 1.0, **keywords), clip_of(subject, case, device, 1.0, **keywords)
-    )
+    compare(lambda library: clip_of(library, case, device, 1.0, **keywords))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.sparse_and_complex")
@@ -69,36 +58,32 @@ def test_no_gradients(
 @pytest.mark.parametrize("coalesced", [True, False])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_sparse_gradients(
-    subject: Library, reference: Library, device: str, foreach: bool | None, coalesced: bool, norm_type: float
+    compare: Compare, device: str, foreach: bool | None, coalesced: bool, norm_type: float
 ) -> None:
     def outcome(library: Library) -> Outcome:
         parameters = [Gradient((4,), seed=3).parameter(device), sparse_parameter(device, coalesced)]
         return clipped(library, parameters, 1.0, norm_type, foreach=foreach)
 
-    assert_same_outcome(outcome(reference), outcome(subject), norm_of(10, 2))
+    compare(outcome, norm_of(10, 2))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.sparse_and_complex")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("with_real", [True, False])
-def test_complex_gradients(
-    subject: Library, reference: Library, device: str, norm_type: float, with_real: bool
-) -> None:
+def test_complex_gradients(compare: Compare, device: str, norm_type: float, with_real: bool) -> None:
     def outcome(library: Library) -> Outcome:
         parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64, device=device))
         parameter.grad = torch.tensor([1 + 2j, -3j, 4.0], dtype=torch.complex64, device=device)
         parameters = [parameter, *([Gradient((3,)).parameter(device)] if with_real else [])]
         return clipped(library, parameters, 1.0, norm_type)
 
-    assert_same_outcome(outcome(reference), outcome(subject), norm_of(6, 2))
+    compare(outcome, norm_of(6, 2))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.overlapping_memory")
 @pytest.mark.parametrize("foreach", [True, False, None])
 @pytest.mark.parametrize("kind", ["same parameter", "same gradient", "views of one buffer"])
-def test_shared_gradients(
-    subject: Library, reference: Library, device: str, foreach: bool | None, kind: str
-) -> None:
+def test_shared_gradients(compare: Compare, device: str, foreach: bool | None, kind: str) -> None:
     def outcome(library: Library) -> Outcome:
         one, two = Gradient((6,), seed=1).parameter(device), Gradient((6,), seed=2).parameter(device)
         if kind == "same parameter":
@@ -110,7 +95,7 @@ def test_shared_gradients(
             one.grad, two.grad = buffer[:6], buffer[3:]
         return clipped(library, [one, two], 0.5, foreach=foreach)
 
-    assert_same_outcome(outcome(reference), outcome(subject), norm_of(12, 2))
+    compare(outcome, norm_of(12, 2))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.overlapping_memory")
@@ -118,7 +103,7 @@ def test_shared_gradients(
 @pytest.mark.parametrize("foreach", [True, False, None])
 @pytest.mark.parametrize("is_contiguous", [True, False])
 def test_view_that_negates(
-    subject: Library, reference: Library, device: str, name: str, foreach: bool | None, is_contiguous: bool
+    compare: Compare, device: str, name: str, foreach: bool | None, is_contiguous: bool
 ) -> None:
     """The imaginary part of a conjugate holds the negative of what lies in memory."""
 
@@ -129,12 +114,12 @@ def test_view_that_negates(
         grads = [each.grad for each in listed]
         return observe(getattr(library.nn.utils, name), listed, 1.0, foreach=foreach, watch=grads)
 
-    assert_same_outcome(outcome(reference), outcome(subject), norm_of(7, 2))
+    compare(outcome, norm_of(7, 2))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.overlapping_memory")
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
-def test_expanded_gradient(subject: Library, reference: Library, device: str, name: str) -> None:
+def test_expanded_gradient(compare: Compare, device: str, name: str) -> None:
     """All elements of one gradient are the same memory: torch refuses to write to it."""
 
     def outcome(library: Library) -> Outcome:
@@ -142,7 +127,7 @@ def test_expanded_gradient(subject: Library, reference: Library, device: str, na
         parameter.grad = torch.full((1,), 2.0, device=device).expand(4, 3)
         return clipped(library, [parameter], 1.0, function=name)
 
-    assert_same_outcome(outcome(reference), outcome(subject), norm_of(12, 1))
+    compare(outcome, norm_of(12, 1))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.overlapping_memory")
@@ -173,7 +158,7 @@ def test_windows_that_slide_over_one_memory(
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.gradients_of_graphs")
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
-def test_gradients_with_a_graph(subject: Library, reference: Library, device: str, name: str) -> None:
+def test_gradients_with_a_graph(compare: Compare, device: str, name: str) -> None:
     def outcome(library: Library) -> Outcome:
         weight = torch.nn.Parameter(torch.arange(1.0, 4.0, device=device))
         (weight**3).sum().backward(create_graph=True)
@@ -183,7 +168,7 @@ def test_gradients_with_a_graph(subject: Library, reference: Library, device: st
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*create_graph=True", category=UserWarning)
-        assert_same_outcome(outcome(reference), outcome(subject), norm_of(3, 1))
+        compare(outcome, norm_of(3, 1))
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.new_gradients_at_old_addresses")

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.judge.tolerances import EXACT, norm_of
+from conformance.judge.tolerances import norm_of
 from conformance.strategies.clipping import (
     DTYPES,
     NONFINITE,
@@ -33,8 +34,7 @@ def tensors_of(case: GradientList, device: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data())
 def test_total_norm(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     dtype: torch.dtype,
     norm_type: float,
@@ -50,16 +50,14 @@ def test_total_norm(
         tensors = tensors_of(case, device)
         return observe(library.nn.utils.get_total_norm, tensors, norm_type, watch=tensors)
 
-    assert_same_outcome(
-        norm(reference), norm(subject), norm_of(case.numel, len(case.gradients), order=norm_type)
-    )
+    compare(norm, norm_of(case.numel, len(case.gradients), order=norm_type))
 
 
 @clause("nn.utils.clip_grad.get_total_norm.joint_norm")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", [40, 4000])
 def test_many_small_gradients_beside_a_large_one(
-    subject: Library, reference: Library, device: str, length: int, dtype: torch.dtype
+    compare: Compare, device: str, length: int, dtype: torch.dtype
 ) -> None:
     """Each square of theirs is lost in a float32 sum that the large ones have entered; the sum of theirs is not."""
 
@@ -68,7 +66,7 @@ def test_many_small_gradients_beside_a_large_one(
         small = torch.full((64, length), 0.25, dtype=dtype, device=device).unbind()
         return observe(library.nn.utils.get_total_norm, [large, *small])
 
-    assert_same_outcome(norm(reference), norm(subject), norm_of(64 * (1 + length), 65))
+    compare(norm, norm_of(64 * (1 + length), 65))
 
 
 @clause("nn.utils.clip_grad.get_total_norm.joint_norm")
@@ -91,36 +89,30 @@ def test_total_norm_of_what_can_be_read_once(
 
 @clause("nn.utils.clip_grad.get_total_norm.joint_norm")
 @pytest.mark.parametrize("tensors", [[], (), torch.tensor([3.0, 4.0]), torch.tensor(-2.0)], ids=repr)
-def test_total_norm_of_odd_containers(subject: Library, reference: Library, tensors: Any) -> None:
-    for give in (
-        lambda: tensors,
-        lambda: iter(tensors) if not isinstance(tensors, torch.Tensor) else tensors,
-    ):
-        assert_same_outcome(
-            observe(reference.nn.utils.get_total_norm, give()),
-            observe(subject.nn.utils.get_total_norm, give()),
-            norm_of(2, 1),
-        )
+def test_total_norm_of_odd_containers(compare: Compare, tensors: Any) -> None:
+    compare(lambda library: observe(library.nn.utils.get_total_norm, tensors), norm_of(2, 1))
+    if not isinstance(tensors, torch.Tensor):
+        compare(lambda library: observe(library.nn.utils.get_total_norm, iter(tensors)), norm_of(2, 1))
 
 
 @clause("nn.utils.clip_grad.get_total_norm.error_if_nonfinite")
 @pytest.mark.parametrize("error_if_nonfinite", [True, False])
 @given(case=gradient_lists(last=NONFINITE, missing=False))
 def test_total_norm_of_nonfinite(
-    subject: Library, reference: Library, device: str, error_if_nonfinite: bool, case: GradientList
+    compare: Compare, device: str, error_if_nonfinite: bool, case: GradientList
 ) -> None:
     def norm(library: Library) -> Outcome:
         return observe(
             library.nn.utils.get_total_norm, tensors_of(case, device), error_if_nonfinite=error_if_nonfinite
         )
 
-    assert_same_outcome(norm(reference), norm(subject))
+    compare(norm)
 
 
 @clause("nn.utils.clip_grad.get_total_norm.foreach")
 @pytest.mark.parametrize("foreach", [True, False, None])
 @pytest.mark.parametrize("where", ["meta", "meta cpu", "cpu meta"])
-def test_total_norm_foreach(subject: Library, reference: Library, where: str, foreach: bool | None) -> None:
+def test_total_norm_foreach(compare: Compare, where: str, foreach: bool | None) -> None:
     def norm(library: Library) -> Outcome:
         def run() -> Any:
             tensors = [torch.zeros(2, device=device) for device in where.split()]
@@ -129,14 +121,12 @@ def test_total_norm_foreach(subject: Library, reference: Library, where: str, fo
 
         return observe(run)
 
-    assert_same_outcome(norm(reference), norm(subject))
+    compare(norm)
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_scales_long_gradients_among_short_ones(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype
-) -> None:
+def test_scales_long_gradients_among_short_ones(compare: Compare, device: str, dtype: torch.dtype) -> None:
     """Where an implementation goes another way from some length on, both ways scale."""
 
     def outcome(library: Library) -> Outcome:
@@ -146,14 +136,14 @@ def test_scales_long_gradients_among_short_ones(
         norm = torch.tensor(3.0, device=device)
         return observe(library.nn.utils.clip_grads_with_norm_, parameters, 1.0, norm, watch=watch)
 
-    assert_same_outcome(outcome(reference), outcome(subject), EXACT)
+    compare(outcome)
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data())
 def test_scales_by_the_given_norm(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, data: st.DataObject
+    compare: Compare, device: str, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     case = data.draw(gradient_lists(dtypes=(dtype,), last=st.one_of(NONFINITE, st.none())))
     max_norm = data.draw(max_norms)
@@ -165,14 +155,14 @@ def test_scales_by_the_given_norm(
         return observe(library.nn.utils.clip_grads_with_norm_, parameters, max_norm, total_norm, watch=watch)
 
     # One quotient and one product on both sides: the same operations, or one rounding apart.
-    assert_same_outcome(outcome(reference), outcome(subject), norm_of(1, 1))
+    compare(outcome, norm_of(1, 1))
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
 @pytest.mark.parametrize("coalesced", [True, False])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_scales_sparse_gradients(
-    subject: Library, reference: Library, device: str, coalesced: bool, foreach: bool | None
+    compare: Compare, device: str, coalesced: bool, foreach: bool | None
 ) -> None:
     def scaled(library: Library) -> Outcome:
         parameters = [sparse_parameter(device, coalesced), Gradient((3,)).parameter(device)]
@@ -183,15 +173,13 @@ def test_scales_sparse_gradients(
 
         return observe(scale)
 
-    assert_same_outcome(scaled(reference), scaled(subject))
+    compare(scaled)
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.foreach")
 @WITH_AND_WITHOUT_FOREACH
 @pytest.mark.parametrize("norm_on", ["cpu", "meta"])
-def test_scaling_foreach(
-    subject: Library, reference: Library, where: str, foreach: bool | None, norm_on: str
-) -> None:
+def test_scaling_foreach(compare: Compare, where: str, foreach: bool | None, norm_on: str) -> None:
     def outcome(library: Library) -> Outcome:
         parameters = [Gradient((5,), scale=3.0).parameter(device) for device in where.split()]
         watch = [parameter for parameter in parameters if parameter.device.type == "cpu"]
@@ -200,14 +188,11 @@ def test_scaling_foreach(
             library.nn.utils.clip_grads_with_norm_, parameters, 0.5, norm, foreach=foreach, watch=watch
         )
 
-    assert_same_outcome(outcome(reference), outcome(subject), norm_of(1, 1))
+    compare(outcome, norm_of(1, 1))
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
 @pytest.mark.parametrize("parameters", [[], (), None, 3], ids=repr)
-def test_scaling_odd_containers(subject: Library, reference: Library, parameters: Any) -> None:
+def test_scaling_odd_containers(compare: Compare, parameters: Any) -> None:
     norm = torch.tensor(2.0)
-    assert_same_outcome(
-        observe(reference.nn.utils.clip_grads_with_norm_, parameters, 1.0, norm),
-        observe(subject.nn.utils.clip_grads_with_norm_, parameters, 1.0, norm),
-    )
+    compare(lambda library: observe(library.nn.utils.clip_grads_with_norm_, parameters, 1.0, norm))

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.judge.tolerances import EXACT
+from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.clipping import DTYPES, NONFINITE, WITH_AND_WITHOUT_FOREACH, clip_of
 from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
 
@@ -22,23 +22,15 @@ from conformance.strategies.gradients import Gradient, GradientList, gradient_li
 @clause("nn.utils.clip_grad.clip_grad_value_.clamps")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 @given(data=st.data())
-def test_clamps_values(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype, data: st.DataObject
-) -> None:
+def test_clamps_values(compare: Compare, device: str, dtype: torch.dtype, data: st.DataObject) -> None:
     case = data.draw(gradient_lists(dtypes=(dtype,), last=st.one_of(NONFINITE, st.none())))
     value = data.draw(st.sampled_from([0.5, 1, 0.0, 1e-3, 100.0, math.inf, True]))
-    assert_same_outcome(
-        clip_of(reference, case, device, value, function="clip_grad_value_"),
-        clip_of(subject, case, device, value, function="clip_grad_value_"),
-        EXACT,
-    )
+    compare(lambda library: clip_of(library, case, device, value, function="clip_grad_value_"))
 
 
 @clause("nn.utils.clip_grad.clip_grad_value_.clamps")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-def test_long_gradients_among_short_ones(
-    subject: Library, reference: Library, device: str, dtype: torch.dtype
-) -> None:
+def test_long_gradients_among_short_ones(compare: Compare, device: str, dtype: torch.dtype) -> None:
     """Where an implementation goes another way from some length on, both ways clamp on both sides."""
 
     def outcome(library: Library) -> Outcome:
@@ -47,32 +39,29 @@ def test_long_gradients_among_short_ones(
         watch = [parameter.grad for parameter in listed]
         return observe(library.nn.utils.clip_grad_value_, listed, 0.5, watch=watch)
 
-    assert_same_outcome(outcome(reference), outcome(subject), EXACT)
+    compare(outcome)
 
 
 @clause("nn.utils.clip_grad.clip_grad_value_.clamps")
 @pytest.mark.parametrize("container", [list, tuple, lambda p: (x for x in p), lambda p: p[-1]])
 @given(case=gradient_lists(dtypes=(torch.float32, torch.float16), min_size=2))
 def test_clamps_any_container(
-    subject: Library,
-    reference: Library,
+    compare: Compare,
     device: str,
     container: Callable[[list[Any]], Any],
     case: GradientList,
 ) -> None:
-    assert_same_outcome(
-        clip_of(reference, case, device, 0.25, function="clip_grad_value_", container=container),
-        clip_of(subject, case, device, 0.25, function="clip_grad_value_", container=container),
-        EXACT,
+    compare(
+        lambda library: clip_of(library, case, device, 0.25, function="clip_grad_value_", container=container)
     )
 
 
 @clause("nn.utils.clip_grad.clip_grad_value_.foreach")
 @WITH_AND_WITHOUT_FOREACH
-def test_clamping_foreach(subject: Library, reference: Library, where: str, foreach: bool | None) -> None:
+def test_clamping_foreach(compare: Compare, where: str, foreach: bool | None) -> None:
     def outcome(library: Library) -> Outcome:
         parameters = [Gradient((5,), scale=3.0).parameter(device) for device in where.split()]
         watch = [parameter for parameter in parameters if parameter.device.type == "cpu"]
         return observe(library.nn.utils.clip_grad_value_, parameters, 0.5, foreach=foreach, watch=watch)
 
-    assert_same_outcome(outcome(reference), outcome(subject))
+    compare(outcome)
