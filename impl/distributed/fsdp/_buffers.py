@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from impl.distributed.fsdp._managed import clean_name
+from impl.distributed.fsdp._wrapper import Wrapper
 
 
 class Buffers:
@@ -20,7 +20,7 @@ class Buffers:
         device: where it computes.
     """
 
-    def __init__(self, wrappers: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, wrappers: Sequence[Wrapper], device: torch.device) -> None:
         self._wrappers = [weakref.ref(one) for one in wrappers]
         self._device = device
         self._may_evaluate_in_full_precision = any(one._use_full_prec_in_eval for one in wrappers)
@@ -54,19 +54,19 @@ class Buffers:
             for name, buffer in outermost.named_buffers():
                 self._bring(buffer, outermost._buffer_dtypes.get(clean_name(name)))
 
-    def _found(self) -> list[Any]:
+    def _found(self) -> list[Wrapper]:
         return [wrapper for wrapper in (each() for each in self._wrappers) if wrapper is not None]
 
     def _bring(self, buffer: Tensor, dtype: torch.dtype | None) -> None:
         buffer.data = buffer.to(self._device, dtype if buffer.is_floating_point() else None)
 
 
-def _deciding(wrappers: Sequence[Any]) -> Sequence[Any]:
+def _deciding(wrappers: Sequence[Wrapper]) -> Sequence[Wrapper]:
     """The outermost decides for all; one without parameters leaves it to the others."""
     return wrappers[:1] if wrappers and wrappers[0]._unit.param_groups else wrappers
 
 
-def _evaluates_in_full_precision(wrapper: Any) -> bool:
+def _evaluates_in_full_precision(wrapper: Wrapper) -> bool:
     """Instead of in a lower one."""
     return not wrapper._fsdp_wrapped_module.training and any(
         {handle.compute_dtype, handle.reduce_dtype} != {handle.dtype} for handle in wrapper._unit.param_groups

@@ -59,7 +59,6 @@ class Gradients(Protocol):
 
     def refuse_optimizers(self) -> None:
         """Raises a RuntimeError where a hook is to step what cannot be stepped in backward."""
-        ...
 
     def are_there(self) -> bool:
         """Whether any rank has some to step by."""
@@ -71,19 +70,15 @@ class Gradients(Protocol):
 
     def forget_if_cleared(self) -> None:
         """Let go of memory that `.grad` was made of until a user set it to None."""
-        ...
 
     def begin_backward(self) -> None:
         """Take aside what `.grad` holds, so that this backward is added to it."""
-        ...
 
     def abandon_backward(self) -> None:
         """It raised: `.grad` stays as it is, and counts."""
-        ...
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         """Add those of all parameters to what a backward that synchronises will reduce."""
-        ...
 
     def reduce_input(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
@@ -93,11 +88,9 @@ class Gradients(Protocol):
 
     def add(self, reduced: Tensor) -> None:
         """Add what was made of the last `reduce_input`, [S], to those of this backward and before."""
-        ...
 
     def end_backward(self, synced: bool) -> None:
         """Show what this backward left."""
-        ...
 
 
 class ParamGroup(Protocol):
@@ -138,7 +131,6 @@ class ParamGroup(Protocol):
 
     def check_device(self, compute_device: torch.device) -> None:
         """Raises a RuntimeError where the parameters were moved to where they cannot be gathered from."""
-        ...
 
     def write_back_changes(self) -> bool:
         """Take in what a user put in a parameter's place, or in the place of its data; was there any?"""
@@ -158,7 +150,6 @@ class ParamGroup(Protocol):
 
     def end_gather(self, gathering: Gathering) -> None:
         """What is unsharded takes its values out of what was gathered."""
-        ...
 
     def use_unsharded_views(self, dtype: torch.dtype) -> Unsharded:
         """Have the modules see what is unsharded."""
@@ -166,11 +157,9 @@ class ParamGroup(Protocol):
 
     def use_sharded_views(self) -> None:
         """Have the modules see the shards, or what stands for them."""
-        ...
 
     def free(self) -> None:
         """Free the memory of what is unsharded, in every dtype."""
-        ...
 
 
 @torch.no_grad()

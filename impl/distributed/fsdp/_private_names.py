@@ -9,8 +9,7 @@ import torch
 from impl.distributed.fsdp._flat_param import FlatParameter
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._phase import TrainingState, torchs_name
-from impl.distributed.fsdp._root import Root
-from impl.distributed.fsdp._unit import Unit
+from impl.distributed.fsdp._wrapper import Wrapper
 
 
 class Handle:
@@ -30,11 +29,8 @@ class Handle:
             group.set_param_dtype(dtype)
 
 
-class PrivateNames:
+class PrivateNames(Wrapper):
     """Part of FullyShardedDataParallel; keeps nothing of its own."""
-
-    _unit: Unit[FlatParamGroup]
-    _root: Root | None
 
     @property
     def _is_root(self) -> bool | None:

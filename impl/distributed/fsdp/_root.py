@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from impl.distributed.fsdp._managed import clean_name
 from impl.distributed.fsdp._memory import Memory
 from impl.distributed.fsdp._order import Order
 from impl.distributed.fsdp._streams import StreamRole, Streams, shards_were_written, streams_for
@@ -147,33 +146,3 @@ class Root:
             for unit in self.units:
                 unit.reshard_unused()
             self.memory.free_resharded()
-
-
-def root_over(wrappers: Sequence[Any], device: torch.device) -> Root:
-    """The root of wrappers that lie inside one another, the outermost first; each has to fit its root, and its device.
-
-    Raises:
-        ValueError: they differ in what a root can have in one way alone.
-        RuntimeError: the parameters of one are not where it computes.
-    """
-    check_alike(wrappers)
-    for one in wrappers:
-        for group in one._unit.param_groups:
-            group.check_device(one.compute_device)
-    outermost = wrappers[0]
-    names = {one: clean_name(f"{name}.").rstrip(".") for name, one in outermost.named_modules()}
-    for one in wrappers:
-        one._unit.name = names[one] or type(one.module).__name__
-    units = [one._unit for one in wrappers]
-    return Root(outermost._unit, units, device, outermost.limit_all_gathers)
-
-
-def check_alike(wrappers: Sequence[Any]) -> None:
-    """
-    Raises:
-        ValueError: something that one root can have in one way alone is different in two of its wrappers.
-    """
-    for name in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
-        values = {getattr(one, name) for one in wrappers}
-        if len(values) != 1:
-            raise ValueError(f"Expects one homogeneous value for {name} but got {values}")

@@ -38,8 +38,6 @@ class SummonedParams(Protocol):
 
     def refuse_backward(self, name: str) -> None:
         """Of the unit `name`, where it cannot leave its gradients."""
-        ...
 
     def use_summoned_params(self) -> None:
         """Have them show what they did before; nothing if they still do."""
-        ...

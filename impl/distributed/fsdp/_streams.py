@@ -63,11 +63,9 @@ class Streams(Protocol):
 
     def wait(self, role: StreamRole, event: Any) -> None:
         """What is issued to the role's stream from here on runs after the event."""
-        ...
 
     def block(self, event: Any) -> None:
         """Hold up the host until the event."""
-        ...
 
 
 class OneStream:

@@ -22,7 +22,7 @@ from impl.distributed.fsdp._groups import (
     groups_for,
     groups_of,
 )
-from impl.distributed.fsdp._layout.flat import FlatParamGroup, flat_param_groups
+from impl.distributed.fsdp._layout.flat import flat_param_groups
 from impl.distributed.fsdp._managed import ignored_by, managed_params_of, mark_managed, refuse_dtensors
 from impl.distributed.fsdp._module_init import (
     broadcast_states,
@@ -32,13 +32,14 @@ from impl.distributed.fsdp._module_init import (
 )
 from impl.distributed.fsdp._phase import FORWARDS, SHOWN, Phase, TrainingState
 from impl.distributed.fsdp._private_names import PrivateNames
-from impl.distributed.fsdp._root import Root, root_over
+from impl.distributed.fsdp._root import Root
 from impl.distributed.fsdp._spans import span
 from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType
 from impl.distributed.fsdp._summon import FullParamsOptions, check, summoned
 from impl.distributed.fsdp._unit import Unit
+from impl.distributed.fsdp._wrapper import root_over
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite
@@ -192,13 +193,13 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             outward_in = [group for group in reversed(groups) if group is not None]
             broadcast_states(module, managed, outward_in)
         param_groups = flat_param_groups(managed, self._groups, config, self.compute_device)
-        self._unit: Unit[FlatParamGroup] = Unit(module, param_groups, config)
+        self._unit = Unit(module, param_groups, config)
         self._begin_state_dicts(module)
         mark_managed(module, self._ignored, managed)
         self._fsdp_wrapped_module = module
         for name, handle in self._named_handles():
             handle.register_flat_param(self.module, name)
-        self._root: Root | None = None
+        self._root = None
         self._buffer_casts: Buffers | None = None  # of the outermost one
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._claim_inner()

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.distributed.fsdp._desync.collective_order import CollectiveOrderChecker
+from impl.distributed.fsdp._wrapper import Wrapper
 
 _TEXT_BYTES = 2048
 _NO_RANK = 2**31
 
 
-def problem_of_any(wrappers: Sequence[Any], problem: str, given: Sequence[tuple[str, str]]) -> str:
+def problem_of_any(wrappers: Sequence[Wrapper], problem: str, given: Sequence[tuple[str, str]]) -> str:
     """A problem that any rank has, in words; or a key for which they were given something different; or nothing.
 
     Args:

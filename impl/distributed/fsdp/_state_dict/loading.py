@@ -29,7 +29,12 @@ from impl.distributed.fsdp._state_dict.redistribution import Redistribution, Sha
 from impl.distributed.fsdp._state_dict.saving import WRAPPED, bring_to_rest
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
 from impl.distributed.fsdp._unit import Unit
-from impl.distributed.fsdp.api import StateDictType
+from impl.distributed.fsdp._wrapper import Wrapper
+from impl.distributed.fsdp.api import ShardedStateDictConfig, StateDictConfig, StateDictType
+
+
+class LoadableWrapper(Wrapper):
+    _loading: StateDictLoading | None = None
 
 
 class StateDictLoading:
@@ -40,23 +45,28 @@ class StateDictLoading:
         errors: where a module around the outermost one was asked, what nn.Module will raise.
     """
 
-    def __init__(self, wrappers: Sequence[Any], errors: list[str] | None = None) -> None:
+    def __init__(self, wrappers: Sequence[LoadableWrapper], errors: list[str] | None = None) -> None:
         self.wrappers = list(wrappers)
         self.errors = errors
         self._errors_before = 0 if errors is None else len(errors)
-        self._units: dict[Any, UnitLoading] = {}
+        self._units: dict[Wrapper, UnitLoading] = {}
         self._plain = PlainStates(wrappers[0], [one._unit for one in wrappers])
 
     def begin(self) -> None:
         for one in self.wrappers:
             one._loading = self
 
-    def is_walked_from(self, wrapper: Any) -> bool:
+    def is_walked_from(self, wrapper: Wrapper) -> bool:
         """Whether the walk came to this wrapper, the outermost one, from a module around it."""
         return self.errors is not None and wrapper is self.wrappers[0]
 
     def enter(
-        self, wrapper: Any, kind: StateDictType, config: Any, state_dict: dict[str, Any], prefix: str
+        self,
+        wrapper: Wrapper,
+        kind: StateDictType,
+        config: StateDictConfig,
+        state_dict: dict[str, Any],
+        prefix: str,
     ) -> list[str]:
         """Show stand-ins to the modules of a unit; what its keys hold that no rank could load, in words.
 
@@ -66,7 +76,7 @@ class StateDictLoading:
         unit = self._units[wrapper] = UnitLoading(wrapper, kind, config)
         return unit.begin(state_dict, prefix)
 
-    def leave(self, wrapper: Any) -> None:
+    def leave(self, wrapper: Wrapper) -> None:
         """Have the modules of a unit show what they did before."""
         self._units[wrapper].end()
 
@@ -104,7 +114,7 @@ class StateDictLoading:
         for one in self.wrappers:
             one._loading = None
 
-    def _given_to(self, wrapper: Any) -> list[tuple[str, str]]:
+    def _given_to(self, wrapper: Wrapper) -> list[tuple[str, str]]:
         """For each parameter what decides on what the ranks send each other."""
         met = self._units.get(wrapper)
         return [
@@ -131,9 +141,9 @@ class Part:
 class UnitLoading:
     """One unit's part in it."""
 
-    def __init__(self, wrapper: Any, kind: StateDictType, config: Any) -> None:
+    def __init__(self, wrapper: Wrapper, kind: StateDictType, config: StateDictConfig) -> None:
         self._wrapper = wrapper
-        self._unit: Unit[FlatParamGroup] = wrapper._unit
+        self._unit = wrapper._unit
         self._kind = kind
         self._config = config
         self._shown = ExitStack()
@@ -212,7 +222,9 @@ class UnitLoading:
     def _hide_parts(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Put stand-ins for them into the dict, which nn.Module compares with those that the modules show."""
         problems: list[str] = []
-        expected = DTensor if self._config._use_dtensor else ShardedTensor
+        config = self._config
+        uses_dtensor = isinstance(config, ShardedStateDictConfig) and config._use_dtensor
+        expected = DTensor if uses_dtensor else ShardedTensor
         for handle, index, name in self._names():
             key = prefix + WRAPPED + name
             if key not in state_dict:

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import warnings
 from collections.abc import Generator, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._layout.flat import FlatParamGroup
-from impl.distributed.fsdp._managed import Ignored, clean_name
-from impl.distributed.fsdp._root import Root
-from impl.distributed.fsdp._state_dict.loading import StateDictLoading
+from impl.distributed.fsdp._managed import clean_name
+from impl.distributed.fsdp._state_dict.loading import LoadableWrapper, StateDictLoading
 from impl.distributed.fsdp._state_dict.saving import StateDictSaving
-from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
-    MixedPrecision,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -48,32 +40,16 @@ _DEPRECATED = (
 )
 
 
-_FLAT_PARAM = "_flat_param"
 _INSTEAD_OF_SAVING = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned."
 # torch's text, in which a blank is missing.
 _INSTEAD_OF_LOADING = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict willbe returned."
 
 
-class StateDicts(nn.Module):
+class StateDicts(LoadableWrapper):
     """Saves and loads the parameters that a unit manages, by hooks around nn.Module's own walk.
 
     So it makes no difference whether FullyShardedDataParallel or a module around it is asked for its state dict.
     """
-
-    # What FullyShardedDataParallel sets.
-    process_group: dist.ProcessGroup
-    rank: int
-    world_size: int
-    sharding_strategy: ShardingStrategy
-    mixed_precision: MixedPrecision
-    compute_device: torch.device
-    _unit: Unit[FlatParamGroup]
-    _ignored: Ignored
-    _device_mesh: DeviceMesh | None
-    _use_orig_params: bool
-
-    def _find_root(self) -> Root:
-        raise NotImplementedError
 
     def _begin_state_dicts(self, module: nn.Module) -> None:
         """To be called once in the constructor, when `module` has the buffers that it was wrapped with."""
@@ -82,7 +58,6 @@ class StateDicts(nn.Module):
         self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
         self._buffer_dtypes = {clean_name(name): buffer.dtype for name, buffer in module.named_buffers()}
         self._saving: StateDictSaving | None = None
-        self._loading: StateDictLoading | None = None
         self.register_state_dict_pre_hook(_before_saving)
         self._register_state_dict_hook(_after_saving)
         self._register_load_state_dict_pre_hook(_before_loading, with_module=True)
@@ -232,19 +207,6 @@ class StateDicts(nn.Module):
             "torch.distributed.checkpoint.state_dict takes impl's FullyShardedDataParallel for a module that every "
             "rank has unsharded; call impl.drop_in.install() before, or use impl.distributed.fsdp.checkpoint"
         )
-
-    def _named_handles(self) -> list[tuple[str, FlatParamGroup]]:
-        """Under the names by which modules know the flat parameters."""
-        handles = self._unit.param_groups
-        return [
-            (f"{_FLAT_PARAM}_{index}" if index else _FLAT_PARAM, handle)
-            for index, handle in enumerate(handles)
-        ]
-
-    @functools.cached_property
-    def _mesh(self) -> DeviceMesh:
-        """What DTensors are sharded over."""
-        return self._device_mesh or DeviceMesh.from_group(self.process_group, self.compute_device.type)
 
     def _kind_and_config(self, instead: str) -> tuple[StateDictType, StateDictConfig]:
         """What is made or taken now; `instead` says so where it is not what was set.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from impl.distributed.fsdp._state_dict.methods import wrappers_in
+from impl.distributed.fsdp._state_dict.methods import StateDicts, wrappers_in
 from impl.distributed.fsdp._state_dict.optim_flat import OptimSaveOptions
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType, Source, StateDict, rekeyed
 from impl.distributed.fsdp._state_dict.optim_load import OptimStateLoading, load_together
@@ -234,7 +234,7 @@ class OptimStateDicts:
         return rekeyed(optim_state_dict, optim_state_key_type, model, wrappers_in(model), source)
 
 
-def _rooted(model: nn.Module) -> list[Any]:
+def _rooted(model: nn.Module) -> list[StateDicts]:
     """Every FullyShardedDataParallel at and below the model, ready for collectives.
 
     Raises:

@@ -15,6 +15,7 @@ from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._managed import clean_name
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution
 from impl.distributed.fsdp._unit import Unit
+from impl.distributed.fsdp._wrapper import Wrapper
 
 Key = int | str
 StateDict = dict[str, Any]
@@ -32,7 +33,7 @@ class NamedHandle:
     """A flat buffer, and what its parameters are called in the model whose optimizer it is."""
 
     handle: FlatParamGroup
-    wrapper: Any  # the FullyShardedDataParallel whose it is
+    wrapper: Wrapper  # the FullyShardedDataParallel whose it is
     names: tuple[str, ...]
 
     @property
@@ -75,7 +76,7 @@ class Names:
         wrappers: every FullyShardedDataParallel at and below it.
     """
 
-    def __init__(self, model: nn.Module, wrappers: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, wrappers: Sequence[Wrapper]) -> None:
         self._model = model
         prefixes = {module: clean_name(f"{name}.") if name else "" for name, module in model.named_modules()}
         self.handles = [
@@ -182,7 +183,7 @@ def is_keyed_by_name(state_dict: StateDict) -> bool:
 
 
 def rekeyed(
-    state_dict: StateDict, key_type: Any, model: nn.Module, wrappers: Sequence[Any], source: Source
+    state_dict: StateDict, key_type: Any, model: nn.Module, wrappers: Sequence[Wrapper], source: Source
 ) -> StateDict:
     """A state dict of an unwrapped model's optimizer by the other kind of keys; itself, if it has them already.
 

@@ -32,6 +32,7 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
 )
 from impl.distributed.fsdp._state_dict.optim_shard import FlatParamLoad, Scatter, full_tensor_of, is_in_parts
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
+from impl.distributed.fsdp._wrapper import Wrapper
 
 
 class OptimStateLoading:
@@ -49,7 +50,7 @@ class OptimStateLoading:
     def __init__(  # noqa: PLR0913  what torch's functions are told
         self,
         model: nn.Module,
-        wrappers: Sequence[Any],
+        wrappers: Sequence[Wrapper],
         source: Source,
         given: Any,
         *,

@@ -33,6 +33,7 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     is_stepped_unsharded,
     unflattened_groups,
 )
+from impl.distributed.fsdp._wrapper import Wrapper
 
 _Key = tuple[str, ...]
 _CURE = "use sharding_strategy=NO_SHARD with use_orig_params=True for this optimizer"
@@ -41,7 +42,7 @@ _CURE = "use sharding_strategy=NO_SHARD with use_orig_params=True for this optim
 @torch.no_grad()
 def saved(  # noqa: PLR0913  what torch's functions are told
     model: nn.Module,
-    wrappers: Sequence[Any],
+    wrappers: Sequence[Wrapper],
     source: Source,
     state_dict: StateDict,
     options: OptimSaveOptions,
@@ -159,7 +160,7 @@ def _merged_keys(told: Sequence[RankStates], names: Names) -> list[_Key]:
     return [key for key in found if key[0] not in names.handle_of] + managed
 
 
-def _refuse_missing(wrapper: Any, present: set[str], names: Names) -> None:
+def _refuse_missing(wrapper: Wrapper, present: set[str], names: Names) -> None:
     handles = [one for one in names.handles if one.wrapper is wrapper]
     for one in handles:
         for index, name in enumerate(one.names):

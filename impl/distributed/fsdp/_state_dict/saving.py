@@ -21,7 +21,13 @@ from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardPiece, chunk_of
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
 from impl.distributed.fsdp._unit import Unit
-from impl.distributed.fsdp.api import StateDictType
+from impl.distributed.fsdp._wrapper import Wrapper
+from impl.distributed.fsdp.api import (
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictType,
+)
 
 WRAPPED = "_fsdp_wrapped_module."
 
@@ -34,12 +40,14 @@ class StateDictSaving:
         config: of that kind.
     """
 
-    def __init__(self, wrapper: Any, kind: StateDictType, config: Any) -> None:
+    def __init__(self, wrapper: Wrapper, kind: StateDictType, config: StateDictConfig) -> None:
         self._wrapper = wrapper
-        self._unit: Unit[FlatParamGroup] = wrapper._unit
+        self._unit = wrapper._unit
         self._kind = kind
         self._config = config
-        self._is_left_out = kind is StateDictType.FULL_STATE_DICT and config.rank0_only and wrapper.rank != 0
+        self._is_left_out = (
+            isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank != 0
+        )
         self._shown = ExitStack()
         self._copies: dict[int, bool] = {}  # by their storages: whether a key has it already
         self._packed: set[int] = set()  # chunks that are in the dict
@@ -156,7 +164,7 @@ class StateDictSaving:
             chunk = chunk.clone()  # of a parameter with another name
         self._packed.add(id(chunk))
         packed: Any
-        if self._config._use_dtensor:
+        if isinstance(self._config, ShardedStateDictConfig) and self._config._use_dtensor:
             packed = meshed(chunk, slot, self._wrapper._mesh)
         else:
             packed = chunked(chunk, slot, handle.layout, self._wrapper.process_group)

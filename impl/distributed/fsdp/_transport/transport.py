@@ -21,8 +21,6 @@ class Transport(Protocol):
 
     def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
         """Fill `output` with every rank's `mine`, one behind the other."""
-        ...
 
     def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
         """Fill `shard` with the sum of this rank's part of every rank's `buffer`, which may be overwritten."""
-        ...
