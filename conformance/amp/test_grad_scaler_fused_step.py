@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import StepLR
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.optim import SGD
 
 from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.judge.clauses import clause
@@ -32,38 +26,17 @@ from conformance.strategies.fused_steps import (
     SOME,
     Iterations,
     Take,
+    assert_judged_by_four,
     assert_same_iterations,
     assert_same_states,
     by_four,
     by_four_with,
     by_one,
-    iterations,
     judge,
     norms_in,
     state_of,
 )
 from conformance.strategies.scaling import Harness
-
-
-def assert_judged_by_four(
-    deviation: DeviationJudge,
-    reference: Library,
-    device: str,
-    take: Take,
-    kind: str,
-    grad_outcomes: list[float | None],
-    *expected: float,
-) -> None:
-    """torch's calls clip by the norms that were returned, and these are judged by torch's."""
-    judge(
-        deviation,
-        lambda library: list(iterations(library, device, take, kind, grad_outcomes, *expected)),
-        lambda seen: assert_same_iterations(
-            list(iterations(reference, device, by_four_with(norms_in(seen)), kind, grad_outcomes, *expected)),
-            seen,
-            *expected[1:],
-        ),
-    )
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -272,46 +245,6 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
     judge(deviation, probe, compare)
 
 
-@clause("amp.grad_scaler.fused_step.seen_as_a_step")
-@ROW
-@pytest.mark.parametrize("comes_to_it", [True, False])
-@pytest.mark.parametrize("on", ["the optimizer", "its class"])
-def test_a_step_that_was_replaced(
-    deviation: DeviationJudge, reference: Library, device: str, on: str, comes_to_it: bool
-) -> None:
-    """What stands in its place is called once a step, with gradients unscaled and clipped, as `step` calls it."""
-
-    def reported(library: Library, take: Take) -> list[Any]:
-        harness = Harness(library, device, SOME, lambda groups: AdamW(groups, lr=0.125, foreach=True))
-        plain, seen = AdamW.step, []
-
-        def replaced(self: Optimizer) -> None:
-            params = [param for param in harness.parameters if param.grad is not None]
-            seen.append([param.grad.clone() for param in params if param.grad is not None])
-            if comes_to_it:
-                for param in params:
-                    param.data = param.data.clone()
-                plain(self)
-
-        place = AdamW if on == "its class" else harness.optimizer
-        with mock.patch.object(
-            place, "step", replaced if place is AdamW else lambda: replaced(harness.optimizer)
-        ):
-            for last in (None, None, math.inf, None):
-                harness.zero_grad()
-                harness.backward(last)
-                take(harness, 0.5)
-                seen.append([param.detach().clone() for param in harness.parameters])
-        return seen
-
-    expected = observe(reported, reference, by_four)
-    judge(
-        deviation,
-        lambda library: observe(reported, library, by_one),
-        lambda seen: assert_same_states([expected], [seen]),
-    )
-
-
 @clause("amp.grad_scaler.fused_step.in_order")
 @ROW
 def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, reference: Library, device: str) -> None:
@@ -337,41 +270,6 @@ def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, reference: L
         assert expected[0] is not None
 
     judge(deviation, lambda library: reported(library, by_one), compare)
-
-
-@clause("amp.grad_scaler.fused_step.seen_as_a_step")
-@ROW
-@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
-@pytest.mark.parametrize("last", [None, math.inf])
-def test_hooks_schedulers_and_answers(
-    deviation: DeviationJudge, device: str, kind: str, last: float | None
-) -> None:
-    """A step that is taken is one for hooks and schedulers, one that is skipped is none; both can be asked about."""
-
-    def probe(library: Library) -> Any:
-        harness = Harness(library, device, SOME, KINDS[kind])
-        called: list[str] = []
-        harness.optimizer.register_step_pre_hook(lambda *_: called.append("before"))
-        harness.optimizer.register_step_post_hook(lambda *_: called.append("after"))
-        scheduler = StepLR(harness.optimizer, 1)
-        harness.zero_grad()
-        harness.backward(last)
-        harness.scaler.fused_step(harness.optimizer)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            scheduler.step()
-        names = harness.scaler.nonfinite_parameters(harness.optimizer)
-        return called, len(caught), harness.scaler.step_was_taken(harness.optimizer), len(names)
-
-    # Where the device decides, a fused optimizer is called for a step that it skips, as by torch's scaler.
-    skipped = (
-        ([], 1, False, 1) if device == "cpu" or kind == "rmsprop" else (["before", "after"], 0, False, 1)
-    )
-
-    def compare(seen: Any) -> None:
-        assert seen == ((["before", "after"], 0, True, 0) if last is None else skipped)
-
-    judge(deviation, probe, compare)
 
 
 @clause("amp.grad_scaler.fused_step.switched_off")
@@ -426,104 +324,4 @@ def test_momentum_that_begins_with_a_skipped_step(
         deviation,
         lambda library: reported(library, by_one),
         lambda seen: assert_same_iterations(expected, seen),
-    )
-
-
-class NoHostRead(TorchDispatchMode):
-    """In here what would wait for a device raises, and nothing is taken for the host's own."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            raise AssertionError(f"{func} reads a tensor on the host")
-        return func(*args, **(kwargs or {}))
-
-
-@clause("amp.grad_scaler.fused_step.waits_for_nothing")
-@ROW
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("max_norm", [math.inf, 0.5])
-def test_nothing_waits_for_the_device_that_decides(
-    deviation: DeviationJudge, reference: Library, device: str, kind: str, max_norm: float
-) -> None:
-    """The flag decides where it lies, to the same bits; what is documented to wait, in its first step, may."""
-
-    def unread(harness: Harness, *expected: float) -> torch.Tensor:
-        may_wait = kind in ("dampened", "rmsprop") and not harness.optimizer.state
-        with contextlib.nullcontext() if may_wait else NoHostRead():
-            return by_one(harness, *expected)
-
-    with pytest.raises(AssertionError, match="on the host"), NoHostRead():
-        torch.ones(()).item()
-    grad_outcomes = [None, math.inf, None, math.nan, None]
-    assert_judged_by_four(deviation, reference, device, unread, kind, grad_outcomes, max_norm)
-
-
-@clause("amp.grad_scaler.fused_step.waits_for_nothing")
-@ROW
-@pytest.mark.parametrize("max_norm", [math.inf, 0.5])
-def test_nothing_waits_for_the_device(deviation: DeviationJudge, max_norm: float) -> None:
-    """Tensors on the meta device have no values: reading or copying one to the host raises."""
-
-    def probe(library: Library) -> Any:
-        harness = Harness(library, "meta", SOME, AdamW, init_scale=8.0)
-        norms = []
-        for _ in range(2):
-            harness.zero_grad()
-            harness.backward()
-            norms.append(by_one(harness, max_norm))
-        return [norm.device.type for norm in norms]
-
-    def compare(seen: Any) -> None:
-        assert seen == ["meta", "meta"]
-
-    judge(deviation, probe, compare)
-
-
-def _drop_one(params: list[torch.Tensor]) -> None:
-    params[0].grad = None
-
-
-def _replace_one(params: list[torch.Tensor]) -> None:
-    params[0].grad = torch.full_like(params[0], 3.0)
-
-
-def _clamp_all(params: list[torch.Tensor]) -> None:
-    for param in params:
-        if param.grad is not None:
-            param.grad.clamp_(-0.5, 0.5)
-
-
-@clause("amp.grad_scaler.fused_step.seen_as_a_step")
-@ROW
-@pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
-@pytest.mark.parametrize("does", [_drop_one, _replace_one, _clamp_all])
-def test_hooks_before_the_step_have_the_last_word(
-    deviation: DeviationJudge,
-    reference: Library,
-    device: str,
-    does: Callable[[list[torch.Tensor]], None],
-    everywhere: bool,
-) -> None:
-    """They see unscaled gradients, and it is stepped by what they leave; in the third step, after two without."""
-
-    def reported(library: Library, take: Take) -> list[Any]:
-        harness = Harness(library, device, SOME, KINDS["adamw"], init_scale=8.0)
-        seen: list[Any] = []
-        for iteration in range(4):
-            harness.zero_grad()
-            harness.backward()
-            register = (
-                register_optimizer_step_pre_hook if everywhere else harness.optimizer.register_step_pre_hook
-            )
-            hook = (
-                register(lambda *_: does(harness.parameters)) if iteration == 2 else contextlib.nullcontext()
-            )
-            with hook:
-                take(harness, math.inf)
-            seen.append(state_of(harness))
-        return seen
-
-    expected = reported(reference, by_four)
-    judge(
-        deviation, lambda library: reported(library, by_one), lambda seen: assert_same_states(expected, seen)
     )

@@ -152,3 +152,24 @@ def norm_of_some(norm_type: float) -> Tolerance:
     return norm_of(
         sum(math.prod(gradient.shape) for gradient in SOME if gradient.dtype), len(SOME), norm_type
     )
+
+
+def assert_judged_by_four(
+    deviation: DeviationJudge,
+    reference: Library,
+    device: str,
+    take: Take,
+    kind: str,
+    grad_outcomes: list[float | None],
+    *expected: float,
+) -> None:
+    """torch's calls clip by the norms that were returned, and these are judged by torch's."""
+    judge(
+        deviation,
+        lambda library: list(iterations(library, device, take, kind, grad_outcomes, *expected)),
+        lambda seen: assert_same_iterations(
+            list(iterations(reference, device, by_four_with(norms_in(seen)), kind, grad_outcomes, *expected)),
+            seen,
+            *expected[1:],
+        ),
+    )
