@@ -144,3 +144,15 @@ def test_autocast_decorator(compare: Compare, device: str, dtype: torch.dtype) -
         return observe(run)
 
     compare(decorated)
+
+
+@clause("amp.autocast_mode.autocast.decorator")
+def test_a_decorated_function_is_not_scripted(compare: Compare, device: str) -> None:
+    def scripted(library: Library) -> Outcome:
+        @library.amp.autocast(device)
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        return observe(torch.jit.script, inside)
+
+    compare(scripted)

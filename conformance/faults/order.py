@@ -71,8 +71,11 @@ def spans_ranks(item: pytest.Item) -> bool:
 
 
 def distance(clause_id: str, about: str) -> int:
-    """0 if the clause covers the item, 1 if the method or function that the item is a parameter of, and so on."""
-    covers = all_clauses()[clause_id].covers
+    """0 if the clause covers the item, 1 if the method or function that the item is a parameter of, and so on.
+
+    The tests of names and signatures have no clause, and are as far as can be.
+    """
+    covers = all_clauses()[clause_id].covers if clause_id else ()
     path = lineage(about)
     return next((i for i, name in enumerate(path) if any(is_about(c, name) for c in covers)), len(path))
 

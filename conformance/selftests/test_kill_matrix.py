@@ -391,6 +391,7 @@ def test_the_nearest_clauses_come_first() -> None:
     assert distance(far, "amp.GradScaler.unscale_") == 1
     assert distance("amp.grad_scaler.getters.answer", "amp.GradScaler.unscale_(optimizer)") == 2
     assert distance("nn.utils.clip_grad.refusal_is_whole", "amp.GradScaler.unscale_") == 2
+    assert distance("", "amp.GradScaler.unscale_") == 2
 
 
 def test_every_clause_has_faults_to_try() -> None:

@@ -192,6 +192,16 @@ def test_scaling_foreach(compare: Compare, where: str, foreach: bool | None, nor
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
+def test_scaling_one_parameter_by_itself(compare: Compare, device: str) -> None:
+    def outcome(library: Library) -> Outcome:
+        parameter = Gradient((5,), scale=3.0).parameter(device)
+        norm = torch.tensor(4.0, device=device)
+        return observe(library.nn.utils.clip_grads_with_norm_, parameter, 0.5, norm, watch=[parameter])
+
+    compare(outcome, norm_of(1, 1))
+
+
+@clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
 @pytest.mark.parametrize("parameters", [[], (), None, 3], ids=repr)
 def test_scaling_odd_containers(compare: Compare, parameters: Any) -> None:
     norm = torch.tensor(2.0)
