@@ -35,7 +35,7 @@ from impl.kernels.checked_norm import checked_norm, nonfinite_flag
 from impl.kernels.clamp import clamp_
 from impl.kernels.fused_step import fused_step_
 from impl.kernels.norm import total_norm
-from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
+from impl.kernels.rules import RULES, AdagradRule, AdamRule, Rule, SGDRule
 from impl.kernels.scale import scale_
 from impl.kernels.scale_update import update_scale_
 from impl.kernels.unscale import nonfinite_mask, unscale_
@@ -44,6 +44,7 @@ __all__ = [
     "KERNEL_DTYPES",
     "OVERLAP",
     "PLAIN_TYPES",
+    "RULES",
     "AdagradRule",
     "AdamRule",
     "Addresses",

@@ -6,7 +6,7 @@ in its own way. How an optimizer was told to step (`foreach`, `fused`, `capturab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -18,19 +18,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from impl.kernels import (
     KERNEL_DTYPES,
     PLAIN_TYPES,
-    AdagradRule,
-    AdamRule,
+    RULES,
     Form,
     KnownLayoutList,
     Parameters,
     Rule,
-    SGDRule,
     formed,
     fused_step_,
     laid_out_as,
@@ -40,48 +38,7 @@ from impl.optim._list_cache import Bucket, GroupLists, ListCache, cannot_cache_l
 from impl.optim._refusals import name_of
 from impl.optim._shards import local_part
 
-_Group = Mapping[str, Any]
 _TORCHS = str(Path(torch.optim.__file__).parent)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """An optimizer that has a fused update."""
-
-    lists: tuple[str, ...]  # of states, as `_init_group` names them
-    rule: Callable[[_Group, bool], Rule]  # of a group, and whether its states hold nothing yet
-
-
-def _adam_rule(group: _Group, unfilled: bool) -> Rule:
-    beta1, beta2 = group["betas"]
-    names = ("lr", "eps", "weight_decay", "amsgrad", "maximize")
-    return AdamRule(
-        beta1=beta1,
-        beta2=beta2,
-        decoupled=group["decoupled_weight_decay"],
-        **{name: group[name] for name in names},
-    )
-
-
-def _sgd_rule(group: _Group, unfilled: bool) -> Rule:
-    names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    return SGDRule(is_first_step=unfilled, **{name: group[name] for name in names})
-
-
-def _adagrad_rule(group: _Group, unfilled: bool) -> Rule:
-    return AdagradRule(
-        **{name: group[name] for name in ("lr", "lr_decay", "eps", "weight_decay", "maximize")}
-    )
-
-
-_MOMENTUM = ("momentum_buffer_list",)
-_MOMENTS = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
-_KINDS: dict[type[Optimizer], _Kind] = {
-    Adam: _Kind(_MOMENTS, _adam_rule),
-    AdamW: _Kind(_MOMENTS, _adam_rule),
-    SGD: _Kind(_MOMENTUM, _sgd_rule),
-    Adagrad: _Kind(("state_sums",), _adagrad_rule),
-}
 
 
 class NoFusedUpdate(Exception):
@@ -96,7 +53,7 @@ class NoFusedUpdate(Exception):
 class Update:
     """One update: parameters of one group, dtype and device, or those of them whose states hold nothing yet."""
 
-    kind: _Kind
+    rule: type[Rule]
     group: dict[str, Any]
     params: list[Tensor]  # as the optimizer has them
     parameters: Parameters
@@ -120,7 +77,10 @@ class Update:
                 return
             found_inf = None
         # Momentum of zeros becomes the gradient where nothing dampens it, and stays zeros where the step is skipped.
-        rule = self.kind.rule(self.group, self.unfilled and found_inf is None)
+        settings = self.rule.settings_of(self.group)
+        if self.unfilled and found_inf is None:
+            settings["is_first_step"] = True
+        rule = self.rule(**settings)
         counters = self.bucket.counters
         counters.advance()
         fused_step_(rule, self.parameters, self.grads, factor, found_inf)
@@ -128,7 +88,11 @@ class Update:
             counters.take_back(found_inf)
         if self.unfilled:
             for param, momentum in zip(self.params, self.parameters.states[0], strict=True):
-                optimizer.state[param]["momentum_buffer"] = momentum
+                optimizer.state[param][self.rule.LATE_STATE] = momentum
+
+
+def _rule_of(kind: type[Optimizer]) -> type[Rule] | None:
+    return next((rule for rule in RULES if kind in rule.OPTIMIZERS), None)
 
 
 def has_fused_update(optimizer: Optimizer) -> bool:
@@ -137,7 +101,7 @@ def has_fused_update(optimizer: Optimizer) -> bool:
 
 
 def _objection_to(optimizer: Optimizer) -> str | None:
-    if type(optimizer) not in _KINDS:
+    if _rule_of(type(optimizer)) is None:
         return f"{name_of(type(optimizer))} has no fused update"
     if any(group["differentiable"] for group in optimizer.param_groups):
         return "its steps are differentiable"
@@ -176,13 +140,14 @@ def step_by(
     optimizer: Optimizer, updates: Sequence[Update], factor: Tensor, found_inf: Tensor | None
 ) -> None:
     """Call `optimizer.step()`, which applies the updates and does nothing else: hooks and schedulers see a step."""
+    rule = _rule_of(type(optimizer))
 
     def of_group(group: dict[str, Any], *lists: list[Any]) -> Any:
         """In the place of `_init_group`: does the group's updates, and returns lists that leave nothing to do."""
         for update in updates:
             if update.group is group:
                 update.apply(optimizer, factor, found_inf)
-        return (False, False) if type(optimizer) is Adagrad else False
+        return None if rule is None else rule.NOTHING_LEFT
 
     attributes: Any = optimizer
     before = vars(optimizer).get("_init_group")
@@ -237,7 +202,9 @@ class _Lists:
     """The updates of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._kind = _KINDS[type(optimizer)]
+        rule = _rule_of(type(optimizer))
+        assert rule is not None
+        self._rule = rule
         self.list_cache = ListCache(
             optimizer, with_forms=True
         )  # attached to a group: its buckets' `_Prepared`
@@ -274,21 +241,21 @@ class _Lists:
             grads, is_plain = bucket.grads, True
         else:
             grads = _local_gradients(bucket)
-            states = [bucket[name] for name in self._kind.lists if bucket[name]]
-            if self._kind.lists == _MOMENTUM and states and any(map(is_, states[0], repeat(None))):
+            states = [bucket[name] for name in self._rule.STATES if bucket[name]]
+            if self._rule.LATE_STATE is not None and states and any(map(is_, states[0], repeat(None))):
                 return self._of_unfilled(group, bucket, grads, copies)
             prepared = _Prepared.of(_prepared(bucket.params, states, bucket, grads, mine), grads)
             is_plain = PLAIN_TYPES.issuperset(map(type, chain(bucket.params, bucket.grads)))
         if is_plain:  # what is not is looked through anew, since its part may lie elsewhere then
             group_lists.attached[bucket] = prepared
         some = [*grads] if prepared.form is None else KnownLayoutList(grads, prepared.form)
-        return [Update(self._kind, group, bucket.params, prepared.parameters, some, bucket, False)]
+        return [Update(self._rule, group, bucket.params, prepared.parameters, some, bucket, False)]
 
     def _of_unfilled(
         self, group: dict[str, Any], bucket: Bucket, grads: list[Tensor], copies: Mapping[int, Tensor]
     ) -> list[Update]:
         """The first steps with momentum; parameters may begin at different times."""
-        momenta = bucket["momentum_buffer_list"]
+        momenta = bucket[self._rule.STATES[0]]
         updates: list[Update] = []
         for unfilled in (False, True):
             places = [i for i, momentum in enumerate(momenta) if (momentum is None) is unfilled]
@@ -298,7 +265,7 @@ class _Lists:
                 some_grads = [grads[i] for i in places]
                 mine = _copies_of(params, copies)
                 parameters = _prepared(params, [some], bucket, some_grads, mine)
-                updates.append(Update(self._kind, group, params, parameters, some_grads, bucket, unfilled))
+                updates.append(Update(self._rule, group, params, parameters, some_grads, bucket, unfilled))
         return updates
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
-from impl.kernels import copy_into_
-from impl.optim._fused_operators import Update, step_bucket
+from impl.kernels import Rule, copy_into_
+from impl.optim._fused_operators import step_bucket
 from impl.optim._graphs import Graph, captured, graphs_for
 from impl.optim._list_cache import Bucket, tensor_guards
 
@@ -116,8 +116,8 @@ class _Fixed(NamedTuple):
 class GraphedUpdate:
     """The update of one bucket."""
 
-    def __init__(self, update: Update, bucket: Bucket, optimizer: Optimizer, backoff: Backoff) -> None:
-        self._update, self._bucket, self._backoff = update, bucket, backoff
+    def __init__(self, rule: type[Rule], bucket: Bucket, optimizer: Optimizer, backoff: Backoff) -> None:
+        self._rule, self._bucket, self._backoff = rule, bucket, backoff
         self._names = [name for name in optimizer.defaults if name != "lr"]
         self._graphs = graphs_for(bucket.device)
         self._is_together = all(tensor.device == bucket.device for tensor in bucket.tensors())
@@ -132,7 +132,7 @@ class GraphedUpdate:
     def step(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         self._why_eager = why_eager(self._facts())
         if self._why_eager is not None:
-            step_bucket(self._update, self._bucket, group, grad_scale, found_inf)
+            step_bucket(self._rule, self._bucket, group, grad_scale, found_inf)
             return
         self._bucket.counters.join()  # now, since they lie elsewhere then, for which a graph would be captured anew
         settings = self._settings_for(group, grad_scale, found_inf)
@@ -237,7 +237,7 @@ class GraphedUpdate:
 
     def _work(self, group: dict[str, Any], settings: Settings) -> None:
         on_device = {**group, "lr": settings.lr}
-        step_bucket(self._update, self._bucket, on_device, settings.grad_scale, settings.found_inf)
+        step_bucket(self._rule, self._bucket, on_device, settings.grad_scale, settings.found_inf)
 
 
 def _frozen(value: Any) -> Any:

@@ -21,7 +21,7 @@ from torch._guards import TracingContext
 from torch.optim import Optimizer
 
 from impl.kernels import dynamo_disable
-from impl.optim._fused_operators import step_bucket, update_for
+from impl.optim._fused_operators import rule_for, step_bucket
 from impl.optim._graphed_update import Backoff, GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
 from impl.optim._list_cache import GroupLists, ListCache, cannot_cache_lists, plain_init_group
@@ -134,18 +134,18 @@ class _Capture:
             step(group_lists.group, grad_scale, found_inf)
 
     def _chosen(self, optimizer: Optimizer, group_lists: GroupLists) -> _Chosen:
-        update = update_for(optimizer, group_lists)
-        if update is None:
+        rule = rule_for(optimizer, group_lists)
+        if rule is None:
             return _Chosen(None, [])
         if self.wants_graphs:
             places = {id(group): place for place, group in enumerate(optimizer.param_groups)}
             place = places.get(id(group_lists.group))
             graphed = [
-                GraphedUpdate(update, bucket, optimizer, self._backoffs[place, number])
+                GraphedUpdate(rule, bucket, optimizer, self._backoffs[place, number])
                 for number, bucket in enumerate(group_lists.buckets)
             ]
             return _Chosen([each.step for each in graphed], graphed)
-        return _Chosen([functools.partial(step_bucket, update, bucket) for bucket in group_lists.buckets], [])
+        return _Chosen([functools.partial(step_bucket, rule, bucket) for bucket in group_lists.buckets], [])
 
     def want_graphs(self, wants: bool) -> None:
         if wants != self.wants_graphs:

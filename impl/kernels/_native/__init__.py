@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from impl.kernels.rules import FLAGS, NUMBERS
+
 # As `tandem_interface` gives it: changed together with the arguments and structures of the C code.
 _INTERFACE = 5
 # As in lists.h.
@@ -40,9 +42,8 @@ class Settings(Structure):
 
     _fields_ = (
         ("rule", c_int64),
-        *((name, c_double) for name in ("lr", "weight_decay", "eps", "beta1", "beta2")),
-        *((name, c_double) for name in ("momentum", "dampening", "lr_decay")),
-        *((name, c_int64) for name in ("maximize", "decoupled", "nesterov", "first")),
+        *((name, c_double) for name in NUMBERS),
+        *((name, c_int64) for name in FLAGS),
     )
 
 

@@ -4,6 +4,7 @@
 
 enum rule { ADAM, SGD, ADAGRAD };
 
+/* Named and ordered as in impl/kernels/rules.py. */
 struct settings {
     int64_t rule;
     double lr, weight_decay, eps;

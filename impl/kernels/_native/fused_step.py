@@ -14,7 +14,9 @@ from impl.kernels._native import CODES, STATES, Column, Library, List, Settings,
 from impl.kernels._native.memory import Addresses, KnownLayoutList, Tensors, memory_of, tensors_to_read
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import lie_apart, on_host
-from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
+from impl.kernels.rules import FLAGS, NUMBERS, Rule
+
+_SETTINGS = frozenset((*NUMBERS, *FLAGS)) - {"lr"}
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,8 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     """
     if not isinstance(grads, KnownLayoutList):
         memory.have_moved()
-    settings, places = _settings_of(rule), memory.places()
-    if settings is None or places is None:
+    places = memory.places()
+    if places is None:
         return False
     if not isinstance(grads, KnownLayoutList) and not (
         places.are_contiguous and all(map(Tensor.is_contiguous, grads))
@@ -141,7 +143,7 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     states = (List * STATES)(*[List(column.address, own) for column in places.states])
     copies = List() if places.copies is None else List(places.copies.address, CODES[memory.copies[0].dtype])
     update = Update(
-        settings,
+        _settings_of(rule),
         float(factor),
         List(places.params.address, own),
         read.list,
@@ -155,17 +157,10 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     return True
 
 
-def _settings_of(rule: Rule) -> Settings | None:
-    """None of a rule that the library does not have."""
-    if not isinstance(rule, AdamRule | SGDRule | AdagradRule):
-        return None
-    settings = Settings(lr=float(rule.lr), weight_decay=rule.weight_decay, maximize=rule.maximize)
-    if isinstance(rule, AdamRule):
-        settings.rule, settings.decoupled = 0, rule.decoupled
-        settings.beta1, settings.beta2, settings.eps = rule.beta1, rule.beta2, rule.eps
-    elif isinstance(rule, SGDRule):
-        settings.rule, settings.nesterov, settings.first = 1, rule.nesterov, rule.is_first_step
-        settings.momentum, settings.dampening = rule.momentum, rule.dampening
-    else:
-        settings.rule, settings.eps, settings.lr_decay = 2, rule.eps, rule.lr_decay
+def _settings_of(rule: Rule) -> Settings:
+    settings = Settings(rule=rule.KERNELS.native)
+    for name, value in vars(rule).items():
+        if name in _SETTINGS:
+            setattr(settings, name, value)
+    settings.lr = float(rule.lr)
     return settings

@@ -14,11 +14,11 @@ from impl.kernels._lists import dtypes_of
 from impl.kernels._parameters import Parameters
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import ChunkTable, sent_to, stream_of
+from impl.kernels._triton import rules
 from impl.kernels._triton.chunk import on_device
-from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
 from impl.kernels._triton.update import LAUNCH
 from impl.kernels._update_table import update_table
-from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
+from impl.kernels.rules import Rule
 
 _HANDLED = (torch.float16, torch.bfloat16, torch.float32)
 _DTYPES = {
@@ -27,12 +27,6 @@ _DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-
-
-class _Arithmetic(NamedTuple):
-    kernel: Any
-    settings: tuple[float, ...]  # as the kernel lists them, after the learning rate
-    flags: dict[str, bool | str]
 
 
 class _Alike(NamedTuple):
@@ -46,20 +40,22 @@ class _Alike(NamedTuple):
 def launch_fused_step(
     rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None
 ) -> bool:
-    """Run a kernel; False, and nothing done, where there is none for the rule or the parameters."""
-    arithmetic = _arithmetic_of(rule)
-    if arithmetic is None or parameters.params[0].dtype not in _HANDLED:
+    """Run the rule's kernel; False, and nothing done, where it does not take the parameters."""
+    if parameters.params[0].dtype not in _HANDLED:
         return False
     kinds = [_alike(parameters, grads, places) for places in _places_by_kind(parameters, grads)]
     if None in kinds:
         return False
-    lr, settings = _numbers(rule.lr, arithmetic.settings, factor.device)
+    kernel: Any = getattr(rules, rule.KERNELS.triton)
+    flags = {name.upper(): getattr(rule, name) for name in rule.KERNELS.flags}
+    given = tuple(getattr(rule, name) for name in rule.KERNELS.settings)
+    lr, settings = _numbers(rule.lr, given, factor.device)
     with on_device(factor):
         for alike in filter(None, kinds):
             if alike.table.chunks:
-                arithmetic.kernel[(alike.table.chunks,)](
+                kernel[(alike.table.chunks,)](
                     alike.table.rows, settings, lr, factor, found_inf, LISTS=len(alike.lists),
-                    STATES=len(parameters.states), **arithmetic.flags, **alike.dtypes, **LAUNCH,
+                    STATES=len(parameters.states), **flags, **alike.dtypes, **LAUNCH,
                 )  # fmt: skip
     for written in (parameters.params, *parameters.states, parameters.copies):
         torch.autograd.graph.increment_version(written)
@@ -88,33 +84,6 @@ def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | 
     named = {"OWN": params, "GRADS": laid_out, "COPIES": copies or params}
     dtypes = {name: _DTYPES[some[0].dtype] for name, some in named.items()}
     return None if table is None else _Alike(lists, table, dtypes)
-
-
-def _arithmetic_of(rule: Rule) -> _Arithmetic | None:
-    match rule:
-        case AdamRule():
-            decay = "none" if rule.weight_decay == 0 else "decoupled" if rule.decoupled else "gradient"
-            return _Arithmetic(
-                adam_kernel,
-                (rule.beta1, rule.beta2, rule.eps, rule.weight_decay),
-                {"AMSGRAD": rule.amsgrad, "MAXIMIZE": rule.maximize, "DECAY": decay},
-            )
-        case SGDRule():
-            momentum = "none" if rule.momentum == 0 else "begins" if rule.is_first_step else "goes_on"
-            flags = {"MOMENTUM": momentum, "NESTEROV": rule.nesterov, "DECAYS": rule.weight_decay != 0}
-            return _Arithmetic(
-                sgd_kernel,
-                (rule.momentum, rule.dampening, rule.weight_decay),
-                {**flags, "MAXIMIZE": rule.maximize},
-            )
-        case AdagradRule():
-            return _Arithmetic(
-                adagrad_kernel,
-                (rule.lr_decay, rule.eps, rule.weight_decay),
-                {"MAXIMIZE": rule.maximize, "DECAYS": rule.weight_decay != 0},
-            )
-        case _:
-            return None
 
 
 def _numbers(lr: float | Tensor, settings: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def adam_kernel(
 def _sgd(param: tl.tensor, grad: tl.tensor, states: tl.tuple, numbers: tl.tuple, flags: tl.tuple) -> tl.tuple:
     mean, second, third = states
     lr, momentum, undampened, decay = numbers
-    MOMENTUM: tl.constexpr = flags[0]
+    MOMENTUM_PHASE: tl.constexpr = flags[0]
     NESTEROV: tl.constexpr = flags[1]
     MAXIMIZE: tl.constexpr = flags[2]
     DECAYS: tl.constexpr = flags[3]
@@ -82,8 +82,8 @@ def _sgd(param: tl.tensor, grad: tl.tensor, states: tl.tuple, numbers: tl.tuple,
         grad = -grad
     if DECAYS:
         grad = tl.fma(decay, param, grad)
-    if MOMENTUM != "none":
-        mean = grad if MOMENTUM == "begins" else tl.fma(momentum, mean, undampened * grad)
+    if MOMENTUM_PHASE != "none":
+        mean = grad if MOMENTUM_PHASE == "begins" else tl.fma(momentum, mean, undampened * grad)
         grad = tl.fma(momentum, mean, grad) if NESTEROV else mean
     return tl.fma(-lr, grad, param), mean, second, third
 
@@ -95,7 +95,7 @@ def sgd_kernel(
     lr_ptr: tl.tensor,  # [] any float dtype, which counts
     factor_ptr: tl.tensor,  # [] f32 or f64
     found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
-    MOMENTUM: tl.constexpr,  # none, begins or goes_on
+    MOMENTUM_PHASE: tl.constexpr,  # none, begins or goes_on
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DECAYS: tl.constexpr,
@@ -116,8 +116,8 @@ def sgd_kernel(
             lr.to(tl.float32), momentum.to(tl.float32), (1.0 - dampening).to(tl.float32), decay.to(tl.float32),
         )  # fmt: skip
         visit_update(
-            rows_ptr, factor_ptr, _sgd, numbers, (MOMENTUM, NESTEROV, MAXIMIZE, DECAYS), LISTS, STATES, OWN, GRADS,
-            COPIES, CHUNK, BLOCK,
+            rows_ptr, factor_ptr, _sgd, numbers, (MOMENTUM_PHASE, NESTEROV, MAXIMIZE, DECAYS), LISTS, STATES, OWN,
+            GRADS, COPIES, CHUNK, BLOCK,
         )  # fmt: skip
 
 

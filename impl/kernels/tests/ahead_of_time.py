@@ -74,7 +74,9 @@ CASES = (
     ),
     _update("adamw_copies", adam_kernel, 2, tl.float32, tl.bfloat16, tl.bfloat16, AMSGRAD=False, DECAY="decoupled"),
     _update("adam_halves", adam_kernel, 3, tl.bfloat16, tl.bfloat16, None, AMSGRAD=True, DECAY="gradient"),
-    _update("momentum", sgd_kernel, 1, tl.float32, tl.float32, None, MOMENTUM="goes_on", NESTEROV=True, DECAYS=True),
+    _update(
+        "momentum", sgd_kernel, 1, tl.float32, tl.float32, None, MOMENTUM_PHASE="goes_on", NESTEROV=True, DECAYS=True
+    ),
     _update("adagrad", adagrad_kernel, 1, tl.float32, tl.float16, None, DECAYS=True),
 )  # fmt: skip
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impl import kernels
-from impl.kernels import AdagradRule, AdamRule, Rule, SGDRule
+from impl.kernels import RULES, Rule, SGDRule
 from impl.kernels._table import CHUNK
 from impl.kernels.tests.interpreter import the_interpreter
 from impl.kernels.tests.native import the_library
-from impl.kernels.tests.update_bounds import update
+from impl.kernels.tests.update_bounds import EACH, OTHERS, rules, states_of, update
 from impl.kernels.tests.updates import Described, Lists, Place, lists_of, updated
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -23,20 +23,6 @@ _DTYPES = (torch.float32, *_NARROW)
 _EDGES = (0, 1, 5, 1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1)
 few = settings(max_examples=15, deadline=None)
 many = settings(max_examples=25, deadline=None)
-
-rates = st.sampled_from([1e-3, 0.125, torch.tensor(0.01), torch.tensor(1e-4, dtype=torch.float64)])
-decays = st.sampled_from([0.0, 0.1])
-bools = st.booleans()
-rules = st.one_of(
-    st.builds(
-        AdamRule, rates, st.sampled_from([0.0, 0.9]), st.sampled_from([0.0, 0.999]), st.sampled_from([1e-8, 1e-3]),
-        decays, bools, bools, bools,
-    ),
-    st.builds(
-        SGDRule, rates, st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.25]), decays, bools, bools, bools
-    ),
-    st.builds(AdagradRule, rates, st.sampled_from([0.0, 0.5]), st.sampled_from([1e-10, 1e-3]), decays, bools),
-)  # fmt: skip
 
 
 @st.composite
@@ -49,45 +35,21 @@ def described(draw: st.DrawFn) -> Described:
     )  # fmt: skip
     return Described(
         rule, states_of(rule), draw(st.sampled_from(_DTYPES)), draw(st.sampled_from([None, *_NARROW])),
-        draw(st.lists(places, min_size=1, max_size=4)), 0.0 if isinstance(rule, SGDRule) else
-        draw(st.sampled_from([1.0, 2.0, 1000.0, 1e6])), draw(st.sampled_from([1.0, 2.0**-10, 0.37])),
-        draw(st.sampled_from([None, 0.0])),
+        draw(st.lists(places, min_size=1, max_size=4)),
+        draw(st.sampled_from([1.0, 2.0, 1000.0, 1e6])) if rule.COUNTS else 0.0,
+        draw(st.sampled_from([1.0, 2.0**-10, 0.37])), draw(st.sampled_from([None, 0.0])),
     )  # fmt: skip
-
-
-def states_of(rule: Rule) -> int:
-    match rule:
-        case AdamRule():
-            return 3 if rule.amsgrad else 2
-        case SGDRule():
-            return 1 if rule.momentum else 0
-        case _:
-            return 1
 
 
 def one(rule: Rule, **changed: object) -> Described:
     """A float32 parameter longer than a chunk, a short one; gradients in float32."""
     places = [Place(numel, "contiguous", "alike", torch.float32, numel) for numel in (CHUNK + 5, 7)]
-    counts = 0.0 if isinstance(rule, SGDRule) else 3.0
+    counts = 3.0 if rule.COUNTS else 0.0
     return Described(rule, states_of(rule), torch.float32, None, places, counts, 0.25, None)._replace(
         **changed
     )
 
 
-ADAM = AdamRule(0.01, 0.9, 0.999, 1e-3, 0.1, amsgrad=True, maximize=False, decoupled=True)
-EACH = [
-    ADAM,
-    SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=False),
-    AdagradRule(0.01, 0.5, 1e-3, 0.1, maximize=False),
-]
-# With what the ones above have not.
-OTHERS = [
-    AdamRule(0.01, 0.9, 0.999, 1e-3, 0.1, amsgrad=False, maximize=True, decoupled=False),
-    SGDRule(0.01, 0.5, 0.25, 0.0, nesterov=True, maximize=True, is_first_step=False),
-    SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=True),
-    SGDRule(0.01, 0.0, 0.0, 0.1, nesterov=False, maximize=False, is_first_step=False),
-    AdagradRule(0.01, 0.5, 1e-3, 0.0, maximize=True),
-]
 each_backend = pytest.mark.parametrize("backend", ["triton", "native"])
 each_rule = pytest.mark.parametrize("rule", EACH, ids=lambda rule: type(rule).__name__)
 
@@ -131,6 +93,10 @@ def assert_within_roundings(backend: str, what: Described) -> None:
             excess = (ours.double() - torchs).abs() - bound.stored(what.dtype).error
             assert not ours.isnan().any()
             assert (excess <= 0).all(), (place, number, float(excess.max()))
+
+
+def test_every_rule_is_tried() -> None:
+    assert {type(rule) for rule in EACH} == set(RULES)
 
 
 @few

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from impl.kernels import RULES
 from impl.kernels.tests import passes
 from impl.kernels.tests.interpreter import the_interpreter
 
-_UPDATES = {"AdamW": "adam_kernel", "SGD": "sgd_kernel", "Adagrad": "adagrad_kernel"}
+_UPDATES = {rule.OPTIMIZERS[-1].__name__: rule.KERNELS.triton for rule in RULES}
 
 
 @pytest.mark.parametrize("optimizer", list(_UPDATES))

@@ -1,15 +1,49 @@
-"""The updates of the rules in the order in which the kernels do them, with the bound that their roundings add up to."""
+"""The updates of the rules in the order in which the kernels do them, with the bound that their roundings add up to.
+
+And with which settings the tests try each.
+"""
 
 from __future__ import annotations
 
 import math
 
+import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from impl.kernels import AdagradRule, AdamRule, Rule, SGDRule
 from impl.kernels.tests.rounded import Rounded
 
 _number = Rounded.number
+
+rates = st.sampled_from([1e-3, 0.125, torch.tensor(0.01), torch.tensor(1e-4, dtype=torch.float64)])
+decays = st.sampled_from([0.0, 0.1])
+bools = st.booleans()
+rules = st.one_of(
+    st.builds(
+        AdamRule, rates, st.sampled_from([0.0, 0.9]), st.sampled_from([0.0, 0.999]), st.sampled_from([1e-8, 1e-3]),
+        decays, bools, bools, bools,
+    ),
+    st.builds(
+        SGDRule, rates, st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.25]), decays, bools, bools, bools
+    ),
+    st.builds(AdagradRule, rates, st.sampled_from([0.0, 0.5]), st.sampled_from([1e-10, 1e-3]), decays, bools),
+)  # fmt: skip
+
+ADAM = AdamRule(0.01, 0.9, 0.999, 1e-3, 0.1, amsgrad=True, maximize=False, decoupled=True)
+EACH = [
+    ADAM,
+    SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=False),
+    AdagradRule(0.01, 0.5, 1e-3, 0.1, maximize=False),
+]
+# With what the ones above have not.
+OTHERS = [
+    AdamRule(0.01, 0.9, 0.999, 1e-3, 0.1, amsgrad=False, maximize=True, decoupled=False),
+    SGDRule(0.01, 0.5, 0.25, 0.0, nesterov=True, maximize=True, is_first_step=False),
+    SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=True),
+    SGDRule(0.01, 0.0, 0.0, 0.1, nesterov=False, maximize=False, is_first_step=False),
+    AdagradRule(0.01, 0.5, 1e-3, 0.0, maximize=True),
+]
 
 
 def update(
@@ -27,6 +61,16 @@ def update(
             return _adagrad(rule, wide[0], scaled, wide[1], step)
         case _:
             raise AssertionError(f"no bound is known for {rule}")
+
+
+def states_of(rule: Rule) -> int:
+    match rule:
+        case AdamRule():
+            return 3 if rule.amsgrad else 2
+        case SGDRule():
+            return 1 if rule.momentum else 0
+        case _:
+            return 1
 
 
 def _decayed(rule: SGDRule | AdagradRule | AdamRule, param: Rounded, grad: Rounded) -> Rounded:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from impl.kernels import RULES
 from impl.optim import _counters, _fused_operators, _list_cache, captured
 from impl.optim._counters import Counters
 from impl.optim._list_cache import Bucket, GroupLists, ListCache
@@ -61,7 +62,7 @@ FAULTS["another dictionary of state is not noticed"] = replaced(
 FAULTS["step counters are not advanced"] = replaced(Counters, "advance", lambda self: None)
 FAULTS["step counters count skipped steps"] = replaced(Counters, "take_back", lambda self, found_inf: None)
 FAULTS["found_inf and grad_scale are forgotten"] = replaced(
-    _fused_operators, "_at", lambda value, device: None
+    _fused_operators, "placed", lambda value, device: None
 )
 
 
@@ -88,13 +89,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @FAULTS.named("the learning rate is that of the first step")
 def _(patch: pytest.MonkeyPatch) -> None:
-    for kind, real in list(_fused_operators._UPDATES.items()):
+    for rule in RULES:
         first: dict[int, Any] = {}
 
-        def update(bucket: Any, group: Any, *rest: Any, real: Any = real, first: Any = first) -> None:
-            real(bucket, {**group, "lr": first.setdefault(id(bucket), group["lr"])}, *rest)
+        def settings_of(group: Any, real: Any = rule.settings_of, first: Any = first) -> Any:
+            return {**real(group), "lr": first.setdefault(id(group), group["lr"])}
 
-        patch.setitem(_fused_operators._UPDATES, kind, update)
+        patch.setattr(rule, "settings_of", staticmethod(settings_of))
 
 
 @FAULTS.named("every group has the values of the first")
@@ -111,13 +112,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @FAULTS.named("hyperparameters of other kinds stay those of the first step")
 def _(patch: pytest.MonkeyPatch) -> None:
-    for kind, real in list(_fused_operators._UPDATES.items()):
+    for rule in RULES:
         first: dict[int, Any] = {}
 
-        def update(bucket: Any, group: Any, *rest: Any, real: Any = real, first: Any = first) -> None:
-            real(bucket, {**first.setdefault(id(bucket), dict(group)), "lr": group["lr"]}, *rest)
+        def settings_of(group: Any, real: Any = rule.settings_of, first: Any = first) -> Any:
+            return {**first.setdefault(id(group), real(group)), "lr": group["lr"]}
 
-        patch.setitem(_fused_operators._UPDATES, kind, update)
+        patch.setattr(rule, "settings_of", staticmethod(settings_of))
 
 
 @FAULTS.named("counters that share memory are pulled apart")
