@@ -16,6 +16,9 @@ class Compare:
     def __init__(self, reference: Library, subject: Library) -> None:
         self._reference, self._subject = reference, subject
 
+    def __repr__(self) -> str:
+        return f"Compare({self._reference.spec!r}, {self._subject.spec!r})"
+
     def __call__(
         self, probe: Callable[[Library], Outcome | Iterable[Outcome]], tolerance: Tolerance = EXACT
     ) -> None:
