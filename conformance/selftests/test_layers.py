@@ -44,7 +44,6 @@ WITHIN_SHARDING = (
         "_nested",
         "_order",
         "_phase",
-        "_spans",
         "_streams",
     ),
     (

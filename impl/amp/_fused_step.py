@@ -128,7 +128,8 @@ def fused_step(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     step = _Step(scaler, optimizer, options, params, scale, known)
     copies = dict(zip(map(id, params), options.low_precision_params, strict=False))
-    with borrowed_grads(params, options.low_precision_params):
+    name = type(optimizer).__name__
+    with kernels.span("GradScaler.fused_step", name), borrowed_grads(params, options.low_precision_params):
         try:
             with updates_of(optimizer, copies) as updates:
                 norm, here, found = _agreed(step, [(update.params, update.grads) for update in updates])

@@ -30,6 +30,7 @@ from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, l
 from impl.kernels._native.memory import Addresses, Form, KnownLayoutList, formed, joined
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import Parameters
+from impl.kernels._spans import is_profiled, span
 from impl.kernels._storage_order import OVERLAP, laid_out_as, overlaps_itself
 from impl.kernels.checked_norm import checked_norm, nonfinite_flag
 from impl.kernels.clamp import clamp_
@@ -64,6 +65,7 @@ __all__ = [
     "formed",
     "fused_step_",
     "has_host_copies",
+    "is_profiled",
     "joined",
     "known_on_host",
     "laid_out_as",
@@ -74,6 +76,7 @@ __all__ = [
     "overlaps_itself",
     "placed",
     "scale_",
+    "span",
     "total_norm",
     "unscale_",
     "update_scale_",

@@ -41,6 +41,9 @@ from impl.optim._shards import local_part
 _TORCHS = str(Path(torch.optim.__file__).parent)
 
 
+_RULE_OF: dict[type[Optimizer], type[Rule]] = {kind: rule for rule in RULES for kind in rule.OPTIMIZERS}
+
+
 class NoFusedUpdate(Exception):
     """An optimizer, or what it holds, has no fused update; the message says why."""
 
@@ -91,17 +94,13 @@ class Update:
                 optimizer.state[param][self.rule.LATE_STATE] = momentum
 
 
-def _rule_of(kind: type[Optimizer]) -> type[Rule] | None:
-    return next((rule for rule in RULES if kind in rule.OPTIMIZERS), None)
-
-
 def has_fused_update(optimizer: Optimizer) -> bool:
     """Whether the optimizer has one, whatever its parameters are: all ranks get the same answer."""
     return _objection_to(optimizer) is None
 
 
 def _objection_to(optimizer: Optimizer) -> str | None:
-    if _rule_of(type(optimizer)) is None:
+    if type(optimizer) not in _RULE_OF:
         return f"{name_of(type(optimizer))} has no fused update"
     if any(group["differentiable"] for group in optimizer.param_groups):
         return "its steps are differentiable"
@@ -140,14 +139,13 @@ def step_by(
     optimizer: Optimizer, updates: Sequence[Update], factor: Tensor, found_inf: Tensor | None
 ) -> None:
     """Call `optimizer.step()`, which applies the updates and does nothing else: hooks and schedulers see a step."""
-    rule = _rule_of(type(optimizer))
 
     def of_group(group: dict[str, Any], *lists: list[Any]) -> Any:
         """In the place of `_init_group`: does the group's updates, and returns lists that leave nothing to do."""
         for update in updates:
             if update.group is group:
                 update.apply(optimizer, factor, found_inf)
-        return None if rule is None else rule.NOTHING_LEFT
+        return _RULE_OF[type(optimizer)].NOTHING_LEFT
 
     attributes: Any = optimizer
     before = vars(optimizer).get("_init_group")
@@ -202,9 +200,7 @@ class _Lists:
     """The updates of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        rule = _rule_of(type(optimizer))
-        assert rule is not None
-        self._rule = rule
+        self._rule = _RULE_OF[type(optimizer)]
         self.list_cache = ListCache(
             optimizer, with_forms=True
         )  # attached to a group: its buckets' `_Prepared`

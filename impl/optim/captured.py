@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch._guards import TracingContext
 from torch.optim import Optimizer
 
-from impl.kernels import dynamo_disable
+from impl.kernels import dynamo_disable, is_profiled, span
 from impl.optim._fused_operators import rule_for, step_bucket
 from impl.optim._graphed_update import Backoff, GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
@@ -102,6 +102,12 @@ class _Capture:
         self.compiled = TracingContext.try_get() is not None
         if self.compiled or ((self.pause or self._pausing) and self._pauses(optimizer, group)):
             return plain_init_group(optimizer)(group, *lists)
+        if is_profiled():
+            with span("impl.optim.capture", type(optimizer).__name__):
+                return self._captured(optimizer, group, lists)
+        return self._captured(optimizer, group, lists)
+
+    def _captured(self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[list[Any], ...]) -> Any:
         group_lists = self.list_cache.group(group)
         if group_lists.changes_in_a_row >= _RESTLESS:
             self.pause = _PAUSE

@@ -26,9 +26,9 @@ from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._param_group import ParamGroup, Unsharded, gather
 from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS, Move, Phase, advance
 from impl.distributed.fsdp._shared import Shared, SummonedParams
-from impl.distributed.fsdp._spans import span
 from impl.distributed.fsdp._streams import StreamRole, shards_were_written
 from impl.distributed.fsdp.api import BackwardPrefetch
+from impl.kernels import span
 from impl.optim._shards import register_shard_group
 
 # The number of the node that autograd makes next.

@@ -33,7 +33,6 @@ from impl.distributed.fsdp._module_init import (
 from impl.distributed.fsdp._phase import FORWARDS, SHOWN, Phase, TrainingState
 from impl.distributed.fsdp._private_names import PrivateNames
 from impl.distributed.fsdp._root import Root
-from impl.distributed.fsdp._spans import span
 from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType
@@ -42,6 +41,7 @@ from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp._wrapper import root_over
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
+from impl.kernels import span
 from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite
 
 __all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]

@@ -11,7 +11,7 @@ import torch
 
 import impl.amp
 from conformance.ranks import RankPool
-from impl.optim import explain
+from impl.optim import capture, explain
 from impl.optim.tests import captured_twins as on
 from impl.optim.tests.captured_twins import Side, Twins
 
@@ -79,3 +79,16 @@ def test_a_compiled_step_is_torchs_own(kind: str) -> None:
         assert (told.compiled, told.captured) == (traced, not traced)
         assert str(told).startswith("compiled, " if traced else "captured, ")
     torch.compiler.reset()
+
+
+def test_a_profile_shows_captured_and_fused_steps() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = capture(torch.optim.AdamW([weight], fused=True)), impl.amp.GradScaler("cpu")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        weight.grad = torch.ones(2)
+        optimizer.step()
+        scaler.scale(torch.ones(()))
+        scaler.fused_step(optimizer)
+    names = [event.name for event in profiled.events()]
+    assert names.count("impl.optim.capture (AdamW)") == 1
+    assert names.count("GradScaler.fused_step (AdamW)") == 1
