@@ -42,7 +42,7 @@ def all_gather_into(
     """
 
     def steps(complete: Complete) -> None:
-        transport_for(group, unsharded, complete).all_gather(unsharded, mine, complete)
+        transport_for(groups.collectives[group], unsharded, complete).all_gather(unsharded, mine, complete)
 
     groups.order_checkers[group].exchange(entry, group, unsharded.is_cpu, steps)
 
@@ -106,7 +106,9 @@ class Reduction:
         shard = buffer.new_empty(buffer.numel() // group.size())
 
         def steps(complete: Complete) -> None:
-            transport_for(group, buffer, complete).reduce_scatter(shard, buffer, complete)
+            transport_for(self.groups.collectives[group], buffer, complete).reduce_scatter(
+                shard, buffer, complete
+            )
 
         self.groups.order_checkers[group].exchange(entry, group, buffer.is_cpu, steps)
         return shard

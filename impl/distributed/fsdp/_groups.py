@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._desync.collective_order import CollectiveOrderChecker, order_checker_of
+from impl.distributed.fsdp._transport.collectives import GroupCollectives
 from impl.distributed.fsdp.api import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -36,6 +37,10 @@ class Groups:
     def size(self) -> int:
         """Ranks over which a gradient is averaged."""
         return self.shard_size * (self.replicate.size() if self.replicate is not None else 1)
+
+    @cached_property
+    def collectives(self) -> dict[dist.ProcessGroup, GroupCollectives]:
+        return {group: GroupCollectives(group) for group in self.order_checkers}
 
     @cached_property
     def order_checkers(self) -> dict[dist.ProcessGroup, CollectiveOrderChecker]:

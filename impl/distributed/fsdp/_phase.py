@@ -8,6 +8,8 @@ from enum import Enum
 class Phase(Enum):
     """What a unit is in the middle of. Summoned, its parameters are unsharded for the user to read and write."""
 
+    __hash__ = object.__hash__  # Enum's own hashes the name, at each move
+
     IDLE = "idle"  # its forward may run, or a backward begin
     FORWARD = "forward"
     BACKWARD = "backward"  # its gradients are being computed
@@ -21,6 +23,8 @@ class Phase(Enum):
 
 
 class Move(Enum):
+    __hash__ = object.__hash__
+
     BEGIN_FORWARD = "begin_forward"
     END_FORWARD = "end_forward"  # or give it up
     BEGIN_BACKWARD = "begin_backward"

@@ -59,7 +59,7 @@ class Root:
         )
         self._offloads = any(group.offloads for group in groups)
         for unit in units:
-            unit.shared = self
+            unit.root = self
 
     @property
     def is_in_backward(self) -> bool:

@@ -31,13 +31,15 @@ from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.kernels import span
 from impl.optim._shards import register_shard_group
 
-# The number of the node that autograd makes next.
 _Group = TypeVar("_Group", bound=ParamGroup)
+# The number of the node that autograd makes next.
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  no stub
 
 
 class Unit(Generic[_Group]):
     """The parameters of one module that are unsharded together, in one group or several, and the hooks around it."""
+
+    root: Shared  # which says so to its units
 
     def __init__(self, module: nn.Module, param_groups: Sequence[_Group], config: Config) -> None:
         self._module = weakref.ref(module)
@@ -46,7 +48,6 @@ class Unit(Generic[_Group]):
         self.name = type(module).__name__
         self.phase = Phase.IDLE
         self.summoned: Sequence[SummonedParams] = ()  # of the groups, then
-        self.shared: Shared | None = None
         self._depth = 0  # of calls of the module inside its own forward
         self._first_node = 0  # of the graph that the forward builds, by autograd's count
         self._dtypes: list[torch.dtype] | None = None  # of what is unsharded
@@ -64,11 +65,6 @@ class Unit(Generic[_Group]):
     @property
     def is_unsharded(self) -> bool:
         return self._dtypes is not None or bool(self.summoned)
-
-    @property
-    def root(self) -> Shared:
-        assert self.shared is not None
-        return self.shared
 
     def begin_summoning(self, summoned: Sequence[SummonedParams], by_all: bool) -> None:
         """The user is shown unsharded parameters: all of the unit on this rank, or none; or on all ranks."""
@@ -329,7 +325,7 @@ class Unit(Generic[_Group]):
                 return
             self.reshard()
         root.memory.admit(self)
-        with span("FSDP::all_gather", self.name), root.streams.on(StreamRole.GATHER):
+        with span("FSDP::all_gather", self.name, root.streams.on(StreamRole.GATHER)):
             for group, dtype in zip(self.param_groups, dtypes, strict=True):
                 gather(group, dtype, self.name, is_kept=is_kept)
         self._gathered = root.streams.record(StreamRole.GATHER)
@@ -439,7 +435,7 @@ class Unit(Generic[_Group]):
         buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_lent=is_lent))
         grads.clear()  # their memory serves the collective
         root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
-        with span("FSDP::post_backward_reduce", self.name), root.streams.on(StreamRole.REDUCE):
+        with span("FSDP::post_backward_reduce", self.name, root.streams.on(StreamRole.REDUCE)):
             gradients.add(reduction(buffer, self.name))
         root.memory.keep_until_reduced(buffer)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,22 +32,31 @@ _reduce_scatter = method_of_group("reduce_scatter_single", "_reduce_scatter_base
 all_to_all = method_of_group("all_to_all_single", "alltoall_base")
 
 
-@dataclass(frozen=True)
 class GroupCollectives:
-    group: dist.ProcessGroup
-    adds_up_itself: bool
+    """A group's own; a transport."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.is_over_gloo = _is_over_gloo(group)
 
     def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
         complete(_all_gather(self.group, output, mine))
 
     def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
-        """Gloo's own copies the buffer and reduces all of it for every rank: twice the traffic.
+        """Over gloo this rank adds up itself what it is sent, with one rounding where buffers are in low precision.
 
-        There this rank adds up itself what it is sent, with one rounding where buffers are in low precision.
+        gloo's own copies the buffer and reduces all of it for every rank: twice the traffic.
         """
-        if not self.adds_up_itself:
+        if not (self.is_over_gloo and buffer.is_cpu):
             complete(_reduce_scatter(self.group, shard, buffer))
             return
         parts = torch.empty_like(buffer)
         complete(all_to_all(self.group, parts, buffer, [], []))
         torch.sum(parts.view(self.group.size(), -1), 0, out=shard)
+
+
+def _is_over_gloo(group: dist.ProcessGroup) -> bool:
+    try:
+        return group._get_backend(torch.device("cpu")).name() == "gloo"
+    except (RuntimeError, AttributeError):
+        return False  # it has no backend for the CPU, or is one itself, or names none
