@@ -20,6 +20,8 @@ from impl.kernels._lists import HALVES
 # Settings of all rules as the CPU library has them: in the order of `struct settings` in fused_step.c.
 NUMBERS = ("lr", "weight_decay", "eps", "beta1", "beta2", "momentum", "dampening", "lr_decay")
 FLAGS = ("maximize", "decoupled", "nesterov", "is_first_step")
+# As `tandem_interface` gives it there: raised with these, and with arguments and structures of the library's others.
+INTERFACE = 5
 
 
 _States = Sequence[list[Tensor]]

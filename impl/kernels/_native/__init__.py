@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 
-from impl.kernels.rules import FLAGS, NUMBERS
+from impl.kernels.rules import FLAGS, INTERFACE, NUMBERS
 
-# As `tandem_interface` gives it: changed together with the arguments and structures of the C code.
-_INTERFACE = 5
 # As in lists.h.
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHUNK = 1 << 14  # at least
@@ -90,7 +88,7 @@ def library() -> Library | None:
         return None
     try:
         loaded = ctypes.CDLL(str(built))
-        if loaded.tandem_interface() != _INTERFACE:
+        if loaded.tandem_interface() != INTERFACE:
             return None
     except (OSError, AttributeError):
         return None

@@ -36,6 +36,8 @@ EACH = [
     SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=False),
     AdagradRule(0.01, 0.5, 1e-3, 0.1, maximize=False),
 ]
+# All others are sums of squares.
+SIGNED_STATES = ("exp_avgs", "momentum_buffer_list")
 # With what the ones above have not.
 OTHERS = [
     AdamRule(0.01, 0.9, 0.999, 1e-3, 0.1, amsgrad=False, maximize=True, decoupled=False),

@@ -12,6 +12,7 @@ from torch import Tensor
 from impl import kernels
 from impl.kernels import fused_step
 from impl.kernels.tests.calls import Spec, build, is_intact
+from impl.kernels.tests.update_bounds import SIGNED_STATES
 
 
 class Place(NamedTuple):
@@ -65,8 +66,9 @@ def lists_of(described: Described) -> tuple[Lists, list[Tensor]]:
         [built(place, 2 + number, own, place.layout) for place in places]
         for number in range(described.states)
     ]
-    for squares in states[1:] or states:
-        torch._foreach_abs_(squares)
+    for name, state in zip(described.rule.STATES, states, strict=False):
+        if name not in SIGNED_STATES:
+            torch._foreach_abs_(state)
     copies = [built(place, 9, described.copies, place.layout) for place in places] if described.copies else []
     steps = [torch.tensor(described.step) for _ in places if described.step]
     return Lists(params, grads, states, copies, steps), buffers
