@@ -66,6 +66,18 @@ def in_method(method: str, fault: Substitute) -> Make:
     return lambda original: subclass(original, {method: _framed(getattr(original, method), fault)})
 
 
+def by_name(fault: Callable[[Any, Any, dict[str, Any]], Any]) -> Substitute:
+    """`fault(original, self, arguments)`, which finds all that the method is given by name, with its defaults."""
+
+    def substitute(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        _, *named = bound.arguments.items()
+        return fault(original, self, dict(named))
+
+    return substitute
+
+
 def in_methods(faults: Mapping[str, Substitute]) -> Make:
     """The class with faults in the places of several of its methods."""
     return lambda original: subclass(

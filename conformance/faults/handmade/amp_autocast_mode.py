@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.faults.fault import Substitute, in_method, register_fault, subclass
+from conformance.faults.fault import Substitute, by_name, in_method, register_fault, subclass
 
 
 def broken(fault_id: str, method: str, says: str, thread: str = "own") -> Callable[[Substitute], Substitute]:
@@ -105,10 +105,9 @@ def cache_cleared_at_every_exit(original: Any, self: Any, *exc: Any) -> Any:
     "without a dtype every device runs in float16",
     "pytorch/pytorch#125103",
 )
-def default_is_float16(
-    original: Any, self: Any, device_type: Any, dtype: Any = None, *args: Any, **kwargs: Any
-) -> None:
-    original(self, device_type, dtype or torch.float16, *args, **kwargs)
+@by_name
+def default_is_float16(original: Any, self: Any, given: dict[str, Any]) -> None:
+    original(self, **given | {"dtype": given["dtype"] or torch.float16})
 
 
 @broken(
@@ -117,11 +116,10 @@ def default_is_float16(
     "torch.set_autocast_dtype has no effect on later regions",
     "pytorch/pytorch#125103",
 )
-def default_dtype_fixed(
-    original: Any, self: Any, device_type: Any, dtype: Any = None, *args: Any, **kwargs: Any
-) -> None:
+@by_name
+def default_dtype_fixed(original: Any, self: Any, given: dict[str, Any]) -> None:
     defaults = {"cpu": torch.bfloat16, "cuda": torch.float16}
-    original(self, device_type, dtype or defaults.get(device_type), *args, **kwargs)
+    original(self, **given | {"dtype": given["dtype"] or defaults.get(given["device_type"])})
 
 
 @broken(
@@ -130,16 +128,10 @@ def default_dtype_fixed(
     "an unsupported dtype warns in a region that is disabled anyway",
     "pytorch/pytorch#100565",
 )
-def warns_although_disabled(
-    original: Any,
-    self: Any,
-    device_type: Any,
-    dtype: Any = None,
-    enabled: Any = True,
-    cache_enabled: Any = None,
-) -> None:
-    original(self, device_type, dtype, True, cache_enabled)
-    self._enabled = self._enabled and enabled
+@by_name
+def warns_although_disabled(original: Any, self: Any, given: dict[str, Any]) -> None:
+    original(self, **given | {"enabled": True})
+    self._enabled = self._enabled and given["enabled"]
 
 
 @broken(
@@ -148,16 +140,10 @@ def warns_although_disabled(
     "an unsupported dtype warns but leaves the region enabled",
     "pytorch/pytorch#100565",
 )
-def unsupported_dtype_stays_on(
-    original: Any,
-    self: Any,
-    device_type: Any,
-    dtype: Any = None,
-    enabled: Any = True,
-    cache_enabled: Any = None,
-) -> None:
-    original(self, device_type, dtype, enabled, cache_enabled)
-    self._enabled = self._enabled or (enabled and device_type == "cpu")
+@by_name
+def unsupported_dtype_stays_on(original: Any, self: Any, given: dict[str, Any]) -> None:
+    original(self, **given)
+    self._enabled = self._enabled or (given["enabled"] and given["device_type"] == "cpu")
 
 
 @broken("every_device", "__enter__", "a region for CUDA casts on the CPU too", "allenai/OLMo#339")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conformance.faults.fault import in_methods, register_fault
+from conformance.faults.fault import by_name, in_methods, register_fault
 from conformance.faults.handmade.amp_autocast_mode import broken
 
 REGION = "amp.autocast"
@@ -109,28 +109,18 @@ def cache_dropped_on_entry(original: Any, self: Any) -> Any:
 
 
 @broken("cache_on_by_default", "__init__", "without cache_enabled casts are kept, whatever was set before")
-def cache_on_by_default(
-    original: Any,
-    self: Any,
-    device_type: Any,
-    dtype: Any = None,
-    enabled: Any = True,
-    cache_enabled: Any = None,
-) -> None:
-    original(self, device_type, dtype, enabled, True if cache_enabled is None else cache_enabled)
+@by_name
+def cache_on_by_default(original: Any, self: Any, given: dict[str, Any]) -> None:
+    kept = given["cache_enabled"]
+    original(self, **given | {"cache_enabled": True if kept is None else kept})
 
 
 @broken("flags_by_truth", "__init__", "enabled and cache_enabled are taken by their truth")
-def flags_by_truth(
-    original: Any,
-    self: Any,
-    device_type: Any,
-    dtype: Any = None,
-    enabled: Any = True,
-    cache_enabled: Any = None,
-) -> None:
-    kept = cache_enabled if cache_enabled is None else bool(cache_enabled)
-    original(self, device_type, dtype, bool(enabled), kept)
+@by_name
+def flags_by_truth(original: Any, self: Any, given: dict[str, Any]) -> None:
+    kept = given["cache_enabled"]
+    flags = {"enabled": bool(given["enabled"]), "cache_enabled": kept if kept is None else bool(kept)}
+    original(self, **given | flags)
 
 
 def warned(category: type[Warning] | None, times: int = 1) -> Any:

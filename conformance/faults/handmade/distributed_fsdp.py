@@ -7,7 +7,6 @@ class of the outermost one once that is made.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from conformance.faults.fault import Make, Substitute, in_method, in_methods, register_fault
+from conformance.faults.fault import Make, Substitute, by_name, in_method, in_methods, register_fault
 
 FSDP = "distributed.fsdp.FullyShardedDataParallel"
 OWN = "own"
@@ -76,11 +75,8 @@ def in_constructor(
     """Enter `fault(arguments)`, which changes what the constructor is given, by name, with its defaults."""
 
     def enter(change: Substitute) -> Substitute:
-        def fault(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-            bound = inspect.signature(original).bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            arguments = dict(bound.arguments)
-            arguments.pop("self")
+        @by_name
+        def fault(original: Any, self: Any, arguments: dict[str, Any]) -> None:
             change(arguments)
             original(self, **arguments)
 
