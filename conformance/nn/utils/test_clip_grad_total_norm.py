@@ -192,11 +192,17 @@ def test_scaling_foreach(compare: Compare, where: str, foreach: bool | None, nor
 
 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
-def test_scaling_one_parameter_by_itself(compare: Compare, device: str) -> None:
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2,), (1, 1)], ids=str)
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_scaling_one_parameter_by_norms_of_all_shapes(
+    compare: Compare, device: str, shape: tuple[int, ...], foreach: bool | None
+) -> None:
     def outcome(library: Library) -> Outcome:
         parameter = Gradient((5,), scale=3.0).parameter(device)
-        norm = torch.tensor(4.0, device=device)
-        return observe(library.nn.utils.clip_grads_with_norm_, parameter, 0.5, norm, watch=[parameter])
+        norm = torch.arange(4.0, 4.0 + math.prod(shape), device=device).view(shape)
+        return observe(
+            library.nn.utils.clip_grads_with_norm_, parameter, 0.5, norm, foreach, watch=[parameter]
+        )
 
     compare(outcome, norm_of(1, 1))
 
