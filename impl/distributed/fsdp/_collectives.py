@@ -61,7 +61,6 @@ class Reduction:
     def casts_itself(self) -> bool:
         return self.hook in _LOW_PRECISION
 
-    @torch.no_grad()
     def __call__(self, buffer: Tensor, name: str) -> Tensor:
         """Average a buffer [W * S] of the unit `name` over all ranks; this rank's shard [S] of it.
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._collectives import Reduction, all_gather_into
 from impl.distributed.fsdp._desync.monitor import GATHERED, GATHERED_ANEW
 from impl.distributed.fsdp._groups import Groups
+from impl.kernels import no_grad_fast
 
 ViewsOf = Callable[[Tensor], list[Tensor]]
 # Memory for what is reduced: of so many elements and a dtype, with the views that a layout makes of it, made once.
@@ -162,7 +163,7 @@ class ParamGroup(Protocol):
         """Free the memory of what is unsharded, in every dtype."""
 
 
-@torch.no_grad()
+@no_grad_fast
 def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False) -> None:
     """Unshard a group of the unit `name`; anew, if it `is_kept` unsharded and its shards were written to.
 

@@ -28,7 +28,7 @@ from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS, Move, Phase, advan
 from impl.distributed.fsdp._shared import Shared, SummonedParams
 from impl.distributed.fsdp._streams import StreamRole, shards_were_written
 from impl.distributed.fsdp.api import BackwardPrefetch
-from impl.kernels import span
+from impl.kernels import no_grad_fast, span
 from impl.optim._shards import register_shard_group
 
 _Group = TypeVar("_Group", bound=ParamGroup)
@@ -422,7 +422,7 @@ class Unit(Generic[_Group]):
                     return False
         return self._open_inputs == 0 or not any(unsharded.has_frozen for unsharded in self._in_graph)
 
-    @torch.no_grad()
+    @no_grad_fast
     def _reduce_gradients(self, group: _Group, grads: list[Tensor | None]) -> None:
         root, gradients, reduction = self.root, group.gradients, group.reduction
         if not group.syncs:
