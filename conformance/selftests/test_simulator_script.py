@@ -30,7 +30,7 @@ dist.init_process_group("simccl")
 torch.manual_seed(dist.get_rank())
 model = library.FullyShardedDataParallel(
     nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))),
-    device_id=torch.device(device, 0),
+    device_id=torch.device(device.type, 0),
     sync_module_states=True,
     auto_wrap_policy=library.wrap.ModuleWrapPolicy({nn.Sequential}),
     cpu_offload=library.CPUOffload(offload_params=offload),
@@ -113,6 +113,7 @@ def test_sharded_training_has_one_result_and_a_seed_one_course(
     words = ("sharded.py", "--ranks", 2, "--seeds", 5, "--jobs", 1, "--", library, where)
     status, told = simulate(*words, cwd=tmp_path)
     assert "0 of 4 schedules change the result; 0 hazards" in told, told
+    assert "in its own order, exit status 0, 12 tensors saved" in told, told
     assert "not replayable" not in told
     assert "two runs of the same schedule differ" not in told
     assert status == 0
@@ -137,3 +138,71 @@ def test_what_was_found_in_torch_is_still_there(script: Path) -> None:
     status, told = simulate(script, "--seeds", 4, cwd=ROOT)
     assert status == 1, f"torch is mended, or the script is not right: take it away\n{told}"
     assert "hazard 1: " in told
+
+
+_REFUSED = """
+import sys
+import torch
+
+x = torch.ones(2, 2, device=sys.argv[1])
+calls = {
+    "dtypes that do not agree": lambda: x @ x.bfloat16(),
+    "a number that the dtype does not hold": lambda: x.half().clamp(max=1e9),
+    "shapes that do not agree": lambda: x + x.new_ones(3),
+    "a dtype without a kernel": lambda: torch.linalg.inv(x.half()),
+}
+for name, call in calls.items():
+    try:
+        call()
+        print(name, "is taken")
+    except Exception as error:
+        print(name, type(error).__name__, str(error).splitlines()[0])
+"""
+
+
+def test_what_the_cpu_refuses_is_refused_at_the_call(tmp_path: Path) -> None:
+    (tmp_path / "refused.py").write_text(_REFUSED)
+    _, on_sim = simulate("refused.py", "--seed", 1, "--", "sim", cwd=tmp_path)
+    on_cpu = run("refused.py", "cpu", cwd=tmp_path).stdout
+    assert "is taken" not in on_cpu
+    assert on_sim.partition("\nseed 1:")[0] == on_cpu
+
+
+def test_what_fails_on_the_device_is_told_with_the_line_that_called_it(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import torch\nx = torch.arange(3, device='sim')\ny = x[x + 1]\nprint('on')\nprint(y.cpu())\n"
+    )
+    status, told = simulate("late.py", "--seed", 1, cwd=tmp_path)
+    assert status == 1
+    assert told.startswith("on\n")
+    assert re.search(
+        r"failed on the device: index 3 is out of bounds.*\n +it was called at \S*late.py:3", told
+    ), told
+
+
+def test_memory_is_split_counted_and_refused(tmp_path: Path) -> None:
+    (tmp_path / "memory.py").write_text(
+        "import torch\n"
+        "from conformance import simulator\n"
+        "a, b = (torch.empty(n, dtype=torch.uint8, device='sim') for n in (4000, 100))\n"
+        "def told(): return [f(0) for f in (torch.sim.memory_allocated, torch.sim.max_memory_allocated,\n"
+        "                                   torch.sim.memory_reserved, torch.accelerator.memory_allocated)]\n"
+        "print(told(), b.data_ptr() - a.data_ptr())\n"
+        "del a\n"
+        "print(told())\n"
+        "torch.sim.reset_peak_memory_stats()\n"
+        "del b\n"
+        "torch.sim.empty_cache()\n"
+        "print(told())\n"
+        "simulator.fail_allocation(2)\n"
+        "torch.empty(1, device='sim')\n"
+        "try: torch.empty(1, device='sim')\n"
+        "except torch.OutOfMemoryError: print('refused')\n"
+    )
+    _, told = simulate("memory.py", "--seed", 1, cwd=tmp_path)
+    assert told.splitlines()[:4] == [
+        "[4608, 4608, 2097152, 4608] 4096",
+        "[512, 4608, 2097152, 512]",
+        "[0, 512, 0, 0]",
+        "refused",
+    ]

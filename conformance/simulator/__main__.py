@@ -14,7 +14,7 @@ USAGE_ERROR = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the script under each schedule and tell which differ from its own order; 1 if any does, or has a hazard."""
+    """Run the script under each schedule and tell which differ from its own order; 1 if any does, has a hazard, or it fails."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     split = words.index("--") if "--" in words else len(words)
     asked = _parser().parse_args(words[:split])
@@ -101,7 +101,7 @@ def _compare(script: Script, seeds: range, jobs: int) -> int:
     print(f"{len(changed)} of {len(courses)} schedules change the result; {hazards} hazards")
     if changed:
         print(f"replay one: {_command(script, next(iter(changed)))}")
-    return int(bool(changed or hazards))
+    return int(bool(changed or hazards or reference.status))
 
 
 def _named(seed: int) -> str:

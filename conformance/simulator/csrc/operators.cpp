@@ -5,7 +5,9 @@
 
 #include <ATen/EmptyTensor.h>
 
+#include <cmath>
 #include <mutex>
+#include <sstream>
 #include <unordered_set>
 
 using at::Tensor;
@@ -64,6 +66,13 @@ bool lacks_meta(const std::string& name, bool learnt = false) {
   return names->count(name) != 0;
 }
 
+bool is_tried(const std::string& combination, bool now) {
+  static auto* all = new std::unordered_set<std::string>;
+  static auto* mutex = new std::mutex;
+  std::lock_guard<std::mutex> guard(*mutex);
+  return now ? !all->insert(combination).second : all->count(combination) != 0;
+}
+
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack* stack) : op_(op), schema_(op.schema()), stack_(stack) {
@@ -84,6 +93,7 @@ class Call {
     to_cpu();
     for (size_t i = 0; i < args_.size(); i++)
       each(args_[i], [&](const Tensor& tensor) { if (!tensor.is_cpu()) ranges_.push_back(range_of(tensor, writes_[i])); });
+    if (known_) try_once();
     if (draws_in_place()) draw();
     else if (known_) queue();
     else run_now();
@@ -93,6 +103,9 @@ class Call {
 
  private:
   const std::string& name() const { return schema_.name(); }
+
+  // The CPU's keeps statistics in low precision; the meta kernel and CUDA's, in float32.
+  bool is_layer_norm() const { return name().rfind("aten::native_layer_norm", 0) == 0; }
 
   void find_device() {
     for (auto& arg : args_)
@@ -107,6 +120,41 @@ class Call {
     for (auto& arg : args_)
       if (device_ < 0 && arg.isDevice()) device_ = index_of(arg.toDevice());
     if (device_ < 0) device_ = current_device();
+  }
+
+  // The CPU's kernel runs late, and would tell late that it does not take these dtypes, or such a number. So for each
+  // combination it is called once beforehand, on tensors full of ones (of zeros, where they may be indices).
+  void try_once() {
+    if (name().rfind("aten::", 0) != 0 || is_layer_norm() || is_tried(combination(), false)) return;
+    Stack tried;
+    bool pointwise = op_.hasTag(at::Tag::pointwise);
+    for (auto& arg : args_)
+      tried.push_back(mapped(arg, [&](const Tensor& tensor) {
+        Below below;
+        auto copy = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
+        copy.fill_(pointwise || tensor.is_floating_point() || tensor.is_complex() ? 1 : 0);
+        if (is_wrapped(tensor)) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return copy;
+      }));
+    for (auto& arg : tried)
+      if (arg.isDevice()) arg = c10::Device(c10::kCPU);
+    Below below;
+    op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &tried);
+    is_tried(combination(), true);
+  }
+
+  std::string combination() const {
+    std::ostringstream out;
+    out << name() << '.' << schema_.overload_name();
+    for (auto& arg : args_) {
+      out << '|';
+      each(arg, [&](const Tensor& tensor) { out << static_cast<int>(tensor.scalar_type()) << ':' << tensor.dim() << ' '; });
+      if (arg.isInt() || arg.isDouble()) {  // as far as a dtype may not hold it
+        auto number = std::abs(arg.toScalar().to<double>());
+        out << arg.tagKind() << (number > 65504) << (number > 3.5e38) << (number > 255);
+      }
+    }
+    return out.str();
   }
 
   // What it returns, by its meta kernel. Where there is none, or it refuses, the CPU's kernel is run at once and says why.
@@ -164,7 +212,8 @@ class Call {
   }
 
   void to_cpu() {
-    TORCH_CHECK_NOT_IMPLEMENTED(op_.hasComputedKernelForDispatchKey(DispatchKey::CPU),
+    bool of_cpu_alone = name().find("mkldnn") != std::string::npos;
+    TORCH_CHECK_NOT_IMPLEMENTED(!of_cpu_alone && op_.hasComputedKernelForDispatchKey(DispatchKey::CPU),
         "sim runs ", name(), " by its kernel for the CPU, which it does not have");
     bool takes_host_indices = name().rfind("aten::index", 0) == 0 || name().rfind("aten::_index_put_impl_", 0) == 0 ||
         name().rfind("aten::_unsafe_index", 0) == 0;
@@ -237,8 +286,7 @@ class Call {
       outs.emplace_back(i, mapped(out, [&](const Tensor& tensor) { return aliases_.of(tensor); }));
       results_.push_back(std::move(out));
     }
-    // The CPU's layer norm keeps statistics in low precision; the meta kernel and CUDA's, in float32.
-    bool widen = name().rfind("aten::native_layer_norm", 0) == 0;
+    bool widen = is_layer_norm();
     enqueue(stream_, name(), {[op = op_, cpu = std::move(cpu_), outs = std::move(outs), widen]() mutable {
       Below below;
       if (widen)

@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <ctime>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -401,10 +402,14 @@ void watch_for_held_up_host() {
   if (std::exchange(watched, true)) return;
   std::thread([] {
     auto& r = runtime();
-    for (;;) {
-      std::this_thread::sleep_for(kHeldUp / 5);
+    constexpr int kNaps = 5;
+    auto worked = std::clock();
+    for (int idle = 0;;) {
+      std::this_thread::sleep_for(kHeldUp / kNaps);
+      auto used = std::clock() - std::exchange(worked, std::clock());
+      idle = used * 500 < CLOCKS_PER_SEC ? idle + 1 : 0;  // a host that computes or imports is not held up
       std::lock_guard<std::recursive_mutex> guard(r.mutex);
-      if (r.depth || Time::now() - r.last_call < kHeldUp) continue;
+      if (r.depth || idle < kNaps || Time::now() - r.last_call < kHeldUp) continue;
       bool moved = false;
       while (step_any(false)) moved = true;
       if (moved) r.unreplayable.emplace_back("the device went on while the host was held up by something else");
