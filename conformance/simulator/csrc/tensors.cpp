@@ -106,9 +106,10 @@ Tensor& set_nothing(Tensor& self) {
 }
 void record_stream(Tensor& self, c10::Stream stream) { record_use(self.storage().data(), {stream.device_index(), stream.id()}); }
 
+// By aliases, of host tensors too: their `.data` may be another's by the time that the copy runs.
 Task copying(const Tensor& from, const Tensor& to) {
   Aliases aliases;
-  auto x = from.is_cpu() ? from : aliases.of(from), y = to.is_cpu() ? to : aliases.of(to);
+  auto x = aliases.of(from), y = aliases.of(to);
   return {[x, y]() mutable { Below below; y.copy_(x); }, {}, {}};
 }
 
@@ -129,7 +130,8 @@ void copy_from_host(const Tensor& from, const Tensor& to, bool non_blocking) {
       Below below;
       staged = from.detach().clone();
     }
-    enqueue(stream, "copy from pageable memory", copying(staged, to), {range_of(to, true)});
+    auto alias = alias_of(to);
+    enqueue(stream, "copy from pageable memory", {[staged, alias]() mutable { Below below; alias.copy_(staged); }, {}, {}}, {range_of(to, true)});
     return;
   }
   enqueue(stream, "copy from the host", copying(from, to), {range_of(from, false), range_of(to, true)});
