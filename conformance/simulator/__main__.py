@@ -14,7 +14,7 @@ USAGE_ERROR = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the script under each schedule and tell which differ from its own order; 1 if any does, has a hazard, or it fails."""
+    """Run the script under each schedule and tell which differ from its own order; 1 if any does, or it fails."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     split = words.index("--") if "--" in words else len(words)
     asked = _parser().parse_args(words[:split])
