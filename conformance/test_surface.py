@@ -7,6 +7,7 @@ where they are keyword-only too.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import inspect
 from typing import Any
@@ -65,7 +66,14 @@ def parameters_of(function: Any) -> list[inspect.Parameter]:
 
 def reported(parameters: list[inspect.Parameter]) -> list[tuple[str, str, Any]]:
     """Name, kind and default of each; hints are not compared."""
-    return [(parameter.name, parameter.kind.name, parameter.default) for parameter in parameters]
+    return [(parameter.name, parameter.kind.name, _plain(parameter.default)) for parameter in parameters]
+
+
+def _plain(default: Any) -> Any:
+    """A dataclass of the library's own by its name and fields."""
+    if dataclasses.is_dataclass(default) and not isinstance(default, type):
+        return type(default).__name__, dataclasses.asdict(default)
+    return default
 
 
 _AT_HAND = [row for row in COMPAT_NAMES if not row.on_ranks]

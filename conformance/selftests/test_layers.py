@@ -44,6 +44,7 @@ WITHIN_SHARDING = (
         "_nested",
         "_order",
         "_phase",
+        "_policies",
         "_streams",
     ),
     (
@@ -58,9 +59,9 @@ WITHIN_SHARDING = (
     ("_shared",),
     ("_unit",),
     ("_clip", "_contained", "_root", "_summon"),
-    ("_wrapper",),
+    ("_module_state", "_wrapper"),
     ("_buffers", "_private_names", "_state_dict"),
-    ("fully_sharded_data_parallel", "sharded_grad_scaler"),
+    ("fully_shard", "fully_sharded_data_parallel", "sharded_grad_scaler"),
     ("_common_utils", "checkpoint"),
 )
 

@@ -48,10 +48,7 @@ def test_extensions_are_claimed_by_name_alone() -> None:
     assert claimed_extensions("impl") == claimed_extensions(CLAIMANT) == {*EXTENSIONS, *limited}
     assert EXTENSIONS
     assert claimed_extensions("torch") == frozenset()
-    is_fully_shards = [
-        name.rpartition(".")[0] == "distributed.fsdp" for name in names()
-    ]  # which impl has not yet
-    assert claims("impl") == {name for name, lacks in zip(names(), is_fully_shards, strict=True) if not lacks}
+    assert claims("impl") == frozenset(names())
 
 
 @pytest.mark.parametrize(

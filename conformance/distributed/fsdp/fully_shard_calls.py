@@ -77,9 +77,10 @@ class Scene:
         return {
             "call": str(one),
             "made": made,
-            "told": list(self.told),
+            "told": sorted(self.told, key=str),  # gathers and reductions may overtake each other
             "keeps the event": self.event() is not None,
-            "registered": registered(self.model),
+            # Behind an exception anything may be there, until it is reset.
+            "registered": {} if one.name in _FAILING else registered(self.model),
         }
 
     def _made(self, one: Call) -> Any:
@@ -102,6 +103,9 @@ class Scene:
         batch = self.tree.batch(self._forwards, self.rank.rank)
         self._forwards += 1
         return loss_of(call(self.model, self.tree, batch))
+
+
+_FAILING = ("failing forward", "failing backward")
 
 
 def _meet(*_: Any) -> None:
@@ -167,6 +171,10 @@ def _step(scene: Scene, one: Call) -> None:
     scene.optimizer.zero_grad()
 
 
+def _zero_grad(scene: Scene, one: Call) -> None:
+    scene.optimizer.zero_grad()
+
+
 def _wait(scene: Scene, one: Call) -> Any:
     return scene.handles.pop(0).wait() if scene.handles else "no handle"
 
@@ -189,7 +197,7 @@ def _skip_a_unit(scene: Scene, one: Call) -> torch.Tensor:
     """A forward and backward without one of the units on the ranks that `by` names, or on every one."""
     unit, by = scene.units[one.unit], one.arguments.get("by")
     skips = by is None or scene.rank.rank in by
-    original, unit.forward = unit.forward, (lambda x, *, ids: x) if skips else unit.forward
+    original, unit.forward = unit.forward, (lambda x, *, ids: x * 1) if skips else unit.forward
     try:
         loss = scene.forward()
         loss.backward()
@@ -205,6 +213,7 @@ _OF_THE_SCENE: dict[str, Callable[[Scene, Call], Any]] = {
     "failing forward": _failing_forward,
     "failing backward": _failing_backward,
     "step": _step,
+    "zero_grad": _zero_grad,
     "wait": _wait,
     "state_dict": _state_dict,
     "load": _load,

@@ -14,7 +14,7 @@ from conformance.distributed.fsdp import hook_cases, summon_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import outcomes, probed, share_of_examples
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, kind, steps_of
+from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, gathers_before_barriers, steps_of
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.ranks import RankPool
@@ -142,11 +142,6 @@ def test_units_that_run_twice_are_gathered_ahead_as_often_as_they_run(
     setup = Setup(wrap="leaves", arguments={"forward_prefetch": True})
     seen = steps_of_all(ranks(world_size), subject, Training(tree, setup, PLAIN))
     assert_counts(seen, expected_counts(1 + 2 * 2 + 2, 3, 0))
-
-
-def gathers_before_barriers(trace: Sequence[Collective]) -> list[int]:
-    kinds = [kind(call) for call in trace]
-    return [kinds[:place].count("gather") for place, name in enumerate(kinds) if name == "barrier"]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.bytes_on_the_wire")

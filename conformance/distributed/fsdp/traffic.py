@@ -53,3 +53,8 @@ def bytes_by_kind(step: Sequence[Collective]) -> Counter[str]:
     for call in step:
         total[kind(call)] += moved_bytes(call)
     return total
+
+
+def gathers_before_barriers(trace: Sequence[Collective]) -> list[int]:
+    kinds = [kind(call) for call in trace]
+    return [kinds[:place].count("gather") for place, name in enumerate(kinds) if name == "barrier"]

@@ -9,6 +9,12 @@ The words used here:
 """
 
 from impl._after_dynamo import import_after_dynamo
+from impl.distributed.fsdp._policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from impl.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -25,18 +31,30 @@ from impl.distributed.fsdp.api import (
     StateDictSettings,
     StateDictType,
 )
+from impl.distributed.fsdp.fully_shard import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from impl.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKeyType
 from impl.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedGradScaler",
@@ -46,6 +64,10 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 import_after_dynamo("impl.dynamo.sharding")

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
+from impl.distributed.fsdp._desync.collective_order import order_checker_of
 from impl.distributed.fsdp._desync.monitor import GATHERED
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._transport.choosing import transport_for
-from impl.distributed.fsdp._transport.collectives import method_of_group
+from impl.distributed.fsdp._transport.collectives import GroupCollectives, method_of_group
 from impl.distributed.fsdp._transport.transport import Complete
 
 _all_reduce = method_of_group("allreduce")
@@ -54,15 +55,21 @@ class Reduction:
         self.groups = groups
         self.hook: _Hook | None = None
         self.hook_state: Any = None
-        self._before = predivide_factor(groups.size)
-        self._after = groups.size / self._before
+        self.divide_factor: float | None = None  # instead of the number of ranks
+        self.scatters_over: dist.ProcessGroup | None = (
+            None  # instead of the group that parameters are gathered in
+        )
+        self.comm: Any = None  # a reduce-scatter of the user's own: `allocate`, and a call
+        self.on_reduced: Callable[[Tensor], None] | None = None  # is given the sum before it is divided
+        self.defers_all_reduce = False  # replicas add up what they have scattered
+        self.partial: Tensor | None = None  # [S], of the reductions whose all-reduce was put off
 
     @property
     def casts_itself(self) -> bool:
         return self.hook in _LOW_PRECISION
 
-    def __call__(self, buffer: Tensor, name: str) -> Tensor:
-        """Average a buffer [W * S] of the unit `name` over all ranks; this rank's shard [S] of it.
+    def __call__(self, buffer: Tensor, name: str) -> Tensor | None:
+        """Average a buffer [W * S] of the unit `name` over all ranks; this rank's shard [S], None if put off.
 
         The buffer is overwritten. The result has its dtype, and lies in the buffer itself where nothing is sharded.
         Collectives: a reduce-scatter where parameters are sharded (over gloo an all-to-all, or what paces
@@ -82,32 +89,46 @@ class Reduction:
         self.hook(self.hook_state, buffer, output)
         return output
 
-    def _averaged(self, buffer: Tensor, entry: str) -> Tensor:
+    def _averaged(self, buffer: Tensor, entry: str) -> Tensor | None:
         groups = self.groups
-        divisor = self._after
-        if buffer.dtype is torch.float16:
-            if self._before > 1:
-                buffer.div_(self._before)
-        else:
-            # A power of two, which may as well be divided by once the elements are fewer: their exponents have room.
-            divisor *= self._before
+        divisor = float(groups.size) if self.divide_factor is None else self.divide_factor
+        if (
+            buffer.dtype is torch.float16
+        ):  # elsewhere exponents have room to divide once the elements are fewer
+            before = predivide_factor(divisor)
+            divisor /= before
+            if before > 1:
+                buffer.div_(before)
         output = buffer
         if groups.shard is not None:
-            output = self._scattered_sum(buffer, groups.shard, entry)
+            output = self._scattered_sum(buffer, self.scatters_over or groups.shard, entry)
         if groups.replicate is not None:
+            earlier, self.partial = self.partial, None
+            if earlier is not None:
+                output.add_(earlier)
+            if self.defers_all_reduce:
+                self.partial = output
+                return None
             groups.order_checkers[groups.replicate].run(entry, _all_reduce, groups.replicate, [output])
-        if divisor > 1:
+        if self.on_reduced is not None:
+            self.on_reduced(output)
+        if divisor != 1:
             output.div_(divisor)
         return output
 
     def _scattered_sum(self, buffer: Tensor, group: dist.ProcessGroup, entry: str) -> Tensor:
         """Add up the ranks' buffers; the rank's shard of the sum."""
-        shard = buffer.new_empty(buffer.numel() // group.size())
+        numel = buffer.numel() // group.size()
+        if self.comm is not None:
+            shard = self.comm.allocate((numel,), dtype=buffer.dtype, device=buffer.device)
+            self.comm(output_tensor=shard, input_tensor=buffer, group=group, op=dist.ReduceOp.SUM)
+            return shard
+        shard = buffer.new_empty(numel)
+
+        collectives = self.groups.collectives.get(group) or GroupCollectives(group)
 
         def steps(complete: Complete) -> None:
-            transport_for(self.groups.collectives[group], buffer, complete).reduce_scatter(
-                shard, buffer, complete
-            )
+            transport_for(collectives, buffer, complete).reduce_scatter(shard, buffer, complete)
 
-        self.groups.order_checkers[group].exchange(entry, group, buffer.is_cpu, steps)
+        order_checker_of(group).exchange(entry, group, buffer.is_cpu, steps)
         return shard

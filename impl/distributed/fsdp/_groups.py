@@ -48,7 +48,7 @@ class Groups:
         return {group: order_checker_of(group) for group in (self.shard, self.replicate) if group is not None}
 
 
-def predivide_factor(size: int) -> float:
+def predivide_factor(size: float) -> float:
     """By what to divide before summing over `size` ranks: a power of two near the square root of it.
 
     The rest is divided afterwards, so that neither the sum overflows nor the parts underflow.

@@ -162,11 +162,15 @@ def mark_managed(root: nn.Module, ignored: Ignored, managed: Iterable[ManagedPar
     """Say so of the parameters, and of the modules, by names that transformers and Dynamo ask for."""
     for one in managed:
         setattr(one.parameter, MANAGED, one.info)
-    for module in root.modules():
-        if module not in ignored.modules:
-            # By the second Dynamo asks whether it may trace the module, which here does not depend on that argument.
-            # Not by setattr, in which a module looks among its parameters: each is marked by every unit around it.
-            vars(module).update({_MANAGED_MODULE: True, _USES_ORIG_PARAMS: True})
+    mark_modules(module for module in root.modules() if module not in ignored.modules)
+
+
+def mark_modules(modules: Iterable[nn.Module]) -> None:
+    """As managed, by names that Dynamo asks for."""
+    for module in modules:
+        # By the second Dynamo asks whether it may trace the module, which here does not depend on that argument.
+        # Not by setattr, in which a module looks among its parameters: each is marked by every unit around it.
+        vars(module).update({_MANAGED_MODULE: True, _USES_ORIG_PARAMS: True})
 
 
 def _check_location(parameter: nn.Parameter, name: str, location: ParamLocation) -> None:

@@ -32,7 +32,7 @@ class Memory:
     def __init__(
         self, streams: Streams, device: torch.device, limits_gathers: bool, is_idle: Callable[[], bool]
     ) -> None:
-        self._streams = streams
+        self.streams = streams
         self._device = device
         self._limits_gathers = limits_gathers
         self._is_idle = is_idle
@@ -53,15 +53,15 @@ class Memory:
         while len(self._resharded) >= _UNSHARDED_AT_ONCE:
             oldest = next(iter(self._resharded))
             if self._limits_gathers:
-                self._streams.block(self._resharded[oldest])
+                self.streams.block(self._resharded[oldest])
             self._free(oldest)
 
     def note_resharded(self, unit: Unshardable) -> None:
         """Free a unit's memory once GATHER, which fills it again, waits for COMPUTE, which may still read it."""
-        if not self._streams.is_async:
+        if not self.streams.is_async:
             unit.free()
             return
-        self._resharded[unit] = self._streams.record(StreamRole.COMPUTE)
+        self._resharded[unit] = self.streams.record(StreamRole.COMPUTE)
         if self._is_idle():
             self.free_resharded()
 
@@ -76,7 +76,7 @@ class Memory:
 
         What is lent is everybody's: on one stream every group gets the same tensor, until it is reduced.
         """
-        if self._streams.is_async or not is_lent:
+        if self.streams.is_async or not is_lent:
             made = torch.empty(numel, dtype=dtype, device=self._device)
             return made, views_of(made)
         longest = self._buffers.get(dtype)
@@ -95,18 +95,18 @@ class Memory:
 
         On one stream it has been read, and the memory that units share is freed.
         """
-        if not self._streams.is_async:
+        if not self.streams.is_async:
             for shared in self._buffers.values():
                 shared.untyped_storage().resize_(0)
             return
         while len(self._being_reduced) >= _UNSHARDED_AT_ONCE:
-            self._streams.wait(StreamRole.COMPUTE, self._being_reduced.pop(0)[1])
-        self._being_reduced.append((buffer, self._streams.record(StreamRole.REDUCE)))
+            self.streams.wait(StreamRole.COMPUTE, self._being_reduced.pop(0)[1])
+        self._being_reduced.append((buffer, self.streams.record(StreamRole.REDUCE)))
 
     def forget_reduced(self) -> None:
         """COMPUTE has waited for all of them."""
         self._being_reduced.clear()
 
     def _free(self, unit: Unshardable) -> None:
-        self._streams.wait(StreamRole.GATHER, self._resharded.pop(unit))
+        self.streams.wait(StreamRole.GATHER, self._resharded.pop(unit))
         unit.free()

@@ -69,6 +69,10 @@ class Gradients(Protocol):
         """Whether some are left of backwards that did not synchronise, where the one that does has not come by."""
         ...
 
+    def owes_zeros(self) -> bool:
+        """Whether this backward has to reduce zeros for what it did not use, as other ranks may have used it."""
+        ...
+
     def forget_if_cleared(self) -> None:
         """Let go of memory that `.grad` was made of until a user set it to None."""
 
@@ -101,6 +105,8 @@ class ParamGroup(Protocol):
     device: torch.device  # where it is computed with
     offloads: bool  # its shards lie on the CPU
     syncs: bool  # a backward reduces its gradients
+    is_tracked: bool  # optimizers are told of the group, and the group of their steps
+    shows_what_is_kept: bool  # modules see what is unsharded between a forward and a backward too
 
     @property
     def reduction(self) -> Reduction: ...
@@ -122,8 +128,8 @@ class ParamGroup(Protocol):
         """What the optimizer steps."""
         ...
 
-    def keeps_after_forward(self, is_outermost: bool) -> bool:
-        """Whether it stays unsharded for the backward of a forward, of the outermost unit or another."""
+    def keeps_after_forward(self, is_outermost: bool, awaits_backward: bool) -> bool:
+        """Whether it stays unsharded behind a forward, of the outermost unit or another."""
         ...
 
     def frees_in_backward(self) -> bool:

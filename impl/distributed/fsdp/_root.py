@@ -52,6 +52,7 @@ class Root:
         self.units = list(units)
         self._outermost = outermost
         self._forwards = 0  # that are under way, one inside the other
+        self.is_last_backward = True  # COMPUTE waits for its gradients
         self._ending: weakref.ref[_EndOfBackward] | None = None  # what autograd holds while a backward runs
         groups = [group for unit in units for group in unit.param_groups]
         self._order_checkers = list(
@@ -74,6 +75,17 @@ class Root:
                 unit.abandon_backward()
             self.memory.free_resharded()
             self.order.next_iteration()
+
+    def use_streams(self, streams: Streams) -> None:
+        """Those of another root, before anything has run on its own."""
+        self.streams = self.memory.streams = streams
+
+    def reset(self) -> None:
+        """Behind an exception: no forward or backward is under way."""
+        self._forwards = 0
+        self._ending = None
+        self.memory.free_resharded()
+        self.order.next_iteration()
 
     def is_root(self, unit: Unit[Any]) -> bool:
         return unit is self._outermost
@@ -99,7 +111,8 @@ class Root:
         """Close every unit; COMPUTE waits for the gradients."""
         for unit in self.units:
             unit.close_backward()
-        self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
+        if self.is_last_backward or self._offloads:
+            self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
         if self._offloads:
             self.streams.block(
                 self.streams.record(StreamRole.COMPUTE)

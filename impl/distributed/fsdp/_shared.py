@@ -18,6 +18,7 @@ class Shared(Protocol):
     streams: Streams
     memory: Memory
     order: Order[Any]
+    is_last_backward: bool
 
     @property
     def is_in_backward(self) -> bool: ...

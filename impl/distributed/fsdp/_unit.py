@@ -48,6 +48,9 @@ class Unit(Generic[_Group]):
         self.name = type(module).__name__
         self.phase = Phase.IDLE
         self.summoned: Sequence[SummonedParams] = ()  # of the groups, then
+        self.prefetches_in_forward: Sequence[Unit[Any]] = ()  # besides the order of the iteration before
+        self.prefetches_in_backward: Sequence[Unit[Any]] = ()  # instead of the order of forwards
+        self.unshards_in_backward = True  # whether gradients are computed from the parameters
         self._depth = 0  # of calls of the module inside its own forward
         self._first_node = 0  # of the graph that the forward builds, by autograd's count
         self._dtypes: list[torch.dtype] | None = None  # of what is unsharded
@@ -83,6 +86,8 @@ class Unit(Generic[_Group]):
         """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
         self._lost_graph = any(unsharded.is_given_up for unsharded in self._in_graph)
         for group in self.param_groups:
+            if not group.is_tracked:
+                continue
             track_optimizer_writes(group.stepped, group.gradients.are_there)
             if group.groups.shard is not None:
                 for parameter in group.stepped:
@@ -124,6 +129,8 @@ class Unit(Generic[_Group]):
             self._lost_graph = False
             if self.config.forward_prefetch:
                 self._prefetch(self.root.order.after_in_forward(self))
+            for named in self.prefetches_in_forward:
+                self._prefetch(named)
             args, kwargs = self._cast(args, kwargs)
             if self.param_groups and torch.is_grad_enabled():
                 self._watch_inputs(args, kwargs)
@@ -154,10 +161,9 @@ class Unit(Generic[_Group]):
                 output.register_hook(self.before_backward)
             self.awaits_backward |= bool(watched)
             self._refuse_changes()
-            # Kept for a backward alone: what is written to a parameter's `.data` meanwhile moves no version counter.
-            is_outermost = self.root.is_root(self)
-            if watched and all(group.keeps_after_forward(is_outermost) for group in self.param_groups):
-                self._use_sharded_views()
+            kept = self.root.is_root(self), bool(watched)
+            if all(group.keeps_after_forward(*kept) for group in self.param_groups):
+                self._show_kept()
             else:
                 self.reshard()
             return outputs
@@ -199,7 +205,8 @@ class Unit(Generic[_Group]):
             self.awaits_backward = False
             if not self.param_groups:
                 return
-            self.unshard()
+            if self.unshards_in_backward:
+                self.unshard()
             for group in self.param_groups:
                 group.gradients.begin_backward()
             if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
@@ -242,9 +249,9 @@ class Unit(Generic[_Group]):
             if self._is_freed_in_backward():
                 self.reshard()
             elif self.is_unsharded:
-                self._use_sharded_views()
+                self._show_kept()
         for group, mine in zip(self.param_groups, grads, strict=False):
-            if any(grad is not None for grad in mine):
+            if any(grad is not None for grad in mine) or group.gradients.owes_zeros():
                 self._reduce_gradients(group, mine)
         if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_for_backward()
@@ -307,6 +314,11 @@ class Unit(Generic[_Group]):
         pairs = zip(self.param_groups, self._dtypes or (), strict=True)
         self._in_graph = [group.use_unsharded_views(dtype) for group, dtype in pairs]
 
+    def gather_ahead(self) -> None:
+        """Gather what is not unsharded, because a user asks for it."""
+        if not self.is_unsharded and self.param_groups:
+            self.gather()
+
     def gather(self) -> None:
         """Gather all groups, as GATHER; nothing if they are unsharded and have what the shards hold.
 
@@ -361,9 +373,17 @@ class Unit(Generic[_Group]):
         for group in () if self.summoned else self.param_groups:
             group.use_sharded_views()
 
+    def _show_kept(self) -> None:
+        if not all(group.shows_what_is_kept for group in self.param_groups):
+            self._use_sharded_views()
+
     def _prefetch_for_backward(self) -> None:
+        if self.prefetches_in_backward:
+            for named in self.prefetches_in_backward:
+                self._prefetch(named)
+            return
         unit = self.root.order.after_in_backward(self)
-        if unit is not None and unit.awaits_backward:
+        if unit is not None and unit.awaits_backward and unit.unshards_in_backward:
             self._prefetch(unit)
 
     def _prefetch(self, unit: Unit[Any] | None) -> None:
@@ -415,7 +435,12 @@ class Unit(Generic[_Group]):
             self._followed[tensor] = tensor.register_hook(partial(_follow_in, weakref.ref(self)))
 
     def _has_all_gradients(self) -> bool:
-        """Every node that reads a trainable view leads to its gradient; those that read frozen ones lead to inputs."""
+        """Every node that reads a trainable view leads to its gradient; those that read frozen ones lead to inputs.
+
+        Where zeros stand for what is not used, all ranks go by their inputs.
+        """
+        if self._open_inputs == 0 and any(group.gradients.owes_zeros() for group in self.param_groups):
+            return True
         for unsharded in self._in_graph:
             for view in unsharded.trainable:
                 if view.grad is None:
@@ -436,7 +461,9 @@ class Unit(Generic[_Group]):
         grads.clear()  # their memory serves the collective
         root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
         with span("FSDP::post_backward_reduce", self.name, root.streams.on(StreamRole.REDUCE)):
-            gradients.add(reduction(buffer, self.name))
+            reduced = reduction(buffer, self.name)
+            if reduced is not None:
+                gradients.add(reduced)
         root.memory.keep_until_reduced(buffer)
 
     def _refuse_changes(self) -> None:

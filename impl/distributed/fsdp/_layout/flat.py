@@ -25,6 +25,9 @@ _PART_BYTES = 1 << 20
 class FlatParamGroup(FlatParamHandle):
     """A flat parameter as the engine knows it."""
 
+    is_tracked = True
+    shows_what_is_kept = False
+
     def __init__(
         self,
         managed: Sequence[ManagedParam],
@@ -51,7 +54,10 @@ class FlatParamGroup(FlatParamHandle):
         self.names = [slot.name for slot in layout.slots]
         self._config = config
 
-    def keeps_after_forward(self, is_outermost: bool) -> bool:
+    def keeps_after_forward(self, is_outermost: bool, awaits_backward: bool) -> bool:
+        # For a backward alone: what is written to a parameter's `.data` meanwhile moves no version counter.
+        if not awaits_backward:
+            return False
         return is_outermost or not self._config.frees_after_forward or not self.is_sharded
 
     def frees_in_backward(self) -> bool:

@@ -65,6 +65,10 @@ class GradientShard:
             self.begin_backward()
         return self._unreduced is not None
 
+    def owes_zeros(self) -> bool:
+        """What is not used counts as zero in any case."""
+        return False
+
     def forget_if_cleared(self) -> None:
         """Let go of memory that `.grad` was made of until a user set it to None."""
         if self._shown is not None and self._is_cleared():

@@ -1,0 +1,146 @@
+"""One parameter of fully_shard: a DTensor whose part this rank owns, and how its elements travel.
+
+n = elements of a rank's part, padded so that all ranks' parts are as long; W = ranks it is sharded over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from impl.distributed.fsdp._param_registration import ManagedParam
+
+_ORIGIN = "_fsdp_orig_uid"
+_numbers = itertools.count()
+
+
+def rows_of(rows: int, rank: int, world: int) -> tuple[int, int]:
+    """The first row that `rank` owns, and one past its last, as torch.chunk cuts them: the tail is short or empty."""
+    width = -(-rows // world)
+    return min(rank * width, rows), min((rank + 1) * width, rows)
+
+
+class ShardedParam:
+    """
+    Args:
+        managed: the parameter and where its modules keep it; replaced there by the sharded one.
+        mesh: of one dimension to shard over, behind one to replicate over if there are two.
+        dim: that is cut; any but the first has to be cut evenly.
+
+    Raises:
+        NotImplementedError: the parameter is not contiguous, or would be cut unevenly in another than its first
+            dimension.
+    """
+
+    def __init__(  # noqa: PLR0913  where it is cut, and where it is kept
+        self, managed: ManagedParam, mesh: DeviceMesh, dim: int, rank: int, world: int, *, offloads: bool
+    ) -> None:
+        parameter = managed.parameter
+        if not parameter.is_contiguous():
+            raise NotImplementedError(
+                "FSDP does not support non-contiguous parameters yet: "
+                f"param.shape={parameter.shape} param.stride()={parameter.stride()}"
+            )
+        self.info = managed.info
+        self.name = managed.info.name
+        self.origin = _origin_of(parameter)
+        self.replicates = mesh.ndim == 2
+        self.shape, self.stride = parameter.shape, parameter.stride()
+        self.dim = dim if dim >= 0 else dim + parameter.ndim
+        if self.dim >= parameter.ndim:
+            raise AssertionError(
+                f"Shard dim {self.dim} is invalid for {parameter.ndim}D tensor: {parameter.shape}"
+            )
+        size = self.shape[self.dim]
+        if self.dim > 0 and size % world:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {self.dim}: {self.shape} (world size: {world})"
+            )
+        self.world = world
+        start, stop = rows_of(size, rank, world)
+        self.local_shape = self._cut_to(stop - start)
+        self.padded_shape = self._cut_to(-(-size // world))
+        self.padded_numel = prod(self.padded_shape)
+        placements = (Shard(self.dim),) if mesh.ndim == 1 else (Replicate(), Shard(self.dim))
+        meta = TensorMeta(parameter.size(), self.stride, parameter.dtype)
+        spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+        local = (
+            parameter.detach()
+            .narrow(self.dim, start, stop - start)
+            .clone(memory_format=torch.contiguous_format)
+        )
+        if offloads and not local.is_meta:
+            local = local.cpu()
+        self.sharded = nn.Parameter(_dtensor(local, spec), requires_grad=parameter.requires_grad)
+
+    def _cut_to(self, width: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sharded.dtype
+
+    @property
+    def local(self) -> Tensor:
+        """The part of this rank, without padding."""
+        return cast("DTensor", self.sharded)._local_tensor
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another one whenever the part may have been written to."""
+        return self.sharded._version, self.local._version
+
+    def as_dtensor(self, local: Tensor) -> Any:
+        """A part of the parameter or its gradient, laid out as the parameter is."""
+        return _dtensor(local, cast("DTensor", self.sharded)._spec)
+
+    def copy_out(self, parts: Tensor, unsharded: Tensor) -> None:
+        """Into the unsharded parameter what all ranks have, [W, n], of one that is not cut in its first dimension."""
+        unsharded.view(self._split_shape()).copy_(
+            parts.view(self.world, *self.padded_shape).movedim(0, self.dim)
+        )
+
+    def rows(self, grad: Tensor) -> Tensor:
+        """A gradient with the ranks' parts one behind the other in its first dimension."""
+        if self.dim == 0:
+            return grad
+        parts = grad.reshape(self._split_shape()).movedim(self.dim, 0)
+        return parts.reshape(self.world * self.padded_shape[0], *self.padded_shape[1:])
+
+    def _split_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.world, *self.padded_shape[self.dim :])
+
+    def part_in(self, run: Tensor) -> Tensor:
+        """The view of a run [n] that has this rank's part, without padding."""
+        return run[: prod(self.local_shape)].view(self.local_shape)
+
+
+def _origin_of(parameter: nn.Parameter) -> int:
+    """One number for each parameter there ever was, by which one that two groups have cut is known."""
+    found = getattr(parameter, _ORIGIN, None)
+    if found is None:
+        found = next(_numbers)
+        setattr(parameter, _ORIGIN, found)
+    return found
+
+
+def _dtensor(local: Tensor, spec: DTensorSpec) -> Any:
+    """As `DTensor.from_local` makes it, which is differentiable and takes ten times as long."""
+    make: Any = DTensor
+    return make(local, spec, requires_grad=False)
+
+
+def offsets(numels: Sequence[int]) -> list[int]:
+    """Where each of several runs begins that follow one another, and at the end where the last one ends."""
+    found = [0]
+    for numel in numels:
+        found.append(found[-1] + numel)
+    return found

@@ -1,0 +1,249 @@
+"""What fully_shard keeps of the modules of one call: their unit, and the hooks that run it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impl.distributed.fsdp._layout.per_param import DTensorGroup
+from impl.distributed.fsdp._nested import cast_floats, replaced, tensors_in
+from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS
+from impl.distributed.fsdp._policies import MixedPrecisionPolicy
+from impl.distributed.fsdp._root import Root
+from impl.distributed.fsdp._streams import Streams
+from impl.distributed.fsdp._unit import Unit
+
+_STATE = "_tandem_fsdp_state"  # where a module keeps it
+
+
+@dataclass
+class CommContext:
+    """Streams that roots may share."""
+
+    streams: Streams | None = None
+
+
+class ModuleState:
+    """One unit, of one module or of several that are gathered together; found on each of them."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        unit: Unit[DTensorGroup],
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+    ) -> None:
+        self.modules: tuple[nn.Module, ...] = tuple(modules)
+        self.unit = unit
+        self.policy = policy
+        self.device = device
+        self.comm = CommContext()
+        self.is_root: bool | None = None  # None until the first forward of the root
+        self.has_root = False  # one of its own, until the first forward
+        self.post_optim_event: Any = None
+        self._yet_to_run: set[nn.Module] = set()  # of several, in this forward
+        self._root: Root | None = None
+        for module in modules:
+            vars(module)[_STATE] = self
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, always_call=True)
+        for owner in {
+            place.module for group in unit.param_groups for p in group.params for place in p.info.locations
+        }:
+            owner.register_state_dict_pre_hook(self._before_state_dict)
+            owner.register_load_state_dict_pre_hook(self._before_state_dict)
+
+    @property
+    def outermost(self) -> nn.Module:
+        return self.modules[0]
+
+    @property
+    def groups(self) -> list[DTensorGroup]:
+        return self.unit.param_groups
+
+    def _before_state_dict(self, *_: Any, **__: Any) -> None:
+        if self.has_root:
+            self.unit.reshard()
+
+    # the root
+
+    def ensure_shared(self) -> None:
+        """Something to unshard by, before the first forward has told which unit is outermost."""
+        if not self.has_root:
+            self.has_root = True
+            self._check_groups()
+            Root(self.unit, [self.unit], self.device, limits_gathers=False)
+
+    def find_root(self) -> None:
+        """The module whose forward comes first is outermost.
+
+        Raises:
+            RuntimeError: it is one of several of its unit, or a forward inside of it has come before.
+            ValueError: two units have one parameter.
+        """
+        if self.is_root is not None:
+            return
+        self.is_root = True
+        if len(self.modules) > 1:
+            raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
+        found: dict[ModuleState, str] = {}
+        for name, module in self.outermost.named_modules():
+            state = state_of(module)
+            if state is None or state in found:
+                continue
+            if state is not self and state.is_root is not None:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\n"
+                    "FSDP requires running forward through the root module first"
+                )
+            state.is_root = state is self
+            found[state] = name
+        names = {id(p): name for name, p in self.outermost.named_parameters(remove_duplicate=False)}
+        seen: set[int] = set()
+        for state, name in found.items():
+            state.unit.name = name or type(self.outermost).__name__
+            for group in state.groups:
+                _name_parameters(group, names)
+                _refuse_shared(group, seen)
+        for state in found:
+            state._check_groups()
+            state.has_root = True
+        self._root = root = Root(
+            self.unit, [state.unit for state in found], self.device, limits_gathers=False
+        )
+        if self.comm.streams is None:
+            self.comm.streams = root.streams
+        root.use_streams(self.comm.streams)
+        self._inner = [state for state in found if state is not self]
+
+    def _check_groups(self) -> None:
+        for group in self.groups:
+            group.write_back_changes()
+            group.check_device(self.device)
+            group.check_dtypes()
+        self.unit.register_params()
+
+    # hooks
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Unshard, once for all of the unit's modules, and cast the inputs."""
+        unit = self.unit
+        if unit.phase in BACKWARDS:  # recomputed for it
+            args, kwargs = self._cast_inputs(args, kwargs)
+            return unit.before_forward(args, kwargs)
+        self.find_root()
+        if len(self.modules) > 1:
+            if self._yet_to_run:
+                return self._cast_inputs(args, kwargs)
+            self._yet_to_run = set(self.modules)
+        if unit.root.is_root(unit) and unit.phase not in FORWARDS:
+            self.post_optim_event = None  # COMPUTE, which gathers wait for, is behind it
+            if self.device.type != "cpu":
+                args, kwargs = (replaced(each, self._moved) for each in (args, kwargs))
+        args, kwargs = self._cast_inputs(args, kwargs)
+        return unit.before_forward(args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard, once the last of the unit's modules has run, and cast the outputs."""
+        if output is None and sys.exc_info()[0] is not None:  # it raised
+            self._yet_to_run.clear()
+            self.unit.abandon_forward()
+            return None
+        if len(self.modules) > 1 and self.unit.phase not in BACKWARDS:
+            if module not in self._yet_to_run:
+                return self._cast_outputs(output)
+            self._yet_to_run.remove(module)
+            if self._yet_to_run:
+                return self._cast_outputs(output)
+        output = self._end_forward(output)
+        if self._root is not None and self.unit.phase not in BACKWARDS:
+            for state in reversed(self._inner):
+                if state._yet_to_run:  # some of its modules do not run in this forward
+                    state._yet_to_run.clear()
+                    output = state._cast_outputs(state._end_forward(output))
+        return self._cast_outputs(output)
+
+    def _end_forward(self, output: Any) -> Any:
+        if torch.is_grad_enabled() and self.unit.phase not in BACKWARDS:
+            self._warn_of_views(output)
+        return self.unit.after_forward(output)
+
+    def _warn_of_views(self, output: Any) -> None:
+        names = ", ".join(type(module).__name__ for module in self.modules)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor._base is not None:
+                warnings.warn(
+                    f"FSDP2-wrapped module ({names}) returned a view tensor. "
+                    "An in-place op on this view (e.g., `x += y`) will silently "
+                    "drop the pre-backward hook and skip the all-gather, which "
+                    "can cause backward to fail or produce wrong gradients. "
+                    "Use out-of-place ops (`out = out + y`, not `out += y`) or "
+                    "`.clone()` the output before any in-place op.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self.device else tensor.to(self.device)
+
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return args, kwargs
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+    def _cast_outputs(self, output: Any) -> Any:
+        dtype = self.policy.output_dtype
+        return output if dtype is None else cast_floats(output, dtype)
+
+    # what a user calls
+
+    def reset(self) -> None:
+        """
+        Raises:
+            RuntimeError: it is not the root's.
+        """
+        if self.is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        if self._root is None:
+            return
+        for state in (self, *self._inner):
+            state._yet_to_run.clear()
+            state.unit.abandon_forward()
+            state.unit.abandon_backward()
+            for group in state.groups:
+                group.gradients.forget()
+        self._root.reset()
+
+    _inner: Sequence[ModuleState] = ()  # of the root
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    return vars(module).get(_STATE)
+
+
+def _name_parameters(group: DTensorGroup, names: dict[int, str]) -> None:
+    for param in group.params:
+        param.name = names.get(id(param.sharded), param.name)
+    group.names = [param.name for param in group.params]
+
+
+def _refuse_shared(group: DTensorGroup, seen: set[int]) -> None:
+    for param in group.params:
+        if param.origin in seen:
+            raise ValueError(
+                f"Parameter '{param.name}' is shared with a parameter already managed by another FSDP group. "
+                "For shared/tied parameters, use fully_shard([module_a, module_b]) to place them in "
+                "the same FSDP group."
+            )
+        seen.add(param.origin)

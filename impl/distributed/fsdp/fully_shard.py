@@ -1,0 +1,574 @@
+"""Mirrors torch's `fully_shard`: parameters that are DTensors, one by one, over the engine of the sharded units."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from impl.distributed.fsdp._config import Config
+from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._layout.per_param import DTensorGroup, GroupOptions
+from impl.distributed.fsdp._layout.sharded_param import ShardedParam
+from impl.distributed.fsdp._managed import mark_modules
+from impl.distributed.fsdp._module_state import ModuleState, state_of
+from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
+from impl.distributed.fsdp._phase import FORWARDS
+from impl.distributed.fsdp._policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from impl.distributed.fsdp._unit import Unit
+
+_classes: dict[type, type] = {}  # a sharded module's, by its own
+
+
+def fully_shard(  # noqa: PLR0913  torch's eight
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: Any = OffloadPolicy(),  # noqa: B008  as torch has it; nothing writes to it
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard the parameters of a module, or of several as one group, over ranks, in place.
+
+    Those that an earlier call has taken over below it stay with that one, so inner modules come first. The modules get
+    a class of their own beside `FSDPModule`, and their parameters become DTensors.
+
+    Args:
+        module: one, or a list of them that are gathered together.
+        mesh: of one dimension to shard over, or two: to replicate and to shard over; by default all ranks.
+        reshard_after_forward: whether parameters are freed between forward and backward; None: but for the root's.
+        shard_placement_fn: the dimension by which a parameter is sharded, as a `Shard`; None: the first.
+        mp_policy: dtypes.
+        offload_policy: a CPUOffloadPolicy keeps parameters, gradients and optimizer states on the CPU.
+        ignored_params: parameters that stay as they are, each rank's own.
+        dp_mesh_dims: of a mesh that parameters are DTensors on, which is not there yet.
+
+    Returns:
+        `module`.
+    Raises:
+        ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit.
+        NotImplementedError: a parameter is a DTensor already or not contiguous; a number of ranks to reshard to that
+            is neither 1 nor all; uneven columns.
+    Sync: none. Collectives: none, but those that make a mesh; in forward and backward of each unit an all-gather, and
+        a reduce-scatter of the gradients; with replicas an all-reduce.
+    Source: torch.distributed.fsdp.fully_shard 2.13; differences: what raises NotImplementedError above.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> model = fully_shard(nn.Linear(2, 1, bias=False), mesh=init_device_mesh("cpu", (1,)))
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> model.weight.grad.full_tensor()
+    tensor([[1., 1.]])
+    >>> dist.destroy_process_group()
+    """
+    _check_module(module)
+    mesh = mesh if mesh is not None else _mesh_of_all()
+    _check_mesh(mesh, dp_mesh_dims)
+    if dp_mesh_dims is not None and type(reshard_after_forward) is int:
+        raise NotImplementedError(
+            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
+        )
+    groups = _groups_of(mesh)
+    reshards = _reshards(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    modules = [module] if isinstance(module, nn.Module) else _outermost(module)
+    for one in modules:
+        _refuse_twice(one)
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    ignored = ignored_params or set()
+    managed_modules = _managed_modules(modules, ignored)
+    managed = _managed_params(modules, managed_modules, ignored)
+    if dp_mesh_dims is not None and managed:
+        raise ValueError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
+            f"distribute_module). Got plain tensor for parameter '{managed[0].info.locations[0].attribute}'."
+        )
+    offloads = hasattr(offload_policy, "pin_memory")
+    _move(managed, managed_modules, device)
+    rank, world = groups.shard_rank, groups.shard_size
+    params = [
+        ShardedParam(one, mesh, _dim_of(one.parameter, shard_placement_fn), rank, world, offloads=offloads)
+        for one in managed
+    ]
+    options = GroupOptions(mp_policy.param_dtype, mp_policy.reduce_dtype, reshards)
+    param_groups = [DTensorGroup(params, groups, options, device, offloads)] if params else []
+    unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
+    ModuleState(modules, unit, mp_policy, device)
+    mark_modules(managed_modules)
+    for one in modules:
+        one.__class__ = _class_for(type(one))
+    return module
+
+
+# -- what is checked, and found out, when it is called
+
+
+def _check_module(module: Any) -> None:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+
+
+def _mesh_of_all() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def _check_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> None:
+    if dims is not None:
+        if mesh.mesh_dim_names is None:
+            raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+        for name in (*dims.shard_names, *dims.replicate_names):
+            if name not in mesh.mesh_dim_names:
+                raise ValueError(
+                    f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
+                )
+        return
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+
+
+def _groups_of(mesh: DeviceMesh) -> Groups:
+    shard = mesh.get_group(mesh.ndim - 1)
+    replicate = mesh.get_group(0) if mesh.ndim == 2 else None
+    return Groups(
+        shard if shard.size() > 1 else None,
+        replicate if replicate is not None and replicate.size() > 1 else None,
+    )
+
+
+def _reshards(wanted: Any, world: int) -> bool | None:
+    if wanted is None or isinstance(wanted, bool):
+        return wanted
+    if not isinstance(wanted, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the "
+            f"group size to reshard to, not {wanted}"
+        )
+    if wanted < 1 or wanted > world or world % wanted:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {world}, not {wanted}"
+        )
+    if wanted not in (1, world):
+        raise NotImplementedError(
+            f"resharding to {wanted} of {world} ranks is not there yet; pass True to reshard to all, or False"
+        )
+    return wanted == world
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that lie in no other of them."""
+    inner = [set(one.modules()) - {one} for one in modules]
+    return [one for one in dict.fromkeys(modules) if not any(one in below for below in inner)]
+
+
+def _refuse_twice(module: nn.Module) -> None:
+    if state_of(module) is not None:
+        raise AssertionError(
+            "Each distinct composable distributed API can only be applied to a module once. fully_shard has already "
+            f"been applied to the following module:\n{module}"
+        )
+
+
+def _managed_modules(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """All below that no earlier call has, the inner ones first; without those of which everything is ignored."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in found or (module not in roots and state_of(module) is not None):
+            return
+        for child in module.children():
+            visit(child)
+        found[module] = None
+
+    for root in roots:
+        visit(root)
+    return [one for one in found if not (ignored and _is_ignored(one, ignored))]
+
+
+def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
+    has_own = any(True for _ in module.buffers()) or any(p not in ignored for p in module.parameters())
+    return not has_own
+
+
+def _managed_params(
+    roots: Sequence[nn.Module], modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> list[ManagedParam]:
+    """In the order of the modules, each with all places that have it.
+
+    Raises:
+        ValueError: one has no dimensions.
+        NotImplementedError: one is a DTensor.
+    """
+    places: dict[nn.Parameter, list[ParamLocation]] = {}
+    for module in modules:
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            if not parameter.shape:
+                raise ValueError(
+                    "fully_shard doesn't support scalar parameters. "
+                    f"Change {attribute} to a 1D tensor with numel equal to 1."
+                )
+            if isinstance(parameter, DTensor):
+                raise NotImplementedError(
+                    f"{attribute} of {type(module).__name__} is a DTensor, laid out as {parameter.placements} over "
+                    f"{parameter.device_mesh}, and cannot be sharded once more yet; shard plain parameters"
+                )
+            places.setdefault(parameter, []).append(ParamLocation(module, attribute))
+    names = {p: name for root in reversed(roots) for name, p in root.named_parameters()}
+    return [ManagedParam(ParamInfo(names[p], tuple(where)), p) for p, where in places.items()]
+
+
+def _move(managed: Iterable[ManagedParam], modules: Iterable[nn.Module], device: torch.device) -> None:
+    buffers = (buffer for module in modules for buffer in module.buffers(recurse=False))
+    for tensor in (*(one.parameter for one in managed), *buffers):
+        if tensor.device not in (device, torch.device("meta")):
+            tensor.data = tensor.data.to(device)
+
+
+def _dim_of(parameter: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None) -> int:
+    placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(f"Invalid shard_placement_fn result: {placement}")
+    return placement.dim
+
+
+def _class_for(cls: type) -> type:
+    if cls not in _classes:
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_copy})
+    return _classes[cls]
+
+
+def _refuse_copy(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+class UnshardHandle:
+    """What `FSDPModule.unshard(async_op=True)` returns.
+
+    Source: torch.distributed.fsdp.UnshardHandle 2.13; differences: none.
+
+    >>> UnshardHandle().wait()
+    """
+
+    def wait(self) -> None:
+        """Have the modules show the unsharded parameters, when the current stream may read them."""
+
+
+class _Pending(UnshardHandle):
+    def __init__(self, state: ModuleState) -> None:
+        self._state: ModuleState | None = state
+
+    def wait(self) -> None:
+        state, self._state = self._state, None
+        if state is not None and state.unit.is_unsharded:
+            state.unit.unshard()
+
+
+class FSDPModule:
+    """The class of a module that fully_shard has been applied to, beside its own.
+
+    Methods that end with `recurse` act on all sharded modules below too, unless it is False.
+
+    Source: torch.distributed.fsdp.FSDPModule 2.13; differences: collectives reduce by sums alone, whatever
+        `set_force_sum_reduction_for_comms` says; one buffer of gradients is in flight whatever
+        `set_reduce_scatter_max_input_buffers` allows.
+
+    >>> issubclass(FSDPModule, nn.Module)
+    False
+    """
+
+    _orig_cls_mro_index = 2  # torch's name: where the module's own class stands in the order of classes
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Of its own class, as containers make the like of themselves when they are sliced."""
+        own = cls.__mro__[cls._orig_cls_mro_index]
+        make: Any = own.__new__
+        made = make(own, *args, **kwargs) if make is not object.__new__ else make(own)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters of this module; its modules show the shards. Collectives: none."""
+        unit = self._state.unit
+        if self._state.has_root and not (unit.phase in FORWARDS and self._keeps()):
+            unit.reshard()
+
+    def _keeps(self) -> bool:
+        unit = self._state.unit
+        return all(group.keeps_after_forward(unit.root.is_root(unit), True) for group in unit.param_groups)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this module. Collectives: one all-gather, unless they are there.
+
+        Args:
+            async_op: return a handle; what is gathered shows when it is waited for, or in the next forward.
+        """
+        state = self._state
+        state.ensure_shared()
+        state.unit.gather_ahead()
+        handle = _Pending(state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Behind a forward or backward that raised: gradients that are not there yet are dropped.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        self._state.reset()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the current stream waits for the reductions at the end of the next backward."""
+        state = self._state
+        state.ensure_shared()
+        state.unit.root.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards reduce gradients, or add them up unreduced."""
+        for group in self._groups(recurse):
+            group.syncs = requires_gradient_sync
+            group.reduction.defers_all_reduce = not requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether replicas reduce over each other what they have scattered, or add it up."""
+        for group in self._groups(recurse):
+            group.reduction.defers_all_reduce = not requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed between forward and backward.
+
+        Raises:
+            ValueError: it is no bool.
+        """
+        given: Any = reshard_after_forward
+        if not isinstance(given, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for group in self._groups(recurse):
+            group.options.reshards_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are freed after backward."""
+        for group in self._groups(recurse):
+            group.options.reshards_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather those of `modules` in each forward of this one.
+
+        Raises:
+            ValueError: one is not sharded.
+        """
+        self._state.unit.prefetches_in_forward = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather those of `modules` in each backward of this one, instead of the one whose forward came before.
+
+        Raises:
+            ValueError: one is not sharded.
+        """
+        self._state.unit.prefetches_in_backward = _units_of(modules)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather by `comm(output_tensor=, input_tensor=, group=, async_op=)`, in memory of `comm.allocate`."""
+        for group in self._state.groups:
+            group.options.all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce by `comm(output_tensor=, input_tensor=, group=, op=)`, in memory of `comm.allocate`."""
+        for group in self._state.groups:
+            group.reduction.comm = comm
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook` with each reduced shard, before it is divided.
+
+        Args:
+            stream: for models without replicas; the hook runs where gradients are reduced.
+        Raises:
+            ValueError: a stream is given and there are replicas.
+        """
+        for group in self._state.groups:
+            group.reduction.on_reduced = hook
+            if stream is not None and group.params[0].replicates:
+                raise ValueError("stream cannot be set when using native HSDP")
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """An event behind the optimizer's step; gathers wait for the current stream, which is behind it too."""
+        self._state.post_optim_event = event
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """`set_gradient_divide_factor`, as it was called before."""
+        warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients by `factor`, rather than by the number of ranks."""
+        for group in self._state.groups:
+            group.reduction.divide_factor = factor
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Collectives reduce by sums alone, with `enable` or without."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters without a gradient are reduced as zeros: ranks may then use different ones."""
+        for group in self._groups(recurse):
+            group.options.reduces_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many buffers of gradients may be in flight; two are, on a device, whatever is set.
+
+        Raises:
+            TypeError: it is no int.
+            ValueError: it is less than 1.
+        """
+        del recurse
+        given: Any = max_input_buffers
+        if isinstance(given, bool) or not isinstance(given, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce gradients in a process group of their own. Collectives: makes it; all its ranks must call this."""
+        made: dict[tuple[int, ...], Any] = {}
+        for group in self._groups(recurse):
+            shard, reduction = group.groups.shard, group.reduction
+            if not enable or shard is None:
+                reduction.scatters_over = None
+                continue
+            ranks = tuple(dist.get_process_group_ranks(shard))
+            if ranks not in made:
+                made[ranks] = reduction.scatters_over or dist.new_group(
+                    list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+                )
+            reduction.scatters_over = made[ranks]
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this module's parameters are gathered for its backward."""
+        self._state.unit.unshards_in_backward = unshard_in_backward
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Memory of the process group for what travels: taken for a hint.
+
+        Raises:
+            AssertionError: this module has communication of the user's own.
+        """
+        del enable
+        for group in self._state.groups:
+            _refuse_own("set_allocate_memory_from_process_group()", group)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """
+        Raises:
+            RuntimeError: there is no such memory for the process group; gathers do not use it.
+        """
+        raise RuntimeError(f"SymmetricMemory does not find allocation backend {backend}")
+
+    def _groups(self, recurse: bool) -> list[DTensorGroup]:
+        module = cast("nn.Module", self)
+        states = [state_of(one) for one in (module.modules() if recurse else [module])]
+        return [group for state in states if state is not None for group in state.groups]
+
+    @property
+    def _state(self) -> ModuleState:
+        found = state_of(cast("nn.Module", self))
+        assert found is not None, f"No FSDP state found on {self}"
+        return found
+
+    def _get_fsdp_state(self) -> ModuleState:
+        """Torch's name, which others call."""
+        return self._state
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast the shards."""
+        self.reshard()
+        made = super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
+        for group in self._state.groups:
+            group.write_back_changes()
+        return made
+
+
+def _units_of(modules: Sequence[Any]) -> list[Unit[DTensorGroup]]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+    return [module._state.unit for module in modules]
+
+
+def _refuse_own(call: str, group: DTensorGroup) -> None:
+    for what, comm in (("all gather", group.options.all_gather), ("reduce scatter", group.reduction.comm)):
+        if comm is not None:
+            raise AssertionError(f"cannot call {call} when {what} comm is custom: {type(comm).__name__}")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have another method of a sharded module unshard and reshard as `forward` does.
+
+    Args:
+        module: nothing happens if it is not sharded.
+        method_name: of a method that it has.
+    Raises:
+        ValueError: it has none of that name.
+    Source: torch.distributed.fsdp.register_fsdp_forward_method 2.13; differences: none.
+
+    >>> register_fsdp_forward_method(nn.Linear(1, 1), "forward")
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    original = getattr(module, method_name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._state
+        args, kwargs = state.before_forward(self, args, kwargs)
+        try:
+            output = original(*args, **kwargs)
+        except BaseException:
+            state.unit.abandon_forward()
+            raise
+        return state.after_forward(self, args, output)
+
+    setattr(module, method_name, types.MethodType(method, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Have several roots gather and reduce on the same streams; to be called before their first forward.
+
+    Args:
+        modules: the roots.
+    Raises:
+        ValueError: one is not sharded.
+    Source: torch.distributed.fsdp.share_comm_ctx 2.13; differences: none.
+
+    >>> share_comm_ctx([])
+    """
+    given: list[Any] = modules
+    for module in given:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+    for module in modules[1:]:
+        module._state.comm = modules[0]._state.comm
