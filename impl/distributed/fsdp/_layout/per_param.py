@@ -5,7 +5,7 @@ W = ranks that the group is sharded over, S = elements of one rank's part of wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,8 @@ class DTensorGroup:
 
     def keeps_after_forward(self, is_outermost: bool, awaits_backward: bool) -> bool:
         del awaits_backward
+        if _is_in_backward():  # recomputed for it, which will want the parameters
+            return True
         reshards = self.options.reshards_after_forward
         return is_outermost if reshards is None else not reshards
 
@@ -419,6 +421,11 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return one + other
+
+
+def _is_in_backward() -> bool:
+    number: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]  no stub
+    return number() != -1
 
 
 def _alone(buffer: Tensor) -> list[Tensor]:
