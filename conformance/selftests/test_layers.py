@@ -60,6 +60,7 @@ WITHIN_SHARDING = (
     ("_unit",),
     ("_clip", "_contained", "_root", "_summon"),
     ("_module_state", "_wrapper"),
+    ("_fully_shard_init",),
     ("_buffers", "_private_names", "_state_dict"),
     ("fully_shard", "fully_sharded_data_parallel", "sharded_grad_scaler"),
     ("_common_utils", "checkpoint"),

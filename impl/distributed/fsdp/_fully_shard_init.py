@@ -1,0 +1,155 @@
+"""What fully_shard checks, and finds out, when it is called: the mesh and its groups, the modules, their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._module_state import state_of
+from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
+from impl.distributed.fsdp._policies import DataParallelMeshDims
+
+
+def check_module(module: Any) -> None:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+
+
+def mesh_of_all() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def check_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> None:
+    if dims is not None:
+        if mesh.mesh_dim_names is None:
+            raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+        for name in (*dims.shard_names, *dims.replicate_names):
+            if name not in mesh.mesh_dim_names:
+                raise ValueError(
+                    f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
+                )
+        return
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+
+
+def groups_of(mesh: DeviceMesh) -> Groups:
+    shard = mesh.get_group(mesh.ndim - 1)
+    replicate = mesh.get_group(0) if mesh.ndim == 2 else None
+    return Groups(
+        shard if shard.size() > 1 else None,
+        replicate if replicate is not None and replicate.size() > 1 else None,
+    )
+
+
+def checked_reshard(wanted: Any, world: int) -> bool | None:
+    if wanted is None or isinstance(wanted, bool):
+        return wanted
+    if not isinstance(wanted, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the "
+            f"group size to reshard to, not {wanted}"
+        )
+    if wanted < 1 or wanted > world or world % wanted:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {world}, not {wanted}"
+        )
+    if wanted not in (1, world):
+        raise NotImplementedError(
+            f"resharding to {wanted} of {world} ranks is not there yet; pass True to reshard to all, or False"
+        )
+    return wanted == world
+
+
+def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that lie in no other of them."""
+    inner = [set(one.modules()) - {one} for one in modules]
+    return [one for one in dict.fromkeys(modules) if not any(one in below for below in inner)]
+
+
+def refuse_twice(module: nn.Module) -> None:
+    if state_of(module) is not None:
+        raise AssertionError(
+            "Each distinct composable distributed API can only be applied to a module once. fully_shard has already "
+            f"been applied to the following module:\n{module}"
+        )
+
+
+def managed_modules(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """All below that no earlier call has, the inner ones first; without those of which everything is ignored."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in found or (module not in roots and state_of(module) is not None):
+            return
+        for child in module.children():
+            visit(child)
+        found[module] = None
+
+    for root in roots:
+        visit(root)
+    return [one for one in found if not (ignored and _is_ignored(one, ignored))]
+
+
+def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
+    has_own = any(True for _ in module.buffers()) or any(p not in ignored for p in module.parameters())
+    return not has_own
+
+
+def managed_params(
+    roots: Sequence[nn.Module], modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> list[ManagedParam]:
+    """In the order of the modules, each with all places that have it.
+
+    Raises:
+        ValueError: one has no dimensions.
+        NotImplementedError: one is a DTensor.
+    """
+    places: dict[nn.Parameter, list[ParamLocation]] = {}
+    for module in modules:
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            if not parameter.shape:
+                raise ValueError(
+                    "fully_shard doesn't support scalar parameters. "
+                    f"Change {attribute} to a 1D tensor with numel equal to 1."
+                )
+            if isinstance(parameter, DTensor):
+                raise NotImplementedError(
+                    f"{attribute} of {type(module).__name__} is a DTensor, laid out as {parameter.placements} over "
+                    f"{parameter.device_mesh}, and cannot be sharded once more yet; shard plain parameters"
+                )
+            places.setdefault(parameter, []).append(ParamLocation(module, attribute))
+    names = {p: name for root in reversed(roots) for name, p in root.named_parameters()}
+    return [ManagedParam(ParamInfo(names[p], tuple(where)), p) for p, where in places.items()]
+
+
+def move_to_device(
+    managed: Iterable[ManagedParam], modules: Iterable[nn.Module], device: torch.device
+) -> None:
+    buffers = (buffer for module in modules for buffer in module.buffers(recurse=False))
+    for tensor in (*(one.parameter for one in managed), *buffers):
+        if tensor.device not in (device, torch.device("meta")):
+            tensor.data = tensor.data.to(device)
+
+
+def sharded_dim(parameter: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None) -> int:
+    placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(f"Invalid shard_placement_fn result: {placement}")
+    return placement.dim
