@@ -62,7 +62,7 @@ _TRAINING = st.sampled_from(
     [Call(name) for name in ("forward", "forward", "look", "backward", "backward", "step")]
 )
 _BOTH = (True, False)
-_SETTINGS = st.one_of(
+_SETTINGS = (
     _calls_of("unshard"),
     _calls_of("unshard", async_op=_BOTH),
     _calls_of("reshard"),
@@ -70,7 +70,6 @@ _SETTINGS = st.one_of(
     _calls_of("set_is_last_backward", is_last_backward=_BOTH),
     _calls_of("set_reshard_after_forward", reshard_after_forward=_BOTH, recurse=_BOTH),
     _calls_of("set_reshard_after_backward", reshard_after_backward=_BOTH, recurse=_BOTH),
-    _calls_of("set_gradient_divide_factor", factor=(1.0, 2.0, 3.0)),
     _calls_of("set_reduce_scatter_unused_params", reduce_scatter_unused_params=_BOTH, recurse=_BOTH),
     _calls_of("set_modules_to_forward_prefetch", modules=([1], [2, 3], [])),
     _calls_of("set_modules_to_backward_prefetch", modules=([1, 0], [2], [])),
@@ -78,10 +77,11 @@ _SETTINGS = st.one_of(
 )
 
 
-def programs() -> st.SearchStrategy[tuple[Sharding, list[Call]]]:
+def programs(factors: tuple[float, ...]) -> st.SearchStrategy[tuple[Sharding, list[Call]]]:
     """A model, and calls of its methods among forwards and backwards, which end with a whole step."""
+    settings = st.one_of(*_SETTINGS, _calls_of("set_gradient_divide_factor", factor=factors))
     ending = [Call("forward"), Call("backward"), Call("step")]
-    calls = st.lists(st.one_of(_TRAINING, _TRAINING, _SETTINGS), max_size=12)
+    calls = st.lists(st.one_of(_TRAINING, _TRAINING, settings), max_size=12)
     return st.tuples(shardings(units=("leaves",)), calls.map(lambda drawn: [*drawn, *ending]))
 
 

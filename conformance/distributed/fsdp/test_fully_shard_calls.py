@@ -241,6 +241,24 @@ def test_replicas_reduce_as_they_are_told(subject: Library, reference: Library, 
     played(rank_pool, (reference, subject), calls, sharding=Sharding(ranks="replicas"))
 
 
+@clause("distributed.fsdp.fully_shard.factor_of_one_rank")
+@pytest.mark.deviation("fully_shard.factor_of_one_rank")
+@pytest.mark.world_sizes(fewest=2)
+def test_a_factor_divides_once_where_one_rank_has_all(
+    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
+) -> None:
+    """In float64. The number of ranks is what is divided by unless something else is asked for."""
+    asked = (setting(_FACTOR, factor=float(rank_pool.world_size)), *TRAIN)
+
+    def probe(library: Library, calls: Sequence[Call] = asked) -> list[Any]:
+        replicas = Sharding(ranks="replicas")
+        seen = outcomes(rank_pool, library, "fully_shard_calls:play", calls=calls, sharding=replicas)
+        return [replace(one, value=one.value["held"]) if one.raised is None else one for one in seen]
+
+    expected = probe(reference, TRAIN)
+    deviation.judge(probe, we_do=lambda seen: does_as(expected, seen))
+
+
 @clause("distributed.fsdp.fully_shard.sums_alone")
 @pytest.mark.world_sizes(fewest=2)
 def test_sums_alone_where_it_is_told(subject: Library, reference: Library, rank_pool: RankPool) -> None:
@@ -331,5 +349,6 @@ def test_parameters_may_be_replaced(
 @share_of_examples(0.7)
 @given(data=st.data())
 def test_in_any_order(subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject) -> None:
-    sharding, calls = data.draw(programs())
+    # Of one rank torch divides twice: test_a_factor_divides_once_where_one_rank_has_all.
+    sharding, calls = data.draw(programs(factors=(1.0, 2.0, 3.0) if rank_pool.world_size > 1 else (1.0,)))
     played(rank_pool, (reference, subject), calls, sharding=sharding)
