@@ -359,9 +359,13 @@ class Unit(Generic[_Group]):
         root.memory.note_resharded(self)
 
     def reshard_unused(self) -> None:
-        """Reshard what was gathered ahead for a forward that did not come: the shards may change before one does."""
-        if self._was_prefetched:
+        """Reshard what was gathered ahead for a forward that did not come: the shards may change before one does.
+
+        What awaits a backward is kept for that, and gathered again there if they have changed.
+        """
+        if self._was_prefetched and not self.awaits_backward:
             self.reshard()
+        self._was_prefetched = False
 
     def free(self) -> None:
         for group in self.param_groups:
