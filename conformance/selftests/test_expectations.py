@@ -15,6 +15,7 @@ from conformance.selftests.test_misbehaving_subjects import MISUSED, OTHERS, jud
 
 TODAY = datetime.date(2026, 5, 1)
 CLAUSE = "amp.grad_scaler.x"
+ON_THE_CPU = UNSAID, SAID, _ = [f"{MISUSED}[cpu-{foreach}]" for foreach in (None, True, False)]
 
 
 def expectation(clause: str = "", test: str = "", expires: datetime.date = TODAY) -> Expectation:
@@ -121,9 +122,9 @@ def write(folder: Path, source: str, *tests: str, expires: str = "2030-01-31") -
 
 
 def test_what_is_expected_is_green_and_what_is_not_red(tmp_path: Path) -> None:
-    write(tmp_path, SUBJECT, f"{MISUSED}[None-cpu]")
-    report = judged("expects", tmp_path, MISUSED, f"--today={TODAY}", at=tmp_path)
-    expected = of(report, f"{MISUSED}[None-cpu]")[0]
+    write(tmp_path, SUBJECT, UNSAID)
+    report = judged("expects", tmp_path, *ON_THE_CPU, f"--today={TODAY}", at=tmp_path)
+    expected = of(report, UNSAID)[0]
     assert expected["outcome"] == "expected"
     assert expected["reason"].startswith("expected until 2030-01-31: Known. (their/repo#1)\nAssertionError")
     assert "--subject expects" in expected["replay"]
@@ -133,26 +134,29 @@ def test_what_is_expected_is_green_and_what_is_not_red(tmp_path: Path) -> None:
 
 
 def test_what_passes_or_has_expired_is_red(tmp_path: Path) -> None:
-    write(tmp_path, SUBJECT, f"{MISUSED}[None-cpu]", f"{MISUSED}[True-cpu]")
-    report = judged("expects", tmp_path, MISUSED, f"--today={TODAY}", at=tmp_path)
+    write(tmp_path, SUBJECT, UNSAID, SAID)
+    report = judged("expects", tmp_path, *ON_THE_CPU, f"--today={TODAY}", at=tmp_path)
     [met] = of(report, "expectation of")
-    assert (met["nodeid"], met["outcome"]) == (f"expectation of {MISUSED}[True-cpu]", "stale")
+    assert (met["nodeid"], met["outcome"]) == (f"expectation of {SAID}", "stale")
     assert met["clause"] == "nn.utils.clip_grad.clip_grad_value_.foreach"
     assert "all its tests pass: take it out" in met["reason"]
     assert (report["verdict"], report["exit code"]) == ("red", 1)
-    later = judged("expects", tmp_path, MISUSED, "--today=2030-02-01", at=tmp_path)
+    later = judged("expects", tmp_path, *ON_THE_CPU, "--today=2030-02-01", at=tmp_path)
     assert [row["state"] for row in later["expectations"]] == ["expired", "expired"]
-    assert of(later, f"{MISUSED}[None-cpu]")[0]["outcome"] == "failed"
+    assert of(later, UNSAID)[0]["outcome"] == "failed"
     assert (later["verdict"], later["exit code"]) == ("red", 1)
 
 
 @pytest.mark.profile("full")
 @pytest.mark.deadline(300.0)
 def test_what_ends_its_process_can_be_expected_too(tmp_path: Path) -> None:
-    write(tmp_path, ENDS_ITS_PROCESS, f"{MISUSED}[None-cpu]")
-    report = judged_by_workers("expects", tmp_path, MISUSED, OTHERS, f"--today={TODAY}", at=tmp_path)
-    assert of(report, f"{MISUSED}[None-cpu]")[0]["outcome"] == "expected"
-    assert of(report, f"{MISUSED}[None-meta]")[0]["outcome"] == "crash"
+    elsewhere = f"{MISUSED}[meta-None]"
+    write(tmp_path, ENDS_ITS_PROCESS, UNSAID)
+    report = judged_by_workers(
+        "expects", tmp_path, *ON_THE_CPU, elsewhere, OTHERS, f"--today={TODAY}", at=tmp_path
+    )
+    assert of(report, UNSAID)[0]["outcome"] == "expected"
+    assert of(report, elsewhere)[0]["outcome"] == "crash"
     assert {entry["outcome"] for entry in of(report, OTHERS)} == {"passed"}
     assert [row["state"] for row in report["expectations"]] == ["holds"]
     assert report["exit code"] == 1

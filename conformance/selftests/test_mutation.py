@@ -239,7 +239,7 @@ def test_a_sample_is_drawn_judged_and_reported(tmp_path: Path, capsys: pytest.Ca
     )
     results = json.loads(out.read_text())["results"]
     assert len({result["mutant"] for result in results}) == 4
-    killed = [result for result in results if result["result"] == KILLED]
+    killed = [result for result in results if result["status"] == KILLED]
     assert killed
     assert all(result["why"].startswith("conformance/nn/") for result in killed)
     reported = capsys.readouterr().out

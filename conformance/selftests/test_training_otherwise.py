@@ -61,7 +61,7 @@ def test_the_judge_trains_by_every_way_that_there_is(subject: Library) -> None:
         return
     result = judge("impl", small_plan("fp16"))
     assert [comparison.name for comparison in result.comparisons] == [
-        f"fp16, adamw, {way}" for way in ("route plain", "route auto", "fused step", "captured")
+        f"fp16, adamw, {way}" for way in ("backend torch", "backend auto", "fused step", "captured")
     ]
     assert result.passed
     assert [comparison.bound is None for comparison in result.comparisons] == [True, False, False, True]

@@ -92,7 +92,7 @@ def judge(
             bound = Bound.between(reference, other)
         held_to = None if way.is_bitwise else bound
         try:
-            with library.kernels.route(way.route) if way.route else contextlib.nullcontext():
+            with library.kernels.backend(way.backend) if way.backend else contextlib.nullcontext():
                 ours = run("subject", parts_of(library, way.name), plan, way.trained_by)
             checks = compare(plan, reference, ours, held_to)
         except OtherRun:
@@ -153,21 +153,21 @@ class _Way:
     """How the subject trains."""
 
     name: str
-    route: str | None  # of its kernels, where it has several
+    backend: str | None  # of its kernels, where it has several
     is_bitwise: bool  # whether each bit must then agree with torch's
     trained_by: type[Trainer] = Trainer
 
 
 def _ways(library: Library, plan: Plan) -> list[_Way]:
     on_cpu = torch.device(plan.device).type == "cpu"
-    has_routes = library.provides("kernels.route")
-    if has_routes:
-        ways = [_Way("route plain", "plain", True)] if on_cpu else []
-        ways.append(_Way("route auto", "auto", False))
+    has_backends = library.provides("kernels.backend")
+    if has_backends:
+        ways = [_Way("backend torch", "torch", True)] if on_cpu else []
+        ways.append(_Way("backend auto", "auto", False))
     else:
         ways = [_Way("", None, on_cpu and library.package == "torch")]
     if library.provides("amp.GradScaler") and hasattr(library.find("amp.GradScaler"), "fused_step"):
-        ways.append(_Way("fused step", "auto" if has_routes else None, False, ByFusedStep))
+        ways.append(_Way("fused step", "auto" if has_backends else None, False, ByFusedStep))
     if library.provides(_CAPTURE):
-        ways.append(_Way("captured", "plain" if has_routes else None, on_cpu and has_routes, Captured))
+        ways.append(_Way("captured", "torch" if has_backends else None, on_cpu and has_backends, Captured))
     return ways

@@ -162,7 +162,7 @@ def a_scale_on_its_floor(device: torch.device) -> Any:
             scaler.step(optimizer)
             with pytest.MonkeyPatch.context() as patch, capturing():
                 patch.setattr("impl.kernels._copies._is_capturing", lambda device: device == LATE)
-                scaler._watch.read(0.5, 2.0)
+                scaler._watch._read(0.5, 2.0)
             scaler.update()
     return sum("min_scale" in str(warning.message) for warning in warned)
 
