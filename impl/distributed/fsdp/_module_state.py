@@ -49,6 +49,7 @@ class ModuleState:
         self.post_optim_event: Any = None
         self._yet_to_run: set[nn.Module] = set()  # of several, in this forward
         self._root: Root | None = None
+        self._inner: Sequence[ModuleState] = ()  # of the root
         for module in modules:
             vars(module)[_STATE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
@@ -224,8 +225,6 @@ class ModuleState:
             for group in state.groups:
                 group.gradients.forget()
         self._root.reset()
-
-    _inner: Sequence[ModuleState] = ()  # of the root
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

@@ -163,8 +163,8 @@ class FSDPModule:
     Methods that end with `recurse` act on all sharded modules below too, unless it is False.
 
     Source: torch.distributed.fsdp.FSDPModule 2.13; differences: collectives reduce by sums alone, whatever
-        `set_force_sum_reduction_for_comms` says; one buffer of gradients is in flight whatever
-        `set_reduce_scatter_max_input_buffers` allows.
+        `set_force_sum_reduction_for_comms` says; two buffers of gradients are in flight, on a
+        device, whatever `set_reduce_scatter_max_input_buffers` allows.
 
     >>> issubclass(FSDPModule, nn.Module)
     False
@@ -287,7 +287,7 @@ class FSDPModule:
                 raise ValueError("stream cannot be set when using native HSDP")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """An event behind the optimizer's step; gathers wait for the current stream, which is behind it too."""
+        """Taken for a hint: gathers wait for the current stream, which has to be behind the optimizer's step itself."""
         self._state.post_optim_event = event
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

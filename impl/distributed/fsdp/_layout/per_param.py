@@ -131,7 +131,6 @@ class DTensorGroup:
         self.reduction = Reduction(groups)
         self.gradients = DTensorGradients(self)
         self.names = [param.name for param in params]
-        self.starts = offsets([param.padded_numel for param in params])  # in what travels
         self._registration = ParamRegistration([param.info for param in params], as_parameters=True)
         self._unsharded: UnshardedParams | None = None
         self._is_shown = False

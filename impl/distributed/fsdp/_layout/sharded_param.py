@@ -140,7 +140,4 @@ def _dtensor(local: Tensor, spec: DTensorSpec) -> Any:
 
 def offsets(numels: Sequence[int]) -> list[int]:
     """Where each of several runs begins that follow one another, and at the end where the last one ends."""
-    found = [0]
-    for numel in numels:
-        found.append(found[-1] + numel)
-    return found
+    return list(itertools.accumulate(numels, initial=0))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
+from impl.distributed.fsdp._layout.sharded_param import rows_of
 from impl.distributed.fsdp._transport.collectives import all_to_all
 
 
@@ -35,9 +36,8 @@ class Chunk:
 def chunk_of(slot: Slot, rank: int, world: int) -> Chunk:
     """What `torch.chunk` along the first dimension gives a rank; laid out in memory as the parameter is."""
     rows = slot.shape[0]
-    width = -(-rows // world)
-    first = min(rank * width, rows)
-    count = min(first + width, rows) - first
+    first, stop = rows_of(rows, rank, world)
+    count = stop - first
     period = rows * slot.stride[0]
     stride = tuple(s * count // rows if rows > 1 and s >= period else s for s in slot.stride)
     return Chunk((count, *slot.shape[1:]), stride, first)
