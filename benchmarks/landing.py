@@ -190,7 +190,7 @@ class Machine:
 
 
 def machines(points: Sequence[history.Point], label: dict[str, Label]) -> list[Machine]:
-    """By machine, the one with the newest point first. `told` has the cases to show."""
+    """By machine, the one with the newest point first. `label` has the cases to show."""
     found: list[Machine] = []
     for name in {point.machine for point in points}:
         own = [point for point in points if point.machine == name and point.ratios.keys() & label.keys()]

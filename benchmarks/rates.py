@@ -1,4 +1,4 @@
-"""How often the clock's verdict is red, with a slowdown planted in impl's kernels and without: whole runs, counted.
+"""How often the clock's verdict is red, with a slowdown injected into impl and without: whole runs, counted.
 
 python -m benchmarks.rates --runs 20
 python -m benchmarks.rates --runs 20 --busy 1      with so many cores taken by another program
@@ -37,8 +37,8 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--runs", type=int, default=20, metavar="N", help="with the plant, and as many without (default: 20)")
-    add("--slow", type=float, default=1.5, metavar="TIMES", help="the plant: as python -m benchmarks has it")
+    add("--runs", type=int, default=20, metavar="N", help="with the slowdown, and as many without")
+    add("--slow", type=float, default=1.5, metavar="TIMES", help="as python -m benchmarks has it")
     add("--busy", type=int, default=0, metavar="CORES", help="cores that another program takes meanwhile")
     add("--case", action="append", metavar="NAME", help="which cases (default: three on 1000 short tensors)")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A slowdown planted in impl's kernels, to see whether the clock's verdict finds it. On CUDA it slows launches only."""
+"""A slowdown injected into impl: does the verdict on time find it? On CUDA it slows launches only."""
 
 import functools
 import importlib

@@ -73,8 +73,8 @@ def label(area: str, curve: str, size: str) -> landing.Label:
     )
 
 
-TOLD = {f"ranks{n}": label("FSDP step", f"{n} ranks", f"{n}") for n in (1, 2, 4)}
-TOLD |= {name: label("Clipping", "", name) for name in ("few", "many")}
+LABELS = {f"ranks{n}": label("FSDP step", f"{n} ranks", f"{n}") for n in (1, 2, 4)}
+LABELS |= {name: label("Clipping", "", name) for name in ("few", "many")}
 POINTS = [
     point(n, ranks1=1.0, ranks2=0.9 - 0.01 * n, ranks4=0.8, few=0.5, many=0.8 if n < 9 else 1.2)
     for n in range(1, 14)
@@ -84,7 +84,7 @@ SUBJECTS = {one.commit: f"Change <{one.date_ms}> & more" for one in POINTS}
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return landing.page(landing.machines(POINTS, TOLD), SUBJECTS)
+    return landing.page(landing.machines(POINTS, LABELS), SUBJECTS)
 
 
 def drawings(page: str) -> list[str]:
@@ -127,7 +127,7 @@ def test_what_is_slower_is_reported_with_the_commit_that_it_is_slower_since(page
 
 def test_a_case_has_a_small_picture_beside_its_number(page: str) -> None:
     sparks = re.findall(r'<svg class="spark".*?</svg>', page, re.DOTALL)
-    assert len(sparks) == 1 + len(TOLD)  # of all cases, and again of the slower one
+    assert len(sparks) == 1 + len(LABELS)  # of all cases, and again of the slower one
     assert "13 points, from 0.800 to 1.200, lowest 0.800, highest 1.200" in sparks[0]
 
 

@@ -13,7 +13,7 @@ from benchmarks import asv_format, catalogue, history, landing
 pytestmark = pytest.mark.deadline(60)
 TRAITS = {"cpu": "AMD EPYC", "num_cpu": "2", "ram": "24 GiB", "gpu": "none", "driver": "none"}
 TRAITS |= {"torch": "2.13.0", "python": "3.11"}
-TOLD = {
+LABELS = {
     f"Clip[{size}]": landing.Label(
         "clip_grad_norm_", "bench_clip.Clip.track_ratio_vs_torch", {"shapes": size}
     )
@@ -27,7 +27,7 @@ def point(commit: str, day: int, machine: str = "amd", **ratios: float) -> histo
 
 
 def test_the_first_page_tells_the_newest_point_and_its_machine() -> None:
-    page = landing.page(landing.machines([point("a", 1, few=0.5), point("b", 2, few=0.5)], TOLD))
+    page = landing.page(landing.machines([point("a", 1, few=0.5), point("b", 2, few=0.5)], LABELS))
     assert "bbbbbbbb of 1970-01-03 00:00 UTC; 2 points" in page
     assert "AMD EPYC, 2 cores, 24 GiB, no GPU" in page
     assert "torch 2.13.0, Python 3.11" in page
@@ -50,7 +50,7 @@ def test_a_case_is_marked_by_what_it_was_and_by_torch(
     earlier: tuple[float, ...], now: float, mark: str
 ) -> None:
     points = [point("a", day, few=ratio) for day, ratio in enumerate((*earlier, now))]
-    (machine,) = landing.machines(points, TOLD)
+    (machine,) = landing.machines(points, LABELS)
     (case,) = machine.cases
     assert case.mark == mark
     assert (case in machine.first) == (mark in ("worse", "slower"))
@@ -62,7 +62,7 @@ def test_what_has_become_worse_comes_before_what_is_slower_and_machines_by_their
         point("b", 2, few=0.9, many=1.5),
         point("c", 3, "intel", few=0.5),
     ]
-    intel, amd = landing.machines(points, TOLD)
+    intel, amd = landing.machines(points, LABELS)
     assert (intel.name, amd.name) == ("intel", "amd")
     assert [case.label.case for case in amd.first] == ["few", "many"]
     assert amd.cases[0].change == "+80%"
@@ -75,13 +75,13 @@ def test_what_has_become_worse_comes_before_what_is_slower_and_machines_by_their
 
 
 def test_a_case_links_to_its_curve() -> None:
-    assert TOLD["Clip[few]"].link("amd-epyc") == (
+    assert LABELS["Clip[few]"].link("amd-epyc") == (
         "asv.html#bench_clip.Clip.track_ratio_vs_torch?machine=amd-epyc&p-shapes=%27few%27"
     )
 
 
 def test_without_points_the_page_says_how_to_make_one() -> None:
-    assert "ci/bench" in landing.page(landing.machines([], TOLD))
+    assert "ci/bench" in landing.page(landing.machines([], LABELS))
 
 
 def test_each_headline_has_a_curve_that_asv_knows() -> None:

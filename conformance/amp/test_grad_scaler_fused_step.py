@@ -230,7 +230,7 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
         texts, kept = seen
         expected = [
             "Attempted fused_step but _scale is None",
-            *["wanted an optimizer, which has param_groups, got Linear", "got the class SGD"] * 2,
+            *["expected an optimizer, which has param_groups, got Linear", "got the class SGD"] * 2,
             "No inf checks were recorded for this optimizer",
             "step() has already been called since the last update()",
             "max_norm is nan",

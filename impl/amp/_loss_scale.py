@@ -165,9 +165,9 @@ def read_state(state_dict: Mapping[str, Any]) -> SavedState:
     return state
 
 
-def _corrupted(name: str, got: object, expected: str) -> ValueError:
+def _corrupted(name: str, actual: object, expected: str) -> ValueError:
     return ValueError(
-        f"{name} in the state dict is {got}, and {expected} is wanted; load what state_dict() of a sound run returned"
+        f"{name} in the state dict is {actual}, expected {expected}; load what state_dict() of a sound run returned"
     )
 
 

@@ -49,26 +49,26 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
         looked at and Triton does not run (tensor subclasses, traced code, other devices) torch's limits hold.
     """
     dispatch = dispatch_for(tensors)
-    wanted = dtype or result_dtype(dispatch.dtypes)
+    expected = dtype or result_dtype(dispatch.dtypes)
     if dispatch.backend == "triton":
         from impl.kernels._triton.norm import launch_norm  # noqa: PLC0415  optional, and slow to import
 
-        norm = launch_norm(tensors, norm_type, wanted)
+        norm = launch_norm(tensors, norm_type, expected)
         if norm is not None:
             return norm
     elif dispatch.backend == "cpu_blocked" and norm_type == math.inf and _is_worth_a_search(tensors):
-        return _largest(by_dtype(tensors, dispatch.dtypes)).to(wanted)
+        return _largest(by_dtype(tensors, dispatch.dtypes)).to(expected)
     elif (
         dispatch.backend == "cpu_blocked"
         and norm_type == 2
         and (squares := squares_by_library(tensors, even_if_few=False)) is not None
     ):
-        return torch.tensor(math.sqrt(squares), dtype=wanted, device="cpu")
+        return torch.tensor(math.sqrt(squares), dtype=expected, device="cpu")
     groups = by_dtype(tensors, dispatch.dtypes)
     if norm_type != 2:
         return _norm_by_torch(groups, norm_type, dtype)
     if dispatch.backend == "cpu_blocked":
-        norm = _two_norm_cpu_blocked(groups, wanted, widens=dtype is not None)
+        norm = _two_norm_cpu_blocked(groups, expected, widens=dtype is not None)
     else:
         norm = _norm_by_torch(groups, norm_type, dtype)
     if dispatch.is_eager and norm.is_cpu:

@@ -56,7 +56,7 @@ def choose(optimizer: Optimizer, implementation: str) -> None:
 def _flags_for(optimizer: Optimizer, implementation: str) -> dict[str, bool | None]:
     if implementation not in _FLAGS:
         raise ValueError(
-            f"implementation is {implementation!r}; wanted one of {list(get_args(Implementation))}"
+            f"implementation is {implementation!r}; expected one of {list(get_args(Implementation))}"
         )
     known = inspect.signature(type(optimizer)).parameters
     flags = {name: value for name, value in _FLAGS[implementation].items() if name in known}

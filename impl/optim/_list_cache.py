@@ -189,8 +189,8 @@ class GroupLists:
         }
         known |= {id(param): f"parameter {place}" for place, param in enumerate(self._all_params)}
         names = [*(known[id(tensor)] for tensor in self._guarded), *names]
-        told = self._guards.check_verbose(*self._guarded, *grads, tensor_check_names=names)
-        return str(told).splitlines()[0]
+        reported = self._guards.check_verbose(*self._guarded, *grads, tensor_check_names=names)
+        return str(reported).splitlines()[0]
 
 
 class ListCache:

@@ -9,16 +9,16 @@ from torch.optim import Optimizer
 def refuse_other_types(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"wanted an instance of torch.optim.Optimizer, got {_kind(optimizer)}; pass the optimizer that it makes or "
-            "holds"
+            f"expected an instance of torch.optim.Optimizer, got {_kind(optimizer)}; pass the optimizer that it makes "
+            "or holds"
         )
 
 
 def refuse_what_has_no_groups(optimizer: object) -> None:
-    """Raise a TypeError that says what was wanted, in the place of an AttributeError for `param_groups`."""
+    """Raise a TypeError that says what was expected, in the place of an AttributeError for `param_groups`."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"wanted an optimizer, which has param_groups, got {_kind(optimizer)}; pass the one to be stepped"
+            f"expected an optimizer, which has param_groups, got {_kind(optimizer)}; pass the one to be stepped"
         )
 
 

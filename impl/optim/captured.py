@@ -130,8 +130,8 @@ class _Capture:
             group_lists.attached = self._chosen(optimizer, group_lists)
         steps = group_lists.attached.steps
         if steps is None:
-            for wanted, kept in zip(lists, group_lists.lists, strict=True):
-                wanted.extend(kept)
+            for expected, kept in zip(lists, group_lists.lists, strict=True):
+                expected.extend(kept)
             return
         grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for bucket, step in zip(group_lists.buckets, steps, strict=True):
@@ -308,5 +308,5 @@ def _explained_graph(captured: _Capture, implementation: str) -> GraphExplanatio
             return GraphExplanation(False, "no parameter had a gradient")
         return GraphExplanation(False, "there was no step since graphs were asked for")
     captures = sum(each.captures for each in graphed)
-    told = next((each for each in graphed if not each.replayed), graphed[0])
-    return GraphExplanation(told.replayed, told.reason, captures)
+    reported = next((each for each in graphed if not each.replayed), graphed[0])
+    return GraphExplanation(reported.replayed, reported.reason, captures)

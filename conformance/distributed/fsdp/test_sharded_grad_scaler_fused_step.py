@@ -127,7 +127,7 @@ def test_what_is_no_optimizer(
 
     def we_do(seen: Any) -> bool:
         return seen is not LACKING and all(
-            "wanted an optimizer, which has param_groups, got Linear" in str(refused.raised)
+            "expected an optimizer, which has param_groups, got Linear" in str(refused.raised)
             and taken.raised is None
             for refused, taken in seen
         )

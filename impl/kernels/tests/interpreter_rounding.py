@@ -19,15 +19,15 @@ def mend() -> None:
     """Let torch convert; every other pair of types stays the interpreter's own affair."""
     theirs = interpreter._convert_float
 
-    def convert(values: Any, given: tl.dtype, wanted: tl.dtype, rounding: Any) -> Any:
-        """The bits of `values`, which stand in NumPy's float32 or as the bits of bfloat16, in the type wanted."""
-        match given, wanted:
+    def convert(values: Any, given: tl.dtype, expected: tl.dtype, rounding: Any) -> Any:
+        """The bits of `values`, which stand in NumPy's float32 or as the bits of bfloat16, in the type asked for."""
+        match given, expected:
             case tl.float32, tl.bfloat16:
                 return torch.from_numpy(np.array(values)).bfloat16().view(torch.uint16).numpy()
             case tl.bfloat16, tl.float32:
                 return torch.from_numpy(np.array(values)).view(torch.bfloat16).float().numpy()
             case _:
-                return theirs(values, given, wanted, rounding)
+                return theirs(values, given, expected, rounding)
 
     interpreter._convert_float = convert
 

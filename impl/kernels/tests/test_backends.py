@@ -70,14 +70,14 @@ def listed(backend, specs):
     return [spec._replace(dtype=specs[0].dtype) for spec in specs] if backend == "native" else specs
 
 
-def assert_same_elements(got: Result, want: Result) -> None:
-    assert got.outside, "memory beside a tensor was written"
-    for index, (ours, torchs) in enumerate(zip(got.tensors, want.tensors, strict=True)):
+def assert_same_elements(actual: Result, want: Result) -> None:
+    assert actual.outside, "memory beside a tensor was written"
+    for index, (ours, torchs) in enumerate(zip(actual.tensors, want.tensors, strict=True)):
         torch.testing.assert_close(
             ours, torchs, rtol=0.0, atol=0.0, equal_nan=True, msg=lambda m, i=index: f"tensor {i}: {m}"
         )
     if want.value is not None:
-        torch.testing.assert_close(got.value, want.value, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(actual.value, want.value, rtol=0.0, atol=0.0)
 
 
 @many
@@ -255,9 +255,9 @@ def test_a_norm_that_overflows_is_not_found_to_be_inf(backend, bad, p, dtype):
         tensors[1][-1] = bad
     norm, found = by(backend, checked_norm_by, tensors, p)
     assert found == float(bad is not None)
-    wanted = torch.linalg.vector_norm(torch.cat(tensors).double(), p).float().item()
-    for got in (norm, by(backend, norm_by, tensors, p).item()):
-        assert got == pytest.approx(wanted, rel=norm_bound(tensors), nan_ok=True)
+    expected = torch.linalg.vector_norm(torch.cat(tensors).double(), p).float().item()
+    for actual in (norm, by(backend, norm_by, tensors, p).item()):
+        assert actual == pytest.approx(expected, rel=norm_bound(tensors), nan_ok=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -77,17 +77,17 @@ def in_f64(what: Described) -> Lists:
 
 def assert_within_roundings(backend: str, what: Described) -> None:
     before, _ = lists_of(what)
-    wanted, got = in_f64(what), by(backend, what)
-    assert got.outside, "memory beside a tensor was written"
-    assert all(map(torch.equal, got.grads, before.grads)), "gradients were written"
-    assert all(map(torch.equal, got.steps, before.steps)), "counters were written"
+    expected, actual = in_f64(what), by(backend, what)
+    assert actual.outside, "memory beside a tensor was written"
+    assert all(map(torch.equal, actual.grads, before.grads)), "gradients were written"
+    assert all(map(torch.equal, actual.steps, before.steps)), "counters were written"
     for place in range(len(what.places)):
         old = [before.params[place], *(state[place] for state in before.states)]
         bounds = update(
             what.rule, old[0], before.grads[place], old[1:], what.step, float(torch.tensor(what.factor))
         )
         new, right = (
-            [some.params[place], *(state[place] for state in some.states)] for some in (got, wanted)
+            [some.params[place], *(state[place] for state in some.states)] for some in (actual, expected)
         )
         for number, (bound, ours, torchs) in enumerate(zip(bounds, new, right, strict=True)):
             excess = (ours.double() - torchs).abs() - bound.stored(what.dtype).error
@@ -135,17 +135,19 @@ def test_other_settings(backend: str, rule: Rule) -> None:
 @each_rule
 @pytest.mark.parametrize("dtype", _NARROW, ids=str)
 def test_copies_are_the_new_parameters_rounded_once(backend: str, rule: Rule, dtype: torch.dtype) -> None:
-    got = by(backend, one(rule, copies=dtype))
-    assert [copy.dtype for copy in got.copies] == [dtype, dtype]
-    assert all(torch.equal(copy, param.to(dtype)) for copy, param in zip(got.copies, got.params, strict=True))
+    actual = by(backend, one(rule, copies=dtype))
+    assert [copy.dtype for copy in actual.copies] == [dtype, dtype]
+    assert all(
+        torch.equal(copy, param.to(dtype)) for copy, param in zip(actual.copies, actual.params, strict=True)
+    )
 
 
 @each_rule
 def test_nothing_is_done_where_the_flag_is_set(rule: Rule) -> None:
     what = one(rule, found_inf=1.0, copies=torch.bfloat16)
     before, _ = lists_of(what)
-    got = by("triton", what)
-    for old, new in zip(every(before), every(got), strict=True):
+    actual = by("triton", what)
+    for old, new in zip(every(before), every(actual), strict=True):
         assert torch.equal(old, new)
 
 

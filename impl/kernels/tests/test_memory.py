@@ -77,13 +77,13 @@ def test_one_that_moves_is_noticed_once(way: str, change: str, place: int, last:
 
 def test_the_tensors_are_kept_and_the_list_may_change(way: str) -> None:
     some = [torch.zeros(5) for _ in range(20)]
-    wanted = [t.data_ptr() for t in some]
+    expected = [t.data_ptr() for t in some]
     addresses = Addresses(some)
     some.clear()
     gc.collect()
     torch.ones(1000)
     assert not addresses.have_moved()
-    assert list(addresses.column.numbers) == wanted
+    assert list(addresses.column.numbers) == expected
 
 
 def test_a_copy_is_about_the_copied_tensors(way: str) -> None:

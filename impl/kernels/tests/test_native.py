@@ -47,10 +47,10 @@ def library() -> _native.Library:
 def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
     found = the_library()
     tensors = [build(spec)[0] for spec in specs]
-    got = sum_of_squares(found, tensors)
+    actual = sum_of_squares(found, tensors)
     want = math.fsum(float(x) for t in tensors for x in t.double().square().flatten())
     # A square of an f32 is exact in f64, and a sum of as many terms loses a few bits of 53.
-    assert got == pytest.approx(want, rel=1e-13, abs=0.0)
+    assert actual == pytest.approx(want, rel=1e-13, abs=0.0)
 
 
 @pytest.mark.parametrize("dtype", list(CODES), ids=str)

@@ -17,5 +17,5 @@ _UPDATES = {rule.OPTIMIZERS[-1].__name__: rule.KERNELS.triton for rule in RULES}
 def test_a_fused_step_is_two_passes(optimizer: str, copies: torch.dtype | None) -> None:
     """One reads the gradients, one updates; torch's operators see numbers, counters and tables alone."""
     seen = the_interpreter().call(passes.of_fused_step, optimizer, copies)
-    wanted = ["partial_norm_kernel", "finish_norm_kernel", _UPDATES[optimizer], "update_scale_kernel"]
-    assert seen == (wanted, [], 0)
+    expected = ["partial_norm_kernel", "finish_norm_kernel", _UPDATES[optimizer], "update_scale_kernel"]
+    assert seen == (expected, [], 0)

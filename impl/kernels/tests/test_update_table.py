@@ -28,14 +28,14 @@ def test_every_element_of_every_list_stands_in_one_row(
     steps = [torch.zeros(()) for _ in sizes]
     table = update_table(lists, steps)
     assert table is not None
-    wanted = []
+    expected = []
     for place, size in enumerate(sizes):
         for start in range(0, size, CHUNK):
             count = min(CHUNK, size - start)
             addresses = [tensors[place][start:].data_ptr() for tensors in lists]
             whole = count == CHUNK and all(address % 16 == 0 for address in addresses)
-            wanted.append([count, int(whole), steps[place].data_ptr(), *addresses])
-    assert (table.rows.tolist(), table.chunks) == (wanted, len(wanted))
+            expected.append([count, int(whole), steps[place].data_ptr(), *addresses])
+    assert (table.rows.tolist(), table.chunks) == (expected, len(expected))
 
 
 def test_it_is_kept_while_memory_stays_where_it_is() -> None:

@@ -146,9 +146,9 @@ class Twins:
         return twins
 
     def do(self, event: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-        wanted, got = (side.did(event, *args, **kwargs) for side in (self.plain, self.captured))
-        assert_same_outcome(wanted, got)
-        return wanted
+        expected, actual = (side.did(event, *args, **kwargs) for side in (self.plain, self.captured))
+        assert_same_outcome(expected, actual)
+        return expected
 
 
 def new_parameter(

@@ -177,15 +177,15 @@ def a_group_of_the_device_alone(device: torch.device) -> Any:
     )
     param = torch.nn.Parameter(torch.ones(3))
     register_shard_group(param, group)
-    told = []
+    reported = []
     for scaler in (
         GradScaler(device.type, enabled=False),
         ShardedGradScaler(device.type, process_group=group),
     ):
         scaler.scale(torch.ones((), device=device))
         param.grad = torch.full_like(param, 2.0)
-        told += [scaler.fused_step(SGD([param], 0.5), max_norm=0.5), param.detach().clone()]
-    return told
+        reported += [scaler.fused_step(SGD([param], 0.5), max_norm=0.5), param.detach().clone()]
+    return reported
 
 
 @named
@@ -206,8 +206,8 @@ _SHARDED = itertools.product(("AdamW", "Adam, fused", "a user's"), ("on the host
 for make, cases in ((GradScaler, itertools.product(OPTIMIZERS, PLACES, WAYS)), (ShardedGradScaler, _SHARDED)):
     for kind, place, way in cases:
 
-        def program(device: torch.device, told: Any = (make, kind, place, way)) -> Any:
-            return list(iterations(device, *told))
+        def program(device: torch.device, reported: Any = (make, kind, place, way)) -> Any:
+            return list(iterations(device, *reported))
 
         PROGRAMS[f"{make.__name__}: {kind} {place}, {way.__name__}"] = program
 
@@ -270,8 +270,8 @@ def main() -> None:
             apply(patch)
             if not any(map(findings, PROGRAMS.values())):
                 unnoticed.append(fault)
-    told = {"programs": len(PROGRAMS), "found": found, "faults": len(FAULTS), "unnoticed": unnoticed}
-    sys.stdout.write(json.dumps(told))
+    reported = {"programs": len(PROGRAMS), "found": found, "faults": len(FAULTS), "unnoticed": unnoticed}
+    sys.stdout.write(json.dumps(reported))
 
 
 if __name__ == "__main__":

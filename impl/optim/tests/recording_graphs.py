@@ -90,7 +90,7 @@ def recorded() -> Generator[RecordingGraphs]:
     """Inside, updates find these graphs on the CPU; what is filled and run without a graph is logged too."""
     graphs = RecordingGraphs()
 
-    def told(name: str, owner: Any, method: str) -> None:
+    def reported(name: str, owner: Any, method: str) -> None:
         real = getattr(owner, method)
 
         def tell(*args: Any) -> Any:
@@ -101,6 +101,6 @@ def recorded() -> Generator[RecordingGraphs]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_graphed_update, "graphs_for", mock.Mock(return_value=graphs))
-        told("fill", _graphed_update.Settings, "fill")
-        told("update", _graphed_update, "step_bucket")
+        reported("fill", _graphed_update.Settings, "fill")
+        reported("update", _graphed_update, "step_bucket")
         yield graphs

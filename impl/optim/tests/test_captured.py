@@ -160,9 +160,11 @@ def test_a_parameter_that_alone_changes_its_dtype(kind: str) -> None:
 
 
 @pytest.mark.parametrize("function", [capture, release, explain])
-@pytest.mark.parametrize(("other", "got"), [(None, "NoneType"), (torch.optim.SGD, "the class SGD")])
-def test_what_is_no_optimizer(function: Callable[..., Any], other: Any, got: str) -> None:
-    with pytest.raises(TypeError, match=f"^wanted an instance of torch.optim.Optimizer, got {got}; pass"):
+@pytest.mark.parametrize(("other", "actual"), [(None, "NoneType"), (torch.optim.SGD, "the class SGD")])
+def test_what_is_no_optimizer(function: Callable[..., Any], other: Any, actual: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"^expected an instance of torch.optim.Optimizer, got {actual}; pass"
+    ):
         function(other)
 
 
@@ -275,7 +277,7 @@ def test_another_implementation(kind: str, implementation: Any, before: int) -> 
             "RMSprop has no fused implementation; leave the argument out to capture the single one",
         ),
         ("Muon", "foreach", ValueError, "Muon has no foreach implementation"),
-        ("AdamW", "quick", ValueError, "implementation is 'quick'; wanted one of"),
+        ("AdamW", "quick", ValueError, "implementation is 'quick'; expected one of"),
         (
             "Adam fused tensor lr",
             "foreach",

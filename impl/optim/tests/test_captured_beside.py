@@ -24,13 +24,13 @@ def test_sharded_parameters(
     ranks: Callable[..., RankPool], world_size: int, use_orig_params: bool, implementation: str
 ) -> None:
     """Flat ones and the original ones: their memory is given back and taken anew around each step."""
-    told = ranks(world_size).run(
+    reported = ranks(world_size).run(
         "impl.optim.tests.captured_cases:train_both",
         use_orig_params=use_orig_params,
         options={implementation: True},
     )
     how = f"captured, {implementation}: 1 build of lists, the last one because it is the first step"
-    assert told == [[True, how]] * world_size
+    assert reported == [[True, how]] * world_size
 
 
 @pytest.mark.parametrize("make", [impl.amp.GradScaler, torch.amp.GradScaler])
@@ -74,10 +74,10 @@ def test_a_compiled_step_is_torchs_own(kind: str) -> None:
         for side in (twins.plain, twins.captured):
             event(side)
         assert twins.plain.seen() == twins.captured.seen()
-        told = explain(twins.captured.optimizer)
+        reported = explain(twins.captured.optimizer)
         traced = event is compiled and "fused" not in kind  # Dynamo runs fused updates eagerly
-        assert (told.compiled, told.captured) == (traced, not traced)
-        assert str(told).startswith("compiled, " if traced else "captured, ")
+        assert (reported.compiled, reported.captured) == (traced, not traced)
+        assert str(reported).startswith("compiled, " if traced else "captured, ")
     torch.compiler.reset()
 
 

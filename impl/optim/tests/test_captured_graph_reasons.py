@@ -13,7 +13,7 @@ from impl.optim._graphed_update import Facts, why_eager
 from impl.optim.tests import captured_twins as on
 from impl.optim.tests.captured_twins import Side, Twins
 from impl.optim.tests.test_captured import play
-from impl.optim.tests.test_captured_graphs import DTYPES, settled, told
+from impl.optim.tests.test_captured_graphs import DTYPES, reported, settled
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -37,8 +37,8 @@ def test_where_there_is_a_graph() -> None:
     for values in itertools.product(*(values for _, values, _, _ in reasons)):
         against = [
             words
-            for value, (name, _, wanted, words) in zip(values, reasons, strict=True)
-            if (value not in half if name == "dtype" else value is not wanted)
+            for value, (name, _, expected, words) in zip(values, reasons, strict=True)
+            if (value not in half if name == "dtype" else value is not expected)
         ]
         facts: dict[str, Any] = {name: value for value, (name, *_) in zip(values, reasons, strict=True)}
         why = why_eager(Facts("cpu", **facts))
@@ -69,10 +69,10 @@ def test_graphs_that_were_asked_for_are_wanted_once_it_is_captured() -> None:
     side = Side("AdamW fused", captured=False)
     vars(side.optimizer)["_init_group"] = type(side.optimizer)._init_group
     capture(side.optimizer, graph=True)
-    assert told(side).reason == "the whole step is eager"
+    assert reported(side).reason == "the whole step is eager"
     del vars(side.optimizer)["_init_group"]
     capture(side.optimizer)
-    assert told(side).reason == "there was no step since graphs were asked for"
+    assert reported(side).reason == "there was no step since graphs were asked for"
 
 
 def test_steps_without_lists_say_so_of_graphs() -> None:
@@ -80,10 +80,10 @@ def test_steps_without_lists_say_so_of_graphs() -> None:
     for number in range(6):
         on.iteration(side, number, missing=(number % 2,))
     assert not explain(side.optimizer).captured
-    assert told(side).reason == "the whole step is eager"
+    assert reported(side).reason == "the whole step is eager"
 
 
 def test_a_step_without_gradients_says_so() -> None:
     side = Side("AdamW fused", captured=True, graph=True)
     on.step(side)
-    assert told(side).reason == "no parameter had a gradient"
+    assert reported(side).reason == "no parameter had a gradient"

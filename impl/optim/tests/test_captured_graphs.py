@@ -44,7 +44,7 @@ def settled(count: int = 4) -> list[Event]:
     return [(on.settled_iteration, {"seed": seed}) for seed in range(count)]
 
 
-def told(side: Side) -> Any:
+def reported(side: Side) -> Any:
     graph = explain(side.optimizer).graph
     assert graph is not None
     return graph
@@ -53,16 +53,16 @@ def told(side: Side) -> Any:
 def settle(twins: Twins) -> None:
     """Steps until they are replayed; more, the oftener a graph was of no use before."""
     for seed in range(64):
-        if told(twins.captured).replayed:
+        if reported(twins.captured).replayed:
             return
         twins.do(on.settled_iteration, seed)
-    raise AssertionError(f"no replay: {told(twins.captured).reason}")
+    raise AssertionError(f"no replay: {reported(twins.captured).reason}")
 
 
 def replaying(kind: str, device: str, **options: Any) -> Side:
     side = Side(kind, captured=True, device=device, graph=True, **options)
     run(side, settled())
-    assert told(side).replayed
+    assert reported(side).replayed
     return side
 
 
@@ -91,8 +91,8 @@ def test_what_is_not_one_operator_is_eager(
     if device != "cpu" and kind == "AdamW":
         reason = reason.replace("single", "foreach")
     play(twins, settled())
-    assert told(twins.captured).reason == reason
-    assert not told(twins.captured).replayed
+    assert reported(twins.captured).reason == reason
+    assert not reported(twins.captured).replayed
 
 
 def test_betas_that_are_tensors_are_read_in_every_step(device: str, graphs: RecordingGraphs | None) -> None:
@@ -101,7 +101,7 @@ def test_betas_that_are_tensors_are_read_in_every_step(device: str, graphs: Reco
     for side in (twins.plain, twins.captured):
         on.set_values(side, betas=[torch.tensor(0.5), torch.tensor(0.75)])
     play(twins, settled())
-    assert told(twins.captured).reason.startswith("torch's own function updates a group: ")
+    assert reported(twins.captured).reason.startswith("torch's own function updates a group: ")
     for side in (twins.plain, twins.captured):
         side.optimizer.param_groups[0]["betas"][0].fill_(0.25)
     play(twins, settled(1))
@@ -165,14 +165,14 @@ def test_a_replayed_step_is_the_plain_one(
     """Steps that leave the gradients where they are, so that graphs come before a script, in it and after it."""
     twins = Twins(kind, dtypes=DTYPES, device=device, graph=True)
     play(twins, settled())
-    assert told(twins.captured).replayed
+    assert reported(twins.captured).replayed
     for event, kwargs in SCRIPTS[script]:
         in_place = event is on.iteration and "missing" not in kwargs
         twins.do(on.settled_iteration if in_place else event, **kwargs)
     play(twins, settled())
     step_fails = twins.do(on.settled_iteration).raised is not None
     if (kind, script) in EAGER_AFTER:
-        assert not told(twins.captured).replayed
+        assert not reported(twins.captured).replayed
     elif not step_fails:
         settle(twins)
 
@@ -187,7 +187,7 @@ def test_a_learning_rate_is_one_in_float32(kind: str, device: str, graphs: Recor
         on.set_values(graphed, lr=lr if seed else torch.tensor(lr).item())
         for side in (plain, graphed):
             on.settled_iteration(side, seed)
-    assert told(graphed).replayed
+    assert reported(graphed).replayed
     assert on.snapshot(plain.params) == on.snapshot(graphed.params)
 
 
@@ -212,8 +212,8 @@ def test_scalers(kind: str, unscale: bool, device: str, graphs: RecordingGraphs 
 
     twins = Twins(kind, device=device, graph=True)
     assert twins.do(train).raised is None
-    assert told(twins.captured).replayed
-    assert told(twins.captured).captures == 1
+    assert reported(twins.captured).replayed
+    assert reported(twins.captured).captures == 1
 
 
 # What it depends on
@@ -277,7 +277,10 @@ def test_what_a_graph_is_captured_anew_for(name: str, device: str, graphs: Recor
     play(twins, settled(16))
     twins.do(event, **kwargs)
     twins.do(on.settled_iteration, 1)
-    assert told(twins.captured).reason == f"{reason}; a graph is captured when the next step brings no change"
+    assert (
+        reported(twins.captured).reason
+        == f"{reason}; a graph is captured when the next step brings no change"
+    )
     settle(twins)
     play(twins, settled(2))
 
@@ -289,16 +292,16 @@ def test_scaling_of_another_kind(device: str, graphs: RecordingGraphs | None) ->
         [(False, False), (False, True), (False, True), (True, False), (True, False), (True, True)]
     ):
         twins.do(on.scaled, inf=number % 2 == 1, unscaled=unscaled)
-        assert told(twins.captured).replayed == replays
-    assert told(twins.captured).reason == "grad_scale or found_inf is of another kind"
+        assert reported(twins.captured).replayed == replays
+    assert reported(twins.captured).reason == "grad_scale or found_inf is of another kind"
 
 
 def test_another_stream(device: str, graphs: RecordingGraphs | None) -> None:
     side = replaying("AdamW fused", device)
     with another_stream(graphs):
         on.step(side)
-        assert told(side).reason.startswith("the current stream is another one; ")
-        while not told(side).replayed:
+        assert reported(side).reason.startswith("the current stream is another one; ")
+        while not reported(side).replayed:
             on.step(side)
     if graphs is not None:
         assert graphs.log[-5:] == [
@@ -334,7 +337,7 @@ def test_steps_that_must_be_seen_are_eager(device: str, graphs: RecordingGraphs 
     play(twins, settled())
     with Watching():
         play(twins, settled())
-    assert told(twins.captured).reason.startswith("a TorchDispatchMode is active, ")
+    assert reported(twins.captured).reason.startswith("a TorchDispatchMode is active, ")
     settle(twins)
 
 
@@ -346,11 +349,11 @@ def test_a_graph_outlasts_that_of_somebody_else(device: str, graphs: RecordingGr
     play(twins, settled())
     graphs.others_capture = True
     play(twins, settled())
-    assert told(twins.captured).reason == "the step is being captured in a graph of somebody else"
+    assert reported(twins.captured).reason == "the step is being captured in a graph of somebody else"
     graphs.others_capture = False
     play(twins, settled(1))
-    assert told(twins.captured).replayed
-    assert told(twins.captured).captures == 1
+    assert reported(twins.captured).replayed
+    assert reported(twins.captured).captures == 1
 
 
 # What must not cost a capture
@@ -363,8 +366,8 @@ def test_a_schedule_captures_nothing(device: str, graphs: RecordingGraphs | None
     for seed in range(10):
         schedule.step()
         on.settled_iteration(side, seed)
-        assert told(side).replayed
-    assert told(side).captures == 1
+        assert reported(side).replayed
+    assert reported(side).captures == 1
 
 
 def test_a_schedule_of_betas_is_eager(device: str, graphs: RecordingGraphs | None) -> None:
@@ -374,8 +377,8 @@ def test_a_schedule_of_betas_is_eager(device: str, graphs: RecordingGraphs | Non
     for seed in range(10):
         schedule.step()
         on.settled_iteration(side, seed)
-        assert told(side).reason.startswith("the group's betas changed; ")
-    assert told(side).captures == 1
+        assert reported(side).reason.startswith("the group's betas changed; ")
+    assert reported(side).captures == 1
 
 
 @pytest.mark.parametrize("stays_for", [1, 2, 3])
@@ -387,12 +390,12 @@ def test_gradients_that_move_capture_little(
         if number % stays_for == 0:
             move_gradient(side)
         on.settled_iteration(side, number)
-    assert told(side).captures == (2 if stays_for == 3 else 1)
-    assert not told(side).replayed
+    assert reported(side).captures == (2 if stays_for == 3 else 1)
+    assert not reported(side).replayed
     waits_for = 4 if stays_for == 3 else 2
     for seed in range(waits_for):
         on.settled_iteration(side, seed)
-    assert told(side).replayed
+    assert reported(side).replayed
 
 
 @pytest.mark.parametrize(
@@ -409,7 +412,7 @@ def test_lists_that_are_built_again_capture_little(
         side.params[1].grad = kept if number // every % 2 == 0 else None
         on.step(side)
     assert explain(side.optimizer).builds == 8
-    assert told(side).captures == captures
+    assert reported(side).captures == captures
 
 
 def test_no_step_waits_for_the_device(device: str) -> None:
@@ -421,7 +424,7 @@ def test_no_step_waits_for_the_device(device: str) -> None:
         for lr in (0.5, 0.25, 0.125):
             on.set_values(side, lr=lr)
             on.step(side)
-            assert told(side).replayed
+            assert reported(side).replayed
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -460,10 +463,10 @@ def test_graphs_go_when_they_are_not_wanted(undo: Any, device: str, graphs: Reco
     assert explain(twins.captured.optimizer).graph is None
     capture(twins.captured.optimizer, graph=True)
     play(twins, settled())
-    assert told(twins.captured).replayed
+    assert reported(twins.captured).replayed
     capture(twins.captured.optimizer)
     play(twins, settled(1))
-    assert told(twins.captured).replayed
+    assert reported(twins.captured).replayed
 
 
 def test_gradients_are_not_kept(device: str, graphs: RecordingGraphs | None) -> None:
@@ -489,5 +492,5 @@ def test_nothing_grows(device: str, graphs: RecordingGraphs | None) -> None:
 
     objects_after(2)
     sizes = [objects_after(10) for _ in range(6)]
-    assert told(side).captures == 2 + 2 + 60
+    assert reported(side).captures == 2 + 2 + 60
     assert max(sizes[3:]) <= max(sizes[:3])

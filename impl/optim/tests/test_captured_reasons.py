@@ -23,12 +23,14 @@ def test_how_a_step_is_done(kind: str) -> None:
     for seed in range(3):
         on.iteration(side, seed)
     name, options = KINDS[kind]
-    told = explain(side.optimizer)
-    assert told.captured == (kind not in EAGER)
-    assert told.implementation == next((flag for flag in ("fused", "foreach") if options.get(flag)), "single")
+    reported = explain(side.optimizer)
+    assert reported.captured == (kind not in EAGER)
+    assert reported.implementation == next(
+        (flag for flag in ("fused", "foreach") if options.get(flag)), "single"
+    )
     # SGD makes its momentum in the first step, when the lists have been built.
     makes_momentum = name == "SGD" and "momentum" in options
-    assert told.builds == (0 if kind in EAGER else 2 if makes_momentum else 1)
+    assert reported.builds == (0 if kind in EAGER else 2 if makes_momentum else 1)
 
 
 REASONS: dict[str, tuple[Event, str]] = {
@@ -63,15 +65,15 @@ def test_lists_that_never_stay_are_not_kept() -> None:
     """A gradient that comes and goes; the steps are eager for a while, and captured again when it stays."""
     twins = Twins("AdamW fused")
     play(twins, steps(2))
-    told = []
+    reported = []
     for number in range(25):
         twins.do(on.iteration, number, (number % 2,))
-        told.append(explain(twins.captured.optimizer))
-    assert [each.captured for each in told] == [True] * 3 + [False] * 16 + [True] * 5 + [False]
-    assert [told[3].builds, told[-1].builds] == [5, 10]
+        reported.append(explain(twins.captured.optimizer))
+    assert [each.captured for each in reported] == [True] * 3 + [False] * 16 + [True] * 5 + [False]
+    assert [reported[3].builds, reported[-1].builds] == [5, 10]
     assert (
         "its lists changed 4 times in succession, the last time because the gradient of parameter 1 is None"
-        in str(told[3])
+        in str(reported[3])
     )
     play(twins, steps(18))
     assert explain(twins.captured.optimizer).captured
@@ -80,11 +82,11 @@ def test_lists_that_never_stay_are_not_kept() -> None:
 def test_the_first_build_is_no_change() -> None:
     """Four changes pause it; the lists of the first step, and of the first after a pause, have not changed."""
     side = Side("AdamW fused", captured=True)
-    told = []
+    reported = []
     for number in range(5):
         on.iteration(side, number, (number % 2,))
-        told.append((explain(side.optimizer).captured, explain(side.optimizer).builds))
-    assert told == [(True, 1), (True, 2), (True, 3), (True, 4), (False, 5)]
+        reported.append((explain(side.optimizer).captured, explain(side.optimizer).builds))
+    assert reported == [(True, 1), (True, 2), (True, 3), (True, 4), (False, 5)]
     for number in range(17):
         on.iteration(side, number)
     assert explain(side.optimizer).reason == "none were kept in the 16 steps before"
@@ -94,12 +96,12 @@ def test_the_first_build_is_no_change() -> None:
 def test_why_lists_were_built_again_for_graphs() -> None:
     side = Side("AdamW fused", captured=True)
     capture(side.optimizer, graph=True)
-    told = []
+    reported = []
     for graph in (None, False, True):
         capture(side.optimizer, graph=graph)
         on.iteration(side)
-        told.append(explain(side.optimizer).reason)
-    assert told == ["it is the first step", "graphs are not wanted any more", "graphs were asked for"]
+        reported.append(explain(side.optimizer).reason)
+    assert reported == ["it is the first step", "graphs are not wanted any more", "graphs were asked for"]
 
 
 class OwnStep(torch.optim.SGD):
@@ -134,8 +136,8 @@ def test_why_an_optimizer_stays_eager(kind: Callable[..., Optimizer], reason: st
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))])
     assert explain(optimizer).reason == "capture was not called"
     with pytest.warns(UserWarning, match="^nothing is captured") as warned:
-        got = [capture(optimizer) for _ in range(2)]
-    assert got == [optimizer] * 2
+        actual = [capture(optimizer) for _ in range(2)]
+    assert actual == [optimizer] * 2
     assert [str(each.message) for each in warned] == [
         f"nothing is captured, and the step stays as it is: {reason}"
     ]

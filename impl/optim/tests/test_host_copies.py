@@ -18,21 +18,21 @@ OWNER = "kernels/_copies.py"
 
 
 @pytest.fixture(scope="module")
-def told() -> Any:
+def reported() -> Any:
     words = [sys.executable, "-m", "impl.optim.tests.late_programs"]
     ended = subprocess.run(words, cwd=HERE.parent, capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stderr[-6000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def test_nothing_is_read_before_its_event(told: Any) -> None:
-    assert told["programs"] > 100
-    assert told["found"] == {}
+def test_nothing_is_read_before_its_event(reported: Any) -> None:
+    assert reported["programs"] > 100
+    assert reported["found"] == {}
 
 
-def test_each_fault_is_noticed(told: Any) -> None:
-    assert told["faults"] >= 5
-    assert told["unnoticed"] == []
+def test_each_fault_is_noticed(reported: Any) -> None:
+    assert reported["faults"] >= 5
+    assert reported["unnoticed"] == []
 
 
 def test_one_file_asks_for_copies_that_do_not_block() -> None:

@@ -255,10 +255,10 @@ class DesyncMonitor:
             return f"{self._named(silent)}: no answer, so ended or stopped"
         counts = {rank: int(answer.partition(" ")[0]) for rank, answer in answers.items()}
         behind = [rank for rank, count in counts.items() if count < max(counts.values())]
-        told = "; ".join(
+        reported = "; ".join(
             f"{self._named([rank])} {answers[rank].partition(' ')[2]}" for rank in behind[:_NAMED_RANKS]
         )
-        return told or "all ranks answer"
+        return reported or "all ranks answer"
 
     def _named(self, ranks: list[int]) -> str:
         shown = ", ".join(str(self._ranks[rank]) for rank in ranks[:_NAMED_RANKS])

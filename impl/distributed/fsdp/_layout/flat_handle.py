@@ -254,11 +254,11 @@ class FlatParamHandle:
         shard = self.flat_param.data.clone()
         for parameter, slot, piece in zip(self.parameters, self.layout.slots, self.pieces, strict=True):
             numel = piece.numel if piece else 0
-            got = parameter.shape if self.is_sharded else torch.Size([parameter.numel()])
-            if got != (numel,):
+            actual = parameter.shape if self.is_sharded else torch.Size([parameter.numel()])
+            if actual != (numel,):
                 error = RuntimeError(
                     "Cannot writeback when the parameter shape changes\n"
-                    f"Expects {torch.Size([numel])} but got {got}"
+                    f"Expects {torch.Size([numel])} but got {actual}"
                 )
                 error.add_note(f"{slot.name}; change unsharded parameters inside summon_full_params()")
                 raise error

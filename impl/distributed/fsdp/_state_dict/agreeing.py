@@ -46,16 +46,17 @@ def problem_of_any(wrappers: Sequence[Wrapper], problem: str, given: Sequence[tu
         return ""
     text = problem.encode()[:_TEXT_BYTES] if first == mine else b""
     letters = torch.tensor(list(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
-    told = bytes(_highest(letters, groups.items()).tolist()).rstrip(b"\0").decode(errors="replace")
+    reported = bytes(_highest(letters, groups.items()).tolist()).rstrip(b"\0").decode(errors="replace")
     return (
-        problem or f"rank {first} could not load its state dict, so no rank has loaded any of its own: {told}"
+        problem
+        or f"rank {first} could not load its state dict, so no rank has loaded any of its own: {reported}"
     )
 
 
-def told_by_all(
+def reported_by_all(
     problem: Exception | None,
     group: dist.ProcessGroup | None,
-    told: Any = None,
+    reported: Any = None,
     doing: str = "load the optimizer's state dict",
 ) -> list[Any]:
     """What all ranks of the group tell; raises on all of them if one has a problem.
@@ -67,7 +68,7 @@ def told_by_all(
     by_rank: list[Any] = [None] * dist.get_world_size(group)
     notes: list[str] = getattr(problem, "__notes__", [])
     mine = None if problem is None else "; ".join([f"{type(problem).__name__}: {problem}", *notes])
-    dist.all_gather_object(by_rank, (mine, told), group=group)
+    dist.all_gather_object(by_rank, (mine, reported), group=group)
     if problem is not None:
         raise problem
     for rank, (text, _) in enumerate(by_rank):

@@ -247,12 +247,12 @@ class UnitLoading:
         if tuple(shape_of(value)) != slot.shape:
             return f"{mine} {_form_of(value)} but the parameter has the shape {slot.shape}"
         expected = chunk_of(slot, groups.shard_rank, handle.layout.world).shape
-        got = (0, *slot.shape[1:]) if chunk is None else tuple(chunk.shape)
-        if got == expected:
+        actual = (0, *slot.shape[1:]) if chunk is None else tuple(chunk.shape)
+        if actual == expected:
             return ""
         return (
-            f"{mine} a part of shape {got} but keeps {expected}; what another number of ranks has saved is loaded by "
-            "torch.distributed.checkpoint"
+            f"{mine} a part of shape {actual} but keeps {expected}; what another number of ranks has saved is loaded "
+            "by torch.distributed.checkpoint"
         )
 
     def _write_chunks(self, handle: FlatParamGroup, given: Sequence[int], chunks: Sequence[Tensor]) -> None:
@@ -293,16 +293,16 @@ class UnitLoading:
     def _shard_in(self, value: ShardedTensor, handle: FlatParamGroup) -> tuple[str, Tensor]:
         rank, layout = self._wrapper._groups.shard_rank, handle.layout
         shards = value.local_shards()
-        got = [
+        actual = [
             (one.metadata.shard_offsets[0], one.tensor.numel()) for one in shards if not one.tensor.is_meta
         ]
         numel = own_numel(layout, rank)
         expected = [(rank * layout.shard_numel, numel)] if numel else []
         found = shape_of(value).numel()
-        if got == expected and found == layout.numel:
+        if actual == expected and found == layout.numel:
             return "", shards[0].tensor if shards else handle.flat_param.detach()[:0]
         return (
-            f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given (offset, elements) {got} of "
+            f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given (offset, elements) {actual} of "
             f"{found} but keeps {expected} of {layout.numel}; LOCAL_STATE_DICT is loaded by as many "
             "ranks, wrapped alike, as have saved it"
         ), handle.flat_param.detach()[:0]

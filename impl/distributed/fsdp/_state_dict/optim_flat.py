@@ -73,21 +73,23 @@ class _Item:
 class FlatParamState:
     """What this rank keeps for one flat parameter, and what it knows of the others."""
 
-    def __init__(self, one: NamedHandle, mine: dict[Stepped, StateDict], told: Sequence[RankStates]) -> None:
+    def __init__(
+        self, one: NamedHandle, mine: dict[Stepped, StateDict], reported: Sequence[RankStates]
+    ) -> None:
         self._one = one
         self._handle: FlatParamGroup = one.handle
         self._groups: Groups = one.wrapper._groups
         self._mine = {stepped.index: state for stepped, state in mine.items() if stepped.within is one}
         shard = self._groups.shard
         self._peers = [dist.get_rank()] if shard is None else dist.get_process_group_ranks(shard)
-        by_rank = {other.rank: other for other in told}
+        by_rank = {other.rank: other for other in reported}
         left_out = [rank for rank in self._peers if rank not in by_rank]
         if left_out:
             raise ValueError(
                 f"{one.unit.name} is sharded over ranks {self._peers}, but ranks {left_out} are not in the group that "
                 "was given; give one that has all of them"
             )
-        self._told = [by_rank[rank] for rank in self._peers]
+        self._reported = [by_rank[rank] for rank in self._peers]
 
     def collected(self, options: OptimSaveOptions, destination: int) -> dict[str, StateDict]:
         """By name; nothing where the destination alone is to have it and this rank is another."""
@@ -123,7 +125,7 @@ class FlatParamState:
         items: list[_Item] = []
         states: dict[int, StateDict] = {}
         for index, name in enumerate(self._one.names):
-            forms = [told.forms.get((name,)) for told in self._told]
+            forms = [reported.forms.get((name,)) for reported in self._reported]
             if all(one is None for one in forms):
                 continue
             dtypes = self._dtypes(index, [one or {} for one in forms])

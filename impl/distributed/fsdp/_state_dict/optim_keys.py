@@ -192,18 +192,18 @@ def rekeyed(
         ValueError: it has keys of both kinds.
         RuntimeError: the model has flat parameters.
     """
-    wanted = getattr(key_type, "name", None)
-    if wanted not in OptimStateKeyType.__members__:
+    expected = getattr(key_type, "name", None)
+    if expected not in OptimStateKeyType.__members__:
         raise AssertionError(f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {key_type}")
     kinds = {type(key) for key in state_dict["state"]}
     if len(kinds) > 1 and kinds & {int, str}:
         raise ValueError(f"Invalid parameter keys: {state_dict['state'].keys()}")
-    if kinds <= {str if wanted == OptimStateKeyType.PARAM_NAME.name else int}:
+    if kinds <= {str if expected == OptimStateKeyType.PARAM_NAME.name else int}:
         return state_dict
     names = Names(model, wrappers)
     name_of = names.single()
     keyed = names.keyed(source)
-    if wanted == OptimStateKeyType.PARAM_NAME.name:
+    if expected == OptimStateKeyType.PARAM_NAME.name:
         new_of: dict[Any, Any] = {key: name_of[parameter] for key, parameter in keyed.items()}
     else:
         new_of = {name_of[parameter]: key for key, parameter in keyed.items() if parameter in name_of}

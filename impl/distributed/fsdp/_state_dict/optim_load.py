@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from impl.distributed.fsdp._state_dict.agreeing import told_by_all
+from impl.distributed.fsdp._state_dict.agreeing import reported_by_all
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Key,
@@ -47,7 +47,7 @@ class OptimStateLoading:
         agrees: tell other ranks what is wrong; without, they need not take part unless tensors move.
     """
 
-    def __init__(  # noqa: PLR0913  what torch's functions are told
+    def __init__(  # noqa: PLR0913  what torch's functions take
         self,
         model: nn.Module,
         wrappers: Sequence[Wrapper],
@@ -88,8 +88,8 @@ class OptimStateLoading:
         scatters: dict[NamedHandle, Scatter] = {}
         if self._agrees:
             moves = self._moves() if problem is None else []
-            told = (moves, [one.handle.rank for one in self._names.handles])
-            by_rank = told_by_all(problem, self._group, told)
+            reported = (moves, [one.handle.rank for one in self._names.handles])
+            by_rank = reported_by_all(problem, self._group, reported)
             self._refuse_different_moves([moves for moves, _ in by_rank])
             if self._rank0_only:
                 owners = zip(*(owned for _, owned in by_rank), strict=True)
@@ -244,7 +244,7 @@ def load_together(optim: Optimizer, state_dict: StateDict, group: dist.ProcessGr
     except Exception as error:
         problem = error
     try:
-        told_by_all(problem, group)
+        reported_by_all(problem, group)
     except Exception:
         vars(optim).update(kept)
         raise

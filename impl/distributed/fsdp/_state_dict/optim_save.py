@@ -40,7 +40,7 @@ _CURE = "use sharding_strategy=NO_SHARD with use_orig_params=True for this optim
 
 
 @torch.no_grad()
-def saved(  # noqa: PLR0913  what torch's functions are told
+def saved(  # noqa: PLR0913  what torch's functions take
     model: nn.Module,
     wrappers: Sequence[Wrapper],
     source: Source,
@@ -61,14 +61,14 @@ def saved(  # noqa: PLR0913  what torch's functions are told
     keyed = names.keyed(source, is_keyed_by_name(state_dict))
     given: dict[Any, StateDict] = state_dict["state"]
     mine = {names.of(parameter): given[key] for key, parameter in keyed.items() if key in given}
-    told = _states_of_all(mine, group)
+    reported = _states_of_all(mine, group)
     merges = wrappers[0]._use_orig_params
-    keys = _merged_keys(told, names) if merges else _first_ranks_keys(told)
+    keys = _merged_keys(reported, names) if merges else _first_ranks_keys(reported)
     destination = dist.get_global_rank(group or _world(), 0)
     is_kept = not (options.is_full and options.rank0_only) or dist.get_rank() == destination
     states: dict[str, StateDict] = {}
     for one in dict.fromkeys(names.handle_of[key[0]] for key in keys if key[0] in names.handle_of):
-        states.update(FlatParamState(one, mine, told).collected(options, destination))
+        states.update(FlatParamState(one, mine, reported).collected(options, destination))
     for stepped, state in mine.items():
         if stepped.within is None:
             states[stepped.name] = offloaded(state) if options.offloads else copy.copy(state)
@@ -107,13 +107,13 @@ def _states_of_all(mine: dict[Stepped, StateDict], group: dist.ProcessGroup | No
     Raises:
         ValueError: a rank cannot save what it has.
     """
-    told = RankStates(
+    reported = RankStates(
         dist.get_rank(),
         {stepped.names: forms_of(state) for stepped, state in mine.items()},
         [problem for stepped, state in mine.items() for problem in _problems_of(stepped, state)],
     )
     by_rank: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, told, group=group)
+    dist.all_gather_object(by_rank, reported, group=group)
     problems = [f"rank {one.rank}: {problem}" for one in by_rank for problem in one.problems]
     if problems:
         raise ValueError("\n".join(problems))
@@ -141,7 +141,7 @@ def _problems_of(stepped: Stepped, state: StateDict) -> Iterable[str]:
             )
 
 
-def _merged_keys(told: Sequence[RankStates], names: Names) -> list[_Key]:
+def _merged_keys(reported: Sequence[RankStates], names: Names) -> list[_Key]:
     """With `use_orig_params`: what any rank has, since one whose part of a parameter is empty has no state for it.
 
     Those that no unit manages come first, then unit by unit.
@@ -149,7 +149,7 @@ def _merged_keys(told: Sequence[RankStates], names: Names) -> list[_Key]:
     Raises:
         RuntimeError: of the parameters of a unit that are trained some have a state and some have none.
     """
-    found = sorted({key for one in told for key in one.forms})
+    found = sorted({key for one in reported for key in one.forms})
     by_unit: dict[Any, list[_Key]] = {}
     for key in found:
         if key[0] in names.handle_of:
@@ -172,14 +172,14 @@ def _refuse_missing(wrapper: Wrapper, present: set[str], names: Names) -> None:
                 )
 
 
-def _first_ranks_keys(told: Sequence[RankStates]) -> list[_Key]:
+def _first_ranks_keys(reported: Sequence[RankStates]) -> list[_Key]:
     """Without `use_orig_params`: what the first rank has; every rank steps a part of each flat parameter.
 
     Raises:
         RuntimeError: a rank lacks some of it.
     """
-    keys = [*told[0].forms]
-    missing = {rank: [key for key in keys if key not in one.forms] for rank, one in enumerate(told)}
+    keys = [*reported[0].forms]
+    missing = {rank: [key for key in keys if key not in one.forms] for rank, one in enumerate(reported)}
     if any(missing.values()):
         lines = "".join(
             f"\nRank {rank} is missing states for the parameters: {lacked}"

@@ -24,7 +24,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from impl.distributed.fsdp._state_dict.agreeing import told_by_all
+from impl.distributed.fsdp._state_dict.agreeing import reported_by_all
 from impl.distributed.fsdp._state_dict.packing import shape_of
 from impl.distributed.fsdp.api import StateDictType
 from impl.distributed.fsdp.checkpoint.folders import begin, commit, standing
@@ -78,9 +78,9 @@ def save(
         states = {f"others.{name}": as_data(other.state_dict()) for name, other in (others or {}).items()}
         kept = {} if optimizer is None else as_data(of_optimizer(optimizer))
         refuse_unreadable(states | kept)
-    with _together("begin a checkpoint", process_group) as told:
-        told.value = begin(path) if is_first else None
-    folder = told.by_rank[0]
+    with _together("begin a checkpoint", process_group) as reported:
+        reported.value = begin(path) if is_first else None
+    folder = reported.by_rank[0]
     try:
         entries = _entries(model, optimizer, process_group) | states
         with _by_dcp("write a checkpoint"):
@@ -126,17 +126,17 @@ def load(
     Collectives: those of sharded state dicts; of DCP, over objects; some of objects.
     """
     group, others = process_group, others or {}
-    with _together("find a checkpoint", group) as told:
-        told.value = standing(Path(path)) if dist.get_rank(group) == 0 else None
-    reader = Reader(told.by_rank[0])
+    with _together("find a checkpoint", group) as reported:
+        reported.value = standing(Path(path)) if dist.get_rank(group) == 0 else None
+    reader = Reader(reported.by_rank[0])
     with _sharded_state_dicts(model):
         parameters = model.state_dict()
         with _together("read a checkpoint", group):
             metadata = reader.read_metadata()
-            wanted = _wanted(metadata.state_dict_metadata, parameters, optimizer is not None, others)
+            expected = _expected(metadata.state_dict_metadata, parameters, optimizer is not None, others)
         with _by_dcp("read a checkpoint"):
             dcp.load(
-                wanted,
+                expected,
                 storage_reader=_Acquainted(reader.path, metadata),
                 planner=LoadPlanner(flatten_state_dict=False),
                 process_group=group,
@@ -145,9 +145,9 @@ def load(
             for name, other in others.items():
                 with _together(f"load {name!r} of a checkpoint", group):
                     undo(other.load_state_dict, copy.deepcopy(other.state_dict()))
-                    other.load_state_dict(wanted[f"others.{name}"])
+                    other.load_state_dict(expected[f"others.{name}"])
             if optimizer is not None:
-                given = _optimizer_state(wanted, parameters)
+                given = _optimizer_state(expected, parameters)
                 # Loading puts other dicts in the place of these.
                 undo(
                     vars(optimizer).update, {"state": optimizer.state, "param_groups": optimizer.param_groups}
@@ -155,7 +155,7 @@ def load(
                 FullyShardedDataParallel.optim_state_dict_to_load(
                     model, optimizer, given, load_directly=True, group=group
                 )
-            model.load_state_dict({name: wanted[f"model.{name}"] for name in parameters})
+            model.load_state_dict({name: expected[f"model.{name}"] for name in parameters})
 
 
 # What is written
@@ -186,7 +186,7 @@ class _Acquainted(Reader):
         return self._metadata
 
 
-def _wanted(
+def _expected(
     saved: Mapping[str, Any], parameters: _Entries, with_optimizer: bool, others: Mapping[str, Stateful]
 ) -> _Entries:
     """Memory for all that shall be read, laid out on the ranks as the model is.
@@ -195,24 +195,24 @@ def _wanted(
         RuntimeError: names that one side has and the other has not.
         ValueError: tensors of other shapes.
     """
-    wanted = {f"model.{name}": value for name, value in parameters.items()}
-    needed = [*wanted, *(f"others.{name}" for name in others), *([_GROUPS] if with_optimizer else [])]
+    expected = {f"model.{name}": value for name, value in parameters.items()}
+    needed = [*expected, *(f"others.{name}" for name in others), *([_GROUPS] if with_optimizer else [])]
     missing = [name for name in needed if name not in saved]
-    unexpected = [name for name in saved if name.startswith("model.") and name not in wanted]
+    unexpected = [name for name in saved if name.startswith("model.") and name not in expected]
     if missing or unexpected:
         raise RuntimeError(
             f"the checkpoint and the model are not alike: it lacks {missing}, and has {unexpected} beside; load into "
             "what was saved"
         )
-    for name, value in wanted.items():
+    for name, value in expected.items():
         size = getattr(saved[name], "size", None)
         if isinstance(value, Tensor) and size != shape_of(value):
             raise ValueError(f"{name} was saved with the shape {size}, and the model's is {shape_of(value)}")
-        wanted[name] = _memory_for(saved[name], value)
+        expected[name] = _memory_for(saved[name], value)
     for name, what in saved.items():
         if with_optimizer and name.startswith("optimizer."):
-            wanted[name] = _memory_for(what, parameters.get(_place_of(name, parameters)[0]))
-    return wanted | {(key := f"others.{name}"): _memory_for(saved[key], None) for name in others}
+            expected[name] = _memory_for(what, parameters.get(_place_of(name, parameters)[0]))
+    return expected | {(key := f"others.{name}"): _memory_for(saved[key], None) for name in others}
 
 
 def _memory_for(saved: Any, parameter: Any) -> Any:
@@ -265,13 +265,13 @@ class _Told:
 @contextmanager
 def _together(doing: str, group: _Group) -> Generator[_Told]:
     """Raise on all ranks of the group if the block raises on one."""
-    told = _Told()
+    reported = _Told()
     problem: Exception | None = None
     try:
-        yield told
+        yield reported
     except Exception as error:
         problem = error
-    told.by_rank = told_by_all(problem, group, told.value, doing)
+    reported.by_rank = reported_by_all(problem, group, reported.value, doing)
 
 
 @contextmanager

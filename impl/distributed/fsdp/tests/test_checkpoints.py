@@ -78,10 +78,10 @@ def test_training_resumed_is_training_not_interrupted(
     pool = ranks(number)
     path, ends = saved.by(pool)
     again = pool.run(f"{CASES}:resumed", paths=[path], use_orig_params=True)
-    for (saved_state, wanted, _), [(loaded, got)] in zip(ends, again, strict=True):
+    for (saved_state, expected, _), [(loaded, actual)] in zip(ends, again, strict=True):
         assert are_same(loaded, saved_state)
-        assert are_same(got, wanted)
-        assert not are_same(saved_state, wanted)
+        assert are_same(actual, expected)
+        assert not are_same(saved_state, expected)
 
 
 def test_parameters_of_their_own_are_resumed_as_flat_ones(
@@ -90,9 +90,9 @@ def test_parameters_of_their_own_are_resumed_as_flat_ones(
     pool, path = ranks(3), tmp_path / "runs" / "step-3"
     ends = pool.run(f"{CASES}:trained_and_saved", path=path, use_orig_params=True)
     again = pool.run(f"{CASES}:resumed", paths=[path])
-    for (saved_state, wanted, _), [(loaded, got)] in zip(ends, again, strict=True):
+    for (saved_state, expected, _), [(loaded, actual)] in zip(ends, again, strict=True):
         assert are_same(loaded, saved_state)
-        assert are_same(got, wanted)
+        assert are_same(actual, expected)
 
 
 @pytest.mark.parametrize("number", WORLDS)
@@ -106,8 +106,8 @@ def test_another_number_of_ranks_loads_the_same(
 
 
 def test_states_of_any_name_and_numbers_of_numpy(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    for wanted, got, kind in ranks(2).run(f"{CASES}:kept_otherwise", path=tmp_path / "step-1"):
-        assert are_same(got, wanted)
+    for expected, actual, kind in ranks(2).run(f"{CASES}:kept_otherwise", path=tmp_path / "step-1"):
+        assert are_same(actual, expected)
         assert kind == "float"
 
 
@@ -420,8 +420,8 @@ def test_torchs_helpers_know_the_class_that_is_dropped_in(
     ranks: Callable[..., RankPool], use_orig_params: bool
 ) -> None:
     given = {"use_orig_params": use_orig_params}
-    wanted = ranks(2).run(f"{CASES}:taken_by_torch", how="torch", **given)
-    assert are_same(ranks(2).run(f"{CASES}:taken_by_torch", how="dropped in", **given), wanted)
+    expected = ranks(2).run(f"{CASES}:taken_by_torch", how="torch", **given)
+    assert are_same(ranks(2).run(f"{CASES}:taken_by_torch", how="dropped in", **given), expected)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -42,15 +42,15 @@ def raise_in_backward(model: Any) -> None:
 
 def test_the_step_after_a_backward_that_raised() -> None:
     with world_of(1):  # where nothing is made up: the collectives of a fake group move nothing
-        wanted = gradients_of_a_step(seeded_model())
+        expected = gradients_of_a_step(seeded_model())
     with world_of(1):
         model = seeded_model()
         raise_in_backward(model)
         for parameter in model.parameters():
             parameter.grad = None
-        got = gradients_of_a_step(model)
-    assert len(got) == len(wanted) > 0
-    torch.testing.assert_close(got, wanted)
+        actual = gradients_of_a_step(model)
+    assert len(actual) == len(expected) > 0
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_forward_of_what_the_first_rank_alone_is_shown_is_refused() -> None:
@@ -100,9 +100,9 @@ def test_an_inner_module_is_called_after_a_backward_that_raised() -> None:
     with world_of(1):
         model = seeded_model()
         x = torch.ones(2, model.head.in_features)
-        wanted = model.head(x).detach()
+        expected = model.head(x).detach()
         raise_in_backward(model)
         with torch.no_grad():
-            got = model.head(x)
+            actual = model.head(x)
         assert model._unit.phase is Phase.IDLE, "what is in the middle of a backward gathers nothing"
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(actual, expected)

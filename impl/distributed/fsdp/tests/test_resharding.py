@@ -49,7 +49,7 @@ def test_overlaps_are_what_chunks_are_made_of(layout: FlatLayout) -> None:
     ranks = range(layout.world)
     for slot in layout.slots:
         values = torch.arange(slot.numel)
-        wanted = whole(slot, values).chunk(layout.world)
+        expected = whole(slot, values).chunk(layout.world)
         for holder in ranks:
             chunk = chunk_of(slot, holder, layout.world)
             memory = torch.full((slot.numel // slot.shape[0] * chunk.shape[0],), -1)
@@ -59,10 +59,10 @@ def test_overlaps_are_what_chunks_are_made_of(layout: FlatLayout) -> None:
                 for one in overlaps(layout, slot, owner, holder):
                     at = first + one.in_piece
                     memory[one.in_chunk : one.in_chunk + one.numel] = values[at : at + one.numel]
-            got = memory.as_strided(chunk.shape, chunk.stride)
-            if holder < len(wanted):
-                assert torch.equal(got, wanted[holder])
-                assert chunk.first_row == sum(len(before) for before in wanted[:holder])
+            actual = memory.as_strided(chunk.shape, chunk.stride)
+            if holder < len(expected):
+                assert torch.equal(actual, expected[holder])
+                assert chunk.first_row == sum(len(before) for before in expected[:holder])
             else:
                 assert chunk.shape[0] == 0
 
@@ -93,8 +93,8 @@ def test_ranks_exchange_what_they_are_to_hold_and_no_more(
     )
     for number, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
         memory = resharding_cases.in_memory(slot.numel, number, dtype)
-        wanted = whole(slot, memory).chunk(world)
-        for one, chunk in zip(seen, wanted, strict=False):
+        expected = whole(slot, memory).chunk(world)
+        for one, chunk in zip(seen, expected, strict=False):
             assert torch.equal(one["chunks"][number], chunk)
     for rank, one in enumerate(seen):
         stays = sum(

@@ -38,9 +38,9 @@ def test_what_is_read_is_what_is_there(
     total = torch.stack([given_by(rank, more_ranks * shard_numel, dtype) for rank in range(more_ranks)]).sum(
         0
     )
-    for (got, shard), wanted in zip(seen, total.split(shard_numel), strict=True):
-        assert torch.equal(got, whole)
-        assert torch.equal(shard, wanted)
+    for (actual, shard), expected in zip(seen, total.split(shard_numel), strict=True):
+        assert torch.equal(actual, whole)
+        assert torch.equal(shard, expected)
 
 
 @pytest.mark.parametrize("blind", [0, 2])
@@ -49,10 +49,10 @@ def test_where_one_cannot_read_none_does(ranks: Callable[..., RankPool], blind: 
 
 
 def test_unequal_sizes_are_refused_before_anything_is_read(ranks: Callable[..., RankPool]) -> None:
-    told = ranks(2).run(f"{CASES}:offer_unequal_sizes")
-    if told == [None, None]:
+    reported = ranks(2).run(f"{CASES}:offer_unequal_sizes")
+    if reported == [None, None]:
         unavailable(KEPT_APART)
-    assert told == [
+    assert reported == [
         f"rank {1 - rank} of the group offers {4 * (6 - rank)} bytes, this one {4 * (5 + rank)}"
         for rank in (0, 1)
     ]
@@ -65,9 +65,11 @@ def test_one_that_is_lost_before_it_is_read_is_named_with_what_was_gathered(vict
         try:
             pool.run(f"{CASES}:lose_one_whose_memory_is_read", victim=victim)
         except RankFault as fault:
-            told = {failure.rank: failure.text for failure in fault.scene.failures if failure.rank != victim}
+            reported = {
+                failure.rank: failure.text for failure in fault.scene.failures if failure.rank != victim
+            }
         else:
             unavailable(KEPT_APART)
-    assert len(told) == 2, told
-    for text in told.values():
+    assert len(reported) == 2, reported
+    for text in reported.values():
         assert re.search(rf"gathered 'a' in vain; .*ranks? (\d, )*{victim}\b", text), text
