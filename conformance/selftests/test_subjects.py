@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import json
 import re
 from pathlib import Path
 
@@ -13,11 +12,19 @@ import torch
 
 from conformance.judge.claims_file import NAME, read
 from conformance.judge.clauses import all_clauses
-from conformance.subjects.__main__ import HERE, RESULTS, SUBJECTS, counted, folders, table
+from conformance.subjects.__main__ import HERE, README, SUBJECTS, folders, noted, row
 from conformance.subjects.source import Instead, definitions
 
 ROOT = HERE.parents[1]
-NOTED = json.loads(RESULTS.read_text())
+NOTED = {
+    name: found[1].rpartition(" ")
+    for name in SUBJECTS
+    if (
+        found := re.search(
+            rf"^\| ([^|]+) \|.*\(conformance/subjects/{name}/proofs\.py\) \|$", README.read_text(), re.M
+        )
+    )
+}
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -33,29 +40,10 @@ def test_each_expected_failure_leads_to_its_proof_and_each_proof_is_of_one(name:
     assert {row.link for row in file.expectations} == kept
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_what_is_noted_is_what_is_expected(name: str) -> None:
-    rows = {row.test.partition("[")[0] for row in read(HERE / name / NAME).expectations}
-    broken = NOTED[name]["broken"]
-    assert {test for tests in broken.values() for test in tests} == rows - _OF_NO_CLAUSE
-    assert broken.keys() <= all_clauses().keys()
-
-
-_SURFACE = "conformance/test_surface.py::"
-_OF_NO_CLAUSE = {
-    f"{_SURFACE}{name}" for name in ("test_name_that_others_read_exists", "test_signature_is_torchs")
-}
-
-
-def test_readme_has_the_table_of_what_is_noted() -> None:
-    assert "\n".join(table(NOTED)) in (ROOT / "README.md").read_text()
-
-
 def test_what_is_noted_was_judged_at_the_pinned_versions() -> None:
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (HERE / "requirements.txt").read_text(), re.MULTILINE))
-    noted = {read(HERE / name / NAME).distribution: row["version"] for name, row in NOTED.items()}
-    assert noted.items() <= pins.items()
     assert NOTED.keys() == set(SUBJECTS)
+    assert {distribution: version for distribution, _, version in NOTED.values()}.items() <= pins.items()
 
 
 def test_only_the_folders_of_a_subjects_names_are_asked() -> None:
@@ -77,11 +65,10 @@ def test_clauses_are_counted_by_the_worst_that_was_seen() -> None:
             ]
         )
     ]
-    report = {"tests": tests, "began": "2026-01-02T03:04:05", "profile": "quick"}
-    found = counted(report | {"environment": {"packages": {"torch": "2.13.0"}}})
-    assert found["clauses"] == {"expected": 1, "known": 1}
-    assert found["tests"] == {"expected": 1, "known": 1, "passed": 1}
-    assert found["broken"] == {first: ["1"]}
+    line = row("torchtitan", "9.9", {"tests": tests})
+    assert "| 1 of 2, 1 in torch's way | 2 of 3, 1 in torch's way | [1](" in line
+    again = noted(README.read_text(), {"torchtitan": line})
+    assert set(again.splitlines()) - set(README.read_text().splitlines()) == {line}
 
 
 SOURCE = """

@@ -1,10 +1,10 @@
 """Judge the published packages that lie here, show the proofs of what they break, and note the outcome.
 
-    python -m conformance.subjects                       all, into report/subjects and conformance/subjects/results.json
+    python -m conformance.subjects                       all, into report/subjects and README's table
     python -m conformance.subjects torchtitan --check    one, without noting
 
-Exit code 1 is red: also what is not installed, though named or checked; else that stays noted as it was. README's table
-is drawn from results.json; a page, index.html, has all clauses side by side.
+Exit code 1 is red: also what is not installed, though named or checked; else that stays noted as it was. A page,
+index.html, has all clauses side by side.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from conformance.report.matrix import SEVERITY
 
 HERE = Path(__file__).parent
 _ROOT = HERE.parents[1]
-RESULTS = HERE / "results.json"
+README = _ROOT / "README.md"
 SUBJECTS = sorted(file.parent.name for file in HERE.glob(f"*/{NAME}"))
 _LIMIT_S = 1800.0
 # torch_npu, once installed, would be imported with torch, and fails without its device.
@@ -36,7 +36,7 @@ _ENVIRON = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 def main(words: Sequence[str]) -> int:
     options = _options(words)
-    noted: dict[str, Any] = {}
+    rows: dict[str, str] = {}
     is_red = False
     for name in options.names or SUBJECTS:
         version = _version(read(HERE / name / NAME).distribution)
@@ -46,19 +46,17 @@ def main(words: Sequence[str]) -> int:
             continue
         report, code = _judged(name, options)
         proven = _run([f"conformance.subjects.{name}.proofs"]) == 0
-        noted[name] = counted(report) | {"version": version}
+        rows[name] = row(name, version, report)
         is_red |= code != 0 or not proven
         verdict = report["verdict"] if proven else "red: a proof proves nothing any more"
-        print(f"{name} {version}: {verdict}; {_reported(noted[name]['clauses'])}")  # noqa: T201 as above
-    reports = [str((options.out / name / "report.json").absolute()) for name in noted]
+        print(f"{name}: {verdict}\n{rows[name]}")  # noqa: T201 as above
+    reports = [str((options.out / name / "report.json").absolute()) for name in rows]
     if reports:
         page = options.out / "index.html"
         _run(["conformance.report", "--compare", *reports, "--out", str(page.absolute())])
         print(f"side by side: {page}")  # noqa: T201 as above
     if not options.check:
-        noted = json.loads(RESULTS.read_text()) | noted
-        RESULTS.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n")
-        print("\n".join(table(noted)))  # noqa: T201 as above
+        README.write_text(noted(README.read_text(), rows))
     return int(is_red)
 
 
@@ -111,54 +109,37 @@ def _run(words: Sequence[str], log: Path | None = None) -> int:
         ).returncode
 
 
-def counted(report: dict[str, Any]) -> dict[str, Any]:
-    """How many clauses of those it provides have which outcome, the worst of their tests'; and the broken ones."""
-    asked: dict[str, list[str]] = {}
-    broken: dict[str, set[str]] = {}
-    for test in report["tests"]:
-        if test["outcome"] not in TELLS_NOTHING:
-            asked.setdefault(test["clause"], []).append(test["outcome"])
-            if test["outcome"] not in _HOLDS:
-                broken.setdefault(test["clause"], set()).add(test["nodeid"].partition("[")[0])
-    worst = {
-        clause: min(outcomes, key=SEVERITY.index)
-        for clause, outcomes in asked.items()
-        if clause in all_clauses()
-    }
-    return {
-        "torch": report["environment"]["packages"]["torch"],
-        "began": report["began"][:10],
-        "profile": report["profile"],
-        "clauses": dict(sorted(Counter(worst.values()).items())),
-        "tests": dict(sorted(Counter(seen for clause in worst for seen in asked[clause]).items())),
-        "broken": {clause: sorted(tests) for clause, tests in broken.items() if clause in worst},
-    }
-
-
 _HOLDS = ("passed", "known", "reference cannot run here")
 
 
-def _reported(clauses: dict[str, int]) -> str:
-    return ", ".join(f"{count} {outcome}" for outcome, count in clauses.items())
+def row(name: str, version: str, report: dict[str, Any]) -> str:
+    """README's line: how many of the clauses and tests that tell of the package hold; a clause as its worst test."""
+    asked: dict[str, list[str]] = {}
+    for test in report["tests"]:
+        if test["outcome"] not in TELLS_NOTHING and test["clause"] in all_clauses():
+            asked.setdefault(test["clause"], []).append(test["outcome"])
+    worst = [min(outcomes, key=SEVERITY.index) for outcomes in asked.values()]
+    file = read(HERE / name / NAME)
+    names = ", ".join(f"`{path.rpartition('.')[2]}`" for path in file.names)
+    clauses, tests = (
+        _share_that_holds(worst),
+        _share_that_holds([seen for each in asked.values() for seen in each]),
+    )
+    proofs = f"[{sum(one not in _HOLDS for one in worst)}](conformance/subjects/{name}/proofs.py)"
+    return f"| {file.distribution} {version} | {names} | {clauses} | {tests} | {proofs} |"
 
 
-def table(noted: dict[str, Any]) -> list[str]:
-    """README's lines."""
-    lines = ["| package | judged | clauses that hold | tests that pass | broken clauses, with the proofs |"]
-    lines.append("|---|---|---|---|---|")
-    for name, row in sorted(noted.items()):
-        file = read(HERE / name / NAME)
-        names = ", ".join(f"`{path.rpartition('.')[2]}`" for path in file.names)
-        clauses, tests = _share_that_holds(row["clauses"]), _share_that_holds(row["tests"])
-        proofs = f"[{len(row['broken'])}](conformance/subjects/{name}/proofs.py)"
-        lines.append(f"| {file.distribution} {row['version']} | {names} | {clauses} | {tests} | {proofs} |")
-    return lines
+def _share_that_holds(outcomes: Sequence[str]) -> str:
+    reported = f"{sum(one in _HOLDS for one in outcomes)} of {len(outcomes)}"
+    return f"{reported}, {known} in torch's way" if (known := outcomes.count("known")) else reported
 
 
-def _share_that_holds(counts: dict[str, int]) -> str:
-    holding = sum(counts.get(outcome, 0) for outcome in _HOLDS)
-    reported = f"{holding} of {sum(counts.values())}"
-    return f"{reported}, {known} in torch's way" if (known := counts.get("known", 0)) else reported
+def noted(readme: str, rows: Mapping[str, str]) -> str:
+    """README with these lines in the place of the packages' own."""
+    for name, line in rows.items():
+        link = re.escape(f"(conformance/subjects/{name}/proofs.py)")
+        readme = re.sub(rf"^\|.*{link} \|$", line.replace("\\", r"\\"), readme, flags=re.MULTILINE)
+    return readme
 
 
 if __name__ == "__main__":
