@@ -5,7 +5,8 @@
     python -m conformance.catalogue --raise WHY     give the clauses, as they are now, the next number
 
 Two reports with the same number judged by the same clauses. `catalogue.toml` has what changed with each number, and a
-digest of each clause by which a test sees that the number was forgotten.
+digest of all clauses by which a test sees that the number was forgotten. `--raise` compares with the clauses of the
+commit that has raised the number last, so it can be repeated.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import argparse
 import functools
 import hashlib
 import json
+import subprocess
 import sys
+import tempfile
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,8 +29,8 @@ from conformance.judge import clauses
 
 FILE = Path(__file__).with_name("catalogue.toml")
 _ABOUT = """\
-# Written by `python -m conformance.catalogue --raise WHY`: what changed with each number of the catalogue, newest
-# first, and a digest of each clause as it is.
+# Written by `python -m conformance.catalogue --raise WHY`: a digest of all clauses as they are, and what changed with
+# each number of the catalogue, newest first.
 """
 
 
@@ -41,13 +45,16 @@ class Change:
     removed: tuple[str, ...] = ()
 
 
-@functools.cache
 def changes() -> tuple[Change, ...]:
     """Newest first."""
+    return _changes(_read())
+
+
+def _changes(file: Mapping[str, Any]) -> tuple[Change, ...]:
     lists = ("added", "changed", "removed")
     return tuple(
         Change(row["version"], row["says"], *(tuple(row.get(name, ())) for name in lists))
-        for row in _read()["changes"]
+        for row in file["changes"]
     )
 
 
@@ -55,12 +62,18 @@ def version() -> int:
     return changes()[0].version
 
 
-def digests() -> dict[str, str]:
-    """Of each clause as it is: of all that it says about itself."""
-    return {
-        row["id"]: hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:12]
-        for row in sorted(clauses.for_report(), key=lambda row: row["id"])
-    }
+def is_due() -> bool:
+    """Whether the clauses are others than those that the newest number was given for."""
+    return _read()["digest"] != _digest(_digests(clauses.for_report()))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _digests(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Of each clause: of all that it says about itself."""
+    return {row["id"]: _digest(row) for row in rows}
 
 
 def difference(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -70,11 +83,6 @@ def difference(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tup
         "changed": tuple(sorted(name for name in now.keys() & then.keys() if now[name] != then[name])),
         "removed": tuple(sorted(then.keys() - now.keys())),
     }
-
-
-def recorded() -> dict[str, str]:
-    """The digests that the newest number was given for."""
-    return _read()["clauses"]
 
 
 def as_dict() -> dict[str, Any]:
@@ -93,29 +101,47 @@ def as_dict() -> dict[str, Any]:
     }
 
 
-def raised(why: str) -> str:
+def raised(why: str, before: Mapping[str, Any], then: Sequence[Mapping[str, Any]]) -> str:
     """The file under the next number.
 
+    Args:
+        why: what was changed, and why.
+        before: the file as it was under the number before.
+        then: the clauses as they were then.
+
     Raises:
-        ValueError: no clause differs from what is recorded.
+        ValueError: no clause differs.
     """
-    now = digests()
-    found = difference(recorded(), now)
+    now, known = _digests(clauses.for_report()), _changes(before)
+    found = difference(_digests(then), now)
     if not any(found.values()):
-        raise ValueError(f"no clause has changed since catalogue {version()}; it keeps its number")
-    return _written([Change(version() + 1, why, **found), *changes()], now)
+        raise ValueError(f"no clause has changed since catalogue {known[0].version}; it keeps its number")
+    return _written([Change(known[0].version + 1, why, **found), *known], _digest(now))
 
 
-def _written(rows: Sequence[Change], known: Mapping[str, str]) -> str:
-    lines = [_ABOUT]
+def _written(rows: Sequence[Change], digest: str) -> str:
+    lines = [f'{_ABOUT}digest = "{digest}"', ""]
     for row in rows:
         lines += ["[[changes]]", f"version = {row.version}", f"says = {json.dumps(row.says)}"]
         for name in ("added", "changed", "removed"):
-            if ids := getattr(row, name):
-                lines += [f"{name} = [", *(f"    {json.dumps(each)}," for each in ids), "]"]
+            if ids := json.dumps(getattr(row, name))[1:-1]:
+                lines += [f"{name} = [", *textwrap.wrap(ids, 120, break_long_words=False), "]"]
         lines.append("")
-    lines += ["[clauses]", *(f"{json.dumps(name)} = {json.dumps(digest)}" for name, digest in known.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def _before() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The file and the clauses in the commit that has raised the number last."""
+    git = functools.partial(subprocess.check_output, cwd=FILE.parents[1])
+    path = f"{FILE.parent.name}/{FILE.name}"
+    commit = git(["git", "log", "-1", "--format=%H", "--", path], text=True).strip()
+    with tempfile.TemporaryDirectory() as folder:
+        archive = git(["git", "archive", commit, FILE.parent.name])
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        command = [sys.executable, "-m", "conformance.catalogue", "--json"]
+        printed = json.loads(subprocess.check_output(command, cwd=folder))
+        file = tomllib.loads(Path(folder, path).read_text())
+    return file, [{key: row[key] for key in row.keys() - {"since"}} for row in printed["clauses"]]
 
 
 @functools.cache
@@ -135,7 +161,7 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     if options.why:
         try:
-            FILE.write_text(raised(options.why))
+            FILE.write_text(raised(options.why, *_before()))
         except ValueError as error:
             parser.error(str(error))
     elif options.json:
