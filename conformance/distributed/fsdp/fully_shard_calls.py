@@ -171,6 +171,20 @@ def _step(scene: Scene, one: Call) -> None:
     scene.optimizer.zero_grad()
 
 
+def _step_beside(scene: Scene, one: Call) -> None:
+    """On a stream of its own, where there are some; its event is all that the next forward is told of it."""
+    event: Any = _event(scene)
+    if scene.rank.device.type == "cpu":
+        scene.optimizer.step()
+    else:
+        beside = torch.Stream(scene.rank.device)
+        beside.wait_stream(torch.accelerator.current_stream())
+        with beside:
+            scene.optimizer.step()
+            event = beside.record_event()
+    scene.model.set_post_optim_event(event)
+
+
 def _zero_grad(scene: Scene, one: Call) -> None:
     scene.optimizer.zero_grad()
 
@@ -213,6 +227,7 @@ _OF_THE_SCENE: dict[str, Callable[[Scene, Call], Any]] = {
     "failing forward": _failing_forward,
     "failing backward": _failing_backward,
     "step": _step,
+    "step beside": _step_beside,
     "zero_grad": _zero_grad,
     "wait": _wait,
     "state_dict": _state_dict,

@@ -213,14 +213,15 @@ _GATHER, _SCATTER = "set_custom_all_gather", "set_custom_reduce_scatter"
         (setting(_UNUSED, reduce_scatter_unused_params=True, recurse=False), Call("skip a unit", 1), STEP),
         (setting(_UNUSED, 1, reduce_scatter_unused_params=True), Call("skip a unit", 1, {"by": [0]}), STEP, *TRAIN),
         (setting("set_post_optim_event", event="an event"), *TRAIN, *TRAIN),
+        (*TRAIN[:2], Call("step beside"), *TRAIN[:2], Call("step beside"), LOOK),
         (*(setting(_BUFFERS, max_input_buffers=number) for number in (2, 3, 0, -1, True, 1.5)),
          setting(_BUFFERS, 1, max_input_buffers=2, recurse=False), *TRAIN),
         (setting(_MEMORY, enable=True), setting(_MEMORY, 0, enable=True), setting(_MEMORY, 0, enable=False),
          setting(_GATHER, 1, comm="an all-gather"), setting(_MEMORY, 1, enable=True), *TRAIN),
         (setting("set_symm_mem_for_comm", 0, backend="NCCL"), setting("set_symm_mem_for_comm"), *TRAIN),
     ],
-    ids=["factors", "hooks", "of one's own", "unused", "unused by the root", "unused by a rank", "event", "buffers",
-         "memory", "symmetric memory"],
+    ids=["factors", "hooks", "of one's own", "unused", "unused by the root", "unused by a rank", "event",
+         "event of a stream", "buffers", "memory", "symmetric memory"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
 def test_reduces_as_it_is_told(

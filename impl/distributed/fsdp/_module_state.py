@@ -15,7 +15,7 @@ from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._nested import cast_floats, replaced, tensors_in
 from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS
 from impl.distributed.fsdp._policies import MixedPrecisionPolicy
-from impl.distributed.fsdp._root import Root
+from impl.distributed.fsdp._root import Root, StepSettings
 from impl.distributed.fsdp._streams import Streams
 from impl.distributed.fsdp._unit import Unit
 
@@ -46,7 +46,7 @@ class ModuleState:
         self.comm = CommContext()
         self.is_root: bool | None = None  # None until the first forward of the root
         self.has_root = False  # one of its own, until the first forward
-        self.post_optim_event: Any = None
+        self.settings = StepSettings()  # the root's, from the first forward on
         self._yet_to_run: set[nn.Module] = set()  # of several, in this forward
         self._root: Root | None = None
         self._inner: Sequence[ModuleState] = ()  # of the root
@@ -79,7 +79,7 @@ class ModuleState:
         if not self.has_root:
             self.has_root = True
             self._check_groups()
-            Root(self.unit, [self.unit], self.device, limits_gathers=False)
+            Root(self.unit, [self.unit], self.device, False, self.settings)
 
     def find_root(self) -> None:
         """The module whose forward comes first is outermost.
@@ -115,9 +115,9 @@ class ModuleState:
         for state in found:
             state._check_groups()
             state.has_root = True
-        self._root = root = Root(
-            self.unit, [state.unit for state in found], self.device, limits_gathers=False
-        )
+            state.settings = self.settings
+        units = [state.unit for state in found]
+        self._root = root = Root(self.unit, units, self.device, False, self.settings)
         if self.comm.streams is None:
             self.comm.streams = root.streams
         root.use_streams(self.comm.streams)
@@ -145,10 +145,8 @@ class ModuleState:
             if self._yet_to_run:
                 return self._cast_inputs(args, kwargs)
             self._yet_to_run = set(self.modules)
-        if unit.root.is_root(unit) and unit.phase not in FORWARDS:
-            self.post_optim_event = None  # COMPUTE, which gathers wait for, is behind it
-            if self.device.type != "cpu":
-                args, kwargs = (replaced(each, self._moved) for each in (args, kwargs))
+        if self.device.type != "cpu" and unit.root.is_root(unit) and unit.phase not in FORWARDS:
+            args, kwargs = (replaced(each, self._moved) for each in (args, kwargs))
         args, kwargs = self._cast_inputs(args, kwargs)
         return unit.before_forward(args, kwargs)
 

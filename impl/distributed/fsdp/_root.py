@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ class _EndOfBackward:
         self._root.end_backward()
 
 
+@dataclass
+class StepSettings:
+    """What a user says of the steps to come, before or after there is a root."""
+
+    is_last_backward: bool = True  # COMPUTE waits for its gradients
+    post_optim_event: Any = None  # what GATHER waits for in the next forward, instead of COMPUTE
+
+
 class Root:
     """Made when the first forward, or anything else that needs it, finds out which unit is outermost.
 
@@ -37,6 +46,7 @@ class Root:
         units: all of them, it included.
         device: where they compute.
         limits_gathers: the host waits before it gathers a third unit.
+        settings: that may be changed while units run.
     """
 
     def __init__(
@@ -45,14 +55,15 @@ class Root:
         units: Sequence[Unit[Any]],
         device: torch.device,
         limits_gathers: bool,
+        settings: StepSettings | None = None,
     ) -> None:
         self.streams: Streams = streams_for(device)
-        self.memory = Memory(self.streams, device, limits_gathers, self._is_idle)
+        self.memory = Memory(self.streams, device, limits_gathers, self.is_idle)
+        self.settings = settings if settings is not None else StepSettings()
         self.order: Order[Unit[Any]] = Order()
         self.units = list(units)
         self._outermost = outermost
         self._forwards = 0  # that are under way, one inside the other
-        self.is_last_backward = True  # COMPUTE waits for its gradients
         self._ending: weakref.ref[_EndOfBackward] | None = None  # what autograd holds while a backward runs
         groups = [group for unit in units for group in unit.param_groups]
         self._order_checkers = list(
@@ -97,7 +108,11 @@ class Root:
         self._end_step()
         if not any(unit.awaits_backward for unit in self.units):
             self.order.next_iteration()
-        shards_were_written(self.streams)
+        event, self.settings.post_optim_event = self.settings.post_optim_event, None
+        if event is None:
+            shards_were_written(self.streams)
+        else:
+            self.streams.wait(StreamRole.GATHER, event)
 
     def begin_backward(self) -> None:
         """Have autograd call `end_backward` when the backward that is running is done."""
@@ -111,7 +126,7 @@ class Root:
         """Close every unit; COMPUTE waits for the gradients."""
         for unit in self.units:
             unit.close_backward()
-        if self.is_last_backward or self._offloads:
+        if self.settings.is_last_backward or self._offloads:
             self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
         if self._offloads:
             self.streams.block(
@@ -150,7 +165,7 @@ class Root:
         if not self.is_in_backward:
             self._leave_forward()
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         return self._forwards == 0 and not self.is_in_backward
 
     def _leave_forward(self) -> None:

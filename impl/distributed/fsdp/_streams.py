@@ -5,8 +5,9 @@ gathers them. REDUCE sums gradients over the ranks.
 
 What is written before it is read:
 
-- GATHER waits for COMPUTE when an outermost forward, a backward or summoning begins, and when the user put another
-  tensor in a parameter's place: an optimizer or the user may have written the shards there.
+- GATHER waits for COMPUTE when an outermost forward, a backward or summoning begins, when the user asks for a gather
+  between them, and when he put another tensor in a parameter's place: an optimizer or the user may have written the
+  shards there. Before an outermost forward it waits for a user's event instead, where one is given.
 - COMPUTE waits for a unit's gather before it reads the unsharded buffer: in forward, in backward, summoned.
 - REDUCE waits for COMPUTE, which copies in a unit's gradients, before it reads them.
 - COMPUTE waits for REDUCE at the end of backward, before `.grad` is shown; with parameters on the CPU the host waits
@@ -103,9 +104,12 @@ class DeviceStreams:
         event.record(self._stream(role))
         return event
 
-    def wait(self, role: StreamRole, event: torch.Event | None) -> None:
-        if event is not None:
+    def wait(self, role: StreamRole, event: Any) -> None:
+        if type(event) is torch.Event:
             event.wait(self._stream(role))
+        elif event is not None:  # a user's, of a device module's class that takes no stream but its own
+            with self.on(role):
+                event.wait()
 
     def block(self, event: torch.Event | None) -> None:
         if event is not None:

@@ -317,6 +317,8 @@ class Unit(Generic[_Group]):
     def gather_ahead(self) -> None:
         """Gather what is not unsharded, because a user asks for it."""
         if not self.is_unsharded and self.param_groups:
+            if self.root.is_idle():  # what has begun has waited
+                shards_were_written(self.root.streams)
             self.gather()
 
     def gather(self) -> None:

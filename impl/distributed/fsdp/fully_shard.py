@@ -215,9 +215,7 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the current stream waits for the reductions at the end of the next backward."""
-        state = self._state
-        state.ensure_shared()
-        state.unit.root.is_last_backward = is_last_backward
+        self._state.settings.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients, or add them up unreduced."""
@@ -287,8 +285,11 @@ class FSDPModule:
                 raise ValueError("stream cannot be set when using native HSDP")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Taken for a hint: gathers wait for the current stream, which has to be behind the optimizer's step itself."""
-        self._state.post_optim_event = event
+        """Have the gathers of the next forward wait for `event` alone, which was recorded behind an optimizer's step.
+
+        Without one they wait for whatever the current stream has been given before that forward.
+        """
+        self._state.settings.post_optim_event = event
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """`set_gradient_divide_factor`, as it was called before."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -109,6 +110,18 @@ class RecordingStreams(TorchDispatchMode):
         event = next(self._events)
         self.log.append(Record(lane, event))
         return event
+
+    @contextmanager
+    def beside(self, lane: str) -> Generator[None]:
+        """A stream of the user's own, which has waited for the one that is current."""
+        self._notice_freed()
+        self.log.append(Wait(lane, self._recorded(self._lanes[-1])))
+        with self._in(lane):
+            yield
+
+    def event(self) -> int:
+        """What a user has recorded on the stream that is current."""
+        return self._recorded(self._lanes[-1])
 
     @contextmanager
     def _in(self, lane: str) -> Generator[None]:
@@ -245,7 +258,9 @@ def _arguments(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Iterator[
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+    if isinstance(value, DTensor):
+        yield value._local_tensor
+    elif isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for each in value:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, groups_put_back, train, wrapped
+from conformance.distributed.fsdp.fully_shard_cases import ShardedTraining, Sharding, sharded
+from conformance.distributed.fsdp.fully_shard_cases import train as train_sharded
 from conformance.distributed.fsdp.happens_before import Entry
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
 from conformance.distributed.fsdp.test_scale import world_of
@@ -204,6 +206,47 @@ def summons() -> None:
         model.clip_grad_norm_(1.0)
 
 
+@dataclass(frozen=True)
+class FullyShards:
+    sharding: Sharding = field(default_factory=Sharding)
+    tree: ModuleTree = PLAIN
+    schedule: Sequence[Step] = STEPS
+
+    def __call__(self) -> None:
+        training = ShardedTraining(self.tree, self.sharding, self.schedule)
+        outcome = train_sharded(RANK, library="impl", training=training)
+        assert outcome.raised is None, outcome.raised
+
+    def __str__(self) -> str:
+        given = [f"{name}={value}" for name, value in vars(self.sharding).items() if value]
+        return "-".join(["fully_shard", *given])
+
+
+def optimizer_beside() -> None:
+    """It steps on a stream of its own, whose event is all that tells the next forward of it."""
+    model = sharded(RANK, Library("impl"), PLAIN.build(), Sharding())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(3):
+        loss_of(call(model, PLAIN, PLAIN.batch(number, 0))).backward()
+        streams: Any = model._get_fsdp_state().unit.root.streams
+        with streams.beside("optimizer"):
+            optimizer.step()
+            model.set_post_optim_event(streams.event())
+        optimizer.zero_grad()
+
+
+def unshards_by_hand() -> None:
+    model = sharded(RANK, Library("impl"), PLAIN.build(), Sharding())
+
+    def forward(number: int) -> Tensor:
+        for unit in model.modules():
+            if hasattr(unit, "unshard"):
+                unit.unshard(async_op=True)
+        return loss_of(call(model, PLAIN, PLAIN.batch(number, 0)))
+
+    steps(model, forward)
+
+
 OTHERS: tuple[Program, ...] = (
     forward_of_inner_unit,
     forward_of_contained_module,
@@ -213,6 +256,8 @@ OTHERS: tuple[Program, ...] = (
     forecast_that_fails,
     forecast_that_fails_in_evaluation,
     summons,
+    optimizer_beside,
+    unshards_by_hand,
 )
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.fully_shard_cases import Sharding
 from conformance.distributed.fsdp.happens_before import HOST, Operation, hazards
 from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.distributed.fsdp.test_scale import world_of
@@ -26,6 +27,7 @@ from impl.distributed.fsdp.tests.streamed import (
     RECOMPUTED,
     TWICE,
     Faulty,
+    FullyShards,
     Offloads,
     Program,
     Trains,
@@ -63,6 +65,13 @@ TRAININGS = [
     )
 ]
 BUILT = len(TRAININGS) // len(STRATEGIES)  # of each strategy
+FULLY_SHARDING: list[Program] = [
+    FullyShards(),
+    FullyShards(Sharding(units="nested", reshard_after_forward=False), FROZEN),
+    FullyShards(Sharding(policy={"param_dtype": torch.bfloat16}, places=True)),
+    FullyShards(Sharding(units="list"), RECOMPUTED),
+    FullyShards(Sharding(units="groups", ranks="replicas", shards=2, reshard_after_forward=True), TWICE),
+]
 OFFLOADING = [Offloads(strategy) for strategy in STRATEGIES[:3]]
 
 
@@ -78,6 +87,7 @@ def recorded(program: Program, streams: RecordingStreams) -> list[str]:
         *TRAININGS[:BUILT],
         *(pytest.param(training, marks=FULL) for training in TRAININGS[BUILT:]),
         *OFFLOADING,
+        *FULLY_SHARDING,
         *OTHERS,
     ],
     ids=lambda program: getattr(program, "__name__", str(program)),
@@ -92,6 +102,7 @@ def test_waits_hold_all_that_is_issued_together(program: Program) -> None:
 WAITS = (
     ("gather", "_begin_iteration"),
     ("gather", "begin_backward"),
+    ("gather", "gather_ahead"),
     ("gather", "gather"),
     ("gather", "summoned"),
     ("gather", "_free"),
