@@ -249,7 +249,6 @@ def test_a_long_junit_file_stays_one(tmp_path: Path) -> None:
     assert (len(texts), {len(text) for text in texts}, list(tree.iter("system-out"))) == (500, {300}, [])
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(120)
 def test_benchmarks_are_described_as_asv_describes_them(tmp_path: Path) -> None:
     pytest.importorskip("asv_runner", reason="the extra `benchmarks` of pyproject.toml brings asv")
@@ -306,7 +305,6 @@ def ci_gpu(tmp_path: Path, *words: str, **environ: str) -> tuple[int, dict[str, 
     return done.returncode, strictly_read(tmp_path / "out/report.json")
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(360)
 def test_the_command_judges_a_wrong_subject_red(tmp_path: Path) -> None:
     package = tmp_path / "wrongly" / "nn" / "utils"
@@ -324,7 +322,6 @@ def test_the_command_judges_a_wrong_subject_red(tmp_path: Path) -> None:
     assert report["phases"]["speed"]["why"] == LEFT_OUT
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(200)
 def test_the_command_keeps_its_budget(tmp_path: Path) -> None:
     begun = time.monotonic()

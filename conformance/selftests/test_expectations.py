@@ -147,7 +147,6 @@ def test_what_passes_or_has_expired_is_red(tmp_path: Path) -> None:
     assert (later["verdict"], later["exit code"]) == ("red", 1)
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(300.0)
 def test_what_ends_its_process_can_be_expected_too(tmp_path: Path) -> None:
     elsewhere = f"{MISUSED}[meta-None]"

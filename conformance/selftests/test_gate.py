@@ -145,7 +145,6 @@ def test_timing_is_reported_the_machine_and_leaves_a_point_of_impl(
     assert not (tmp_path / "point.json").exists()
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
 def test_a_gate_that_is_stopped_tells_what_is_known_and_begins_nothing_else(

@@ -30,14 +30,12 @@ def passes(worker: Worker, clause_id: str) -> bool:
     return bool(ending.asked) and not ending.how
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(330)
 @pytest.mark.parametrize("clause_id", EXTENSIONS)
 def test_torch_passes_no_extension(worker: Worker, clause_id: str) -> None:
     assert not passes(worker, clause_id), f"torch passes {clause_id}: it is core, take its level out"
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(330)
 def test_what_torch_passes_is_seen(worker: Worker) -> None:
     assert passes(worker, "amp.grad_scaler.getters.answer")

@@ -144,20 +144,9 @@ FAILED = {
 }
 
 
-# One of each kind; the others in the larger profiles.
-QUICK = (
-    "sets_default_dtype",
-    "sets_grad_mode",
-    "seeds",
-    "patches_torch",
-    "raises_interrupt",
-    "leaks_a_thread",
-)
-
-
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.profile("full")) for name in FAILED],
+    FAILED,
 )
 def test_what_fails_fails_alone(tmp_path: Path, name: str) -> None:
     assert_only_the_misused_is_red(judged(name, tmp_path), "failed", FAILED[name])
@@ -240,7 +229,6 @@ def test_the_stack_that_is_reported_is_that_of_the_test(tmp_path: Path, end: str
     assert "threading.py" not in stack
 
 
-@pytest.mark.profile("full")
 def test_what_is_printed_is_bounded_in_report_and_log(tmp_path: Path) -> None:
     judged("prints", tmp_path, MISUSED)
     assert (tmp_path / "report.json").stat().st_size < 8 * 43_000  # of eight tests
@@ -318,7 +306,6 @@ LETHAL = {
 }
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(_WORKERS_LIMIT_S + 20)
 def test_what_ends_or_holds_its_process_is_reported_by_whoever_is_left(tmp_path: Path) -> None:
     others = "conformance/amp/test_autocast_mode.py::test_bad_arguments"
@@ -338,14 +325,12 @@ def test_what_ends_or_holds_its_process_is_reported_by_whoever_is_left(tmp_path:
     assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(_WORKERS_LIMIT_S + 20)
 def test_nothing_that_a_subject_does_at_its_exit_reaches_the_verdict(tmp_path: Path) -> None:
     report = judged_by_workers("exits_in_the_end", tmp_path, CPU_ALONE)
     assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
 
 
-@pytest.mark.profile("full")
 def test_the_gate_begins_nothing_with_a_subject_that_cannot_be_imported(tmp_path: Path) -> None:
     pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
     command = [sys.executable, "-m", "conformance.gate", "--subject=dies_on_import", f"--out={tmp_path}"]

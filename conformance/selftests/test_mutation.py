@@ -229,7 +229,6 @@ def test_a_mutant_is_killed_by_a_test_that_reaches_it_and_what_it_was_made_of_is
         assert worker.judge(Task(package, frozenset(), tests=(test,))).how == ""
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(300)
 def test_a_sample_is_drawn_judged_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the smallest group: most of what was reached is killed, each time by a test that tells."""

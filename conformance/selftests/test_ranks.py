@@ -231,7 +231,6 @@ def test_a_closed_pool_refuses() -> None:
 # Hangs under Hypothesis.
 
 
-@pytest.mark.profile("full")
 def test_a_hang_shrinks_and_is_confirmed_with_the_full_deadline(pair: RankPool) -> None:
     @settings(max_examples=100, database=None, derandomize=True)
     @given(size=st.integers(0, 1000))
@@ -273,8 +272,8 @@ pool.run("conformance.ranks.fault_cases:holds_pythons_lock", where=1, deadline_s
     "blow",
     [
         signal.SIGKILL,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.profile("full")),
-        pytest.param(signal.SIGINT, marks=pytest.mark.profile("full")),
+        signal.SIGTERM,
+        signal.SIGINT,
     ],
 )
 def test_no_rank_outlives_its_parent(blow: signal.Signals) -> None:
@@ -320,7 +319,6 @@ def test_an_interrupted_case_leaves_a_usable_pool(pair: RankPool) -> None:
     assert pair.run(f"{CASES}:healthy") == [3.0, 3.0]
 
 
-@pytest.mark.profile("full")
 def test_many_faults_leave_nothing_behind() -> None:
     # A short path: sockets lie in it, whose names have room for about a hundred characters.
     with tempfile.TemporaryDirectory() as folder:

@@ -53,7 +53,6 @@ def draw(folder: Path, *seed: str) -> dict[str, Any]:
     return json.loads((folder / "drawn.json").read_text())
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(300)
 def test_a_seed_decides_every_draw(tmp_path: Path) -> None:
     first, again, other = draw(tmp_path, "--seed=3"), draw(tmp_path, "--seed=3"), draw(tmp_path, "--seed=4")
@@ -88,7 +87,6 @@ def runs(log: Path, subject: str, *words: str) -> tuple[int, list[dict[str, Any]
     return code, [json.loads(line) for line in log.read_text().splitlines()]
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(200)
 def test_each_run_is_logged(tmp_path: Path) -> None:
     code, (first, second) = runs(tmp_path / "false_positives.jsonl", "torch", "--twice")
@@ -99,7 +97,6 @@ def test_each_run_is_logged(tmp_path: Path) -> None:
     assert first["red"] == first["replay"] == second["unlike_before"] == []
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(200)
 def test_a_fault_is_found_at_every_seed(tmp_path: Path) -> None:
     code, (only,) = runs(tmp_path / "false_positives.jsonl", "torch+skip:nn.utils.clip_grad_value_")

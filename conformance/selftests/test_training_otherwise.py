@@ -16,7 +16,6 @@ from conformance.training.trainer import ByFusedStep, Captured, Run, Trainer, tr
 from impl.optim import explain
 
 IMPL = parts_of(load_library("impl"))
-FULL = pytest.mark.profile("full")
 
 
 class CapturedIndeed(Captured):
@@ -30,9 +29,7 @@ def run(plan: Plan, trained_by: type[Trainer] = Trainer) -> Run:
     return train(IMPL, plan, load_corpus(), trained_by=trained_by)
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["fused", pytest.param("adamw", marks=FULL), pytest.param("foreach", marks=FULL)]
-)
+@pytest.mark.parametrize("optimizer", ["fused", "adamw", "foreach"])
 def test_captured_it_has_the_same_bits(subject: Library, optimizer: str) -> None:
     if subject.package != "impl":
         return  # torch has no such thing
@@ -43,7 +40,7 @@ def test_captured_it_has_the_same_bits(subject: Library, optimizer: str) -> None
         assert repr(getattr(actual, name)) == repr(getattr(expected, name)), name
 
 
-@pytest.mark.parametrize("dtype", ["fp16", pytest.param("bf16", marks=FULL)])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_fused_it_has_the_same_curve(subject: Library, dtype: str) -> None:
     """Within what lies between two of torch's own ways to update."""
     if subject.package != "impl":

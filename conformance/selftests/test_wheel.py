@@ -27,7 +27,7 @@ def clip_grad_value_(parameters, clip_value, foreach=None):
 """
 _CLAUSE = "nn.utils.clip_grad.clip_grad_value_.foreach"
 
-pytestmark = [pytest.mark.profile("full"), pytest.mark.deadline(_LIMIT_S + 60)]
+pytestmark = pytest.mark.deadline(_LIMIT_S + 60)
 
 
 def run(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -103,14 +103,12 @@ def modules() -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-@pytest.mark.profile("full")
 @pytest.mark.deadline(DEADLINE_S + 20)
 def test_each_module_may_come_first() -> None:
     assert len(modules()) > 10
     assert output_of(EACH_FIRST, *modules()) == ""
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(DEADLINE_S + 20)
 @pytest.mark.parametrize("order", list(ORDERS))
 def test_dynamo_knows_our_regions(order: str) -> None:

@@ -18,7 +18,7 @@ from impl.amp import GradScaler
 STEPS = pytest.mark.parametrize(
     "steps",
     [
-        pytest.param(500, marks=pytest.mark.profile("full")),
+        500,
         pytest.param(10_000, marks=pytest.mark.profile("deep")),
     ],
 )

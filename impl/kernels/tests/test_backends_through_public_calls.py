@@ -54,7 +54,6 @@ _WORDS = {
 }
 
 
-@pytest.mark.profile("full")
 @pytest.mark.deadline(900)
 @pytest.mark.parametrize("backend", list(_WORDS))
 def test_clauses_hold_on_backend(subject: Library, backend: str, tmp_path: Path) -> None:

@@ -104,17 +104,14 @@ def test_a_fused_step_is_the_plain_one(kind: str, script: str) -> None:
     play(Twins(kind, dtypes=(torch.float32, torch.bfloat16)), SCRIPTS[script])
 
 
-def in_profile(kind: str) -> str:
-    """Which profile plays all scripts on it: of optimizers whose lists the cache only hands on, one in each form."""
-    return (
-        "full" if kind in ("Adam foreach", "SGD momentum", "RMSprop", "Adagrad", "ASGD", *EAGER) else "deep"
-    )
+def with_profile(kind: str) -> Any:
+    """All scripts are played on one of each form of those optimizers whose lists the cache only hands on."""
+    soon = kind in ("Adam foreach", "SGD momentum", "RMSprop", "Adagrad", "ASGD", *EAGER)
+    return pytest.param(kind, marks=() if soon else pytest.mark.profile("deep"))
 
 
 @pytest.mark.parametrize("script", list(SCRIPTS))
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.profile(in_profile(kind))) for kind in (*LISTED, *EAGER)]
-)
+@pytest.mark.parametrize("kind", map(with_profile, (*LISTED, *EAGER)))
 def test_a_step_is_the_plain_one(kind: str, script: str) -> None:
     play(Twins(kind), SCRIPTS[script])
 
@@ -327,7 +324,7 @@ def test_gradients_go_when_they_are_set_to_none(kind: str) -> None:
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(500, marks=pytest.mark.profile("full")),
+        500,
         pytest.param(10_000, marks=pytest.mark.profile("deep")),
     ],
 )

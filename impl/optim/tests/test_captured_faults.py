@@ -16,7 +16,7 @@ from impl.optim.tests.captured_twins import Twins
 from impl.optim.tests.patches import Patch, Patches, first_failure
 from impl.optim.tests.test_captured import SCRIPTS, play
 
-pytestmark = [pytest.mark.deadline(120), pytest.mark.profile("full")]
+pytestmark = pytest.mark.deadline(120)
 
 FAULTS = Patches()
 

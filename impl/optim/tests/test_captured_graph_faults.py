@@ -14,7 +14,7 @@ from impl.optim.tests import test_captured_graphs as judging
 from impl.optim.tests.patches import Patch, Patches, first_failure
 from impl.optim.tests.recording_graphs import RecordedGraph, RecordingGraphs, recorded
 
-pytestmark = [pytest.mark.deadline(120), pytest.mark.profile("full")]
+pytestmark = pytest.mark.deadline(120)
 
 FAULTS = Patches()
 

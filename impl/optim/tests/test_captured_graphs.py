@@ -152,13 +152,7 @@ EAGER_AFTER = {
 
 
 @pytest.mark.parametrize("script", list(SCRIPTS))
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind == "AdamW fused" else pytest.mark.profile("full"))
-        for kind in GRAPHED
-    ],
-)
+@pytest.mark.parametrize("kind", GRAPHED)
 def test_a_replayed_step_is_the_plain_one(
     kind: str, script: str, device: str, graphs: RecordingGraphs | None
 ) -> None:
@@ -476,7 +470,6 @@ def test_gradients_are_not_kept(device: str, graphs: RecordingGraphs | None) -> 
     assert [ref() for ref in refs] == [None] * len(refs)
 
 
-@pytest.mark.profile("full")
 def test_nothing_grows(device: str, graphs: RecordingGraphs | None) -> None:
     """Not with replays, nor with what is captured anew."""
     side = replaying("AdamW fused", device, groups=2)

@@ -12,7 +12,7 @@ import pytest
 from conformance.judge.clauses import HERE
 from conformance.mutation.groups import source_files
 
-pytestmark = [pytest.mark.deadline(300), pytest.mark.profile("full")]
+pytestmark = pytest.mark.deadline(300)
 
 OWNER = "kernels/_copies.py"
 

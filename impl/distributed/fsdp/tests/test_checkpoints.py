@@ -163,7 +163,7 @@ def generations(
     ("kills", "once_written"),
     [
         pytest.param(KILLS, False, id="each once"),
-        pytest.param(KILLS, True, id="each once written", marks=pytest.mark.profile("full")),
+        pytest.param(KILLS, True, id="each once written"),
         pytest.param(9 * KILLS, False, id="each nine times", marks=pytest.mark.profile("deep")),
         pytest.param(9 * KILLS, True, id="each nine times written", marks=pytest.mark.profile("deep")),
     ],

@@ -41,7 +41,6 @@ pytestmark = [
     pytest.mark.deadline(300),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
-FULL = pytest.mark.profile("full")
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "keep_low_precision_grads": True}
@@ -64,7 +63,6 @@ TRAININGS = [
         (setup(strategy, None, "limit_all_gathers"), TWICE),
     )
 ]
-BUILT = len(TRAININGS) // len(STRATEGIES)  # of each strategy
 FULLY_SHARDING: list[Program] = [
     FullyShards(),
     FullyShards(Sharding(units="nested", reshard_after_forward=False), FROZEN),
@@ -84,8 +82,7 @@ def recorded(program: Program, streams: RecordingStreams) -> list[str]:
 @pytest.mark.parametrize(
     "program",
     [
-        *TRAININGS[:BUILT],
-        *(pytest.param(training, marks=FULL) for training in TRAININGS[BUILT:]),
+        *TRAININGS,
         *OFFLOADING,
         *FULLY_SHARDING,
         *OTHERS,
@@ -143,19 +140,16 @@ def test_the_list_of_waits_is_complete() -> None:
     assert asked == {*WAITS, *BOUNDS_MEMORY}
 
 
-@FULL
 @pytest.mark.parametrize("wait", WAITS, ids="-".join)
 def test_a_wait_that_is_dropped_is_seen(wait: tuple[str, str]) -> None:
     assert is_seen(functools.partial(Faulty, drops=wait))
 
 
-@FULL
 @pytest.mark.parametrize("record", RECORDS, ids="-".join)
 def test_an_event_that_is_recorded_too_early_is_seen(record: tuple[str, str]) -> None:
     assert is_seen(functools.partial(Faulty, early=record))
 
 
-@FULL
 @pytest.mark.parametrize("fault", FAULTS)
 def test_memory_that_is_let_go_too_early_is_seen(fault: str) -> None:
     with faulty(*FAULTS[fault]):
@@ -175,7 +169,6 @@ def test_what_was_gathered_ahead_in_vain_is_gathered_anew_after_a_change(strateg
         assert torch.equal(seen, fresh(x, 3))
 
 
-@FULL
 @share_of_examples(0.3)
 @given(data=st.data(), strategy=st.sampled_from(STRATEGIES))
 def test_waits_hold_any_training_together(data: st.DataObject, strategy: str) -> None:
