@@ -13,6 +13,7 @@ from conformance.judge import claims_file, trial
 from conformance.judge.claims import wrong_in_claims
 from conformance.judge.library import Library, NotProvided
 from conformance.judge.results import BAD_INPUT
+from conformance.selftests.misbehaving import written
 from conformance.selftests.test_misbehaving_subjects import CPU_ALONE, OTHERS, SCALER, judged, of
 
 Subject = Callable[[str], Library]
@@ -138,9 +139,9 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
     ],
 )
 def test_each_mistake_is_a_sentence(
-    subject_that_says: Subject, monkeypatch: pytest.MonkeyPatch, text: str, says: str
+    subject_that_says: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
 ) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent / "misbehaving")
+    monkeypatch.syspath_prepend(written(tmp_path / "subjects"))
     sentences = list(wrong_in_claims(subject_that_says(text)))
     assert any(says in sentence for sentence in sentences), sentences
     assert all("claims.toml" in sentence and "\n" not in sentence for sentence in sentences), sentences
@@ -161,7 +162,7 @@ WRONG = """
 claims = ["nn.utils.clip_grad_value_", "nn.utils.clip_grad"]
 
 [names]
-"amp.GradScaler" = "right.amp.LossScaler"
+"amp.GradScaler" = "torch.amp.LossScaler"
 
 [device]
 type = "cpu"
@@ -171,9 +172,11 @@ import = "fails_on_import"
 
 def test_what_is_wrong_in_the_file_keeps_nothing_else_from_being_judged(tmp_path: Path) -> None:
     (tmp_path / "says_wrong").mkdir()
-    (tmp_path / "says_wrong" / "__init__.py").write_text("from right import clipping\nnn = clipping()\n")
+    (tmp_path / "says_wrong" / "__init__.py").write_text(
+        "from conformance.selftests.misbehaving import clipping\nnn = clipping()\n"
+    )
     (tmp_path / "says_wrong" / "conformance_claims.toml").write_text(WRONG)
-    report = judged("says_wrong", tmp_path, CPU_ALONE, SCALER, at=tmp_path)
+    report = judged("says_wrong", tmp_path, CPU_ALONE, SCALER)
     assert {entry["outcome"] for entry in of(report, CPU_ALONE)} == {"passed"}
     assert {entry["outcome"] for entry in of(report, SCALER)} == {"not provided"}
     assert (report["exit code"], report["verdict"], len(report["bad_input"])) == (BAD_INPUT, "red", 3)
@@ -202,18 +205,20 @@ def test_a_file_given_by_hand_stands_before_the_one_beside_the_package(tmp_path:
 
 def test_what_the_file_names_is_what_is_judged_on(tmp_path: Path) -> None:
     (tmp_path / "on_meta").mkdir()
-    (tmp_path / "on_meta" / "__init__.py").write_text("from right import clipping\nnn = clipping()\n")
+    (tmp_path / "on_meta" / "__init__.py").write_text(
+        "from conformance.selftests.misbehaving import clipping\nnn = clipping()\n"
+    )
     (tmp_path / "brings_meta.py").write_text(
         "from pathlib import Path\nPath(__file__).with_name('brought').touch()\n"
     )
     (tmp_path / "on_meta" / "conformance_claims.toml").write_text(
         '[device]\ntype = "meta"\nimport = "brings_meta"\n'
     )
-    report = judged("on_meta", tmp_path, OTHERS, at=tmp_path)
+    report = judged("on_meta", tmp_path, OTHERS)
     assert {entry["device"] for entry in report["tests"]} == {"meta"}
     assert (tmp_path / "brought").exists()
     assert report["bad_input"] == []
-    there = judged("on_meta", tmp_path, OTHERS, "--device=cpu", at=tmp_path)
+    there = judged("on_meta", tmp_path, OTHERS, "--device=cpu")
     assert {entry["device"] for entry in there["tests"]} == {"cpu"}
 
 

@@ -90,7 +90,7 @@ def test_an_expected_failure_is_not_shrunk() -> None:
 # It clamps nothing where foreach is not said.
 SUBJECT = """
 import torch
-from right import clipping
+from conformance.selftests.misbehaving import clipping
 
 def clip_grad_value_(parameters, clip_value, foreach=None):
     if foreach is not None:
@@ -100,7 +100,7 @@ nn = clipping(clip_grad_value_=clip_grad_value_)
 """
 ENDS_ITS_PROCESS = """
 import os, torch
-from right import clipping
+from conformance.selftests.misbehaving import clipping
 
 def clip_grad_value_(parameters, clip_value, foreach=None):
     if foreach is None:
@@ -123,7 +123,7 @@ def write(folder: Path, source: str, *tests: str, expires: str = "2030-01-31") -
 
 def test_what_is_expected_is_green_and_what_is_not_red(tmp_path: Path) -> None:
     write(tmp_path, SUBJECT, UNSAID)
-    report = judged("expects", tmp_path, *ON_THE_CPU, f"--today={TODAY}", at=tmp_path)
+    report = judged("expects", tmp_path, *ON_THE_CPU, f"--today={TODAY}")
     expected = of(report, UNSAID)[0]
     assert expected["outcome"] == "expected"
     assert expected["reason"].startswith("expected until 2030-01-31: Known. (their/repo#1)\nAssertionError")
@@ -135,13 +135,13 @@ def test_what_is_expected_is_green_and_what_is_not_red(tmp_path: Path) -> None:
 
 def test_what_passes_or_has_expired_is_red(tmp_path: Path) -> None:
     write(tmp_path, SUBJECT, UNSAID, SAID)
-    report = judged("expects", tmp_path, *ON_THE_CPU, f"--today={TODAY}", at=tmp_path)
+    report = judged("expects", tmp_path, *ON_THE_CPU, f"--today={TODAY}")
     [met] = of(report, "expectation of")
     assert (met["nodeid"], met["outcome"]) == (f"expectation of {SAID}", "stale")
     assert met["clause"] == "nn.utils.clip_grad.clip_grad_value_.foreach"
     assert "all its tests pass: take it out" in met["reason"]
     assert (report["verdict"], report["exit code"]) == ("red", 1)
-    later = judged("expects", tmp_path, *ON_THE_CPU, "--today=2030-02-01", at=tmp_path)
+    later = judged("expects", tmp_path, *ON_THE_CPU, "--today=2030-02-01")
     assert [row["state"] for row in later["expectations"]] == ["expired", "expired"]
     assert of(later, UNSAID)[0]["outcome"] == "failed"
     assert (later["verdict"], later["exit code"]) == ("red", 1)
@@ -151,9 +151,7 @@ def test_what_passes_or_has_expired_is_red(tmp_path: Path) -> None:
 def test_what_ends_its_process_can_be_expected_too(tmp_path: Path) -> None:
     elsewhere = f"{MISUSED}[meta-None]"
     write(tmp_path, ENDS_ITS_PROCESS, UNSAID)
-    report = judged_by_workers(
-        "expects", tmp_path, *ON_THE_CPU, elsewhere, OTHERS, f"--today={TODAY}", at=tmp_path
-    )
+    report = judged_by_workers("expects", tmp_path, *ON_THE_CPU, elsewhere, OTHERS, f"--today={TODAY}")
     assert of(report, UNSAID)[0]["outcome"] == "expected"
     assert of(report, elsewhere)[0]["outcome"] == "crash"
     assert {entry["outcome"] for entry in of(report, OTHERS)} == {"passed"}

@@ -1,7 +1,4 @@
-"""What subjects come to that hang, die, leak, print, patch or change what is not theirs, and what others notice of it.
-
-Each lies in a folder of its own under `misbehaving/`, and is torch but for one thing.
-"""
+"""What subjects come to that hang, die, leak, print, patch or change what is not theirs; what others notice of it."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from conformance.judge import trial
 from conformance.judge.judgement import RED
 from conformance.judge.notes import Notes
 from conformance.judge.results import BAD_INPUT
+from conformance.selftests.misbehaving import written
 
 ROOT = Path(__file__).parents[2]
-MISBEHAVING = Path(__file__).parent / "misbehaving"
 VALUE = "conformance/nn/utils/test_clip_grad_value.py"
 NORM = "conformance/nn/utils/test_clip_grad.py"
 TOTAL = "conformance/nn/utils/test_clip_grad_total_norm.py"
@@ -49,11 +46,11 @@ _WORKERS_LIMIT_S = 280.0  # each worker that dies is made anew
 pytestmark = pytest.mark.deadline(_LIMIT_S + 20)
 
 
-def judged(name: str, folder: Path, *words: str, at: Path = MISBEHAVING) -> dict[str, Any]:
-    """The report on a subject that lies in a folder, from a process of its own that runs the tests itself."""
+def judged(name: str, folder: Path, *words: str) -> dict[str, Any]:
+    """The report on a subject of `misbehaving`, or in the folder, from a process of its own that runs the tests."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    process = context.Process(target=_judge, args=(name, folder, words, at))
+    process = context.Process(target=_judge, args=(name, folder, words))
     process.start()
     process.join(_LIMIT_S)
     ended = not process.is_alive()
@@ -65,12 +62,12 @@ def judged(name: str, folder: Path, *words: str, at: Path = MISBEHAVING) -> dict
     return json.loads(file.read_text()) | {"exit code": process.exitcode}
 
 
-def _judge(name: str, folder: Path, words: tuple[str, ...], at: Path) -> None:
+def _judge(name: str, folder: Path, words: tuple[str, ...]) -> None:
     os.setsid()
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    sys.path[:0] = [str(at), str(MISBEHAVING)]
+    sys.path[:0] = [str(folder), str(written(folder / "subjects"))]
     options = ["-q", "--tb=native", "-p", "no:xdist", "-p", "no:cacheprovider"]
     options += ["--no-shrink", "--profile=quick"]
     sys.exit(
@@ -78,11 +75,11 @@ def _judge(name: str, folder: Path, words: tuple[str, ...], at: Path) -> None:
     )
 
 
-def judged_by_workers(name: str, folder: Path, *words: str, at: Path = MISBEHAVING) -> dict[str, Any]:
+def judged_by_workers(name: str, folder: Path, *words: str) -> dict[str, Any]:
     """The report on a subject that ends processes: workers run the tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--profile=quick"]
     command += [f"--subject={name}", f"--report={folder}", *words]
-    path = os.pathsep.join(map(str, (at, MISBEHAVING, ROOT)))
+    path = os.pathsep.join(map(str, (folder, written(folder / "subjects"), ROOT)))
     with (folder / "log").open("w") as log:
         ended = subprocess.run(
             command,
@@ -96,6 +93,11 @@ def judged_by_workers(name: str, folder: Path, *words: str, at: Path = MISBEHAVI
     file = folder / "report.json"
     assert file.is_file(), f"no report on {name}; judging ended with {ended.returncode}:\n{_log(folder)}"
     return json.loads(file.read_text()) | {"exit code": ended.returncode}
+
+
+@pytest.fixture
+def on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(written(tmp_path / "subjects")), str(ROOT)]))
 
 
 def _log(folder: Path) -> str:
@@ -246,8 +248,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_a_subject_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(MISBEHAVING), str(ROOT)]))
+@pytest.mark.usefixtures("on_the_path")
+def test_a_subject_that_cannot_be_imported_is_refused(name: str) -> None:
     limit_s = 5.0 if name == "hangs_on_import" else trial.IMPORT_S
     with pytest.raises(trial.CannotBeJudged) as caught:
         trial.learn_on_trial(name, limit_s=limit_s)
@@ -262,10 +264,8 @@ COMPLAINTS = {
 
 
 @pytest.mark.parametrize("name", list(COMPLAINTS))
-def test_what_an_import_does_to_others_is_reported_and_the_rest_is_judged(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(MISBEHAVING), str(ROOT)]))
+@pytest.mark.usefixtures("on_the_path")
+def test_what_an_import_does_to_others_is_reported_and_the_rest_is_judged(name: str) -> None:
     learned = trial.learn_on_trial(name)
     assert "nn.utils.clip_grad_value_" in (learned.claims or ())
     [complaint] = learned.bad_input
@@ -289,8 +289,8 @@ def test_a_device_that_is_not_there_is_told_apart_from_green(tmp_path: Path) -> 
     assert (report["verdict"], report["exit code"]) == ("red", BAD_INPUT)
 
 
-def test_a_module_that_is_never_imported_leaves_the_claims_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(MISBEHAVING), str(ROOT)]))
+@pytest.mark.usefixtures("on_the_path")
+def test_a_module_that_is_never_imported_leaves_the_claims_unknown() -> None:
     assert trial.learn_on_trial("has_a_hanging_module", limit_s=10.0).claims is None
 
 
@@ -331,13 +331,11 @@ def test_nothing_that_a_subject_does_at_its_exit_reaches_the_verdict(tmp_path: P
     assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
 
 
+@pytest.mark.usefixtures("on_the_path")
 def test_the_gate_begins_nothing_with_a_subject_that_cannot_be_imported(tmp_path: Path) -> None:
     pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
     command = [sys.executable, "-m", "conformance.gate", "--subject=dies_on_import", f"--out={tmp_path}"]
-    path = os.pathsep.join([str(MISBEHAVING), str(ROOT)])
-    ended = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, timeout=_LIMIT_S, check=False
-    )
+    ended = subprocess.run(command, cwd=ROOT, timeout=_LIMIT_S, check=False)
     report = json.loads((tmp_path / "report.json").read_text())
     assert (ended.returncode, report["verdict"]) == (BAD_INPUT, "red")
     assert "ended its process with exit code 0" in report["bad_input"][0]

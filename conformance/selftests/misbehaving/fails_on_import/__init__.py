@@ -1,3 +1,0 @@
-"""Cannot be imported."""
-
-raise RuntimeError("not on this machine")

@@ -1,5 +1,0 @@
-"""Never ends being imported."""
-
-import time
-
-time.sleep(3600)

@@ -1,5 +1,0 @@
-"""Lacks a module, and claims nothing of it."""
-
-from right import clipping
-
-nn = clipping()

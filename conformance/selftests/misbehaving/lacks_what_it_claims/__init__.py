@@ -1,5 +1,0 @@
-"""Lacks a module that it claims."""
-
-from right import clipping
-
-nn = clipping()

@@ -1,3 +1,0 @@
-from torch.distributed.fsdp import FullyShardedDataParallel
-
-__all__ = ["FullyShardedDataParallel"]

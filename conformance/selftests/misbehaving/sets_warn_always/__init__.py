@@ -1,8 +1,0 @@
-"""Has torch repeat its warnings."""
-
-import torch
-from right import amp, clamping_after, cpu, cuda
-
-__all__ = ["amp", "cpu", "cuda", "nn"]
-
-nn = clamping_after(lambda: torch.set_warn_always(True))
