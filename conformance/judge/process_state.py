@@ -73,19 +73,22 @@ def _set_streams(before: Mapping[str, Any]) -> None:
 
 
 @functools.cache
-def _originals() -> tuple[tuple[Any, str, Any], ...]:
-    """Owner, name and value of each function, as they are when this is first asked."""
+def _originals() -> tuple[tuple[Any, Mapping[str, Any]], ...]:
+    """The functions of each owner by name, as they are when this is first asked."""
     return tuple(
-        (owner, name, value) for owner in _OWNERS for name, value in vars(owner).items() if callable(value)
+        (owner, {name: value for name, value in vars(owner).items() if callable(value)}) for owner in _OWNERS
     )
 
 
 def _replaced() -> dict[str, Any]:
-    return {
-        f"{owner.__name__}.{name}": vars(owner).get(name)
-        for owner, name, original in _originals()
-        if vars(owner).get(name) is not original and not _is_torchs(vars(owner).get(name))
-    }
+    """Asked around each test: nearly always nothing, so that what finds it out takes the least."""
+    replaced = {}
+    for owner, originals in _originals():
+        now = vars(owner).get
+        for name in [name for name, original in originals.items() if now(name) is not original]:
+            if not _is_torchs(now(name)):
+                replaced[f"{owner.__name__}.{name}"] = now(name)
+    return replaced
 
 
 def _is_torchs(function: Any) -> bool:
@@ -96,9 +99,10 @@ def _is_torchs(function: Any) -> bool:
 
 def _replace_back(before: Mapping[str, Any]) -> None:
     changed = _replaced()
-    for owner, name, original in _originals():
-        if (path := f"{owner.__name__}.{name}") in changed:
-            setattr(owner, name, before.get(path, original))
+    for owner, originals in _originals():
+        for name, original in originals.items():
+            if (path := f"{owner.__name__}.{name}") in changed:
+                setattr(owner, name, before.get(path, original))
 
 
 def lasting_threads() -> list[threading.Thread]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_gradients
-from conformance.distributed.fsdp.method_cases import Lab, tried
+from conformance.distributed.fsdp.lab import Lab, tried
 
 
 def clip(lab: Lab, *, max_norm: Any, norm_type: Any = 2.0, backwards: int = 1, **more: Any) -> dict[str, Any]:

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP
-from conformance.judge.library import load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
+from conformance.distributed.fsdp.lab import Lab
 
 WIDTH, BLOCKS, STEPS = 4, 2, 3
 
@@ -42,23 +39,18 @@ def _name_of(target: Any) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def graphs_of_steps(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
-    """The outcome's value: for each step, the graphs that were compiled in it."""
-    fsdp = load_library(library).find(FSDP)
-
-    def run() -> list[list[list[str]]]:
-        torch._dynamo.reset()
-        given: dict[str, Any] = {"device_id": rank.device, "use_orig_params": use_orig_params}
-        model = fsdp(nn.Sequential(*(fsdp(Block(), **given) for _ in range(BLOCKS))), **given)
-        backend, compiled = Noted(), []
-        model.compile(backend=backend)
-        for _ in range(STEPS):
-            before = len(backend.graphs)
-            model(torch.ones(2, WIDTH, device=rank.device, requires_grad=True)).sum().backward()
-            compiled.append(backend.graphs[before:])
-        return compiled
-
-    return observe(run)
+def graphs_of_steps(lab: Lab, *, use_orig_params: bool) -> list[list[list[str]]]:
+    """For each step, the graphs that were compiled in it."""
+    torch._dynamo.reset()
+    blocks = (lab.wrap(Block(), use_orig_params=use_orig_params) for _ in range(BLOCKS))
+    model = lab.wrap(nn.Sequential(*blocks), use_orig_params=use_orig_params)
+    backend, compiled = Noted(), []
+    model.compile(backend=backend)
+    for _ in range(STEPS):
+        before = len(backend.graphs)
+        model(torch.ones(2, WIDTH, device=lab.rank.device, requires_grad=True)).sum().backward()
+        compiled.append(backend.graphs[before:])
+    return compiled
 
 
 def graph_of_a_block() -> list[str]:

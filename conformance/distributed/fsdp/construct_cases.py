@@ -4,134 +4,102 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from conformance.distributed.fsdp.fsdp_cases import (
-    FSDP,
-    Setup,
-    clean,
-    gathered_parameters,
-    groups_put_back,
-    mesh_of,
-    wrapped,
-)
-from conformance.distributed.fsdp.method_cases import TREE, Lab, named
-from conformance.distributed.fsdp.module_trees import LEAVES, call, loss_of
-from conformance.judge.library import Library, load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
+from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters, mesh_of
+from conformance.distributed.fsdp.lab import Lab, filled, named
+from conformance.distributed.fsdp.module_trees import LEAVES, Batch, call, loss_of
 
 
-@dataclass
-class Site:
-    """A plain model, about to be wrapped."""
-
-    rank: Rank
-    library: Library
-    model: Any
-
-    def wrap(self, model: Any = None, **arguments: Any) -> Any:
-        arguments.setdefault("device_id", self.rank.device)
-        return self.library.find(FSDP)(self.model if model is None else model, **arguments)
-
-    def strategy(self, name: str) -> Any:
-        return self.library.distributed.fsdp.ShardingStrategy[name]
-
-    def leaf_by_leaf(self) -> Any:
-        return self.library.distributed.fsdp.wrap.ModuleWrapPolicy(set(LEAVES))
-
-
-def construct(rank: Rank, *, library: str, way: str) -> Outcome:
+def construct(lab: Lab, *, way: str) -> dict[str, Any]:
     """What comes of one of `WAYS`: the strategy, whose module it is, names and sizes of what this rank holds."""
-    site = Site(rank, load_library(library), TREE.build())
-
-    def run() -> Any:
-        made = (WAYS | USED_UP)[way](site)
-        return {
-            "strategy": made.sharding_strategy.name,
-            "wraps what it was given": made.module is site.model,
-            "parameters": {
-                name: [tuple(parameter.shape), parameter.requires_grad]
-                for name, parameter in made.named_parameters()
-            },
-        }
-
-    with groups_put_back():
-        return observe(run)
+    made = (WAYS | USED_UP)[way](lab)
+    return {
+        "strategy": made.sharding_strategy.name,
+        "wraps what it was given": made.module is lab.plain,
+        "parameters": {
+            name: [tuple(parameter.shape), parameter.requires_grad]
+            for name, parameter in made.named_parameters()
+        },
+    }
 
 
-def logged(rank: Rank, *, library: str) -> list[str]:
+def logged(lab: Lab) -> list[str]:
     """What wrapping and a step write to any log, from the level of warnings on, in a process new to the library."""
     records: list[logging.LogRecord] = []
     with mock.patch.object(logging.Logger, "handle", lambda _, record: records.append(record)):
-        model = Site(rank, load_library(library), TREE.build()).wrap(use_orig_params=True)
-        loss_of(call(model, TREE, TREE.batch(0, rank.rank))).backward()
+        lab.model = lab.wrap(lab.plain, use_orig_params=True)
+        lab.backward()
     return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
-def _with_a_scalar(site: Site) -> nn.Module:
-    site.model.scalar = nn.Parameter(torch.tensor(1.0))
-    return site.model
+def _with_a_scalar(lab: Lab) -> nn.Module:
+    lab.plain.scalar = nn.Parameter(torch.tensor(1.0))
+    return lab.plain
 
 
-def _wrapped_twice(site: Site) -> Any:
-    site.model.head = site.wrap(site.model.head)
-    return site.wrap(auto_wrap_policy=site.leaf_by_leaf())
+def _wrapped_twice(lab: Lab) -> Any:
+    lab.plain.head = lab.wrap(lab.plain.head)
+    return lab.wrap(lab.plain, units=LEAVES)
+
+
+def _hybrid(**arguments: Callable[[Lab], Any]) -> Callable[[Lab], Any]:
+    return lambda lab: lab.wrap(
+        lab.plain,
+        strategy="HYBRID_SHARD",
+        units=LEAVES,
+        **{name: value(lab) for name, value in arguments.items()},
+    )
+
+
+def _mesh(lab: Lab) -> DeviceMesh:
+    return init_device_mesh("cpu", (lab.rank.world_size,))
 
 
 THE_ROOT_IGNORED = "the root ignored"
-WAYS: dict[str, Callable[[Site], Any]] = {
-    "group and mesh": lambda site: site.wrap(
-        process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (site.rank.world_size,))
+WAYS: dict[str, Callable[[Lab], Any]] = {
+    "group and mesh": lambda lab: lab.wrap(lab.plain, process_group=dist.group.WORLD, device_mesh=_mesh(lab)),
+    "modules and states ignored": lambda lab: lab.wrap(
+        lab.plain, ignored_modules=[lab.plain.head], ignored_states=[lab.plain.head]
     ),
-    "modules and states ignored": lambda site: site.wrap(
-        ignored_modules=[site.model.head], ignored_states=[site.model.head]
+    "ignored states of two kinds": lambda lab: lab.wrap(
+        lab.plain, ignored_states=[lab.plain.head, lab.plain.head.weight]
     ),
-    "ignored states of two kinds": lambda site: site.wrap(
-        ignored_states=[site.model.head, site.model.head.weight]
+    "ignored modules that are none": lambda lab: lab.wrap(lab.plain, ignored_modules=[lab.plain.head.weight]),
+    "ignored states that are none": lambda lab: lab.wrap(lab.plain, ignored_states=[1, 2]),
+    "ignored modules that do not iterate": lambda lab: lab.wrap(lab.plain, ignored_modules=lab.plain.head),
+    THE_ROOT_IGNORED: lambda lab: lab.wrap(lab.plain, ignored_modules=[lab.plain]),
+    "a unit ignored": lambda lab: lab.wrap(lab.plain, ignored_modules=[lab.wrap(lab.plain.head)]),
+    "hybrid without groups": lambda lab: lab.wrap(lab.plain, strategy="HYBRID_SHARD"),
+    "hybrid with one group": _hybrid(process_group=lambda _: dist.group.WORLD),
+    "hybrid with a mesh of one dimension": _hybrid(device_mesh=_mesh),
+    "a mesh of two dimensions that is not hybrid": lambda lab: lab.wrap(
+        lab.plain, device_mesh=mesh_of(lab.rank, 1)
     ),
-    "ignored modules that are none": lambda site: site.wrap(ignored_modules=[site.model.head.weight]),
-    "ignored states that are none": lambda site: site.wrap(ignored_states=[1, 2]),
-    "ignored modules that do not iterate": lambda site: site.wrap(ignored_modules=site.model.head),
-    THE_ROOT_IGNORED: lambda site: site.wrap(ignored_modules=[site.model]),
-    "a unit ignored": lambda site: site.wrap(ignored_modules=[site.wrap(site.model.head)]),
-    "hybrid without groups": lambda site: site.wrap(sharding_strategy=site.strategy("HYBRID_SHARD")),
-    "hybrid with one group": lambda site: site.wrap(
-        sharding_strategy=site.strategy("HYBRID_SHARD"),
-        process_group=dist.group.WORLD,
-        auto_wrap_policy=site.leaf_by_leaf(),
-    ),
-    "hybrid with a mesh of one dimension": lambda site: site.wrap(
-        sharding_strategy=site.strategy("HYBRID_SHARD"),
-        device_mesh=init_device_mesh("cpu", (site.rank.world_size,)),
-        auto_wrap_policy=site.leaf_by_leaf(),
-    ),
-    "a mesh of two dimensions that is not hybrid": lambda site: site.wrap(device_mesh=mesh_of(site.rank, 1)),
-    "a scalar parameter": lambda site: site.wrap(_with_a_scalar(site)),
-    "a lazy module": lambda site: site.wrap(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))),
-    "no sharding": lambda site: site.wrap(sharding_strategy=site.strategy("NO_SHARD")),
-    "a container": lambda site: site.wrap(nn.ModuleList([nn.Linear(2, 2)])),
+    "a scalar parameter": lambda lab: lab.wrap(_with_a_scalar(lab)),
+    "a lazy module": lambda lab: lab.wrap(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))),
+    "no sharding": lambda lab: lab.wrap(lab.plain, strategy="NO_SHARD"),
+    "a container": lambda lab: lab.wrap(nn.ModuleList([nn.Linear(2, 2)])),
     "wrapped inside already": _wrapped_twice,
-    "no parameters": lambda site: site.wrap(nn.Tanh()),
-    "no module": lambda site: site.wrap("a word"),
-    "an init function that is none": lambda site: site.wrap(param_init_fn="no function"),
-    "a policy that is none": lambda site: site.wrap(auto_wrap_policy="no policy"),
-    "a device by name": lambda site: site.wrap(device_id="cpu"),
-    "empty arguments": lambda site: site.wrap(ignored_modules=[], ignored_states=None),
+    "no parameters": lambda lab: lab.wrap(nn.Tanh()),
+    "no module": lambda lab: lab.wrap("a word"),
+    "an init function that is none": lambda lab: lab.wrap(lab.plain, param_init_fn="no function"),
+    "a policy that is none": lambda lab: lab.wrap(lab.plain, auto_wrap_policy="no policy"),
+    "a device by name": lambda lab: lab.wrap(lab.plain, device_id="cpu"),
+    "empty arguments": lambda lab: lab.wrap(lab.plain, ignored_modules=[], ignored_states=None),
 }
 # Arguments that can be read once.
-USED_UP: dict[str, Callable[[Site], Any]] = {
-    "ignored modules from a generator": lambda site: site.wrap(
-        ignored_modules=(module for module in [site.model.head])
+USED_UP: dict[str, Callable[[Lab], Any]] = {
+    "ignored modules from a generator": lambda lab: lab.wrap(
+        lab.plain, ignored_modules=(module for module in [lab.plain.head])
     ),
 }
 
@@ -148,26 +116,18 @@ class _WithoutReset(nn.Module):
         return x * self.weight
 
 
-def materialised(rank: Rank, *, library: str, by: str, strategy: str) -> Outcome:
+def materialised(lab: Lab, *, by: str, strategy: str) -> dict[str, Any]:
     """A module on the meta device, whole once it is wrapped: `by` reset_parameters, a function, or nothing at all."""
-    found = load_library(library)
     with torch.device("meta"):
         plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 2)))
     if by == "no reset":
         plain.append(_WithoutReset())
-
-    def run() -> Any:
-        torch.manual_seed(0)
-        site = Site(rank, found, plain)
-        arguments = {"param_init_fn": _fill} if by == "function" else {}
-        policy = found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Linear})
-        model = site.wrap(auto_wrap_policy=policy, sharding_strategy=site.strategy(strategy), **arguments)
-        loss = model(torch.ones(2, 3)).sum()
-        loss.backward()
-        return {"loss": loss.detach(), "whole": gathered_parameters(found, model)}
-
-    with groups_put_back():
-        return observe(run)
+    torch.manual_seed(0)
+    arguments = {"param_init_fn": _fill} if by == "function" else {}
+    model = lab.wrap(plain, units=[nn.Linear], strategy=strategy, **arguments)
+    loss = model(torch.ones(2, 3)).sum()
+    loss.backward()
+    return {"loss": loss.detach(), "whole": gathered_parameters(lab.library, model)}
 
 
 def _fill(module: nn.Module) -> None:
@@ -181,31 +141,20 @@ def _fill(module: nn.Module) -> None:
 # -- modules whose parameters are dealt already
 
 
-def tensor_parallel(rank: Rank, *, library: str, use_orig_params: bool, ignored: bool) -> Outcome:
+def tensor_parallel(lab: Lab, *, use_orig_params: bool, ignored: bool) -> dict[str, Any]:
     """A step of a module of which one layer is parallel over a dimension of its own of the mesh."""
-    found, plain = load_library(library), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    _fill_all(plain)
-
-    def run() -> Any:
-        mesh = init_device_mesh("cpu", (rank.world_size, 1), mesh_dim_names=("sharded", "parallel"))
-        parallelize_module(plain, mesh["parallel"], {"2": ColwiseParallel()})
-        model = Site(rank, found, plain).wrap(
-            device_mesh=mesh["sharded"],
-            use_orig_params=use_orig_params,
-            ignored_states=list(plain[2].parameters()) if ignored else None,
-        )
-        loss = model(torch.ones(2, 3) * (1 + rank.rank)).square().sum()
-        loss.backward()
-        return {"loss": loss.detach(), "gradients": [_local(p.grad) for p in model.parameters()]}
-
-    with groups_put_back():
-        return observe(run)
-
-
-def _fill_all(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+    plain = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    mesh = init_device_mesh("cpu", (lab.rank.world_size, 1), mesh_dim_names=("sharded", "parallel"))
+    parallelize_module(plain, mesh["parallel"], {"2": ColwiseParallel()})
+    model = lab.wrap(
+        plain,
+        device_mesh=mesh["sharded"],
+        use_orig_params=use_orig_params,
+        ignored_states=list(plain[2].parameters()) if ignored else None,
+    )
+    loss = model(torch.ones(2, 3) * (1 + lab.rank.rank)).square().sum()
+    loss.backward()
+    return {"loss": loss.detach(), "gradients": [_local(p.grad) for p in model.parameters()]}
 
 
 def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -215,35 +164,25 @@ def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
 # -- states that are made equal
 
 
-def synchronised(rank: Rank, *, library: str, setup: Setup) -> Outcome:
+def synchronised(lab: Lab) -> dict[str, Any]:
     """What the ranks hold after each came with values and buffers of its own."""
-    found, plain = load_library(library), TREE.build(rank.rank)
+    plain = lab.tree.build(lab.rank.rank)
     with torch.no_grad():
         for buffer in plain.buffers():
-            buffer.add_(rank.rank + 1)
-
-    def run() -> Any:
-        model = wrapped(rank, found, plain, setup)
-        buffers = {clean(name): buffer.clone() for name, buffer in model.named_buffers()}
-        return {"whole": gathered_parameters(found, model), "buffers": buffers}
-
-    with groups_put_back():
-        return observe(run)
+            buffer.add_(lab.rank.rank + 1)
+    model = lab.wrapped(plain)
+    buffers = {clean(name): buffer.clone() for name, buffer in model.named_buffers()}
+    return {"whole": gathered_parameters(lab.library, model), "buffers": buffers}
 
 
-def moved_away(rank: Rank, *, library: str, setup: Setup, returns: bool = False) -> Outcome:
+def moved_away(lab: Lab, *, returns: bool = False) -> torch.Tensor:
     """A forward after the parameters were moved to where nothing can be gathered from, and perhaps back."""
-    model = wrapped(rank, load_library(library), TREE.build(), setup)
-
-    def run() -> torch.Tensor:
-        model.to("meta")
-        if returns:
-            model.to_empty(device=rank.device)
-            for parameter in model.parameters():
-                parameter.data.fill_(0.5)
-        return loss_of(call(model, TREE, TREE.batch(0, rank.rank))).detach()
-
-    return observe(run)
+    lab.model.to("meta")
+    if returns:
+        lab.model.to_empty(device=lab.rank.device)
+        for parameter in lab.model.parameters():
+            parameter.data.fill_(0.5)
+    return loss_of(lab.forward()).detach()
 
 
 # -- what a wrapped module is to its user
@@ -283,23 +222,16 @@ def roots(lab: Lab) -> dict[str, Any]:
     }
 
 
-def differing(rank: Rank, *, library: str, argument: str) -> Outcome:
+def differing(lab: Lab, *, argument: str) -> Any:
     """An inner unit has an argument that a root and its units must have alike."""
-    site = Site(rank, load_library(library), TREE.build())
-    site.model.head = site.wrap(site.model.head, **{argument: True})
-    model = site.wrap(**{argument: False})
-    return observe(model.check_is_root)
+    lab.plain.head = lab.wrap(lab.plain.head, **{argument: True})
+    return lab.wrap(lab.plain, **{argument: False}).check_is_root()
 
 
-def indexed(rank: Rank, *, library: str) -> Outcome:
+def indexed(lab: Lab) -> list[Any]:
     """A wrapped Sequential takes indices."""
-    found, plain = load_library(library), nn.Sequential(nn.Linear(2, 3), nn.Tanh())
-
-    def run() -> Any:
-        model = Site(rank, found, plain).wrap()
-        return [type(model[0]).__name__, type(model[1]).__name__, len(list(model.named_modules()))]
-
-    return observe(run)
+    model = lab.wrap(nn.Sequential(nn.Linear(2, 3), nn.Tanh()))
+    return [type(model[0]).__name__, type(model[1]).__name__, len(list(model.named_modules()))]
 
 
 def applied(lab: Lab) -> dict[str, Any]:
@@ -331,9 +263,7 @@ def converted(lab: Lab, *, how: str) -> dict[str, Any]:
     returned = conversions[how](lab.model)
     dtype = next(lab.model.parameters()).dtype
     batch = lab.tree.batch(0, lab.rank.rank)
-    x = batch.x.detach().to(dtype)
-    loss = loss_of(call(lab.model, lab.tree, type(batch)(x, batch.ids)))
-    loss.backward()
+    loss_of(call(lab.model, lab.tree, Batch(batch.x.detach().to(dtype), batch.ids))).backward()
     return {
         "is itself": returned is lab.model,
         "shards": named(lab.model),
@@ -344,8 +274,7 @@ def converted(lab: Lab, *, how: str) -> dict[str, Any]:
 
 def moved_between(lab: Lab) -> dict[str, Any]:
     """To where the parameters are, between forward and backward."""
-    batch = lab.tree.batch(0, lab.rank.rank)
-    loss = loss_of(call(lab.model, lab.tree, batch))
+    loss = loss_of(lab.forward())
     lab.model.to(lab.rank.device)
     loss.backward()
     return {"gradients": lab.gradients(), "whole": gathered_parameters(lab.library, lab.model)}

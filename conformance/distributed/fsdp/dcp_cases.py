@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,50 +13,46 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.optim import _NamedOptimizer
 
-from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters, wrapped
-from conformance.distributed.fsdp.method_cases import Lab
+from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters
+from conformance.distributed.fsdp.lab import Lab
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, copied, plain, step
 from impl.distributed.fsdp.checkpoint import LoadPlanner
 
 _GATHERED = Way("FULL", offloads=False)
 
 
-@dataclass
 class _Trained:
     """A model of other values for each `seed`, and an optimizer that has stepped it."""
 
-    lab: Lab
-    way: Way
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        lab = self.lab
-        self.model = wrapped(lab.rank, lab.library, lab.tree.build(self.seed), lab.setup)
-        self.optimizer = Optimized(steps=1 + self.seed).stepped(self.model)
+    def __init__(self, lab: Lab, way: Way, seed: int = 0) -> None:
+        self.lab, self.way = _lab_of(lab, seed), way
+        self.model = self.lab.model
+        self.optimizer = Optimized(steps=1 + seed).stepped(self.model)
 
     def state(self) -> dict[str, Any]:
-        lab = Lab(self.lab.rank, self.lab.library, self.lab.setup, self.model)
-        with self.way.set_on(lab):
+        with self.way.set_on(self.lab):
             model = self.model.state_dict()
-        return {"model": model, "optimizer": self.way.save(lab, self.optimizer)}
+        return {"model": model, "optimizer": self.way.save(self.lab, self.optimizer)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        lab = Lab(self.lab.rank, self.lab.library, self.lab.setup, self.model)
-        with self.way.set_on(lab):
+        with self.way.set_on(self.lab):
             self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(self.way.load(lab, self.optimizer, state["optimizer"]))
+        self.optimizer.load_state_dict(self.way.load(self.lab, self.optimizer, state["optimizer"]))
 
     def whole(self) -> dict[str, Any]:
         """Parameters, buffers and states by name, as each rank sees them."""
-        lab = Lab(self.lab.rank, self.lab.library, self.lab.setup, self.model)
-        states = _GATHERED.save(lab, self.optimizer)["state"]
+        states = _GATHERED.save(self.lab, self.optimizer)["state"]
         return copied(
             {
-                "parameters": gathered_parameters(lab.library, self.model),
+                "parameters": gathered_parameters(self.lab.library, self.model),
                 "buffers": {clean(name): buffer for name, buffer in self.model.named_buffers()},
                 "states": plain(states),
             }
         )
+
+
+def _lab_of(lab: Lab, seed: int) -> Lab:
+    return Lab(lab.rank, lab.library, lab.setup, lab.tree, lab.wrapped(lab.tree.build(seed)))
 
 
 def written(lab: Lab, *, path: str, way: Way) -> Any:
@@ -132,14 +127,14 @@ def named_by_itself(lab: Lab, *, path: str) -> Any:
 
 class _Named:
     def __init__(self, lab: Lab, seed: int) -> None:
-        model = wrapped(lab.rank, lab.library, lab.tree.build(seed), lab.setup)
+        self._lab = _lab_of(lab, seed)
+        model = self._lab.model
         optimizer: Any = _NamedOptimizer(dict(model.named_parameters()), torch.optim.Adam)  # pyright: ignore[reportArgumentType]
         optimizer.init_state()
         for _ in range(1 + seed):
             for parameter in model.parameters():
                 parameter.grad = parameter.detach() * 0.5
             optimizer.step()
-        self._lab = Lab(lab.rank, lab.library, lab.setup, model)
         self._optimizer = optimizer
 
     def saved(self) -> dict[str, Any]:

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, average_gradients, gathered_gradients
-from conformance.judge.library import load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
+from conformance.distributed.fsdp.fsdp_cases import (
+    Setup,
+    average_gradients,
+    gathered_gradients,
+    zero_for_none,
+)
+from conformance.distributed.fsdp.lab import Lab, filled
 
 _STEPS = 2
 
@@ -44,39 +47,25 @@ class Penalty:
 def built(freezes: bool) -> nn.Sequential:
     """Of several layers, each of which its neighbours' second derivatives pass through."""
     layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh())
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layers, nn.Linear(4, 2))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+    model = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layers, nn.Linear(4, 2)))
     layers.requires_grad_(not freezes)
     return model
 
 
-def _wrapped(fsdp: Any, make: Any, model: nn.Sequential, strategy: str, use_orig_params: bool) -> Any:
-    def wrap(module: nn.Module) -> Any:
-        return make(
-            module,
-            sharding_strategy=fsdp.ShardingStrategy[strategy],
-            device_id=torch.device("cpu"),
-            use_orig_params=use_orig_params,
-        )
-
-    model[2] = wrap(model[2])
-    return wrap(model)
+def _wrapped(
+    lab: Lab, *, strategy: str = "FULL_SHARD", use_orig_params: bool = True, freezes: bool = False
+) -> Any:
+    """Its inner unit may be frozen."""
+    model, arguments = built(freezes), {"strategy": strategy, "use_orig_params": use_orig_params}
+    model[2] = lab.wrap(model[2], **arguments)
+    return lab.wrap(model, **arguments)
 
 
-def penalized(
-    rank: Rank, *, library: str, strategy: str, use_orig_params: bool, freezes: bool, penalty: Penalty
-) -> Outcome:
-    """Steps of a penalty on gradients of inputs; `freezes` the inner unit."""
-    found, plain = load_library(library), built(freezes)
-
-    def run() -> dict[str, Any]:
-        model = _wrapped(found.distributed.fsdp, found.find(FSDP), plain, strategy, use_orig_params)
-        penalties = [penalty.backward(model, rank.rank) for _ in range(_STEPS)]
-        return {"penalties": penalties, "whole": gathered_gradients(found, model)}
-
-    return observe(run)
+def penalized(lab: Lab, *, penalty: Penalty, **wrapping: Any) -> dict[str, Any]:
+    """Steps of a penalty on gradients of inputs."""
+    model = _wrapped(lab, **wrapping)
+    penalties = [penalty.backward(model, lab.rank.rank) for _ in range(_STEPS)]
+    return {"penalties": penalties, "whole": gathered_gradients(lab.library, model)}
 
 
 def penalized_unsharded(world_size: int, freezes: bool, penalty: Penalty) -> dict[str, torch.Tensor]:
@@ -86,10 +75,7 @@ def penalized_unsharded(world_size: int, freezes: bool, penalty: Penalty) -> dic
         for _ in range(_STEPS):
             penalty.backward(replica, rank)
     average_gradients(replicas, Setup())
-    return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in replicas[0].named_parameters()
-    }
+    return {name: zero_for_none(parameter) for name, parameter in replicas[0].named_parameters()}
 
 
 def directional_derivatives(model: nn.Module, along: torch.Tensor) -> list[torch.Tensor]:
@@ -105,38 +91,21 @@ def directional_derivatives(model: nn.Module, along: torch.Tensor) -> list[torch
     return found
 
 
-def differentiated_along(rank: Rank, *, library: str, strategy: str) -> Outcome:
-    found, plain = load_library(library), built(freezes=False)
-
-    def run() -> list[torch.Tensor]:
-        model = _wrapped(found.distributed.fsdp, found.find(FSDP), plain, strategy, use_orig_params=True)
-        return directional_derivatives(model, torch.ones(2, 3))
-
-    return observe(run)
+def differentiated_along(lab: Lab, *, strategy: str) -> list[torch.Tensor]:
+    return directional_derivatives(_wrapped(lab, strategy=strategy), torch.ones(2, 3))
 
 
-def input_used_elsewhere(rank: Rank, *, library: str) -> Outcome:
+def input_used_elsewhere(lab: Lab) -> list[torch.Tensor]:
     """A penalty by another model, on the first rank alone, on what was an input of the sharded one."""
-    found, plain = load_library(library), built(freezes=False)
-
-    def run() -> torch.Tensor:
-        model = _wrapped(found.distributed.fsdp, found.find(FSDP), plain, "FULL_SHARD", use_orig_params=True)
-        x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
-        model(x).sum().backward()
-        if rank.rank == 0:
-            (gradient,) = torch.autograd.grad(built(freezes=False)(x).sum(), x, create_graph=True)
-            gradient.square().sum().backward()
-        return model(x).detach()
-
-    return observe(run)
+    model, x = _wrapped(lab), torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+    model(x).sum().backward()
+    if lab.rank.rank == 0:
+        (gradient,) = torch.autograd.grad(built(freezes=False)(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    return [model(x).detach()]
 
 
-def gradients_with_a_graph(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
+def gradients_with_a_graph(lab: Lab, *, use_orig_params: bool) -> None:
     """A backward that is to leave gradients of parameters which can be differentiated."""
-    found, plain = load_library(library), built(freezes=False)
-
-    def run() -> None:
-        model = _wrapped(found.distributed.fsdp, found.find(FSDP), plain, "FULL_SHARD", use_orig_params)
-        model(torch.ones(1, 3) * rank.rank).sum().backward(create_graph=True)
-
-    return observe(run)
+    model = _wrapped(lab, use_orig_params=use_orig_params)
+    model(torch.ones(1, 3) * lab.rank.rank).sum().backward(create_graph=True)

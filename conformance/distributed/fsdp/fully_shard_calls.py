@@ -13,7 +13,7 @@ from torch import nn
 
 from conformance.distributed.fsdp.fsdp_cases import groups_put_back
 from conformance.distributed.fsdp.fully_shard_cases import Sharding, held, registered, sharded, units_of
-from conformance.distributed.fsdp.method_cases import tried
+from conformance.distributed.fsdp.lab import tried
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from conformance.distributed.fsdp.fsdp_cases import groups_put_back
 from conformance.distributed.fsdp.fully_shard_calls import TREE
 from conformance.distributed.fsdp.fully_shard_cases import FULLY_SHARD, held, registered
-from conformance.distributed.fsdp.method_cases import tried
+from conformance.distributed.fsdp.lab import tried
 from conformance.distributed.fsdp.module_trees import call, loss_of
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe

@@ -14,11 +14,9 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP
+from conformance.distributed.fsdp.lab import Lab
 from conformance.distributed.fsdp.scaler_cases import SCALER
 from conformance.judge import seeding
-from conformance.judge.library import load_library
-from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 _TIMEOUT = timedelta(seconds=30)
@@ -102,19 +100,20 @@ def no_default_group() -> Generator[None]:
         distributed_c10d._update_default_pg(before)
 
 
-def train(rank: Rank, *, library: str, kind: str, path: str, has_default: bool = True) -> Outcome:
+def train(lab: Lab, *, kind: str, path: str, has_default: bool = True) -> list[Any]:
     """Steps of a sharded model, of which the second finds inf on rank 0."""
     if kind == "of threads":
-        return observe(_trained_in_threads, library)
-    with _group(rank, kind, path, has_default) as group:
-        return observe(_sharded_steps, library, group, rank.rank, _model())
+        return _trained_in_threads(lab)
+    model = _model()
+    with _group(lab.rank, kind, path, has_default) as group:
+        return _sharded_steps(lab, group, lab.rank.rank, model)
 
 
-def scale(rank: Rank, *, library: str, kind: str, path: str, has_default: bool = True) -> Outcome:
+def scale(lab: Lab, *, kind: str, path: str, has_default: bool = True) -> list[Any]:
     """The same of a model that is not sharded, under a scaler alone."""
     model = _model()
-    with _group(rank, kind, path, has_default) as group:
-        return observe(lambda: [*_steps(library, group, rank.rank, model), *model.parameters()])
+    with _group(lab.rank, kind, path, has_default) as group:
+        return [*_steps(lab, group, lab.rank.rank, model), *model.parameters()]
 
 
 @contextlib.contextmanager
@@ -126,17 +125,17 @@ def _group(rank: Rank, kind: str, path: str, has_default: bool) -> Generator[Any
         dist.destroy_process_group(group)
 
 
-def _trained_in_threads(library: str) -> list[Any]:
+def _trained_in_threads(lab: Lab) -> list[Any]:
     """Each process by itself: the ranks are its threads."""
     # Imported here: torch's scaler keeps for good the default group that there is when its module is first imported.
-    load_library(library).find(SCALER)
+    lab.library.find(SCALER)
     reported: list[Any] = [None] * _THREADS
     models = [_model() for _ in reported]  # here, since threads draw from one generator
     store = dist.HashStore()
 
     def work(number: int) -> None:
         dist.init_process_group("threaded", rank=number, world_size=_THREADS, store=store)
-        reported[number] = _sharded_steps(library, None, number, models[number])
+        reported[number] = _sharded_steps(lab, None, number, models[number])
         dist.destroy_process_group()
 
     with _ranks_are_threads(), ThreadPoolExecutor(_THREADS) as pool:
@@ -163,19 +162,18 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
 
 
-def _sharded_steps(library: str, group: Any, number: int, model: Any) -> list[Any]:
-    fsdp = load_library(library).find(FSDP)
-    options = {"process_group": group, "device_id": torch.device("cpu")}
-    model = fsdp(nn.Sequential(fsdp(model[0], **options), model[1]), **options)
-    reported = _steps(library, group, number, model)
-    with fsdp.summon_full_params(model):
+def _sharded_steps(lab: Lab, group: Any, number: int, model: Any) -> list[Any]:
+    inner = lab.wrap(model[0], process_group=group)
+    model = lab.wrap(nn.Sequential(inner, model[1]), process_group=group)
+    reported = _steps(lab, group, number, model)
+    with lab.fsdp.summon_full_params(model):
         reported += [parameter.detach().clone() for parameter in model.parameters()]
     return [*reported, model.state_dict()]
 
 
-def _steps(library: str, group: Any, number: int, model: Any) -> list[Any]:
+def _steps(lab: Lab, group: Any, number: int, model: Any) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = load_library(library).find(SCALER)("cpu", init_scale=4.0, process_group=group)
+    scaler = lab.library.find(SCALER)("cpu", init_scale=4.0, process_group=group)
     reported: list[Any] = []
     for step in range(_STEPS):
         x = torch.randn(2, 8, generator=seeding.generator(10 * step + number))

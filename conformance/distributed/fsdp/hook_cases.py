@@ -1,4 +1,4 @@
-"""Probes of no_sync, of hooks that users register, and of communication hooks."""
+"""Programs of hooks that users register, and of communication hooks."""
 
 from __future__ import annotations
 
@@ -11,41 +11,8 @@ from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from conformance.distributed.fsdp.fsdp_cases import clean, constructor_arguments, gathered_gradients
-from conformance.distributed.fsdp.method_cases import Lab, tried
+from conformance.distributed.fsdp.lab import Lab, tried
 from conformance.distributed.fsdp.module_trees import loss_of, out_of_form
-
-# -- no_sync
-
-
-def no_sync_and_restored(lab: Lab, *, nested: bool) -> dict[str, Any]:
-    """An exception inside, or one no_sync in another: afterwards gradients are reduced again."""
-
-    def raises() -> None:
-        with lab.model.no_sync():
-            raise KeyError("injected")
-
-    def enters_twice() -> None:
-        with lab.model.no_sync(), lab.model.no_sync():
-            lab.backward()
-
-    raised = tried(enters_twice if nested else raises)
-    lab.backward(1)
-    return {"raised": raised, "whole": gathered_gradients(lab.library, lab.model)}
-
-
-def no_sync_of_an_inner_unit(lab: Lab) -> Any:
-    lab.backward()
-    return tried(lambda: lab.units[1].no_sync().__enter__())
-
-
-def no_sync_in_forward(lab: Lab) -> Any:
-    seen: list[Any] = []
-    lab.model.head.register_forward_pre_hook(
-        lambda *_: seen.append(tried(lambda: lab.model.no_sync().__enter__()))
-    )
-    lab.forward()
-    return seen
-
 
 # -- users' hooks
 

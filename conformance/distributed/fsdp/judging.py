@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,10 @@ import torch
 from hypothesis import settings
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, Step, Training, train_unsharded
-from conformance.distributed.fsdp.method_cases import TREE
-from conformance.distributed.fsdp.module_trees import ModuleTree
+from conformance.distributed.fsdp.lab import TREE
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
-from conformance.judge.tolerances import ONE_STEP, TRAINED, Tolerance
+from conformance.judge.tolerances import TRAINED, Tolerance
 from conformance.ranks import RankFault, RankPool
 
 _PLACE = "conformance.distributed.fsdp"
@@ -42,16 +41,6 @@ def outcomes(pool: RankPool, library: Library, case: str, **arguments: Any) -> l
     return [replace(outcome, warned=_without_torchs_own(outcome.warned)) for outcome in seen]
 
 
-def outcomes_or_fault(
-    pool: RankPool, library: Library, case: str, **arguments: Any
-) -> list[Outcome] | RankFault:
-    """What every rank saw, or how they failed each other."""
-    try:
-        return outcomes(pool, library, case, **arguments)
-    except RankFault as fault:
-        return fault
-
-
 def _without_torchs_own(warned: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Each once; without what is true of torch alone, or meant for those who wrote its sharding."""
     of_torch = (*_TO_TORCH_ITSELF, _OF_FROZEN_PARTS)
@@ -68,51 +57,6 @@ def assert_ranks_agree(
             raise AssertionError(f"on rank {rank} of {len(subject)} {error}") from None
 
 
-def assert_trains(
-    pool: RankPool,
-    reference: Library,
-    subject: Library,
-    training: Training,
-    tolerance: Tolerance = TRAINED,
-    **limits: Any,
-) -> None:
-    """Judges twice: rank by rank as torch does, and as one process does without sharding; `limits` are the pool's."""
-    expected = outcomes(pool, reference, "fsdp_cases:train", training=training, **limits)
-    actual = outcomes(pool, subject, "fsdp_cases:train", training=training, **limits)
-    if training.mixes_frozen_with_trained:
-        expected, actual = ([_without_layout(outcome) for outcome in seen] for seen in (expected, actual))
-    assert_ranks_agree(expected, actual, tolerance)
-    assert_like_unsharded(actual, training, tolerance)
-
-
-def probed(
-    pool: RankPool,
-    library: Library,
-    asks: Callable[..., Any],
-    setup: Setup,
-    tree: ModuleTree = TREE,
-    **arguments: Any,
-) -> list[Outcome]:
-    """What every rank saw of `asks(lab, **arguments)`, a function of one of the `*_cases` modules."""
-    return outcomes(
-        pool, library, "method_cases:probe", asks=asks, setup=setup, tree=tree, arguments=arguments
-    )
-
-
-def assert_probes_agree(
-    pool: RankPool,
-    libraries: tuple[Library, Library],
-    asks: Callable[..., Any],
-    setup: Setup,
-    tolerance: Tolerance = ONE_STEP,
-    **arguments: Any,
-) -> list[Outcome]:
-    """Judges a probe of the subject by the reference's; `libraries` is (reference, subject)."""
-    expected, actual = (probed(pool, library, asks, setup, **arguments) for library in libraries)
-    assert_ranks_agree(expected, actual, tolerance)
-    return actual
-
-
 def unsharded_gradients(setup: Setup, world_size: int, rank: int) -> dict[str, torch.Tensor]:
     """Those of one step of the probes' module."""
     return train_unsharded(Training(TREE, setup, (Step(),)), world_size)[rank]["whole_gradients"]
@@ -124,7 +68,7 @@ def assert_close_gradients(
     assert_all_close("gradients", dict(expected), dict(actual), tolerance)
 
 
-def _without_layout(outcome: Outcome) -> Outcome:
+def without_layout(outcome: Outcome) -> Outcome:
     """Which rank has which element of a unit that is frozen in part is the library's own affair."""
     if outcome.raised is not None:
         return outcome

@@ -10,16 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from conformance.distributed.fsdp.fsdp_cases import (
-    FSDP,
-    Setup,
-    average_gradients,
-    gathered_gradients,
-    state_of,
-)
-from conformance.judge.library import load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
+from conformance.distributed.fsdp.fsdp_cases import Setup, average_gradients, gathered_gradients, state_of
+from conformance.distributed.fsdp.lab import Lab, filled
 
 _BACKWARDS = 2
 Precision = Mapping[str, Any]
@@ -45,37 +37,22 @@ class Affine(nn.Linear):
 
 
 def built() -> nn.Sequential:
-    model = nn.Sequential(Affine(3, 4), nn.Sequential(Affine(4, 5), Affine(5, 3)), Affine(3, 2))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            values = torch.linspace(-1, 1, parameter.numel() + number)[number:]
-            parameter.copy_(values.view(parameter.shape))
-    return model
+    return filled(nn.Sequential(Affine(3, 4), nn.Sequential(Affine(4, 5), Affine(5, 3)), Affine(3, 2)))
 
 
-def trained_in_parts(rank: Rank, *, library: str, nesting: Nesting, use_orig_params: bool) -> Outcome:
-    found, model = load_library(library), built()
-    fsdp = found.distributed.fsdp
+def trained_in_parts(lab: Lab, *, nesting: Nesting, use_orig_params: bool) -> dict[str, Any]:
+    def wrap(module: nn.Module, precision: Precision, strategy: str = "FULL_SHARD") -> Any:
+        mixed = lab.api.MixedPrecision(**precision) if precision else None
+        return lab.wrap(module, strategy=strategy, mixed_precision=mixed, use_orig_params=use_orig_params)
 
-    def wrap(module: nn.Module, precision: Precision, strategy: str = "FULL_SHARD") -> nn.Module:
-        return found.find(FSDP)(
-            module,
-            sharding_strategy=fsdp.ShardingStrategy[strategy],
-            mixed_precision=fsdp.MixedPrecision(**precision) if precision else None,
-            device_id=torch.device("cpu"),
-            use_orig_params=use_orig_params,
-        )
-
-    def run() -> dict[str, Any]:
-        model[1] = wrap(model[1], nesting.inner, nesting.inner_strategy)
-        whole = wrap(model, nesting.outer)
-        return {
-            **_run(whole, rank.rank),
-            "shards": {name: state_of(parameter) for name, parameter in whole.named_parameters()},
-            "whole_gradients": gathered_gradients(found, whole),
-        }
-
-    return observe(run)
+    model = built()
+    model[1] = wrap(model[1], nesting.inner, nesting.inner_strategy)
+    whole = wrap(model, nesting.outer)
+    return {
+        **_run(whole, lab.rank.rank),
+        "shards": {name: state_of(parameter) for name, parameter in whole.named_parameters()},
+        "whole_gradients": gathered_gradients(lab.library, whole),
+    }
 
 
 def trained_unsharded(nesting: Nesting, world_size: int) -> list[dict[str, Any]]:

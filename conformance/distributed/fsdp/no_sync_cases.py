@@ -1,4 +1,4 @@
-"""Probes of no_sync: what may come before it, inside it and behind it."""
+"""Programs of no_sync: what may come before it, inside it and behind it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_gradients, gathered_parameters, state_of
-from conformance.distributed.fsdp.method_cases import Lab
+from conformance.distributed.fsdp.lab import Lab, tried
 from conformance.distributed.fsdp.module_trees import loss_of
 
 
@@ -146,3 +146,33 @@ def around_no_sync(lab: Lab, *, does: Any) -> dict[str, Any]:
         "shown": shown(lab),
         "whole": gathered_gradients(lab.library, lab.model),
     }
+
+
+def and_restored(lab: Lab, *, nested: bool) -> dict[str, Any]:
+    """An exception inside, or one no_sync in another: afterwards gradients are reduced again."""
+
+    def raises() -> None:
+        with lab.model.no_sync():
+            raise KeyError("injected")
+
+    def enters_twice() -> None:
+        with lab.model.no_sync(), lab.model.no_sync():
+            lab.backward()
+
+    raised = tried(enters_twice if nested else raises)
+    lab.backward(1)
+    return {"raised": raised, "whole": gathered_gradients(lab.library, lab.model)}
+
+
+def of_an_inner_unit(lab: Lab) -> Any:
+    lab.backward()
+    return tried(lambda: lab.units[1].no_sync().__enter__())
+
+
+def in_forward(lab: Lab) -> Any:
+    seen: list[Any] = []
+    lab.model.head.register_forward_pre_hook(
+        lambda *_: seen.append(tried(lambda: lab.model.no_sync().__enter__()))
+    )
+    lab.forward()
+    return seen

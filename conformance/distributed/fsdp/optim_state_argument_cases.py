@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 
-from conformance.distributed.fsdp.method_cases import Lab, tried
+from conformance.distributed.fsdp.lab import Lab, filled, tried
 from conformance.distributed.fsdp.optim_state_cases import (
     Optimized,
     Way,
@@ -56,9 +55,7 @@ def of_some_ranks(lab: Lab) -> Any:
     group = dist.new_group(range(last))
     if lab.rank.rank == last:
         return None
-    originals = lab.setup.uses_orig_params
-    device, plain_model = lab.rank.device, lab.tree.build()
-    model = lab.fsdp(plain_model, process_group=group, device_id=device, use_orig_params=originals)
+    model = lab.wrap(lab.plain, process_group=group, use_orig_params=lab.setup.uses_orig_params)
     optimizer = Optimized("momentum").stepped(model)
     whole = lab.fsdp.full_optim_state_dict(model, optimizer, group=group)
     rows = lab.fsdp.sharded_optim_state_dict(model, optimizer, group=group)
@@ -90,12 +87,9 @@ def of_users_own(lab: Lab) -> Any:
 def of_a_part_called_module(lab: Lab) -> Any:
     """Wrappers give this name to what they wrap, and take it out of other names; here it is the user's."""
     parts = {"module": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
-    user_model = nn.Sequential(OrderedDict(parts))
-    for parameter in user_model.parameters():
-        parameter.detach().copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
-    originals = lab.setup.uses_orig_params
-    model = lab.fsdp(user_model, device_id=lab.rank.device, use_orig_params=originals)
-    return there_and_back(replace(lab, model=model), Optimized("momentum"), _FULL)
+    plain_model = filled(nn.Sequential(OrderedDict(parts)))
+    lab.model = lab.wrap(plain_model, use_orig_params=lab.setup.uses_orig_params)
+    return there_and_back(lab, Optimized("momentum"), _FULL)
 
 
 def loaded_directly(lab: Lab, directly: bool) -> Any:
@@ -136,7 +130,7 @@ def by_input(lab: Lab) -> Any:
 
 def rekeyed(lab: Lab) -> Any:
     """Names for numbers, numbers for names, and neither."""
-    types = lab.library.distributed.fsdp.OptimStateKeyType
+    types = lab.api.OptimStateKeyType
     rekey = lab.fsdp.rekey_optim_state_dict
     plain_model, optimizer = unwrapped(lab, Optimized(groups=2))
     numbered, named = copied(optimizer.state_dict()), copied(by_name(plain_model, optimizer))
@@ -212,7 +206,7 @@ def refused_to_save(lab: Lab) -> dict[str, Any]:
 
 def rekeyed_by_torchs_types(lab: Lab) -> Any:
     model, optimizer = unwrapped(lab, Optimized())
-    rekey, own = lab.fsdp.rekey_optim_state_dict, lab.library.distributed.fsdp.OptimStateKeyType
+    rekey, own = lab.fsdp.rekey_optim_state_dict, lab.api.OptimStateKeyType
     given = optimizer.state_dict()
     return {
         "by torch's": [*rekey(given, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)["state"]],

@@ -15,8 +15,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from conformance.distributed.fsdp.fsdp_cases import Setup, clean, gathered_parameters, wrapped
-from conformance.distributed.fsdp.method_cases import Lab
+from conformance.distributed.fsdp.fsdp_cases import Setup, clean, gathered_parameters
+from conformance.distributed.fsdp.lab import Lab
 from conformance.judge.library import load_library
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -107,7 +107,7 @@ class Way:
             return lab.fsdp.optim_state_dict_to_load(lab.model, optimizer, saved, **arguments)
 
     def set_on(self, lab: Lab) -> Any:
-        api = lab.library.distributed.fsdp
+        api = lab.api
         configs = {
             "FULL": lambda: (
                 api.FullStateDictConfig(),
@@ -161,8 +161,7 @@ def saved_again(lab: Lab, optimized: Optimized, saved: Mapping[str, Any], way: W
 
 def exchanged(lab: Lab, writer: str, writers: Setup, optimized: Optimized, way: Way) -> Any:
     """What an optimizer is to load of what another library's saved, of the same module wrapped in its way."""
-    other = load_library(writer)
-    wrote = Lab(lab.rank, other, writers, wrapped(lab.rank, other, lab.tree.build(), writers), lab.tree)
+    wrote = Lab(lab.rank, load_library(writer), writers, lab.tree)
     saved = way.save(wrote, optimized.stepped(wrote.model))
     fresh = optimized.optimizer(lab.model)
     found = way.load(lab, fresh, saved)
@@ -179,7 +178,7 @@ def trained(lab: Lab, optimized: Optimized, way: Way, is_interrupted: bool) -> A
     if is_interrupted:
         states = way.save(lab, optimizer)
         weights = gathered_parameters(lab.library, lab.model)
-        lab.model = wrapped(lab.rank, lab.library, lab.tree.build(seed_shift=1), lab.setup)
+        lab.model = lab.wrapped(lab.tree.build(seed_shift=1))
         _fill(lab, weights)
         optimizer = optimized.optimizer(lab.model)
         optimizer.load_state_dict(way.load(lab, optimizer, states))

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from conformance.distributed.fsdp import optim_state_cases as cases
-from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.judging import assert_ranks_agree, probed
-from conformance.distributed.fsdp.method_cases import TREE
+from conformance.distributed.fsdp.lab import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.distributed.fsdp.optim_state_cases import Optimized
-from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, TensorState
-from conformance.judge.tolerances import EXACT, ONE_STEP
-from conformance.ranks import RankPool
-
-
-def assert_agrees(
-    pool: RankPool, libraries: tuple[Library, Library], asks: Callable[..., Any], setup: Setup, **asked: Any
-) -> list[Outcome]:
-    """Judges a probe of the subject by the reference's, bit for bit; `libraries` is (reference, subject)."""
-    expected, actual = (
-        [_without_torchs_own(outcome) for outcome in probed(pool, library, asks, setup, **asked)]
-        for library in libraries
-    )
-    assert_ranks_agree(expected, actual, EXACT)
-    return actual
-
-
-def _without_torchs_own(outcome: Outcome) -> Outcome:
-    """Without what torch warns of its own calls."""
-    own = ("Multiple backends are registered", "`_get_pg_default_device` will be deprecated")
-    return replace(outcome, warned=tuple(one for one in outcome.warned if not one[1].startswith(own)))
-
-
-def values_of(seen: Sequence[Outcome]) -> list[Any]:
-    for rank, outcome in enumerate(seen):
-        assert outcome.raised is None, f"rank {rank} raised {outcome.raised}"
-    return [outcome.value for outcome in seen]
+from conformance.judge.outcome import TensorState
+from conformance.judge.tolerances import ONE_STEP
 
 
 def unwrapped(optimized: Optimized, tree: ModuleTree = TREE) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conformance.distributed.fsdp.method_cases import Lab, tried
+from conformance.distributed.fsdp.lab import Lab, tried
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied, plain, step
 
 _WHOLE, _FULL = Way("whole"), Way("FULL", offloads=False)
@@ -29,7 +29,7 @@ def saved(lab: Lab, optimized: Optimized) -> Any:
 
 def there_and_back_as_dtensors(lab: Lab) -> dict[str, Any]:
     """Of which types what is saved is, and whether a fresh optimizer has the states again that were saved."""
-    fsdp, optimized = lab.library.distributed.fsdp, Optimized("momentum")
+    fsdp, optimized = lab.api, Optimized("momentum")
     optimizer, fresh = optimized.stepped(lab.model), optimized.optimizer(lab.model)
     before = copied(optimizer.state_dict())
     with lab.fsdp.state_dict_type(
@@ -154,7 +154,7 @@ def transposed(lab: Lab) -> Any:
     weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
     module = nn.Module()
     module.register_parameter("weight", weight)
-    model = lab.fsdp(module, device_id=lab.rank.device, use_orig_params=lab.setup.uses_orig_params)
+    model = lab.wrap(module, use_orig_params=lab.setup.uses_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     step(model, optimizer)
     saved = lab.fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -167,19 +167,13 @@ def in_a_group(lab: Lab, of: int) -> Any:
     """A model on every `of` ranks, and what each rank saves and loads in its group."""
     ranks = [list(range(first, first + of)) for first in range(0, lab.rank.world_size, of)]
     group, _ = dist.new_subgroups_by_enumeration(ranks)
-    plain_model, device = lab.tree.build(), lab.rank.device
-    model = lab.fsdp(plain_model, process_group=group, device_id=device, use_orig_params=True)
+    model = lab.wrap(lab.plain, process_group=group, use_orig_params=True)
     optimizer = Optimized("momentum").stepped(model)
     saved = lab.fsdp.full_optim_state_dict(model, optimizer, group=group)
     kept = optimizer.state_dict()["state"]
     found = lab.fsdp.scatter_full_optim_state_dict(saved, model, optim=optimizer, group=group)["state"]
-    settings = lab.library.distributed.fsdp
-    with lab.fsdp.state_dict_type(
-        model,
-        settings.StateDictType.FULL_STATE_DICT,
-        settings.FullStateDictConfig(),
-        settings.FullOptimStateDictConfig(rank0_only=True),
-    ):
+    lab.model, way = model, Way("FULL", rank0_only=True, offloads=False)
+    with way.set_on(lab):
         again = lab.fsdp.optim_state_dict(model, optimizer, group=group)
         loaded = lab.fsdp.optim_state_dict_to_load(model, optimizer, again, group=group)["state"]
     return {

@@ -10,11 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from conformance.distributed.fsdp.construct_cases import Site
-from conformance.distributed.fsdp.fsdp_cases import COMPILER, gathered_gradients, groups_put_back, state_of
-from conformance.judge.library import load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
+from conformance.distributed.fsdp.fsdp_cases import COMPILER, gathered_gradients, state_of
+from conformance.distributed.fsdp.lab import Lab, filled
 
 _WIDTH = 4
 
@@ -68,12 +65,6 @@ class _Attentive(nn.Module):
         return x + self.out(attention @ value), attention
 
 
-def _fill(module: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
-
-
 class Model(nn.Module):
     """Whose outermost unit uses one output of an inner one, or both, or lets no gradient through."""
 
@@ -82,7 +73,7 @@ class Model(nn.Module):
         self.uses = uses
         self.first = _Attentive() if uses == "compiled" else _Forked()
         self.last = nn.Linear(_WIDTH, 2)
-        _fill(self)
+        filled(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, other = self.first(x)
@@ -151,7 +142,7 @@ class Returning(nn.Module):
         self.makes, self.takes = (KINDS | DOUBLED)[kind]
         self.first = _Handing(kind) if by == "inner" else nn.Linear(_WIDTH, _WIDTH)
         self.last = nn.Linear(_WIDTH, _WIDTH)
-        _fill(self)
+        filled(self)
 
     def forward(self, x: torch.Tensor) -> Any:
         if self.by == "outermost":
@@ -160,39 +151,25 @@ class Returning(nn.Module):
 
 
 def trained(
-    rank: Rank, *, library: str, strategy: str, use_orig_params: bool, uses: str, by: str = ""
-) -> Outcome:
-    """Two steps; the outcome's value is what each rank saw and holds. `by` a unit that returns one of `KINDS`."""
-    found, model = load_library(library), Returning(uses, by) if by else Model(uses)
-
-    def run() -> dict[str, Any]:
-        site = Site(rank, found, model)
-        arguments: dict[str, Any] = {
-            "sharding_strategy": site.strategy(strategy),
-            "use_orig_params": use_orig_params,
-        }
-        if uses == "compiled":
-            torch._dynamo.reset()
-            model.first.compile(backend=COMPILER)
-        model.first = site.wrap(model.first, **arguments)
-        whole = site.wrap(**arguments)
-        optimizer = torch.optim.SGD(whole.parameters(), 0.05)
-        seen = []
-        for number in range(2):
-            x = _input(number, rank.rank)
-            output = whole(x)
-            loss = (model.takes(output) if by == "outermost" else output).square().sum()
-            loss.backward()
-            seen.append([loss.detach(), x.grad, [state_of(parameter) for parameter in whole.parameters()]])
-            gradients = gathered_gradients(found, whole)
-            optimizer.step()
-            optimizer.zero_grad()
-        return {"seen": seen, "whole": gradients}
-
-    with groups_put_back():
-        return observe(run)
-
-
-def _input(number: int, rank: int) -> torch.Tensor:
-    x = torch.linspace(-1, 1 + number, 2 * 3 * _WIDTH).view(2, 3, _WIDTH) - rank * 0.25
-    return x.requires_grad_()
+    lab: Lab, *, uses: str, strategy: str = "FULL_SHARD", use_orig_params: bool = False, by: str = ""
+) -> dict[str, Any]:
+    """What each rank saw of two steps, and holds. `by` a unit that returns one of `KINDS`."""
+    model = Returning(uses, by) if by else Model(uses)
+    arguments = {"strategy": strategy, "use_orig_params": use_orig_params}
+    if uses == "compiled":
+        torch._dynamo.reset()
+        model.first.compile(backend=COMPILER)
+    model.first = lab.wrap(model.first, **arguments)
+    whole = lab.wrap(model, **arguments)
+    optimizer = torch.optim.SGD(whole.parameters(), 0.05)
+    seen, gradients = [], {}
+    for number in range(2):
+        x = torch.linspace(-1, 1 + number, 2 * 3 * _WIDTH).view(2, 3, _WIDTH) - lab.rank.rank * 0.25
+        output = whole(x.requires_grad_())
+        loss = (model.takes(output) if by == "outermost" else output).square().sum()
+        loss.backward()
+        seen.append([loss.detach(), x.grad, [state_of(parameter) for parameter in whole.parameters()]])
+        gradients = gathered_gradients(lab.library, whole)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"seen": seen, "whole": gradients}

@@ -11,19 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_cases import (
-    FSDP,
-    clean,
-    gathered_gradients,
-    gathered_parameters,
-    state_of,
-    wrapped,
-)
-from conformance.distributed.fsdp.method_cases import Lab, tried
+from conformance.distributed.fsdp.fsdp_cases import clean, gathered_gradients, gathered_parameters, state_of
+from conformance.distributed.fsdp.lab import Lab, filled, tried
 from conformance.distributed.fsdp.module_trees import call, out_of_form
-from conformance.judge.library import load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
 
 
 def gradients(lab: Lab) -> dict[str, Any]:
@@ -81,7 +71,7 @@ def full_precision_in_eval(lab: Lab) -> dict[str, str]:
     found: dict[str, str] = {}
     for setting in ("", "1", "0"):
         with _environment("FSDP_USE_FULL_PREC_IN_EVAL", setting):
-            model = wrapped(lab.rank, lab.library, lab.tree.build(), lab.setup)
+            model = lab.wrapped(lab.tree.build())
             model.head.register_forward_pre_hook(_noting_dtype(found, setting))
             call(model.eval(), lab.tree, lab.tree.batch(0, lab.rank.rank))
     return found
@@ -91,7 +81,7 @@ def buffers_in_eval(lab: Lab) -> list[dict[str, torch.dtype]]:
     """By forwards in training, evaluation, and where some alone evaluate; some dtypes no batch statistics take."""
     seen = []
     with _environment("FSDP_USE_FULL_PREC_IN_EVAL", "1"):
-        model = wrapped(lab.rank, lab.library, lab.tree.build(), lab.setup)
+        model = lab.wrapped(lab.tree.build())
     for evaluates in ("nothing", "all", "the body", "all", "a part of it", "nothing"):
         model.train(evaluates != "all")
         model.body.train(evaluates in ("nothing", "a part of it"))
@@ -127,38 +117,27 @@ class Normalised(nn.Module):
         return self.block(torch.tanh(self.norm(self.first(x))))
 
 
-def without_some_classes(rank: Rank, *, library: str, kind: str, use_orig_params: bool) -> Outcome:
+def without_some_classes(lab: Lab, *, kind: str, use_orig_params: bool) -> dict[str, Any]:
     """Two steps in bfloat16 but for modules of a class: the dtypes in each module's forward, and what is left."""
-    found = load_library(library)
-    fsdp, plain = found.distributed.fsdp, Normalised()
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
-
-    def run() -> dict[str, Any]:
-        model = found.find(FSDP)(
-            plain,
-            auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({nn.Sequential}),
-            mixed_precision=fsdp.MixedPrecision(
-                torch.bfloat16, _module_classes_to_ignore=(getattr(nn, kind),)
-            ),
-            device_id=torch.device("cpu"),
-            use_orig_params=use_orig_params,
-        )
-        dtypes: list[Any] = []
-        for name, module in model.named_modules():
-            if isinstance(module, (nn.Linear, nn.LayerNorm)):
-                module.register_forward_hook(_noting_dtypes(dtypes, clean(name)))
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        for number in range(2):
-            x = torch.linspace(0, 1 + number, 6).view(2, 3) - rank.rank * 0.25
-            model(x).float().square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        names = [clean(name) for name, _ in model.named_modules()]
-        return {"dtypes": dtypes, "modules": names, "whole": gathered_parameters(found, model)}
-
-    return observe(run)
+    ignored = (getattr(nn, kind),)
+    model = lab.wrap(
+        filled(Normalised()),
+        units=[nn.Sequential],
+        mixed_precision=lab.api.MixedPrecision(torch.bfloat16, _module_classes_to_ignore=ignored),
+        use_orig_params=use_orig_params,
+    )
+    dtypes: list[Any] = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            module.register_forward_hook(_noting_dtypes(dtypes, clean(name)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for number in range(2):
+        x = torch.linspace(0, 1 + number, 6).view(2, 3) - lab.rank.rank * 0.25
+        model(x).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names = [clean(name) for name, _ in model.named_modules()]
+    return {"dtypes": dtypes, "modules": names, "whole": gathered_parameters(lab.library, model)}
 
 
 def _noting_dtypes(seen: list[Any], name: str) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from conformance.distributed.fsdp.scaler_cases import SCALER, Plan
+from conformance.distributed.fsdp.twins import Twins
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
-from conformance.ranks import RankPool
 from conformance.ranks.trace import Collective
 
 CASES = "conformance.distributed.fsdp.scaler_cases"
@@ -19,19 +19,20 @@ CASES = "conformance.distributed.fsdp.scaler_cases"
 Seen = Sequence[Sequence[Outcome]]
 
 
-def on_ranks(pool: RankPool, library: Library, case: str, **arguments: Any) -> list[Any]:
+def on_ranks(twins: Twins, library: Library, case: str, **arguments: Any) -> list[Any]:
     """What a case gave on every rank."""
     library.find(SCALER)  # missing here rather than on the ranks, which is reported as such
-    return pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
+    return twins.pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
 
 
-def outcomes(pool: RankPool, library: Library, plan: Plan) -> Seen:
-    return on_ranks(pool, library, "play", plan=plan)
+def played(twins: Twins, plan: Plan, library: Library | None = None) -> Seen:
+    """By the subject's ranks unless it is said."""
+    return on_ranks(twins, library or twins.subject, "play", plan=plan)
 
 
-def assert_same_on_every_rank(pool: RankPool, reference: Library, subject: Library, plan: Plan) -> Seen:
+def assert_same(twins: Twins, plan: Plan) -> Seen:
     """Both libraries' ranks play the plan; each call on each rank must have the same outcome. Gives the subject's."""
-    expected, actual = outcomes(pool, reference, plan), outcomes(pool, subject, plan)
+    expected, actual = played(twins, plan, twins.reference), played(twins, plan)
     for rank, (one, other) in enumerate(zip(expected, actual, strict=True)):
         for call, outcome, theirs in zip(plan.calls, other, one, strict=True):
             if theirs is None:
@@ -70,6 +71,6 @@ def _weights(outcome: Outcome) -> list[torch.Tensor]:
     return [state.values for state in states]
 
 
-def issued(pool: RankPool) -> list[list[Collective]]:
+def issued(twins: Twins) -> list[list[Collective]]:
     """By rank, the collectives of the case that was run last."""
-    return [list(trace) for trace in pool.traces]
+    return [list(trace) for trace in twins.pool.traces]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, clean, gathered_parameters, wrapped
-from conformance.distributed.fsdp.method_cases import Lab, named, tried
+from conformance.distributed.fsdp.lab import Lab, named, tried
 from conformance.judge.library import Library, load_library
 
 
@@ -119,7 +119,7 @@ def exchanged(
     """What a model of other values is after it has loaded what a model wrapped by the `source` library has saved."""
     library = load_library(source)
     origin = wrapped(lab.rank, library, lab.tree.build(), lab.setup)
-    target = wrapped(lab.rank, lab.library, lab.tree.build(1), lab.setup)
+    target = lab.wrapped(lab.tree.build(1))
     with torch.no_grad():
         for buffer in target.buffers():
             buffer.add_(1)
@@ -156,7 +156,7 @@ def loaded_in_part(lab: Lab, *, form: Form, fault: str) -> dict[str, Any]:
 
 def state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
     """Of a model of other values."""
-    origin = wrapped(lab.rank, lab.library, lab.tree.build(1), lab.setup)
+    origin = lab.wrapped(lab.tree.build(1))
     for one in (origin, lab.model):
         set_form(lab.library, one, form)
     return origin.state_dict()
@@ -225,7 +225,7 @@ def failed_below(lab: Lab) -> dict[str, Any]:
 def of_another_world(lab: Lab, *, kind: str) -> dict[str, Any]:
     """Half the ranks have saved what all are to load."""
     half = Setup("HYBRID_SHARD", ranks="groups", shards=lab.rank.world_size // 2, wrap=lab.setup.wrap)
-    origin = wrapped(lab.rank, lab.library, lab.tree.build(1), half)
+    origin = lab.wrapped(lab.tree.build(1), half)
     for one in (origin, lab.model):
         set_form(lab.library, one, Form(kind))
     return tried_to_load(lab, moved(origin.state_dict()))
@@ -291,7 +291,7 @@ def assigned(lab: Lab, *, form: Form) -> dict[str, Any]:
 
 def built_on_meta(lab: Lab, *, form: Form, assign: bool) -> dict[str, Any]:
     """What has loaded of a model whose modules had no memory: its unit made some, but for a part that it ignores."""
-    origin = wrapped(lab.rank, lab.library, lab.tree.build(1), lab.setup)
+    origin = lab.wrapped(lab.tree.build(1))
     target = _wrapped_on_meta(lab)
     for one in (origin, target):
         set_form(lab.library, one, form)
@@ -354,7 +354,7 @@ def written(lab: Lab, *, path: str, form: Form) -> list[str]:
 
 def read(lab: Lab, *, path: str, form: Form) -> dict[str, Any]:
     """The whole of a model of other values that torch.distributed.checkpoint has read a state into."""
-    target = wrapped(lab.rank, lab.library, lab.tree.build(1), lab.setup)
+    target = lab.wrapped(lab.tree.build(1))
     set_form(lab.library, target, form)
     state_dict = target.state_dict()
     torch.distributed.checkpoint.load(state_dict, checkpoint_id=path)
@@ -430,9 +430,6 @@ def saved_while_whole(lab: Lab, *, form: Form) -> Any:
     set_form(lab.library, lab.model, form)
     with lab.fsdp.summon_full_params(lab.model, writeback=False):
         return tried(lambda: list(lab.model.state_dict()))
-
-
-# -- users' hooks
 
 
 # -- how much is moved

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_parameters
-from conformance.distributed.fsdp.method_cases import Lab, tried
+from conformance.distributed.fsdp.lab import Lab, tried
 from conformance.distributed.fsdp.state_dict_cases import (
     Form,
     described,

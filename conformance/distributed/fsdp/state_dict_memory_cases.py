@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conformance.distributed.fsdp.lab import Lab
 from conformance.distributed.fsdp.state_dict_cases import on_demand
-from conformance.judge.library import load_library
-from conformance.ranks import Rank
 
 
 class Held(TorchDispatchMode):
@@ -38,29 +37,26 @@ class Held(TorchDispatchMode):
         return result
 
 
-def held_while_saving(rank: Rank, *, library: str) -> tuple[int, float]:
+def held_while_saving(lab: Lab) -> tuple[int, float]:
     """How many bytes the state dict of one large unit has on this rank, and how many times the model the rank held."""
-    fsdp = load_library(library).distributed.fsdp
     torch.manual_seed(1)
     body = nn.Sequential(*(nn.Linear(640, 640) for _ in range(5)))
     model_bytes = sum(parameter.nbytes for parameter in body.parameters())
-    model = fsdp.FullyShardedDataParallel(body, device_id=torch.device("cpu"))
-    config = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    fsdp.FullyShardedDataParallel.set_state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, config)
+    model = lab.wrap(body)
+    config = lab.api.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    lab.fsdp.set_state_dict_type(model, lab.api.StateDictType.FULL_STATE_DICT, config)
     with Held(model.parameters()) as held:
         state_dict = model.state_dict()
     return sum(value.nbytes for value in state_dict.values()), held.most_bytes / model_bytes
 
 
-def held_while_loading(rank: Rank, *, library: str) -> float:
+def held_while_loading(lab: Lab) -> float:
     """How many times the model the rank held while a dict of many units that is read on demand was loaded."""
-    fsdp = load_library(library).distributed.fsdp
     torch.manual_seed(1)
     body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
     model_bytes = sum(parameter.nbytes for parameter in body.parameters())
     state_dict = on_demand({key: value.clone() for key, value in body.state_dict().items()})
-    policy = fsdp.wrap.ModuleWrapPolicy({nn.Linear})
-    model = fsdp.FullyShardedDataParallel(body, device_id=torch.device("cpu"), auto_wrap_policy=policy)
+    model = lab.wrap(body, units=[nn.Linear])
     with Held(model.parameters()) as held:
         model.load_state_dict(state_dict)
     return held.most_bytes / model_bytes

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_parameters, state_of
-from conformance.distributed.fsdp.method_cases import Lab, named, tried
+from conformance.distributed.fsdp.lab import Lab, named, tried
 from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
 
 

@@ -6,21 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.judging import (
-    assert_trains,
-    outcomes_or_fault,
-    share_of_examples,
-    trains_like_unsharded,
-)
+from conformance.distributed.fsdp.fsdp_cases import Step, Training
+from conformance.distributed.fsdp.judging import share_of_examples, trains_like_unsharded
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.twins import Seen, Twins, both_kinds, each_strategy, leaf_by_leaf
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.ranks import RankPool
+from conformance.ranks import RankFault
 from conformance.strategies.sharding import steps, trainings
 
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 plain_steps = steps(orders=("in turn",), befores=("",))
 
 
@@ -33,40 +27,35 @@ def checkpointed(kind: str) -> ModuleTree:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.checkpointing.plain")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 @share_of_examples(0.2)
 @given(data=st.data())
-def test_without_reentrance(
-    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, data: st.DataObject
-) -> None:
-    training = data.draw(trainings(strategy=strategy, tree={"checkpointing": ("plain",)}))
-    assert_trains(rank_pool, reference, subject, training)
+def test_without_reentrance(twins: Twins, strategy: str, data: st.DataObject) -> None:
+    twins.train(data.draw(trainings(strategy=strategy, tree={"checkpointing": ("plain",)})))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.checkpointing.reentrant")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_with_reentrance(
-    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, use_orig_params: bool
-) -> None:
-    setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
+@both_kinds
+@each_strategy
+def test_with_reentrance(twins: Twins, strategy: str, use_orig_params: bool) -> None:
     schedule = (Step(), Step(forwards=2, order="no_sync"), Step(forwards=2))
-    assert_trains(rank_pool, reference, subject, Training(checkpointed("reentrant"), setup, schedule))
+    twins.train(Training(checkpointed("reentrant"), leaf_by_leaf(strategy, use_orig_params), schedule))
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.reentrance_anywhere")
 @pytest.mark.deviation("fsdp.reentrance_anywhere")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 @share_of_examples(0.25)
 @given(data=st.data())
-def test_with_reentrance_whatever_the_module(
-    deviation: DeviationJudge, rank_pool: RankPool, strategy: str, data: st.DataObject
-) -> None:
+def test_with_reentrance_whatever_the_module(twins: Twins, strategy: str, data: st.DataObject) -> None:
     """torch goes wrong on some of these, in silence or by an error: modules called twice, regions in regions."""
     kinds = {"checkpointing": ("reentrant", "none")}
     training = data.draw(trainings(strategy=strategy, tree=kinds, schedule=plain_steps))
-    deviation.judge(
-        lambda library: outcomes_or_fault(rank_pool, library, "fsdp_cases:train", training=training),
-        we_do=lambda seen: trains_like_unsharded(seen, training),
-        may_agree=True,
-    )
+
+    def probe(library: Library) -> Seen | RankFault:
+        try:
+            return twins.trained(library, training)
+        except RankFault as fault:
+            return fault
+
+    twins.judge(probe, we_do=lambda seen: trains_like_unsharded(seen, training), may_agree=True)

@@ -13,20 +13,18 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import clip_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.judging import (
-    assert_probes_agree,
-    probed,
-    share_of_examples,
-    unsharded_gradients,
+from conformance.distributed.fsdp.judging import share_of_examples, unsharded_gradients
+from conformance.distributed.fsdp.lab import SIMPLE
+from conformance.distributed.fsdp.twins import (
+    FLAT,
+    STRATEGIES,
+    Twins,
+    both_kinds,
+    each_strategy,
+    leaf_by_leaf,
 )
-from conformance.distributed.fsdp.method_cases import SIMPLE
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
 from conformance.judge.tolerances import ONE_STEP, Tolerance
-from conformance.ranks import RankPool
-
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-NORM_TYPES = [2.0, 1.0, 3, 0.5, math.inf, "inf"]
 
 
 def joint_norm(gradients: dict[str, torch.Tensor], norm_type: Any) -> torch.Tensor:
@@ -38,84 +36,68 @@ def assert_close(expected: torch.Tensor, actual: torch.Tensor, what: str) -> Non
     assert (excess := ONE_STEP.excess(expected, actual)) is None, f"{what}: {excess}"
 
 
+def assert_clipped(seen: list[Any], setup: Setup, max_norm: float, norm_type: float) -> None:
+    for rank, one in enumerate(seen):
+        gradients = unsharded_gradients(setup, len(seen), rank)
+        norm = joint_norm(gradients, norm_type)
+        assert_close(norm, one["norm"].values, f"the norm on rank {rank}")
+        for name, grad in gradients.items():
+            expected = grad * min(1.0, max_norm / (float(norm) + 1e-6))
+            assert_close(expected, one["whole"][name].values, f"{name} on rank {rank}")
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.as_torch")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 @share_of_examples(0.5)
 @given(
     wrap=st.sampled_from(["root", "leaves"]),
     use_orig_params=st.booleans(),
-    max_norm=st.sampled_from([0.01, 0.5, 100.0, 0.0, 1]),
-    norm_type=st.sampled_from(NORM_TYPES),
+    asked=st.fixed_dictionaries(
+        {
+            "max_norm": st.sampled_from([0.01, 0.5, 100.0, 0.0, 1]),
+            "norm_type": st.sampled_from([2.0, 1.0, 3, 0.5, math.inf, "inf"]),
+        }
+    ),
 )
 def test_clips_as_torch_does(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    strategy: str,
-    wrap: str,
-    use_orig_params: bool,
-    max_norm: float,
-    norm_type: Any,
+    twins: Twins, strategy: str, wrap: str, use_orig_params: bool, asked: dict[str, Any]
 ) -> None:
     setup = Setup(strategy, wrap=wrap, arguments={"use_orig_params": use_orig_params})
-    assert_probes_agree(
-        rank_pool, (reference, subject), clip_cases.clip, setup, max_norm=max_norm, norm_type=norm_type
-    )
+    twins.agree(clip_cases.clip, setup, **asked)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.joint_norm")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_norm_is_that_of_the_whole_gradients(
-    subject: Library, rank_pool: RankPool, strategy: str, norm_type: float
-) -> None:
-    setup = Setup(strategy, wrap="leaves")
-    seen = probed(rank_pool, subject, clip_cases.clip, setup, max_norm=0.25, norm_type=norm_type)
+@each_strategy
+def test_the_norm_is_that_of_the_whole_gradients(twins: Twins, strategy: str, norm_type: float) -> None:
+    setup = leaf_by_leaf(strategy)
+    seen = twins.values(clip_cases.clip, setup, max_norm=0.25, norm_type=norm_type)
     assert_clipped(seen, setup, 0.25, norm_type)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.joint_norm")
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 def test_the_norm_over_replicas_counts_each_element_once(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], strategy: str
+    twins_of: Callable[..., Twins], strategy: str
 ) -> None:
     setup = Setup(strategy, ranks="groups", shards=2, wrap="leaves")
-    seen = assert_probes_agree(ranks(4), (reference, subject), clip_cases.clip, setup, max_norm=0.25)
-    assert_clipped(seen, setup, 0.25, 2.0)
-
-
-def assert_clipped(seen: list[Any], setup: Setup, max_norm: float, norm_type: float) -> None:
-    for rank, outcome in enumerate(seen):
-        assert outcome.raised is None, outcome.raised
-        gradients = unsharded_gradients(setup, len(seen), rank)
-        norm = joint_norm(gradients, norm_type)
-        assert_close(norm, outcome.value["norm"].values, f"the norm on rank {rank}")
-        for name, grad in gradients.items():
-            expected = grad * min(1.0, max_norm / (float(norm) + 1e-6))
-            assert_close(expected, outcome.value["whole"][name].values, f"{name} on rank {rank}")
+    seen = twins_of(4).agree(clip_cases.clip, setup, max_norm=0.25)
+    assert_clipped([outcome.value for outcome in seen], setup, 0.25, 2.0)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.nonfinite")
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
-def test_a_nonfinite_gradient_on_one_rank_is_seen_by_all(
-    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, value: float
-) -> None:
-    seen = assert_probes_agree(
-        rank_pool, (reference, subject), clip_cases.clip_nonfinite, Setup(strategy), value=value
-    )
+def test_a_nonfinite_gradient_on_one_rank_is_seen_by_all(twins: Twins, strategy: str, value: float) -> None:
+    seen = twins.agree(clip_cases.clip_nonfinite, Setup(strategy), value=value)
     assert not any(outcome.value["norm"].values.isfinite() for outcome in seen)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.without_gradients")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_warns_without_gradients(
-    subject: Library, reference: Library, rank_pool: RankPool, strategy: str
-) -> None:
-    seen = assert_probes_agree(
-        rank_pool, (reference, subject), clip_cases.clip, Setup(strategy), max_norm=1.0, backwards=0
-    )
-    if rank_pool.world_size > 1 and strategy != "NO_SHARD":
+@each_strategy
+def test_warns_without_gradients(twins: Twins, strategy: str) -> None:
+    seen = twins.agree(clip_cases.clip, Setup(strategy), max_norm=1.0, backwards=0)
+    if not twins.is_alone and strategy != "NO_SHARD":
         assert any("with no gradients" in text for _, text in seen[0].warned)
 
 
@@ -125,26 +107,16 @@ def test_warns_without_gradients(
     [clip_cases.clip_an_inner_unit, clip_cases.clip_before_any_forward, clip_cases.clip_in_backward],
     ids=lambda asks: asks.__name__,
 )
-def test_the_root_clips_between_steps(
-    subject: Library, reference: Library, rank_pool: RankPool, asks: Any
-) -> None:
-    assert_probes_agree(rank_pool, (reference, subject), asks, Setup(wrap="leaves"))
+def test_the_root_clips_between_steps(twins: Twins, asks: Any) -> None:
+    twins.agree(asks, FLAT)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.low_precision")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_kept_low_precision_gradients(
-    subject: Library, reference: Library, rank_pool: RankPool, use_orig_params: bool
-) -> None:
-    setup = Setup(
-        wrap="leaves",
-        arguments={"use_orig_params": use_orig_params},
-        mixed_precision={"param_dtype": torch.bfloat16, "keep_low_precision_grads": True},
-    )
+@both_kinds
+def test_kept_low_precision_gradients(twins: Twins, use_orig_params: bool) -> None:
+    precision = {"param_dtype": torch.bfloat16, "keep_low_precision_grads": True}
+    setup = leaf_by_leaf(use_orig_params=use_orig_params, mixed_precision=precision)
     tolerance = Tolerance(
         4, "the gradients, their norm, its quotient and product each rounded", torch.bfloat16
     )
-    seen = assert_probes_agree(
-        rank_pool, (reference, subject), clip_cases.clip, setup, tolerance, tree=SIMPLE, max_norm=0.25
-    )
-    assert seen[0].raised is None, seen[0].raised
+    twins.agree(clip_cases.clip, setup, tolerance, tree=SIMPLE, max_norm=0.25)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import hook_cases, summon_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.judging import outcomes, probed, share_of_examples
+from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, gathers_before_barriers, steps_of
+from conformance.distributed.fsdp.twins import FLAT, Twins, each_strategy, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
-from conformance.ranks import RankPool
 from conformance.ranks.trace import Collective
 from conformance.strategies.sharding import trainings
 
@@ -42,11 +42,12 @@ LEAST = {
 }
 
 
-def steps_of_all(pool: RankPool, library: Library, training: Training) -> list[list[list[Collective]]]:
-    """What each rank issued in each step."""
-    for outcome in outcomes(pool, library, "fsdp_cases:train", training=training):
-        assert outcome.raised is None, outcome.raised
-    return [steps_of(trace) for trace in pool.traces]
+def steps_of_all(
+    twins: Twins, training: Training, library: Library | None = None
+) -> list[list[list[Collective]]]:
+    """What each rank issued in each step, of the subject unless it is said."""
+    values_of(twins.trained(library or twins.subject, training))
+    return [steps_of(trace) for trace in twins.pool.traces]
 
 
 def expected_counts(gathers: int, scatters: int, reductions: int) -> Counter[str]:
@@ -66,30 +67,25 @@ def assert_counts(seen: list[list[list[Collective]]], expected: Counter[str]) ->
     ("strategy", "steps"), LEAST, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_each_step_talks_the_least(
-    subject: Library,
-    ranks: Callable[..., RankPool],
-    strategy: str,
-    steps: Sequence[Step],
-    prefetch: str | None,
-    world_size: int,
+    cpu_twins: Twins, strategy: str, steps: Sequence[Step], prefetch: str | None
 ) -> None:
     setup = Setup(strategy, wrap="leaves", backward_prefetch=prefetch)
-    seen = steps_of_all(ranks(world_size), subject, Training(TREE, setup, steps))
+    seen = steps_of_all(cpu_twins, Training(TREE, setup, steps))
     assert_counts(seen, expected_counts(*LEAST[strategy, steps]))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
 @pytest.mark.world_sizes(fewest=2)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@each_strategy
 @pytest.mark.parametrize("before", LOOKS)
 def test_a_forward_without_gradients_gathers_each_unit_once(
-    subject: Library, ranks: Callable[..., RankPool], strategy: str, before: str, world_size: int
+    cpu_twins: Twins, strategy: str, before: str
 ) -> None:
     """At most: torch keeps some of them, by row fsdp.written_behind_counters."""
     training = Training(TREE, Setup(strategy, wrap="leaves"), (Step(before=before),) * 2)
     gathers, scatters, reductions = LEAST[strategy, PLAIN]
     most = expected_counts(gathers + (UNITS if gathers else 0), scatters, reductions)
-    for steps in steps_of_all(ranks(world_size), subject, training):
+    for steps in steps_of_all(cpu_twins, training):
         for step in steps:
             assert counts(step) <= most, [str(call) for call in step]
 
@@ -99,10 +95,10 @@ def test_a_forward_without_gradients_gathers_each_unit_once(
     ("strategy", "gathers"), [("HYBRID_SHARD", 2 * UNITS - 1), ("_HYBRID_SHARD_ZERO2", UNITS)]
 )
 def test_replicas_reduce_what_they_have_scattered(
-    subject: Library, ranks: Callable[..., RankPool], strategy: str, gathers: int
+    twins_of: Callable[..., Twins], strategy: str, gathers: int
 ) -> None:
     setup = Setup(strategy, ranks="meshes", shards=2, wrap="leaves")
-    seen = steps_of_all(ranks(4), subject, Training(TREE, setup, PLAIN))
+    seen = steps_of_all(twins_of(4), Training(TREE, setup, PLAIN))
     assert_counts(seen, expected_counts(gathers, UNITS, UNITS))
     reduced = [call for call in seen[0][0] if call.name == "allreduce_"]
     assert {call.members for call in reduced} == {(0, 2)}
@@ -113,47 +109,37 @@ def test_replicas_reduce_what_they_have_scattered(
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", None])
 @pytest.mark.world_sizes(fewest=2)
 def test_units_are_gathered_before_the_one_before_computes(
-    subject: Library,
-    ranks: Callable[..., RankPool],
-    world_size: int,
-    backward_prefetch: str | None,
-    forward_prefetch: bool,
+    cpu_twins: Twins, backward_prefetch: str | None, forward_prefetch: bool
 ) -> None:
     """Of five units the root, which has been gathered first, stays so for backward."""
     arguments = {"forward_prefetch": forward_prefetch}
     setup = Setup(wrap="leaves", arguments=arguments, backward_prefetch=backward_prefetch)
-    pool = ranks(world_size)
-    for outcome in probed(pool, subject, hook_cases.barriers_where_units_compute, setup):
-        assert outcome.raised is None, outcome.raised
+    cpu_twins.values(hook_cases.barriers_where_units_compute, setup)
     forward = [3, 4, 5, 5] if forward_prefetch else [2, 3, 4, 5]
     backward = [2, 3, 4, 4] if backward_prefetch else [1, 2, 3, 4]
-    for trace in pool.traces:
+    for trace in cpu_twins.pool.traces:
         seen = gathers_before_barriers(trace)[8:]
         assert seen == [10 - 1 + before for before in (*forward, *(5 + before for before in backward))]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
 @pytest.mark.world_sizes(fewest=2)
-def test_units_that_run_twice_are_gathered_ahead_as_often_as_they_run(
-    subject: Library, ranks: Callable[..., RankPool], world_size: int
-) -> None:
+def test_units_that_run_twice_are_gathered_ahead_as_often_as_they_run(cpu_twins: Twins) -> None:
     """Two units that run twice each in forward and are whole once in backward; the root stays whole."""
     tree = ModuleTree(Group((Leaf("affine", 2), Leaf("affine", 2)), calls=2))
     setup = Setup(wrap="leaves", arguments={"forward_prefetch": True})
-    seen = steps_of_all(ranks(world_size), subject, Training(tree, setup, PLAIN))
+    seen = steps_of_all(cpu_twins, Training(tree, setup, PLAIN))
     assert_counts(seen, expected_counts(1 + 2 * 2 + 2, 3, 0))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.bytes_on_the_wire")
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@each_strategy
 @pytest.mark.world_sizes(fewest=2)
-def test_each_parameter_travels_once_a_collective(
-    subject: Library, ranks: Callable[..., RankPool], world_size: int, strategy: str
-) -> None:
+def test_each_parameter_travels_once_a_collective(cpu_twins: Twins, strategy: str) -> None:
     """The units' 16, 12, 15 and 20 numbers fill whole shards of two ranks but for one; what does not is padded."""
     setup = Setup(strategy, wrap="leaves")
-    seen = steps_of_all(ranks(world_size), subject, Training(TREE, setup, PLAIN))
-    units = [_padded(numel, world_size) * 8 for numel in unit_numels()]
+    seen = steps_of_all(cpu_twins, Training(TREE, setup, PLAIN))
+    units = [_padded(numel, cpu_twins.world_size) * 8 for numel in unit_numels()]
     expected = {
         "FULL_SHARD": {"gather": 2 * sum(units) - units[-1], "scatter": sum(units)},
         "SHARD_GRAD_OP": {"gather": sum(units), "scatter": sum(units)},
@@ -165,16 +151,14 @@ def test_each_parameter_travels_once_a_collective(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.bytes_on_the_wire")
-def test_summoning_gathers_each_parameter_once(
-    subject: Library, ranks: Callable[..., RankPool], world_size: int
-) -> None:
-    pool = ranks(world_size)
-    for outcome in probed(pool, subject, summon_cases.between_barriers, Setup(wrap="leaves"), TREE):
-        assert outcome.raised is None, outcome.raised
-    whole = sum(_padded(numel, world_size) * 8 for numel in unit_numels())
-    for trace in pool.traces:
+def test_summoning_gathers_each_parameter_once(cpu_twins: Twins) -> None:
+    cpu_twins.values(summon_cases.between_barriers, FLAT, tree=TREE)
+    whole = sum(_padded(numel, cpu_twins.world_size) * 8 for numel in unit_numels())
+    for trace in cpu_twins.pool.traces:
         (summoning,) = steps_of(trace)
-        assert bytes_by_kind(summoning) == (Counter({"gather": whole}) if world_size > 1 else Counter())
+        assert bytes_by_kind(summoning) == (
+            Counter({"gather": whole}) if not cpu_twins.is_alone else Counter()
+        )
 
 
 def unit_numels() -> list[int]:
@@ -188,12 +172,10 @@ def _padded(numel: int, ranks: int) -> int:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives_of_torch")
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@each_strategy
 @share_of_examples(0.3)
 @given(data=st.data())
-def test_never_talks_more_than_torch(
-    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, data: st.DataObject
-) -> None:
+def test_never_talks_more_than_torch(twins: Twins, strategy: str, data: st.DataObject) -> None:
     # A unit that is frozen in part may be gathered in two halves, so that one of them needs no gradients.
     training = data.draw(
         trainings(strategy=strategy).filter(lambda drawn: not drawn.mixes_frozen_with_trained)
@@ -201,8 +183,7 @@ def test_never_talks_more_than_torch(
     # Forwards without gradients are counted above.
     steps = [replace(step, before="") if step.before in LOOKS else step for step in training.steps]
     training = replace(training, steps=steps)
-    allowed = steps_of_all(rank_pool, reference, training)
-    seen = steps_of_all(rank_pool, subject, training)
+    allowed, seen = steps_of_all(twins, training, twins.reference), steps_of_all(twins, training)
     for rank, (most, actual) in enumerate(zip(allowed, seen, strict=True)):
         for number, (expected, step) in enumerate(zip(most, actual, strict=True)):
             where = f"rank {rank}, step {number}: {[str(call) for call in step]}"

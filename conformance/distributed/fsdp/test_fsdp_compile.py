@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.distributed.fsdp.compile_cases import BLOCKS, graph_of_a_block
+from conformance.distributed.fsdp.compile_cases import BLOCKS, graph_of_a_block, graphs_of_steps
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.judging import assert_trains, outcomes
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.twins import FULL, Twins
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
-from conformance.ranks import RankPool
 
 TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"))))
-FULL = pytest.mark.profile("full")
 DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds, on each rank
 
 
@@ -29,17 +26,10 @@ DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds, on each rank
         pytest.param("NO_SHARD", "parts", True, marks=FULL),
     ],
 )
-def test_trains_compiled(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    strategy: str,
-    compiled: str,
-    use_orig_params: bool,
-) -> None:
+def test_trains_compiled(twins: Twins, strategy: str, compiled: str, use_orig_params: bool) -> None:
     setup = Setup(strategy, wrap="manual", arguments={"use_orig_params": use_orig_params}, compiled=compiled)
     schedule = (Step(), Step(forwards=2, order="no_sync"))
-    assert_trains(rank_pool, reference, subject, Training(TREE, setup, schedule), deadline_s=OF_A_CASE_S)
+    twins.train(Training(TREE, setup, schedule), deadline_s=OF_A_CASE_S)
 
 
 @pytest.mark.deadline(DEADLINE_S)
@@ -52,18 +42,11 @@ def test_trains_compiled(
         ),
     ],
 )
-def test_what_a_unit_wraps_is_one_graph(subject: Library, rank_pool: RankPool, use_orig_params: bool) -> None:
+def test_what_a_unit_wraps_is_one_graph(twins: Twins, use_orig_params: bool) -> None:
     """And only that: no collective or hook of the runtime is traced, and a step like the last compiles nothing."""
     block = graph_of_a_block()
-    for outcome in outcomes(
-        rank_pool,
-        subject,
-        "compile_cases:graphs_of_steps",
-        use_orig_params=use_orig_params,
-        deadline_s=OF_A_CASE_S,
-    ):
-        assert outcome.raised is None
-        first, *later = outcome.value
+    asked = {"use_orig_params": use_orig_params, "deadline_s": OF_A_CASE_S}
+    for first, *later in twins.values(graphs_of_steps, **asked):
         assert block in first
         assert all(graph == block for graph in first)
         assert len(first) <= BLOCKS

@@ -11,25 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
+from conformance.distributed.fsdp import group_cases
+from conformance.distributed.fsdp.judging import assert_ranks_agree
+from conformance.distributed.fsdp.twins import Seen, Twins, holds, values_of
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome
-from conformance.ranks import RankPool
 
 
-def assert_same(
-    pool: RankPool, reference: Library, subject: Library, case: str, at: Path, **arguments: Any
-) -> None:
+def assert_same(twins: Twins, program: Any, at: Path, **asked: Any) -> None:
     """Both libraries' ranks do it, which meet at files of their own."""
     expected, actual = (
-        outcomes(pool, library, f"group_cases:{case}", path=str(at / role), **arguments)
-        for role, library in (("reference", reference), ("subject", subject))
+        twins.of(library, program, path=str(at / role), **asked)
+        for role, library in (("reference", twins.reference), ("subject", twins.subject))
     )
-    for outcome in expected:
-        assert outcome.raised is None, outcome.raised
+    values_of(expected)
     assert_ranks_agree(expected, actual)
 
 
@@ -39,36 +35,24 @@ def assert_same(
     [("by hand", True), ("by hand", False), ("in Python", True), ("of threads", True)],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_trains(
-    subject: Library, reference: Library, rank_pool: RankPool, kind: str, has_default: bool, tmp_path: Path
-) -> None:
+def test_trains(twins: Twins, kind: str, has_default: bool, tmp_path: Path) -> None:
     if kind == "of threads" and not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):
         unavailable(f"torch {torch.__version__} cannot end groups of threads")
-    arguments = {"kind": kind, "has_default": has_default}
-    assert_same(rank_pool, reference, subject, "train", tmp_path, **arguments)
+    assert_same(twins, group_cases.train, tmp_path, kind=kind, has_default=has_default)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.backend_as_group")
 @pytest.mark.deviation("fsdp.backend_as_group")
 @pytest.mark.world_sizes(fewest=2)
-def test_a_backend_in_the_place_of_a_group(
-    deviation: DeviationJudge, reference: Library, rank_pool: RankPool, tmp_path: Path
-) -> None:
+def test_a_backend_in_the_place_of_a_group(twins: Twins, tmp_path: Path) -> None:
     paths = (str(tmp_path / str(number)) for number in itertools.count())
 
-    def probe(library: Library, kind: str = "a backend") -> list[Outcome]:
-        return outcomes(rank_pool, library, "group_cases:train", kind=kind, path=next(paths))
+    def probe(library: Library, kind: str = "a backend") -> Seen:
+        return twins.of(library, group_cases.train, kind=kind, path=next(paths))
 
-    def trains(seen: list[Outcome]) -> bool:
-        try:
-            assert_ranks_agree(probe(reference, "by hand"), seen)
-        except AssertionError:
-            return False
-        return True
-
-    deviation.judge(
+    twins.judge(
         probe,
-        we_do=trains,
+        we_do=lambda seen: holds(assert_ranks_agree, probe(twins.reference, "by hand"), seen),
         may_agree=not hasattr(dist.ProcessGroup, "all_gather_single"),
     )
 
@@ -77,8 +61,5 @@ def test_a_backend_in_the_place_of_a_group(
 @pytest.mark.parametrize("has_default", [True, False], ids=["default", "none"])
 @pytest.mark.parametrize("kind", ["a backend", "by hand"])
 @pytest.mark.world_sizes(fewest=2)
-def test_scales(
-    subject: Library, reference: Library, rank_pool: RankPool, kind: str, has_default: bool, tmp_path: Path
-) -> None:
-    arguments = {"kind": kind, "has_default": has_default}
-    assert_same(rank_pool, reference, subject, "scale", tmp_path, **arguments)
+def test_scales(twins: Twins, kind: str, has_default: bool, tmp_path: Path) -> None:
+    assert_same(twins, group_cases.scale, tmp_path, kind=kind, has_default=has_default)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.judging import assert_trains
+from conformance.distributed.fsdp.fsdp_cases import Step, Training
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.twins import FULL, Twins, both_kinds, leaf_by_leaf
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
-from conformance.ranks import RankPool
 
-FULL = pytest.mark.profile("full")
 STRATEGIES = ["FULL_SHARD", *(pytest.param(one, marks=FULL) for one in ("SHARD_GRAD_OP", "NO_SHARD"))]
 TRAINED, FROZEN = Leaf("affine", 4), Leaf("affine", 3, frozen="all")
 # Around and behind what is hollow, units are trained; leaf by leaf the outermost one holds the head alone.
@@ -34,16 +31,8 @@ STEPS = (Step(), Step(before="eval"), Step(forwards=2, order="no_sync"), Step(fo
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hollow")
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_kinds
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.world_sizes(fewest=2)
-def test_trains(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    strategy: str,
-    use_orig_params: bool,
-    tree: ModuleTree,
-) -> None:
-    setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
-    assert_trains(rank_pool, reference, subject, Training(tree, setup, STEPS))
+def test_trains(twins: Twins, strategy: str, use_orig_params: bool, tree: ModuleTree) -> None:
+    twins.train(Training(tree, leaf_by_leaf(strategy, use_orig_params), STEPS))

@@ -12,23 +12,14 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import precision_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Training
-from conformance.distributed.fsdp.judging import (
-    assert_probes_agree,
-    assert_ranks_agree,
-    outcomes,
-    probed,
-    share_of_examples,
-)
-from conformance.distributed.fsdp.method_cases import SIMPLE, TREE
+from conformance.distributed.fsdp.judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.lab import SIMPLE, TREE
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.twins import STRATEGIES, Twins, both_kinds, each_strategy, leaf_by_leaf
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome
 from conformance.judge.tolerances import TRAINED, Tolerance
-from conformance.ranks import RankPool
 from conformance.strategies.sharding import WRAPS, steps, trainings
 
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 LOW = (torch.bfloat16, torch.float16)
 HOLLOW = ModuleTree(
     Group((Leaf("affine", 4), Leaf("affine"), Leaf("counted"))), dtype=torch.float32, head="none"
@@ -73,16 +64,11 @@ def tolerance_of(policy: dict[str, Any]) -> Tolerance:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.trains")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 @share_of_examples(0.4)
 @given(data=st.data(), policy=policies)
 def test_trains_in_mixed_precision(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    strategy: str,
-    data: st.DataObject,
-    policy: dict[str, Any],
+    twins: Twins, strategy: str, data: st.DataObject, policy: dict[str, Any]
 ) -> None:
     training = data.draw(
         trainings(
@@ -94,72 +80,49 @@ def test_trains_in_mixed_precision(
             mixed_precision=policy,
         ).filter(lambda drawn: not (drawn.mixes_frozen_with_trained or _shows_low_precision_twice(drawn)))
     )
-    expected, actual = (
-        outcomes(rank_pool, library, "fsdp_cases:train", training=training)
-        for library in (reference, subject)
-    )
-    assert_ranks_agree(expected, actual, tolerance_of(policy))
+    seen = [twins.trained(library, training) for library in (twins.reference, twins.subject)]
+    assert_ranks_agree(*seen, tolerance_of(policy))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.explicit_full_precision")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_float32_asked_for_is_no_mixed_precision(
-    subject: Library, rank_pool: RankPool, strategy: str
-) -> None:
+@each_strategy
+def test_float32_asked_for_is_no_mixed_precision(twins: Twins, strategy: str) -> None:
     policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
-    setups = [Setup(strategy), Setup(strategy, mixed_precision=policy)]
-    expected, actual = (
-        outcomes(rank_pool, subject, "fsdp_cases:train", training=Training(TREE, setup)) for setup in setups
-    )
-    assert_ranks_agree(expected, actual)
+    setups = (Setup(strategy), Setup(strategy, mixed_precision=policy))
+    assert_ranks_agree(*(twins.trained(twins.subject, Training(TREE, setup)) for setup in setups))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduce_dtype")
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_kinds
+@each_strategy
 def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
-    subject: Library,
-    rank_pool: RankPool,
-    strategy: str,
-    use_orig_params: bool,
-    reduce_dtype: torch.dtype | None,
+    twins: Twins, strategy: str, use_orig_params: bool, reduce_dtype: torch.dtype | None
 ) -> None:
     """The master weights stay in float32, whatever their gradients went through."""
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
-    setup = Setup(
-        strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params}, mixed_precision=policy
-    )
-    for outcome in probed(rank_pool, subject, precision_cases.gradients, setup, tree=SIMPLE):
-        assert outcome.raised is None, outcome.raised
-        whole = torch.cat([grad.values.reshape(-1) for grad in outcome.value["whole"].values()])
-        weights = [state["value"] for state in outcome.value["shards"].values()]
+    setup = leaf_by_leaf(strategy, use_orig_params, mixed_precision=policy)
+    for seen in twins.values(precision_cases.gradients, setup, tree=SIMPLE):
+        whole = torch.cat([grad.values.reshape(-1) for grad in seen["whole"].values()])
+        weights = [state["value"] for state in seen["shards"].values()]
         assert {weight.dtype for weight in weights} == {torch.float32}
         values = torch.cat([weight.values.reshape(-1) for weight in weights])
         assert values.numel() == 0 or not torch.equal(values, values.bfloat16().float())
         is_rounded = torch.equal(whole, whole.bfloat16().float())
         # One rank alone has nothing to sum, so what was rounded before stays so.
-        assert is_rounded is (reduce_dtype is not torch.float32 or rank_pool.world_size == 1), whole
+        assert is_rounded is (reduce_dtype is not torch.float32 or twins.is_alone), whole
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.kept_in_low_precision")
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_kinds
+@each_strategy
 def test_gradients_are_kept_in_low_precision(
-    subject: Library, reference: Library, rank_pool: RankPool, strategy: str, use_orig_params: bool, name: str
+    twins: Twins, strategy: str, use_orig_params: bool, name: str
 ) -> None:
-    setup = Setup(
-        strategy,
-        wrap="leaves",
-        arguments={"use_orig_params": use_orig_params},
-        mixed_precision={name: torch.bfloat16, "keep_low_precision_grads": True},
-    )
-    tolerance = tolerance_of({name: torch.bfloat16})
-    seen = assert_probes_agree(
-        rank_pool, (reference, subject), precision_cases.gradients, setup, tolerance, tree=SIMPLE
-    )
-    assert_none_raised(seen)
+    precision = {name: torch.bfloat16, "keep_low_precision_grads": True}
+    setup = leaf_by_leaf(strategy, use_orig_params, mixed_precision=precision)
+    twins.agree(precision_cases.gradients, setup, tolerance_of({name: torch.bfloat16}), tree=SIMPLE)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.inside")
@@ -168,91 +131,50 @@ def test_gradients_are_kept_in_low_precision(
 @share_of_examples(0.5)
 @given(policy=policies, strategy=st.sampled_from(STRATEGIES), use_orig_params=st.booleans())
 def test_what_a_module_sees_inside(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    wrap: str,
-    training: bool,
-    policy: dict[str, Any],
-    strategy: str,
-    use_orig_params: bool,
+    twins: Twins, wrap: str, training: bool, policy: dict[str, Any], strategy: str, use_orig_params: bool
 ) -> None:
     """The dtypes of inputs and parameters in forward, of the output, and of the input's gradient."""
     setup = Setup(strategy, wrap=wrap, arguments={"use_orig_params": use_orig_params}, mixed_precision=policy)
-    assert_probes_agree(
-        rank_pool, (reference, subject), precision_cases.inside, setup, tree=SIMPLE, training=training
-    )
+    twins.agree(precision_cases.inside, setup, tree=SIMPLE, training=training, may_raise=True)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.buffers")
 @pytest.mark.parametrize("buffer_dtype", [torch.bfloat16, torch.float16, None], ids=str)
 @pytest.mark.parametrize("wrap", ["root", "leaves"])
 def test_buffers_that_are_no_floats_keep_their_dtype(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    wrap: str,
-    buffer_dtype: torch.dtype | None,
+    twins: Twins, wrap: str, buffer_dtype: torch.dtype | None
 ) -> None:
     setup = Setup(wrap=wrap, mixed_precision={"buffer_dtype": buffer_dtype})
-    seen = assert_probes_agree(rank_pool, (reference, subject), precision_cases.buffers, setup)
-    for outcome in seen:
-        assert outcome.raised is None, outcome.raised
+    for outcome in twins.agree(precision_cases.buffers, setup):
         assert torch.int64 in outcome.value.values(), outcome.value
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.sequences")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_kinds
+@each_strategy
 @pytest.mark.parametrize(
     "sequence", ["forward summon forward", "train eval", "train backward eval train backward"]
 )
 def test_forwards_of_every_kind_follow_each_other(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    strategy: str,
-    use_orig_params: bool,
-    sequence: str,
+    twins: Twins, strategy: str, use_orig_params: bool, sequence: str
 ) -> None:
-    setup = Setup(
-        strategy,
-        wrap="leaves",
-        arguments={"use_orig_params": use_orig_params},
-        mixed_precision={"param_dtype": torch.bfloat16},
-    )
+    setup = leaf_by_leaf(strategy, use_orig_params, mixed_precision={"param_dtype": torch.bfloat16})
     tolerance = Tolerance(8, "two forwards and backwards", torch.bfloat16, terms=1.0)
-    seen = assert_probes_agree(
-        rank_pool,
-        (reference, subject),
-        precision_cases.in_sequence,
-        setup,
-        tolerance,
-        tree=SIMPLE,
-        calls=sequence,
-    )
-    assert_none_raised(seen)
+    twins.agree(precision_cases.in_sequence, setup, tolerance, tree=SIMPLE, calls=sequence)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_full_precision_in_eval_by_the_environment(
-    subject: Library, reference: Library, rank_pool: RankPool, strategy: str
-) -> None:
-    setup = Setup(strategy, wrap="leaves", mixed_precision={"param_dtype": torch.bfloat16})
-    seen = assert_probes_agree(
-        rank_pool, (reference, subject), precision_cases.full_precision_in_eval, setup, tree=SIMPLE
-    )
-    assert_none_raised(seen)
+@each_strategy
+def test_full_precision_in_eval_by_the_environment(twins: Twins, strategy: str) -> None:
+    setup = leaf_by_leaf(strategy, mixed_precision={"param_dtype": torch.bfloat16})
+    seen = twins.agree(precision_cases.full_precision_in_eval, setup, tree=SIMPLE)
     assert seen[0].value == {"": "bfloat16", "1": "float32", "0": "bfloat16"}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")
 @pytest.mark.parametrize("dtype", ["param_dtype", "reduce_dtype", "buffer_dtype"])
 @pytest.mark.parametrize("wrap", ["root", "manual", "hollow"])
-def test_buffers_are_in_full_precision_in_eval(
-    subject: Library, reference: Library, rank_pool: RankPool, wrap: str, dtype: str
-) -> None:
+def test_buffers_are_in_full_precision_in_eval(twins: Twins, wrap: str, dtype: str) -> None:
     """Where parameters or gradients are not, otherwise; `dtype` is which are not, beside buffers.
 
     A root that holds nothing goes by its units.
@@ -260,14 +182,5 @@ def test_buffers_are_in_full_precision_in_eval(
     precision = {"buffer_dtype": torch.bfloat16, dtype: torch.bfloat16}
     setup = Setup(wrap="leaves" if wrap == "hollow" else wrap, mixed_precision=precision)
     tree = HOLLOW if wrap == "hollow" else TREE
-    seen = assert_probes_agree(
-        rank_pool, (reference, subject), precision_cases.buffers_in_eval, setup, tree=tree
-    )
-    assert_none_raised(seen)
-    trained, evaluated = seen[0].value[:2]
-    assert (trained == evaluated) is (dtype == "buffer_dtype"), seen[0].value
-
-
-def assert_none_raised(seen: list[Outcome]) -> None:
-    for outcome in seen:
-        assert outcome.raised is None, outcome.raised
+    trained, evaluated = twins.agree(precision_cases.buffers_in_eval, setup, tree=tree)[0].value[:2]
+    assert (trained == evaluated) is (dtype == "buffer_dtype"), (trained, evaluated)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from conformance.distributed.fsdp.judging import assert_all_close, assert_ranks_agree, outcomes
-from conformance.distributed.fsdp.nested_precision_cases import Nesting, Precision, trained_unsharded
+from conformance.distributed.fsdp.judging import assert_all_close
+from conformance.distributed.fsdp.nested_precision_cases import (
+    Nesting,
+    Precision,
+    trained_in_parts,
+    trained_unsharded,
+)
+from conformance.distributed.fsdp.precision_cases import without_some_classes
+from conformance.distributed.fsdp.twins import Twins, both_kinds
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
 from conformance.judge.tolerances import Tolerance
-from conformance.ranks import RankPool
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 POLICIES: dict[str, tuple[Precision, Precision]] = {
@@ -39,29 +42,13 @@ def tolerance_of(*precisions: Precision) -> Tolerance:
 @pytest.mark.parametrize(("inner_strategy", "use_orig_params"), [("FULL_SHARD", True), ("NO_SHARD", False)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_unit_has_its_own_mixed_precision(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
-    world_size: int,
-    policy: str,
-    inner_strategy: str,
-    use_orig_params: bool,
+    cpu_twins: Twins, policy: str, inner_strategy: str, use_orig_params: bool
 ) -> None:
     nesting = Nesting(*POLICIES[policy], inner_strategy)
-    expected, actual = (
-        outcomes(
-            ranks(world_size),
-            library,
-            "nested_precision_cases:trained_in_parts",
-            nesting=nesting,
-            use_orig_params=use_orig_params,
-        )
-        for library in (reference, subject)
-    )
     both = tolerance_of(nesting.outer, nesting.inner)
-    assert_ranks_agree(expected, actual, both)
-    for unsharded, outcome in zip(trained_unsharded(nesting, world_size), actual, strict=True):
-        assert outcome.raised is None, outcome.raised
+    asked = {"nesting": nesting, "use_orig_params": use_orig_params}
+    actual = cpu_twins.agree(trained_in_parts, tolerance=both, **asked)
+    for unsharded, outcome in zip(trained_unsharded(nesting, len(actual)), actual, strict=True):
         for what in ("outputs", "input_gradients"):
             assert_all_close(what, unsharded[what], outcome.value[what], both)
         for is_inner, precision in ((True, nesting.inner), (False, nesting.outer)):
@@ -73,26 +60,12 @@ def test_each_unit_has_its_own_mixed_precision(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.nested")
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_kinds
 @pytest.mark.parametrize("kind", ["LayerNorm", "Linear"])
 def test_modules_of_some_classes_are_left_in_full_precision(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
-    world_size: int,
-    kind: str,
-    use_orig_params: bool,
+    cpu_twins: Twins, kind: str, use_orig_params: bool
 ) -> None:
-    expected, actual = (
-        outcomes(
-            ranks(world_size),
-            library,
-            "precision_cases:without_some_classes",
-            kind=kind,
-            use_orig_params=use_orig_params,
-        )
-        for library in (reference, subject)
-    )
-    assert_ranks_agree(expected, actual, tolerance_of({"param_dtype": BRAIN}))
-    assert all(outcome.raised is None for outcome in actual), actual[0].raised
-    assert {weight for _, _, weight, _ in actual[0].value["dtypes"]} == {FULL, BRAIN}
+    tolerance = tolerance_of({"param_dtype": BRAIN})
+    asked = {"kind": kind, "use_orig_params": use_orig_params}
+    seen = cpu_twins.agree(without_some_classes, tolerance=tolerance, **asked)
+    assert {weight for _, _, weight, _ in seen[0].value["dtypes"]} == {FULL, BRAIN}

@@ -11,31 +11,34 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import optim_state_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.judging import assert_ranks_agree, probed, share_of_examples
-from conformance.distributed.fsdp.method_cases import SIMPLE
+from conformance.distributed.fsdp.judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.lab import SIMPLE
 from conformance.distributed.fsdp.optim_state_cases import OPTIMIZERS, Optimized, Way
 from conformance.distributed.fsdp.optim_state_judging import (
     as_tensors,
-    assert_agrees,
     assert_close_states,
     assert_same_states,
     unwrapped,
+)
+from conformance.distributed.fsdp.twins import (
+    FLAT,
+    FULL,
+    STRATEGIES,
+    Twins,
+    both_kinds,
+    leaf_by_leaf,
     values_of,
 )
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.judge.tolerances import EXACT
-from conformance.ranks import RankPool
 from conformance.strategies.modules import module_trees
 from conformance.strategies.sharding import setups
 
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 # What torch keeps apart where parameters keep their own: deviation optim_state.tensors_of_their_own.
 _OF_ONE_TENSOR = ("sgd", "momentum", "adagrad", "adafactor")
 # Steps each element by itself, so that what a rank has of a parameter does not matter.
 _OF_ELEMENTS = tuple(kind for kind in OPTIMIZERS if kind != "adafactor")
-FULL = pytest.mark.profile("full")
 # Keeps zeros where parameters and gradients are zero: flat parameters are padded by them.
 _OF_ZEROS = tuple(kind for kind in _OF_ELEMENTS if kind != "rprop")
 _WHOLE, _SCATTERED, _DEALT = Way("whole"), Way("scattered"), Way("dealt")
@@ -68,23 +71,21 @@ def kinds_of(setup: Setup, way: Way) -> tuple[str, ...]:
     return _OF_ONE_TENSOR if overwrites else tuple(OPTIMIZERS)
 
 
+def by_name(*ways: object) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("way", ways, ids=lambda way: way.name)
+
+
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
 @pytest.mark.parametrize("ways", [(_WHOLE, _SCATTERED, _DEALT), _TYPES], ids=["older", "types"])
 @share_of_examples(0.25)
 @given(data=st.data())
-def test_there_and_back(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    ways: Sequence[Way],
-    data: st.DataObject,
-) -> None:
+def test_there_and_back(twins: Twins, ways: Sequence[Way], data: st.DataObject) -> None:
     way = data.draw(st.sampled_from(ways))
     setup = data.draw(setups_of_all())
     optimized = data.draw(optimizers(kinds_of(setup, way)))
     tree = data.draw(module_trees(dtype=torch.float32))
-    libraries = (reference, subject)
-    assert_agrees(rank_pool, libraries, cases.there_and_back, setup, tree=tree, optimized=optimized, way=way)
+    asked = {"tree": tree, "optimized": optimized, "way": way}
+    twins.agree(cases.there_and_back, setup, EXACT, may_raise=True, **asked)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
@@ -97,30 +98,21 @@ def test_there_and_back(
     data=st.data(), way=st.sampled_from([_SCATTERED, _DEALT, *_TYPES]), kind=st.sampled_from(_OF_ONE_TENSOR)
 )
 def test_there_and_back_on_more_ranks(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
-    all_ranks: int,
-    ranks_are: str,
-    data: st.DataObject,
-    way: Way,
-    kind: str,
+    twins_of: Callable[..., Twins], all_ranks: int, ranks_are: str, data: st.DataObject, way: Way, kind: str
 ) -> None:
     strategy = "FULL_SHARD" if ranks_are == "default" else "HYBRID_SHARD"
     setup = data.draw(setups(strategy=strategy, ranks=(ranks_are,), shards=2))
-    libraries, pool = (reference, subject), ranks(all_ranks)
-    assert_agrees(pool, libraries, cases.there_and_back, setup, optimized=Optimized(kind, 2), way=way)
+    asked = {"optimized": Optimized(kind, 2), "way": way}
+    twins_of(all_ranks).agree(cases.there_and_back, setup, EXACT, may_raise=True, **asked)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
-def test_there_and_back_on_replicas(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], kind: str
-) -> None:
+def test_there_and_back_on_replicas(twins_of: Callable[..., Twins], kind: str) -> None:
     """Of which the second one's group has not the first rank."""
     setup = Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves")
-    way, asks = Way(kind, offloads=kind != "FULL"), cases.there_and_back
-    assert_agrees(ranks(4), (reference, subject), asks, setup, optimized=Optimized("momentum"), way=way)
+    asked = {"optimized": Optimized("momentum"), "way": Way(kind, offloads=kind != "FULL")}
+    twins_of(4).agree(cases.there_and_back, setup, EXACT, may_raise=True, **asked)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.as_unwrapped")
@@ -128,22 +120,16 @@ def test_there_and_back_on_replicas(
 @share_of_examples(0.3)
 @given(data=st.data(), way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES]))
 def test_states_are_those_of_a_model_that_was_not_wrapped(
-    subject: Library,
-    ranks: Callable[..., RankPool],
-    world: int,
-    data: st.DataObject,
-    way: Way,
+    twins_of: Callable[..., Twins], world: int, data: st.DataObject, way: Way
 ) -> None:
     setup = data.draw(setups_of_all(ranks=("default",)))
     frozen = ("none", "none", "first", "all") if setup.uses_orig_params else ("none",)
     tree = data.draw(module_trees(dtype=torch.float32, frozen=frozen))
     kinds = [one for one in kinds_of(setup, way) if one in _OF_ZEROS]
     optimized = Optimized(data.draw(st.sampled_from(kinds)))
-    asked = {"optimized": optimized, "way": way}
     expected = unwrapped(optimized, tree)["state"]
-    for rank, seen in enumerate(
-        values_of(probed(ranks(world), subject, cases.there_and_back, setup, tree, **asked))
-    ):
+    asked = {"tree": tree, "optimized": optimized, "way": way}
+    for rank, seen in enumerate(twins_of(world).values(cases.there_and_back, setup, **asked)):
         if rank == 0 or not (way.rank0_only or way == _SCATTERED):
             if way.name in ("whole", "scattered", "FULL"):
                 assert_close_states(expected, seen["saved"]["state"])
@@ -154,12 +140,7 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
 @clause("distributed.fsdp.fsdp_optim_state.other_worlds")
 @pytest.mark.parametrize(
     "worlds",
-    [
-        (2, 3),
-        pytest.param((4, 1), marks=FULL),
-        pytest.param((1, 4), marks=FULL),
-        pytest.param((3, 2), marks=FULL),
-    ],
+    [(2, 3), *(pytest.param(worlds, marks=FULL) for worlds in ((4, 1), (1, 4), (3, 2)))],
     ids=str,
 )
 @share_of_examples(0.15)
@@ -170,20 +151,14 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
     way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES[:2]]),
 )
 def test_whole_states_move_to_another_number_of_ranks(
-    subject: Library,
-    ranks: Callable[..., RankPool],
-    worlds: tuple[int, int],
-    kind: str,
-    saves: Setup,
-    loads: Setup,
-    way: Way,
+    twins_of: Callable[..., Twins], worlds: tuple[int, int], kind: str, saves: Setup, loads: Setup, way: Way
 ) -> None:
-    before, after = worlds
+    before, after = map(twins_of, worlds)
     optimized = Optimized(kind)
-    first = probed(ranks(before), subject, cases.there_and_back, saves, optimized=optimized, way=_TYPES[0])
-    saved = as_tensors(values_of(first)[0]["saved"])
-    again = probed(ranks(after), subject, cases.saved_again, loads, optimized=optimized, saved=saved, way=way)
-    for rank, seen in enumerate(values_of(again)):
+    first, *_ = before.values(cases.there_and_back, saves, optimized=optimized, way=_TYPES[0])
+    saved = as_tensors(first["saved"])
+    asked = {"optimized": optimized, "saved": saved, "way": way}
+    for rank, seen in enumerate(after.values(cases.saved_again, loads, **asked)):
         states = as_tensors(seen)["state"]
         assert states.keys() == saved["state"].keys()
         for name, state in saved["state"].items():
@@ -192,65 +167,40 @@ def test_whole_states_move_to_another_number_of_ranks(
 
 
 @clause("distributed.fsdp.fsdp_optim_state.exchange")
-@pytest.mark.parametrize(
-    "way",
-    [Way("FULL", offloads=False), Way("SHARDED"), pytest.param(_SCATTERED, marks=FULL)],
-    ids=lambda way: way.name,
-)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_either_library_loads_what_the_other_saved(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
-    world_size: int,
-    way: Way,
-    use_orig_params: bool,
-) -> None:
-    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
+@by_name(Way("FULL", offloads=False), Way("SHARDED"), pytest.param(_SCATTERED, marks=FULL))
+@both_kinds
+def test_either_library_loads_what_the_other_saved(cpu_twins: Twins, way: Way, use_orig_params: bool) -> None:
+    setup = leaf_by_leaf(use_orig_params=use_orig_params)
     kind = "adam" if "adam" in kinds_of(setup, way) else "momentum"
     asked = {"writers": setup, "optimized": Optimized(kind, 2), "way": way}
-    pool = ranks(world_size)
-    between = [
-        probed(pool, reader, cases.exchanged, setup, writer=writer.spec, **asked)
-        for reader in (reference, subject)
-        for writer in (reference, subject)
-    ]
-    expected = values_of(between[0])
-    for seen in between[1:]:
-        for one, other in zip(expected, values_of(seen), strict=True):
+    both = (cpu_twins.reference, cpu_twins.subject)
+    expected, *between = (
+        values_of(cpu_twins.of(reader, cases.exchanged, setup, writer=writer.spec, **asked))
+        for reader in both
+        for writer in both
+    )
+    for seen in between:
+        for one, other in zip(expected, seen, strict=True):
             assert_same_outcome(Outcome(one), Outcome(other))
 
 
 @clause("distributed.fsdp.fsdp_optim_state.freed")
-@pytest.mark.parametrize("way", [Way("FULL", offloads=False), Way("SHARDED")], ids=lambda way: way.name)
-def test_nobody_else_holds_what_was_saved(
-    subject: Library, ranks: Callable[..., RankPool], world_size: int, way: Way
-) -> None:
-    for names in values_of(probed(ranks(world_size), subject, cases.outlived, Setup(wrap="leaves"), way=way)):
-        assert names == []
+@by_name(Way("FULL", offloads=False), Way("SHARDED"))
+def test_nobody_else_holds_what_was_saved(cpu_twins: Twins, way: Way) -> None:
+    assert not any(cpu_twins.values(cases.outlived, FLAT, way=way))
 
 
 @clause("distributed.fsdp.fsdp_optim_state.resumes")
-@pytest.mark.parametrize("way", [Way("FULL", True, False), Way("SHARDED")], ids=lambda way: way.name)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@by_name(Way("FULL", True, False), Way("SHARDED"))
+@both_kinds
 @pytest.mark.parametrize("kind", ["adam", pytest.param("amsgrad", marks=FULL)])
 def test_training_resumed_equals_training_not_interrupted(
-    subject: Library,
-    ranks: Callable[..., RankPool],
-    world_size: int,
-    way: Way,
-    use_orig_params: bool,
-    kind: str,
+    cpu_twins: Twins, way: Way, use_orig_params: bool, kind: str
 ) -> None:
-    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
-    pool, asked = ranks(world_size), {"optimized": Optimized(kind, 2), "way": way}
+    asked = {"optimized": Optimized(kind, 2), "way": way, "tree": SIMPLE}
+    setup = leaf_by_leaf(use_orig_params=use_orig_params)
     straight, resumed = (
-        [
-            Outcome(seen)
-            for seen in values_of(
-                probed(pool, subject, cases.trained, setup, SIMPLE, **asked, is_interrupted=one)
-            )
-        ]
+        [*map(Outcome, cpu_twins.values(cases.trained, setup, **asked, is_interrupted=one))]
         for one in (False, True)
     )
     assert_ranks_agree(straight, resumed, EXACT)

@@ -12,20 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp import state_dict_cases, state_dict_hook_cases
+from conformance.distributed.fsdp import state_dict_cases as cases
+from conformance.distributed.fsdp import state_dict_hook_cases as hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.judging import (
-    assert_probes_agree,
-    probed,
-    share_of_examples,
-)
-from conformance.distributed.fsdp.method_cases import TREE
+from conformance.distributed.fsdp.judging import share_of_examples
+from conformance.distributed.fsdp.lab import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.distributed.fsdp.state_dict_cases import Form
+from conformance.distributed.fsdp.state_dict_memory_cases import held_while_loading
+from conformance.distributed.fsdp.twins import FLAT, Twins, both_kinds, leaf_by_leaf, values_of
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
 from conformance.judge.tolerances import EXACT
-from conformance.ranks import RankPool
 from conformance.strategies.modules import module_trees
 from conformance.strategies.sharding import setups
 
@@ -66,23 +63,23 @@ def places(setup: Setup, *more: str) -> st.SearchStrategy[str]:
     return st.sampled_from(["root", *more, "body"] if holds_whole_units else ["root", *more])
 
 
+each_kind = pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+
+
 @clause("distributed.fsdp.fsdp_state_dict.saved")
 @share_of_examples(0.7)
 @given(data=st.data())
-def test_what_is_saved(
-    subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject
-) -> None:
+def test_what_is_saved(twins: Twins, data: st.DataObject) -> None:
     precision = data.draw(st.sampled_from(PRECISIONS))
     setup, tree = data.draw(models(mixed_precision=precision))
     form = data.draw(forms(setup))
     # torch's other ranks raise where the first one alone is to have a dict of what all see whole.
     can_be_inside = form.kind != "LOCAL" and not form.config.get("rank0_only")
-    assert_probes_agree(
-        rank_pool,
-        (reference, subject),
-        state_dict_cases.saved,
+    twins.agree(
+        cases.saved,
         setup,
         EXACT,
+        may_raise=True,
         tree=tree,
         form=form,
         at=data.draw(places(setup, "inner")),
@@ -93,186 +90,126 @@ def test_what_is_saved(
 
 @clause("distributed.fsdp.fsdp_state_dict.saved")
 @pytest.mark.parametrize("by", ["groups", "meshes"])
-def test_what_replicas_save(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], by: str
-) -> None:
+def test_what_replicas_save(twins_of: Callable[..., Twins], by: str) -> None:
     setup = Setup("HYBRID_SHARD", ranks=by, shards=2, wrap="leaves")
-    assert_probes_agree(
-        ranks(4), (reference, subject), state_dict_cases.saved, setup, EXACT, form=Form("SHARDED")
-    )
+    twins_of(4).agree(cases.saved, setup, EXACT, form=Form("SHARDED"))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.saved")
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_what_is_saved_of_buffers_that_are_cast(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], world_size: int, kind: str
-) -> None:
-    setup = Setup(wrap="leaves", mixed_precision={"buffer_dtype": torch.bfloat16})
-    assert_probes_agree(
-        ranks(world_size), (reference, subject), state_dict_cases.saved, setup, EXACT, form=Form(kind)
-    )
+@each_kind
+def test_what_is_saved_of_buffers_that_are_cast(cpu_twins: Twins, kind: str) -> None:
+    setup = leaf_by_leaf(mixed_precision={"buffer_dtype": torch.bfloat16})
+    cpu_twins.agree(cases.saved, setup, EXACT, form=Form(kind))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
 @share_of_examples(0.4)
 @given(data=st.data())
-def test_each_loads_what_the_other_saved(
-    subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject
-) -> None:
+def test_each_loads_what_the_other_saved(twins: Twins, data: st.DataObject) -> None:
     setup, tree = data.draw(models())
     form = Form(data.draw(forms(setup)).kind)
     options: dict[str, Any] = {
         "at": data.draw(places(setup)),
         "inside": form.kind != "LOCAL" and data.draw(st.booleans()),
     }
-    for saver, loader in ((reference, subject), (subject, reference), (subject, subject)):
-        seen = probed(
-            rank_pool,
-            loader,
-            state_dict_cases.exchanged,
-            setup,
-            tree,
-            source=saver.spec,
-            form=form,
-            **options,
-        )
-        for outcome in seen:
-            assert outcome.raised is None, f"{saver.spec} to {loader.spec}: {outcome.raised}"
-            assert outcome.value["keys"] == "<All keys matched successfully>"
-            assert outcome.value["buffers"].keys() == outcome.value["expected buffers"].keys()
-            loaded = outcome.value["whole"] | outcome.value["buffers"]
-            for name, expected in (outcome.value["expected"] | outcome.value["expected buffers"]).items():
+    pairs = (
+        (twins.reference, twins.subject),
+        (twins.subject, twins.reference),
+        (twins.subject, twins.subject),
+    )
+    for saver, loader in pairs:
+        asked = {"tree": tree, "source": saver.spec, "form": form, **options}
+        for seen in values_of(twins.of(loader, cases.exchanged, setup, **asked)):
+            assert seen["keys"] == "<All keys matched successfully>"
+            assert seen["buffers"].keys() == seen["expected buffers"].keys()
+            loaded = seen["whole"] | seen["buffers"]
+            for name, expected in (seen["expected"] | seen["expected buffers"]).items():
                 if options["at"] == "root" or name.startswith("body"):
                     assert torch.equal(loaded[name].values, expected.values), name
 
 
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_modules_may_swap_tensors(
-    subject: Library, reference: Library, rank_pool: RankPool, kind: str, use_orig_params: bool
-) -> None:
-    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
-    asks, libraries = state_dict_cases.loads_by_swapping, (reference, subject)
-    for seen in assert_probes_agree(rank_pool, libraries, asks, setup, form=Form(kind)):
-        assert seen.raised is None, seen.raised
-        assert seen.value["loaded"]
+@each_kind
+@both_kinds
+def test_modules_may_swap_tensors(twins: Twins, kind: str, use_orig_params: bool) -> None:
+    setup = leaf_by_leaf(use_orig_params=use_orig_params)
+    for outcome in twins.agree(cases.loads_by_swapping, setup, form=Form(kind)):
+        assert outcome.value["loaded"]
 
 
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
 @pytest.mark.parametrize("fault", ["", "misshaped"])
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_kinds
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_what_is_no_tensor_until_it_is_needed(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    strategy: str,
-    use_orig_params: bool,
-    fault: str,
+    twins: Twins, strategy: str, use_orig_params: bool, fault: str
 ) -> None:
-    setup = Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params})
-    asks, libraries = state_dict_cases.loads_on_demand, (reference, subject)
-    for seen in assert_probes_agree(rank_pool, libraries, asks, setup, fault=fault):
-        assert seen.raised is None, seen.raised
-        assert seen.value["loaded"] is (not fault)
+    for outcome in twins.agree(cases.loads_on_demand, leaf_by_leaf(strategy, use_orig_params), fault=fault):
+        assert outcome.value["loaded"] is (not fault)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
 @pytest.mark.world_sizes(fewest=2)
-def test_what_is_read_on_demand_is_not_held(
-    subject: Library, ranks: Callable[..., RankPool], world_size: int
-) -> None:
-    asks = "conformance.distributed.fsdp.state_dict_memory_cases:held_while_loading"
-    for times_the_model in ranks(world_size).run(asks, library=subject.spec):
+def test_what_is_read_on_demand_is_not_held(cpu_twins: Twins) -> None:
+    for times_the_model in cpu_twins.values(held_while_loading):
         assert times_the_model < 0.9
 
 
 @clause("distributed.fsdp.fsdp_state_dict.other_worlds")
 @pytest.mark.parametrize(("by", "sizes"), [("default", (1, 2)), ("default", (3, 2)), ("mesh", (2, 4))])
 def test_what_other_numbers_of_ranks_saved(
-    subject: Library, ranks: Callable[..., RankPool], tmp_path: Path, by: str, sizes: tuple[int, int]
+    twins_of: Callable[..., Twins], tmp_path: Path, by: str, sizes: tuple[int, int]
 ) -> None:
-    setup, form = Setup(wrap="leaves", ranks=by), Form("SHARDED")
-    path = str(tmp_path / "checkpoint")
-    for outcome in probed(ranks(sizes[0]), subject, state_dict_cases.written, setup, path=path, form=form):
-        assert outcome.raised is None, outcome.raised
-    for outcome in probed(ranks(sizes[1]), subject, state_dict_cases.read, setup, path=path, form=form):
-        assert outcome.raised is None, outcome.raised
+    setup = Setup(wrap="leaves", ranks=by)
+    asked = {"path": str(tmp_path / "checkpoint"), "form": Form("SHARDED")}
+    twins_of(sizes[0]).values(cases.written, setup, **asked)
+    for seen in twins_of(sizes[1]).values(cases.read, setup, **asked):
         for name, expected in TREE.build().named_parameters():
-            assert torch.equal(outcome.value[name].values, expected.detach()), name
+            assert torch.equal(seen[name].values, expected.detach()), name
 
 
 @clause("distributed.fsdp.fsdp_state_dict.settings")
 @pytest.mark.parametrize("by", ["default", "mesh"])
-def test_what_can_be_set(subject: Library, reference: Library, rank_pool: RankPool, by: str) -> None:
-    setup = Setup(wrap="leaves", ranks=by)
-    seen = assert_probes_agree(rank_pool, (reference, subject), state_dict_cases.settings, setup, EXACT)
-    assert seen[0].raised is None, seen[0].raised
+def test_what_can_be_set(twins: Twins, by: str) -> None:
+    twins.agree(cases.settings, Setup(wrap="leaves", ranks=by), EXACT)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.freed")
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_nobody_else_holds_what_was_saved(
-    subject: Library, ranks: Callable[..., RankPool], world_size: int, kind: str
-) -> None:
-    asks, setup = state_dict_cases.outlived, Setup(wrap="leaves")
-    for outcome in probed(ranks(world_size), subject, asks, setup, form=Form(kind)):
-        assert outcome.raised is None, outcome.raised
-        assert outcome.value == []
+@each_kind
+def test_nobody_else_holds_what_was_saved(cpu_twins: Twins, kind: str) -> None:
+    assert not any(cpu_twins.values(cases.outlived, FLAT, form=Form(kind)))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.hooks")
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_kinds
 @pytest.mark.parametrize("wrap", ["root", "leaves"])
-def test_hooks_of_users(
-    subject: Library, reference: Library, rank_pool: RankPool, wrap: str, use_orig_params: bool
-) -> None:
+def test_hooks_of_users(twins: Twins, wrap: str, use_orig_params: bool) -> None:
     setup = Setup(wrap=wrap, arguments={"use_orig_params": use_orig_params})
-    seen = assert_probes_agree(rank_pool, (reference, subject), state_dict_hook_cases.hooked, setup, EXACT)
-    assert seen[0].raised is None, seen[0].raised
+    twins.agree(hook_cases.hooked, setup, EXACT)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.hooks")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_modules_that_load_in_their_own_way(
-    subject: Library, reference: Library, rank_pool: RankPool, use_orig_params: bool
-) -> None:
-    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
-    asks = state_dict_hook_cases.loaded_in_its_own_way
-    seen = assert_probes_agree(rank_pool, (reference, subject), asks, setup, EXACT, fits=True)
-    assert seen[0].raised is None, seen[0].raised
+@both_kinds
+def test_modules_that_load_in_their_own_way(twins: Twins, use_orig_params: bool) -> None:
+    setup = leaf_by_leaf(use_orig_params=use_orig_params)
+    twins.agree(hook_cases.loaded_in_its_own_way, setup, EXACT, fits=True)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.refused")
 @pytest.mark.parametrize("fault", ["missing", "missing buffer", "unexpected"])
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@each_kind
+@both_kinds
 def test_what_is_missing_or_unexpected_may_be(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    kind: str,
-    fault: str,
-    use_orig_params: bool,
+    twins: Twins, kind: str, fault: str, use_orig_params: bool
 ) -> None:
-    setup = Setup(wrap="leaves", arguments={"use_orig_params": use_orig_params})
-    asks = state_dict_cases.loaded_in_part
-    seen = assert_probes_agree(
-        rank_pool, (reference, subject), asks, setup, EXACT, form=Form(kind), fault=fault
-    )
-    assert seen[0].raised is None, seen[0].raised
+    setup = leaf_by_leaf(use_orig_params=use_orig_params)
+    twins.agree(cases.loaded_in_part, setup, EXACT, form=Form(kind), fault=fault)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.refused")
 @pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind in FAULTS for fault in FAULTS[kind]])
-def test_what_raises(
-    subject: Library, reference: Library, rank_pool: RankPool, kind: str, fault: str
-) -> None:
+def test_what_raises(twins: Twins, kind: str, fault: str) -> None:
     """On every rank; what torch leaves behind is another matter."""
-    asks, everywhere = state_dict_cases.failed, range(rank_pool.world_size)
-    expected, actual = (
-        probed(rank_pool, library, asks, Setup(wrap="leaves"), form=Form(kind), fault=fault, on=everywhere)
-        for library in (reference, subject)
-    )
+    asked = {"form": Form(kind), "fault": fault, "on": range(twins.world_size)}
+    expected, actual = twins.of_both(cases.failed, FLAT, **asked)
     assert [one.value["error"] for one in actual] == [one.value["error"] for one in expected]

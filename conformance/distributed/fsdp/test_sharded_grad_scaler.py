@@ -13,19 +13,11 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.distributed.fsdp.scaler_cases import Call, Plan
-from conformance.distributed.fsdp.scaler_judging import (
-    assert_same_on_every_rank,
-    issued,
-    on_ranks,
-    outcomes,
-    scales,
-    stepped,
-)
+from conformance.distributed.fsdp.scaler_judging import assert_same, issued, on_ranks, played, scales, stepped
+from conformance.distributed.fsdp.twins import FULL, Twins
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome
-from conformance.ranks import RankPool
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import PLAIN
 from conformance.strategies.sharded_scaling import (
@@ -36,7 +28,6 @@ from conformance.strategies.sharded_scaling import (
     plans,
 )
 
-FULL = pytest.mark.profile("full")
 BAD = (math.inf, -math.inf, math.nan)
 WITH_AND_WITHOUT_UNSCALE = pytest.mark.parametrize("unscale", [True, False], ids=["unscale_", "step alone"])
 EIGHT = {"init_scale": 8.0}
@@ -44,10 +35,8 @@ EIGHT = {"init_scale": 8.0}
 
 @clause("distributed.fsdp.sharded_grad_scaler.sequences.any")
 @given(data=st.data())
-def test_any_sequence_of_calls(
-    subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject
-) -> None:
-    assert_same_on_every_rank(rank_pool, reference, subject, data.draw(plans(rank_pool.world_size)))
+def test_any_sequence_of_calls(twins: Twins, data: st.DataObject) -> None:
+    assert_same(twins, data.draw(plans(twins.world_size)))
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.sequences.any")
@@ -56,13 +45,11 @@ def test_any_sequence_of_calls(
 @share_of_examples(0.3)
 @given(data=st.data())
 def test_any_sequence_of_calls_on_more_ranks(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
+    twins_of: Callable[..., Twins],
     more_ranks: int,
     data: st.DataObject,
 ) -> None:
-    assert_same_on_every_rank(ranks(more_ranks), reference, subject, data.draw(plans(more_ranks)))
+    assert_same(twins_of(more_ranks), data.draw(plans(more_ranks)))
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
@@ -70,9 +57,7 @@ def test_any_sequence_of_calls_on_more_ranks(
 @pytest.mark.parametrize("optimizer", PLAIN)
 @WITH_AND_WITHOUT_UNSCALE
 def test_one_ranks_inf_keeps_all_from_stepping(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
+    twins_of: Callable[..., Twins],
     more_ranks: int,
     optimizer: str,
     unscale: bool,
@@ -83,7 +68,7 @@ def test_one_ranks_inf_keeps_all_from_stepping(
         calls += iteration(one_bad(bad, more_ranks, BAD[bad % 3]), unscale=unscale)
         calls += iteration(unscale=unscale)
     plan = Plan(parts(more_ranks), calls, (optimizer,), options=EIGHT)
-    seen = assert_same_on_every_rank(ranks(more_ranks), reference, subject, plan)
+    seen = assert_same(twins_of(more_ranks), plan)
     assert stepped(seen, plan) == [[True] + [False, True] * more_ranks] * more_ranks
     assert scales(seen) == [8.0 * 0.5**more_ranks] * more_ranks
 
@@ -91,11 +76,9 @@ def test_one_ranks_inf_keeps_all_from_stepping(
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
 @share_of_examples(0.3)
 @given(data=st.data())
-def test_each_optimizer_by_its_own_gradients(
-    subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject
-) -> None:
+def test_each_optimizer_by_its_own_gradients(twins: Twins, data: st.DataObject) -> None:
     """Three optimizers, three steps; any of them may find inf on any rank, and the others go on."""
-    world_size = rank_pool.world_size
+    world_size = twins.world_size
     calls: list[Call] = []
     for _ in range(3):
         for which in range(3):
@@ -106,16 +89,14 @@ def test_each_optimizer_by_its_own_gradients(
         calls += [*(Call("step", which) for which in range(3)), Call("update")]
     kinds = tuple(data.draw(st.sampled_from(PLAIN)) for _ in range(3))
     plan = Plan(parts(world_size, optimizers=3), tuple(calls), kinds, options=EIGHT)
-    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+    assert_same(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
 @pytest.mark.parametrize(("found", "then"), [(math.inf, 0.0), (None, math.inf)], ids=["cured", "spoilt"])
-def test_gradients_that_are_edited_after_unscaling(
-    subject: Library, reference: Library, rank_pool: RankPool, found: float | None, then: float
-) -> None:
+def test_gradients_that_are_edited_after_unscaling(twins: Twins, found: float | None, then: float) -> None:
     """What unscale_ found decides, on the ranks that edited their gradients and on those that did not."""
-    last = rank_pool.world_size - 1
+    last = twins.world_size - 1
     calls = (
         Call("backward", given=one_bad(last, last + 1, found)),
         Call("unscale_"),
@@ -124,21 +105,21 @@ def test_gradients_that_are_edited_after_unscaling(
         Call("update"),
     )
     plan = Plan(parts(last + 1), calls, ("recording",), options=EIGHT)
-    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+    assert_same(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
 @WITH_AND_WITHOUT_UNSCALE
-def test_accumulation(subject: Library, reference: Library, rank_pool: RankPool, unscale: bool) -> None:
+def test_accumulation(twins: Twins, unscale: bool) -> None:
     """An inf in the first of three backwards counts at the step after the third."""
     calls: tuple[Call, ...] = ()
-    for grad_outcomes in (None, one_bad(0, rank_pool.world_size), None):
+    for grad_outcomes in (None, one_bad(0, twins.world_size), None):
         accumulated = (Call("backward", given=grad_outcomes), Call("backward"), Call("backward"))
         first, _, *rest = iteration(unscale=unscale)
         calls += (first, *accumulated, *rest)
-    plan = Plan(parts(rank_pool.world_size), calls, ("momentum",), options=EIGHT)
-    seen = assert_same_on_every_rank(rank_pool, reference, subject, plan)
-    assert stepped(seen, plan) == [[True, False, True]] * rank_pool.world_size
+    plan = Plan(parts(twins.world_size), calls, ("momentum",), options=EIGHT)
+    seen = assert_same(twins, plan)
+    assert stepped(seen, plan) == [[True, False, True]] * twins.world_size
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision_amp_aware")
@@ -146,46 +127,44 @@ def test_accumulation(subject: Library, reference: Library, rank_pool: RankPool,
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("optimizer", SKIPPING_FOR_THEMSELVES)
 @pytest.mark.world_sizes(fewest=2)
-def test_optimizers_that_skip_for_themselves(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int, optimizer: str, bad: int
-) -> None:
+def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, bad: int) -> None:
     """Where one rank finds inf all skip, and all scales fall; with torch its own alone."""
-    calls = iteration() + iteration(one_bad(bad, world_size)) + iteration()
-    plan = Plan(parts(world_size), calls, (optimizer,), options=EIGHT)
+    calls = iteration() + iteration(one_bad(bad, cpu_twins.world_size)) + iteration()
+    plan = Plan(parts(cpu_twins.world_size), calls, (optimizer,), options=EIGHT)
 
     def probe(library: Library) -> Any:
-        seen = outcomes(ranks(world_size), library, plan)
+        seen = played(cpu_twins, plan, library)
         return stepped(seen, plan), scales(seen)
 
     alone = (
-        [[True, rank != bad, True] for rank in range(world_size)],
-        [4.0 if rank == bad else 8.0 for rank in range(world_size)],
+        [[True, rank != bad, True] for rank in range(cpu_twins.world_size)],
+        [4.0 if rank == bad else 8.0 for rank in range(cpu_twins.world_size)],
     )
-    deviation.judge(
+    cpu_twins.judge(
         probe,
         torch_does=lambda seen: seen == alone,
-        we_do=lambda seen: seen == ([[True, False, True]] * world_size, [4.0] * world_size),
+        we_do=lambda seen: (
+            seen == ([[True, False, True]] * cpu_twins.world_size, [4.0] * cpu_twins.world_size)
+        ),
     )
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.amp_aware_after_unscaling")
 @pytest.mark.deviation("sharded_grad_scaler.found_inf_of_one_shape")
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused adamw"])
-def test_fused_optimizers_after_unscaling(
-    deviation: DeviationJudge, rank_pool: RankPool, optimizer: str
-) -> None:
-    world_size = rank_pool.world_size
+def test_fused_optimizers_after_unscaling(twins: Twins, optimizer: str) -> None:
+    world_size = twins.world_size
     calls: tuple[Call, ...] = ()
     for grad_outcomes in (None, one_bad(world_size - 1, world_size), None):
         calls += iteration(grad_outcomes, unscale=True)
     plan = Plan(parts(world_size), calls, (optimizer,), options=EIGHT)
-    judge_shapes(deviation, rank_pool, plan, [[True, False, True]] * world_size, 4.0)
+    judge_shapes(twins, plan, [True, False, True], 4.0)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.amp_aware_after_unscaling")
 @pytest.mark.deviation("sharded_grad_scaler.found_inf_of_one_shape")
-def test_a_fused_optimizer_beside_a_plain_one(deviation: DeviationJudge, rank_pool: RankPool) -> None:
-    world_size = rank_pool.world_size
+def test_a_fused_optimizer_beside_a_plain_one(twins: Twins) -> None:
+    world_size = twins.world_size
     calls: tuple[Call, ...] = ()
     for bad in (None, 0, 1, None):
         for which in range(2):
@@ -194,23 +173,22 @@ def test_a_fused_optimizer_beside_a_plain_one(deviation: DeviationJudge, rank_po
         calls += (Call("update"),)
     plan = Plan(parts(world_size, optimizers=2), calls, ("fused adam", "adam"), options=EIGHT)
     of_both = [True, True, False, True, True, False, True, True]
-    judge_shapes(deviation, rank_pool, plan, [of_both] * world_size, 2.0)
+    judge_shapes(twins, plan, of_both, 2.0)
 
 
-def judge_shapes(
-    deviation: DeviationJudge, pool: RankPool, plan: Plan, expected: list[list[bool]], scale: float
-) -> None:
+def judge_shapes(twins: Twins, plan: Plan, expected: list[bool], scale: float) -> None:
     """Each step is taken or skipped as `expected`, and nothing raises; or broadcasting fails, as with torch."""
 
     def probe(library: Library) -> Any:
-        seen = outcomes(pool, library, plan)
+        seen = played(twins, plan, library)
         raised = {str(outcome.raised) for rank in seen for outcome in rank if outcome.raised is not None}
         return raised, stepped(seen, plan), scales(seen)
 
-    deviation.judge(
+    ranks = twins.world_size
+    twins.judge(
         probe,
         torch_does=lambda seen: any("doesn't match the broadcast shape [1]" in text for text in seen[0]),
-        we_do=lambda seen: seen == (set(), expected, [scale] * pool.world_size),
+        we_do=lambda seen: seen == (set(), [expected] * ranks, [scale] * ranks),
     )
 
 
@@ -219,21 +197,22 @@ def judge_shapes(
 @pytest.mark.parametrize("more_ranks", [2, 3, 4])
 @pytest.mark.parametrize("optimizer", ["aware", "fused sgd"])
 def test_where_several_ranks_find_inf(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool], more_ranks: int, optimizer: str
+    twins_of: Callable[..., Twins], more_ranks: int, optimizer: str
 ) -> None:
     """What an optimizer that skips for itself is handed after unscale_, and that torch's own then skips."""
+    twins = twins_of(more_ranks)
     calls = iteration((math.inf,) * more_ranks, unscale=True)
     plan = Plan(parts(more_ranks), calls, (optimizer,))
 
     def probe(library: Library) -> Any:
-        seen = outcomes(ranks(more_ranks), library, plan)
+        seen = played(twins, plan, library)
         return [rank[-1].watched["handed"] for rank in seen], stepped(seen, plan)
 
     def sides(found: float) -> Any:
         handed = [(None, found)] if optimizer == "aware" else []
         return [handed] * more_ranks, [[found != 1.0 and optimizer != "aware"]] * more_ranks
 
-    deviation.judge(
+    twins.judge(
         probe,
         torch_does=lambda seen: seen == sides(float(more_ranks)),
         we_do=lambda seen: seen == sides(1.0),
@@ -245,9 +224,7 @@ def test_where_several_ranks_find_inf(
 @pytest.mark.parametrize("optimizer", ["recording", "aware", "adam"])
 @WITH_AND_WITHOUT_UNSCALE
 def test_ranks_without_gradients(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
+    twins_of: Callable[..., Twins],
     more_ranks: int,
     optimizer: str,
     unscale: bool,
@@ -256,7 +233,7 @@ def test_ranks_without_gradients(
     calls = iteration(unscale=unscale) + iteration(unscale=unscale) + iteration(unscale=unscale)
     for bare in (tuple(range(1, more_ranks)), tuple(range(more_ranks))):
         plan = Plan(parts(more_ranks, bare=bare), calls, (optimizer,), options=EIGHT | {"growth_interval": 2})
-        seen = assert_same_on_every_rank(ranks(more_ranks), reference, subject, plan)
+        seen = assert_same(twins_of(more_ranks), plan)
         assert scales(seen) == [16.0] * more_ranks
 
 
@@ -264,12 +241,12 @@ def test_ranks_without_gradients(
 @pytest.mark.parametrize("more_ranks", [2, 3])
 @WITH_AND_WITHOUT_UNSCALE
 def test_ranks_without_gradients_skip_with_their_peers(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], more_ranks: int, unscale: bool
+    twins_of: Callable[..., Twins], more_ranks: int, unscale: bool
 ) -> None:
     last = more_ranks - 1
     calls = iteration(one_bad(last, more_ranks), unscale=unscale) + iteration(unscale=unscale)
     plan = Plan(parts(more_ranks, bare=tuple(range(last))), calls, ("recording",), options=EIGHT)
-    seen = assert_same_on_every_rank(ranks(more_ranks), reference, subject, plan)
+    seen = assert_same(twins_of(more_ranks), plan)
     assert [len(rank[-1].watched["calls"]) for rank in seen] == [1] * more_ranks
     assert scales(seen) == [4.0] * more_ranks
 
@@ -280,8 +257,7 @@ def test_ranks_without_gradients_skip_with_their_peers(
 @pytest.mark.parametrize("bare", [(), (0,), (0, 1, 2)], ids=str)
 @WITH_AND_WITHOUT_UNSCALE
 def test_a_check_is_one_all_reduce(
-    subject: Library,
-    ranks: Callable[..., RankPool],
+    twins_of: Callable[..., Twins],
     more_ranks: int,
     optimizer: str,
     bare: tuple[int, ...],
@@ -300,9 +276,9 @@ def test_a_check_is_one_all_reduce(
             calls += (Call("unscale_", which), Call("step", which)) if unscale else (Call("step", which),)
         calls += (Call("update"), Call("resume"))
     plan = Plan(mixed, (*calls, Call("update", given=4.0)), (optimizer, "sgd"))
-    pool = ranks(more_ranks)
-    outcomes(pool, subject, plan)
-    for trace in issued(pool):
+    twins = twins_of(more_ranks)
+    played(twins, plan)
+    for trace in issued(twins):
         assert {(call.name, sum(numel for _, numel in call.tensors)) for call in trace} == {("allreduce_", 1)}
         assert len(trace) <= 6
 
@@ -310,49 +286,45 @@ def test_a_check_is_one_all_reduce(
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.process_group")
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @WITH_AND_WITHOUT_UNSCALE
-def test_groups_decide_for_themselves(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], optimizer: str, unscale: bool
-) -> None:
+def test_groups_decide_for_themselves(twins_of: Callable[..., Twins], optimizer: str, unscale: bool) -> None:
     """Four ranks in two groups: an inf on rank 3 stops the second group, one on rank 0 the first."""
     calls: tuple[Call, ...] = ()
     for grad_outcomes in (None, one_bad(3, 4), None, one_bad(0, 4), one_bad(0, 4)):
         calls += iteration(grad_outcomes, unscale=unscale)
     plan = Plan(parts(4), calls, (optimizer,), options=EIGHT, groups=2)
-    seen = assert_same_on_every_rank(ranks(4), reference, subject, plan)
+    seen = assert_same(twins_of(4), plan)
     first, second = [True, True, True, False, False], [True, False, True, True, True]
     assert stepped(seen, plan) == [first, first, second, second]
     assert scales(seen) == [2.0, 2.0, 4.0, 4.0]
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.process_group")
-def test_groups_need_not_step_alike(subject: Library, ranks: Callable[..., RankPool]) -> None:
+def test_groups_need_not_step_alike(twins_of: Callable[..., Twins]) -> None:
     """The first two of four ranks make two steps more than the other two."""
     alone = tuple(Call(call.name, call.which, call.given, on=(0, 1)) for call in iteration(one_bad(1, 4)) * 2)
     plan = Plan(parts(4), (*iteration(), *alone, *iteration()), options=EIGHT, groups=2)
-    assert scales(outcomes(ranks(4), subject, plan)) == [2.0, 2.0, 8.0, 8.0]
+    assert scales(played(twins_of(4), plan)) == [2.0, 2.0, 8.0, 8.0]
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.answers")
 @pytest.mark.deviation("sharded_grad_scaler.answers_for_all_ranks")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.world_sizes(fewest=2)
-def test_answers(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int, optimizer: str
-) -> None:
+def test_answers(cpu_twins: Twins, optimizer: str) -> None:
     """After a clean step, after one in which rank 1 found inf, and after that rank has cleared its gradients."""
     calls = (
         *iteration(),
         Call("answers"),
-        *iteration(one_bad(1, world_size)),
+        *iteration(one_bad(1, cpu_twins.world_size)),
         Call("answers"),
         Call("zero_grad"),
         Call("answers"),
     )
-    plan = Plan(parts(world_size), calls, (optimizer,))
+    plan = Plan(parts(cpu_twins.world_size), calls, (optimizer,))
     places = [place for place, call in enumerate(calls) if call.name == "answers"]
 
     def probe(library: Library) -> Any:
-        seen = outcomes(ranks(world_size), library, plan)
+        seen = played(cpu_twins, plan, library)
         return [[rank[place].raised or rank[place].value for place in places] for rank in seen]
 
     def is_ours(seen: Any) -> bool:
@@ -366,14 +338,12 @@ def test_answers(
             and "cleared" in str(gone)
         )
 
-    deviation.judge(probe, torch_does=lambda seen: seen == [[None] * 3] * world_size, we_do=is_ours)
+    cpu_twins.judge(probe, torch_does=lambda seen: seen == [[None] * 3] * cpu_twins.world_size, we_do=is_ours)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.older_protocol")
-def test_an_optimizer_that_takes_the_scaler(
-    subject: Library, reference: Library, rank_pool: RankPool
-) -> None:
-    reported = [on_ranks(rank_pool, library, "older_protocol") for library in (reference, subject)]
+def test_an_optimizer_that_takes_the_scaler(twins: Twins) -> None:
+    reported = [on_ranks(twins, library, "older_protocol") for library in (twins.reference, twins.subject)]
     for (expected, is_given), (actual, is_given_ours) in zip(*reported, strict=True):
         assert_same_outcome(expected, actual)
         assert is_given
@@ -382,23 +352,14 @@ def test_an_optimizer_that_takes_the_scaler(
 
 @clause("distributed.fsdp.sharded_grad_scaler.training.fsdp")
 @pytest.mark.parametrize("low_precision", [False, True], ids=["float32", "float16"])
-def test_torchs_fsdp_trains_under_it(
-    subject: Library, reference: Library, rank_pool: RankPool, low_precision: bool
-) -> None:
+def test_torchs_fsdp_trains_under_it(twins: Twins, low_precision: bool) -> None:
     """Ranks see data of their own, and one of them an inf."""
-    world_size = rank_pool.world_size
+    world_size = twins.world_size
     grad_outcomes = ((None,) * world_size, one_bad(world_size - 1, world_size), *[(None,) * world_size] * 3)
+    asked = {"low_precision": low_precision, "grad_outcomes": grad_outcomes, "init_scale": 1024.0}
     reported = [
-        on_ranks(
-            rank_pool,
-            library,
-            "train",
-            low_precision=low_precision,
-            grad_outcomes=grad_outcomes,
-            init_scale=1024.0,
-            growth_interval=2,
-        )
-        for library in (reference, subject)
+        on_ranks(twins, library, "train", growth_interval=2, **asked)
+        for library in (twins.reference, twins.subject)
     ]
     for expected, actual in zip(*reported, strict=True):
         for one, other in zip(expected, actual, strict=True):

@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 
 from conformance.distributed.fsdp.scaler_cases import Call, Plan
-from conformance.distributed.fsdp.scaler_judging import (
-    assert_same_on_every_rank,
-    on_ranks,
-    outcomes,
-    scales,
-    stepped,
-)
+from conformance.distributed.fsdp.scaler_judging import assert_same, on_ranks, played, scales, stepped
+from conformance.distributed.fsdp.twins import Twins
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.ranks import RankFault, RankPool
+from conformance.ranks import RankFault
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 
 EIGHT = {"init_scale": 8.0}
@@ -41,24 +35,22 @@ FAILURES: dict[str, tuple[tuple[Call, ...], str]] = {
 @pytest.mark.deviation("sharded_grad_scaler.failed_checks_are_told")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_one_rank_fails(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool], failure: str, optimizer: str
-) -> None:
+def test_one_rank_fails(twins_of: Callable[..., Twins], failure: str, optimizer: str) -> None:
     """Its own error says why, the other's that a peer failed; once all have cleared their gradients they go on."""
-    calls, why = FAILURES[failure]
+    twins, (calls, why) = twins_of(2), FAILURES[failure]
     mending = (Call("mend_optimizer", on=(0,)),) if failure.startswith("no groups") else ()
     failing = Plan(parts(2), calls, (optimizer,), options=EIGHT)
     going_on = replace(failing, calls=(*calls, *mending, *iteration()))
 
     def probe(library: Library) -> Any:
         try:
-            seen = outcomes(ranks(2), library, failing)
+            seen = played(twins, failing, library)
         except RankFault:
             return PEERS_WAIT
         errors = [[str(each.raised) for each in rank if each and each.raised] for rank in seen]
         if not errors[1]:
             return "the peer has stepped"
-        after = outcomes(ranks(2), library, going_on)
+        after = played(twins, going_on, library)
         return errors, [rank[-2].raised for rank in after], scales(after)
 
     def is_reported(seen: Any) -> bool:
@@ -69,11 +61,11 @@ def test_one_rank_fails(
 
     # torch does not reduce the check in step of an optimizer that skips for itself.
     torchs = "the peer has stepped" if optimizer == "aware" and Call("unscale_") not in calls else PEERS_WAIT
-    deviation.judge(probe, torch_does=lambda seen: seen == torchs, we_do=is_reported)
+    twins.judge(probe, torch_does=lambda seen: seen == torchs, we_do=is_reported)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.errors.reported_to_peers")
-def test_all_ranks_fail_alike(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+def test_all_ranks_fail_alike(twins: Twins) -> None:
     """Calls that all ranks are refused change nothing, and the next ones are as if they had not been."""
     calls = (
         *(Call(name) for name in ("unscale_", "step", "update", "backward", "step_with_closure", "update")),
@@ -81,15 +73,16 @@ def test_all_ranks_fail_alike(subject: Library, reference: Library, rank_pool: R
         Call("update"),
         *iteration(),
     )
-    plan = Plan(parts(rank_pool.world_size), calls, ("recording",), options=EIGHT)
-    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+    plan = Plan(parts(twins.world_size), calls, ("recording",), options=EIGHT)
+    assert_same(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.anothers_group")
 @pytest.mark.deviation("sharded_grad_scaler.anothers_group")
-def test_a_group_of_others(deviation: DeviationJudge, ranks: Callable[..., RankPool]) -> None:
-    deviation.judge(
-        lambda library: on_ranks(ranks(2), library, "in_anothers_group"),
+def test_a_group_of_others(twins_of: Callable[..., Twins]) -> None:
+    twins = twins_of(2)
+    twins.judge(
+        lambda library: on_ranks(twins, library, "in_anothers_group"),
         torch_does=lambda seen: seen[0].startswith("AttributeError") and seen[0].endswith("gradient 1"),
         we_do=lambda seen: (
             seen[0].startswith("ValueError: rank 0 is not in the process_group")
@@ -102,35 +95,36 @@ def test_a_group_of_others(deviation: DeviationJudge, ranks: Callable[..., RankP
 @pytest.mark.deviation("sharded_grad_scaler.pickles_without_its_group")
 @pytest.mark.parametrize("way", ["through_a_pickle", "through_a_deep_copy"])
 @pytest.mark.world_sizes(fewest=2)
-def test_pickles_of_the_default_group(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool], world_size: int, way: str
-) -> None:
-    skipped = iteration(one_bad(1, world_size))
-    plan = Plan(parts(world_size), (*skipped, Call("hold_world"), Call(way), *skipped), options=EIGHT)
+def test_pickles_of_the_default_group(cpu_twins: Twins, way: str) -> None:
+    skipped = iteration(one_bad(1, cpu_twins.world_size))
+    plan = Plan(
+        parts(cpu_twins.world_size), (*skipped, Call("hold_world"), Call(way), *skipped), options=EIGHT
+    )
 
     def probe(library: Library) -> Any:
-        seen = outcomes(ranks(world_size), library, plan)
+        seen = played(cpu_twins, plan, library)
         return {str(each.raised) for rank in seen for each in rank}, stepped(seen, plan), scales(seen)
 
-    deviation.judge(
+    cpu_twins.judge(
         probe,
         torch_does=lambda seen: any("ProcessGroup" in text for text in seen[0]),
-        we_do=lambda seen: seen == ({"None"}, [[False, False]] * world_size, [2.0] * world_size),
+        we_do=lambda seen: (
+            seen == ({"None"}, [[False, False]] * cpu_twins.world_size, [2.0] * cpu_twins.world_size)
+        ),
     )
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.pickle.without_group")
 @pytest.mark.deviation("sharded_grad_scaler.pickles_without_its_group")
 @pytest.mark.parametrize("way", ["through_a_pickle", "through_a_deep_copy"])
-def test_pickles_of_another_group(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool], way: str
-) -> None:
+def test_pickles_of_another_group(twins_of: Callable[..., Twins], way: str) -> None:
     """No check until a group is assigned: the default one would be the wrong one."""
+    twins = twins_of(2)
     calls = (*iteration(), Call(way), *iteration(unscale=True), Call("hold_world"), *iteration())
     plan = Plan(parts(2), calls, options=EIGHT, groups=2)
 
     def probe(library: Library) -> Any:
-        seen = outcomes(ranks(2), library, plan)
+        seen = played(twins, plan, library)
         return [[str(each.raised) for each in rank if each.raised] for rank in seen], stepped(seen, plan)
 
     def is_ours(seen: Any) -> bool:
@@ -140,7 +134,7 @@ def test_pickles_of_another_group(
             [error.startswith(lost) for error in rank] == [True, True, False] for rank in errors
         )
 
-    deviation.judge(
+    twins.judge(
         probe,
         torch_does=lambda seen: any("ProcessGroup" in text for rank in seen[0] for text in rank),
         we_do=is_ours,

@@ -11,18 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.scaler_cases import SCALER, Call, Plan
-from conformance.distributed.fsdp.scaler_judging import (
-    assert_same_on_every_rank,
-    issued,
-    outcomes,
-    scales,
-)
+from conformance.distributed.fsdp.scaler_judging import assert_same, issued, played, scales
+from conformance.distributed.fsdp.twins import Twins
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import observe
-from conformance.ranks import RankPool
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Harness, entries
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
@@ -43,14 +38,12 @@ ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.arguments")
 @given(options=st.fixed_dictionaries({}, optional=ARGUMENTS))
-def test_arguments_take_effect(
-    subject: Library, reference: Library, rank_pool: RankPool, options: dict[str, Any]
-) -> None:
+def test_arguments_take_effect(twins: Twins, options: dict[str, Any]) -> None:
     calls: tuple[Call, ...] = ()
     for grad_outcome in (None, None, math.inf, None):
-        calls += iteration(one_bad(0, rank_pool.world_size, grad_outcome) if grad_outcome else None)
-    plan = Plan(parts(rank_pool.world_size), calls, options=options)
-    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+        calls += iteration(one_bad(0, twins.world_size, grad_outcome) if grad_outcome else None)
+    plan = Plan(parts(twins.world_size), calls, options=options)
+    assert_same(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.arguments")
@@ -105,16 +98,16 @@ def test_device_and_the_warning_without_cuda(
 
 @clause("distributed.fsdp.sharded_grad_scaler.enabled.off")
 @pytest.mark.parametrize("optimizer", ["recording", "aware"])
-def test_switched_off(subject: Library, reference: Library, rank_pool: RankPool, optimizer: str) -> None:
-    grad_outcomes = (math.inf,) * rank_pool.world_size
+def test_switched_off(twins: Twins, optimizer: str) -> None:
+    grad_outcomes = (math.inf,) * twins.world_size
     calls = (
         Call("scale", given=torch.ones(2)),
         *iteration(grad_outcomes, unscale=True),
         Call("update", given=3.0),
     )
-    plan = Plan(parts(rank_pool.world_size), calls, (optimizer,), options={"enabled": False})
-    assert_same_on_every_rank(rank_pool, reference, subject, plan)
-    assert issued(rank_pool) == [[]] * rank_pool.world_size
+    plan = Plan(parts(twins.world_size), calls, (optimizer,), options={"enabled": False})
+    assert_same(twins, plan)
+    assert issued(twins) == [[]] * twins.world_size
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.is_a_grad_scaler")
@@ -133,10 +126,10 @@ def test_is_a_grad_scaler(subject: Library, reference: Library, device: str) -> 
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.min_scale")
-def test_a_floor_of_ones_own(subject: Library, rank_pool: RankPool) -> None:
-    calls = iteration((math.inf,) * rank_pool.world_size) * 3
-    plan = Plan(parts(rank_pool.world_size), calls, options=EIGHT | {"min_scale": 2.0})
-    assert scales(outcomes(rank_pool, subject, plan)) == [2.0] * rank_pool.world_size
+def test_a_floor_of_ones_own(twins: Twins) -> None:
+    calls = iteration((math.inf,) * twins.world_size) * 3
+    plan = Plan(parts(twins.world_size), calls, options=EIGHT | {"min_scale": 2.0})
+    assert scales(played(twins, plan)) == [2.0] * twins.world_size
 
 
 # --- scale
@@ -211,11 +204,9 @@ def test_a_loss_on_the_meta_device(deviation: DeviationJudge, device: str) -> No
 @clause("distributed.fsdp.sharded_grad_scaler.unscale_.divides")
 @pytest.mark.parametrize("scale", [3.0, 1024.0])
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32, torch.float64], ids=str)
-def test_unscale_divides(
-    subject: Library, reference: Library, rank_pool: RankPool, dtype: torch.dtype, scale: float
-) -> None:
+def test_unscale_divides(twins: Twins, dtype: torch.dtype, scale: float) -> None:
     """Also where a peer has inf, and not the gradients of another optimizer."""
-    world_size = rank_pool.world_size
+    world_size = twins.world_size
     calls: tuple[Call, ...] = ()
     for grad_outcomes in (None, one_bad(world_size - 1, world_size, math.nan)):
         calls += (Call("backward", 0, grad_outcomes), Call("backward", 1), Call("unscale_", 0))
@@ -223,18 +214,16 @@ def test_unscale_divides(
     plan = Plan(
         parts(world_size, optimizers=2, dtype=dtype), calls, ("sgd", "sgd"), options={"init_scale": scale}
     )
-    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+    assert_same(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.unscale_.sparse")
 @pytest.mark.parametrize("value", [2.0, 40000.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_sparse_gradients(
-    subject: Library, reference: Library, rank_pool: RankPool, dtype: torch.dtype, value: float
-) -> None:
+def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> None:
     """On the last rank; in float16 two times 40000 in one row is inf, though neither is."""
     values = torch.tensor([1.0, value, value]).to(dtype)
-    last = rank_pool.world_size - 1
+    last = twins.world_size - 1
     calls = (
         Call("backward"),
         Call("sparse", given=values, on=(last,)),
@@ -243,7 +232,7 @@ def test_sparse_gradients(
         Call("update"),
     )
     plan = Plan(parts(last + 1), calls, options=EIGHT)
-    seen = assert_same_on_every_rank(rank_pool, reference, subject, plan)
+    seen = assert_same(twins, plan)
     skips = value == math.inf or (value > 2.0 and dtype is torch.float16)
     assert scales(seen) == [4.0 if skips else 8.0] * (last + 1)
 
@@ -264,53 +253,51 @@ def test_sparse_gradients(
     ],
     ids=str,
 )
-def test_new_scale(subject: Library, reference: Library, rank_pool: RankPool, new_scale: Any) -> None:
+def test_new_scale(twins: Twins, new_scale: Any) -> None:
     """Instead of the move that an inf has earned."""
-    world_size = rank_pool.world_size
+    world_size = twins.world_size
     calls = (*iteration(one_bad(0, world_size))[:-1], Call("update", given=new_scale), *iteration())
     plan = Plan(parts(world_size), calls, options=EIGHT)
-    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+    assert_same(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.update.moves_the_scale")
 @pytest.mark.parametrize("interval", [1, 3])
-def test_growth_and_backoff(subject: Library, reference: Library, rank_pool: RankPool, interval: int) -> None:
+def test_growth_and_backoff(twins: Twins, interval: int) -> None:
     """An inf, on whichever rank, begins the count anew; the counts go with a state dict."""
-    world_size = rank_pool.world_size
+    world_size = twins.world_size
     calls: tuple[Call, ...] = ()
     for bad in (None, None, 0, None, None, world_size - 1, None, None, None, None):
         calls += iteration(None if bad is None else one_bad(bad, world_size)) + (Call("resume"),) * (bad == 0)
     plan = Plan(parts(world_size), calls, options=EIGHT | {"growth_interval": interval, "growth_factor": 3.0})
-    assert_same_on_every_rank(rank_pool, reference, subject, plan)
+    assert_same(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.update.as_grad_scalers")
 @pytest.mark.deviation("sharded_grad_scaler.scale_moves_as_grad_scalers")
-def test_the_largest_scale(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+def test_the_largest_scale(twins: Twins) -> None:
     small = (Gradient((3,), scale=1e-3),)
     plan = Plan(
-        ((small,),) * rank_pool.world_size,
+        ((small,),) * twins.world_size,
         iteration(),
         options={"init_scale": 3e38, "growth_interval": 1},
     )
     held = torch.tensor(3e38).item()
-    deviation.judge(
-        lambda library: scales(outcomes(rank_pool, library, plan)),
-        torch_does=lambda seen: seen == [math.inf] * rank_pool.world_size,
-        we_do=lambda seen: seen == [held] * rank_pool.world_size,
+    twins.judge(
+        lambda library: scales(played(twins, plan, library)),
+        torch_does=lambda seen: seen == [math.inf] * twins.world_size,
+        we_do=lambda seen: seen == [held] * twins.world_size,
     )
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.update.as_grad_scalers")
 @pytest.mark.deviation("sharded_grad_scaler.scale_moves_as_grad_scalers")
 @pytest.mark.parametrize("factor", [0.3, 0.9])
-def test_a_factor_that_float32_does_not_hold(
-    deviation: DeviationJudge, rank_pool: RankPool, device: str, factor: float
-) -> None:
+def test_a_factor_that_float32_does_not_hold(twins: Twins, device: str, factor: float) -> None:
     """Rounded once, with the product; torch rounds the factor and then the product."""
-    grad_outcomes = (math.inf,) * rank_pool.world_size
+    grad_outcomes = (math.inf,) * twins.world_size
     options = {"init_scale": 65521.0, "backoff_factor": factor}
-    plan = Plan(parts(rank_pool.world_size), iteration(grad_outcomes) * 3, options=options)
+    plan = Plan(parts(twins.world_size), iteration(grad_outcomes) * 3, options=options)
 
     def of_a_grad_scaler(library: Library) -> float:
         harness = Harness(library, device, **options)
@@ -319,6 +306,6 @@ def test_a_factor_that_float32_does_not_hold(
         return harness.scaler.get_scale()
 
     def probe(library: Library) -> tuple[set[float], set[float]]:
-        return {*scales(outcomes(rank_pool, library, plan))}, {of_a_grad_scaler(library)}
+        return {*scales(played(twins, plan, library))}, {of_a_grad_scaler(library)}
 
-    deviation.judge(probe, we_do=lambda seen: seen[0] == seen[1])
+    twins.judge(probe, we_do=lambda seen: seen[0] == seen[1])

@@ -12,13 +12,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP, gathered_gradients, groups_put_back, mesh_of
-from conformance.judge.library import load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
+from conformance.distributed.fsdp.fsdp_cases import gathered_gradients, mesh_of
+from conformance.distributed.fsdp.lab import Lab, filled
 
 _BACKWARDS = 2
-_CPU = torch.device("cpu")
 
 
 class Shifted(nn.Module):
@@ -177,13 +174,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def built(module: str) -> nn.Module:
-    made = MODULES[module]()
-    with torch.no_grad():
-        for number, parameter in enumerate(made.parameters()):
-            values = torch.linspace(-1, 1, parameter.numel() + number, dtype=torch.float64)[number:]
-            parameter.copy_(values.view(parameter.shape))
-    return made
+def built(module: str) -> Any:
+    return filled(MODULES[module]())
 
 
 def accumulated(model: nn.Module, rank: int) -> list[torch.Tensor]:
@@ -199,92 +191,60 @@ def accumulated(model: nn.Module, rank: int) -> list[torch.Tensor]:
 
 
 def accumulate(
-    rank: Rank,
+    lab: Lab,
     *,
-    library: str,
     module: str,
     replicas: str = "",
     clips: bool = False,
     on: str = "cpu",
     strategy: str = "FULL_SHARD",
-) -> Outcome:
+) -> dict[str, Any]:
     """`on` is the device that is named, or none. Modules with odd parameters are units of their own.
 
     Replicas are as many as ranks, none of which is shared: by a `mesh`, or for want of one and of groups by `default`.
     """
-    found, plain = load_library(library), built(module)
-    fsdp = found.distributed.fsdp
-
-    def run() -> dict[str, Any]:
-        arguments: dict[str, Any] = {"device_id": torch.device(on)} if on else {}
-        arguments["sharding_strategy"] = fsdp.ShardingStrategy["HYBRID_SHARD" if replicas else strategy]
-        if replicas == "mesh":
-            arguments["device_mesh"] = mesh_of(rank, 1)
-        else:
-            units = {nn.Sequential} if replicas else {Position, Nothing, Describing}
-            arguments["auto_wrap_policy"] = fsdp.wrap.ModuleWrapPolicy(units)
-        model = found.find(FSDP)(plain, **arguments)
-        losses = accumulated(model, rank.rank)
-        norm = model.clip_grad_norm_(0.5) if clips else None
-        return {"losses": losses, "norm": norm, "whole": gathered_gradients(found, model)}
-
-    with groups_put_back():
-        return observe(run)
+    arguments: dict[str, Any] = {"device_id": torch.device(on) if on else None}
+    if replicas == "mesh":
+        arguments["device_mesh"] = mesh_of(lab.rank, 1)
+    else:
+        arguments["units"] = [nn.Sequential] if replicas else [Position, Nothing, Describing]
+    model = lab.wrap(built(module), strategy="HYBRID_SHARD" if replicas else strategy, **arguments)
+    losses = accumulated(model, lab.rank.rank)
+    norm = model.clip_grad_norm_(0.5) if clips else None
+    return {"losses": losses, "norm": norm, "whole": gathered_gradients(lab.library, model)}
 
 
-def one_step_of_many_units(rank: Rank, *, library: str, keeps: bool) -> Outcome:
-    found, plain = load_library(library), nn.Sequential(*(Keeping() for _ in range(4)))
-
-    def run() -> None:
-        policy = found.distributed.fsdp.wrap.ModuleWrapPolicy({Keeping})
-        model = found.find(FSDP)(plain, device_id=_CPU, auto_wrap_policy=policy)
-        output, _ = model((torch.ones(2, 3), Kept() if keeps else None))
-        output.sum().backward()
-
-    return observe(run)
+def one_step_of_many_units(lab: Lab, *, keeps: bool) -> None:
+    model = lab.wrap(nn.Sequential(*(Keeping() for _ in range(4))), units=[Keeping])
+    output, _ = model((torch.ones(2, 3), Kept() if keeps else None))
+    output.sum().backward()
 
 
-def output_after_a_step(rank: Rank, *, library: str, evaluates: bool, fused: bool) -> Outcome:
+def output_after_a_step(lab: Lab, *, evaluates: bool, fused: bool) -> torch.Tensor:
     """What the model makes of one input after a step, between whose backward and itself it may have been evaluated."""
-    found, plain = load_library(library), built("plain")
-
-    def run() -> torch.Tensor:
-        model = found.find(FSDP)(plain, device_id=torch.device("cpu"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
-        accumulated(model, rank.rank)
-        with torch.no_grad():
-            if evaluates:
-                model(torch.ones(1, 3))
-            optimizer.step()
-            return model(torch.ones(1, 3))
-
-    return observe(run)
+    model = lab.wrap(built("plain"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    accumulated(model, lab.rank.rank)
+    with torch.no_grad():
+        if evaluates:
+            model(torch.ones(1, 3))
+        optimizer.step()
+        return model(torch.ones(1, 3))
 
 
-def output_of_an_inner_module(rank: Rank, *, library: str, module: str = "plain") -> Outcome:
+def output_of_an_inner_module(lab: Lab, *, module: str = "plain") -> torch.Tensor:
     """A module inside a unit, called by itself."""
-    found, plain = load_library(library), nn.Sequential(built(module), nn.Linear(4, 2))
-
-    def run() -> torch.Tensor:
-        model = found.find(FSDP)(plain, device_id=torch.device("cpu"), use_orig_params=True)
-        return model.module[0](torch.ones(1, 3)).detach()
-
-    return observe(run)
+    model = lab.wrap(nn.Sequential(built(module), nn.Linear(4, 2)), use_orig_params=True)
+    return model.module[0](torch.ones(1, 3)).detach()
 
 
-def returned_parameters(rank: Rank, *, library: str, strategy: str, inference: bool) -> Outcome:
+def returned_parameters(lab: Lab, *, strategy: str, inference: bool) -> torch.Tensor:
     """What a model without gradients returned of its parameters, after memory of their size was written to."""
-    found, plain = load_library(library), Both()
-
-    def run() -> list[torch.Tensor]:
-        strategies = found.distributed.fsdp.ShardingStrategy
-        model = found.find(FSDP)(plain, device_id=_CPU, sharding_strategy=strategies[strategy])
-        with torch.inference_mode() if inference else torch.no_grad():
-            returned = model(torch.ones(5, 3))[1]
-        _others = [torch.zeros(numel) for numel in range(1, 64)]
-        return [returned.clone()]
-
-    return observe(run)
+    model = lab.wrap(Both(), strategy=strategy)
+    with torch.inference_mode() if inference else torch.no_grad():
+        returned = model(torch.ones(5, 3))[1]
+    _others = [torch.zeros(numel) for numel in range(1, 64)]
+    return returned.clone()
 
 
 class Full(nn.Module):
@@ -300,40 +260,28 @@ class Full(nn.Module):
         return checkpoint(self.unit, x, use_reentrant=False) if self.computed_again else self.unit(x)
 
 
-def computed_again_in_low_precision(rank: Rank, *, library: str, around: str) -> Outcome:
+def computed_again_in_low_precision(lab: Lab, *, around: str) -> list[dict[str, torch.Tensor]]:
     """Gradients without and with a region that is computed again, around a `unit` or the `root`."""
-    found = load_library(library)
+    precision = lab.api.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
 
     def gradients(computed_again: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(5)
-        model = found.find(FSDP)(
-            Full(computed_again and around == "unit"),
-            device_id=_CPU,
-            auto_wrap_policy=found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential}),
-            mixed_precision=found.distributed.fsdp.MixedPrecision(
-                param_dtype=torch.bfloat16, cast_forward_inputs=True
-            ),
-        )
+        plain = Full(computed_again and around == "unit")
+        model = lab.wrap(plain, units=[nn.Sequential], mixed_precision=precision)
         x = torch.linspace(-1, 1, 15).view(5, 3).requires_grad_()
         is_around_root = computed_again and around == "root"
         output = checkpoint(model, x, use_reentrant=False) if is_around_root else model(x)
         output.float().square().mean().backward()
-        return gathered_gradients(found, model)
+        return gathered_gradients(lab.library, model)
 
-    return observe(lambda: [gradients(False), gradients(True)])
+    return [gradients(False), gradients(True)]
 
 
-def mapped(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
+def mapped(lab: Lab, *, use_orig_params: bool) -> torch.Tensor:
     """What torch.vmap makes of a model that was never called before."""
-    found, plain = load_library(library), nn.Sequential(built("plain"), nn.Linear(4, 2))
-    nn.init.ones_(plain[1].weight)
-    nn.init.ones_(plain[1].bias)
-
-    def run() -> torch.Tensor:
-        model = found.find(FSDP)(plain, device_id=_CPU, use_orig_params=use_orig_params)
-        return torch.vmap(model)(torch.linspace(-1, 1, 12).view(2, 2, 3)).detach()
-
-    return observe(run)
+    plain = filled(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    model = lab.wrap(plain, use_orig_params=use_orig_params)
+    return torch.vmap(model)(torch.linspace(-1, 1, 12).view(2, 2, 3)).detach()
 
 
 class Doubling(nn.Linear):
@@ -345,52 +293,32 @@ class Doubling(nn.Linear):
         return super().forward(input)
 
 
-def weight_changed_in_forward(rank: Rank, *, library: str) -> Outcome:
+def weight_changed_in_forward(lab: Lab) -> torch.Tensor:
     """The whole weight afterwards, which began with ones."""
-    found, plain = load_library(library), Doubling(3, 4)
+    plain = Doubling(3, 4)
     nn.init.ones_(plain.weight)
-
-    def run() -> torch.Tensor:
-        fsdp = found.find(FSDP)
-        model = fsdp(plain, device_id=torch.device("cpu"))
-        model(torch.ones(1, 3)).sum().backward()
-        with fsdp.summon_full_params(model):
-            return model.module.weight.detach().clone()
-
-    return observe(run)
+    model = lab.wrap(plain)
+    model(torch.ones(1, 3)).sum().backward()
+    with lab.fsdp.summon_full_params(model):
+        return model.module.weight.detach().clone()
 
 
-def tied_in_two_units(rank: Rank, *, library: str) -> Outcome:
+def tied_in_two_units(lab: Lab) -> int:
     """How many parameters are left to step where two units, wrapped by hand, have one between them."""
-    found = load_library(library)
     first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     second.weight = first.weight
-
-    def run() -> int:
-        cpu = torch.device("cpu")
-        fsdp = found.find(FSDP)
-        units = nn.Sequential(fsdp(first, device_id=cpu), fsdp(second, device_id=cpu))
-        return len(list(fsdp(units, device_id=cpu).parameters()))
-
-    return observe(run)
+    return len(list(lab.wrap(nn.Sequential(lab.wrap(first), lab.wrap(second))).parameters()))
 
 
-def copied(rank: Rank, *, library: str, use_orig_params: bool) -> Outcome:
+def copied(lab: Lab, *, use_orig_params: bool) -> str:
     """A deep copy of a model with a unit inside."""
-    found, plain = load_library(library), nn.Sequential(built("plain"), nn.Linear(4, 2))
-
-    def run() -> str:
-        fsdp = found.find(FSDP)
-        arguments = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
-        plain[1] = fsdp(plain[1], **arguments)
-        return type(copy.deepcopy(fsdp(plain, **arguments))).__name__
-
-    return observe(run)
+    inner = lab.wrap(nn.Linear(4, 2), use_orig_params=use_orig_params)
+    model = lab.wrap(nn.Sequential(nn.Linear(3, 4), inner), use_orig_params=use_orig_params)
+    return type(copy.deepcopy(model)).__name__
 
 
-def tied_on_meta(rank: Rank, *, library: str, across: bool, by: str) -> Outcome:
+def tied_on_meta(lab: Lab, *, across: bool, by: str) -> tuple[int, float]:
     """Tied weights of a model on the meta device, in one unit or `across` two: how many there are in the end."""
-    found = load_library(library)
     with torch.device("meta"):
         plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, bias=False)))
     plain[1][0].weight = plain[0].weight
@@ -400,33 +328,18 @@ def tied_on_meta(rank: Rank, *, library: str, across: bool, by: str) -> Outcome:
         for parameter in module.parameters(recurse=by == "recursive function"):
             nn.init.ones_(parameter)
 
-    def run() -> tuple[int, float]:
-        fsdp = found.find(FSDP)
-        arguments = (
-            {"auto_wrap_policy": found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential})}
-            if across
-            else {}
-        )
-        if by != "reset":
-            arguments["param_init_fn"] = fill
-        model = fsdp(plain, device_id=torch.device("cpu"), use_orig_params=True, **arguments)
-        model(torch.ones(2, 4)).sum().backward()
-        with fsdp.summon_full_params(model, with_grads=True):
-            parameters = list(model.parameters())
-            return len(parameters), sum(float(parameter.grad.abs().sum()) for parameter in parameters)
-
-    return observe(run)
+    arguments = {} if by == "reset" else {"param_init_fn": fill}
+    model = lab.wrap(plain, use_orig_params=True, units=[nn.Sequential] if across else [], **arguments)
+    model(torch.ones(2, 4)).sum().backward()
+    with lab.fsdp.summon_full_params(model, with_grads=True):
+        parameters = list(model.parameters())
+        return len(parameters), sum(float(parameter.grad.abs().sum()) for parameter in parameters)
 
 
-def clipped_with_an_inf(rank: Rank, *, library: str) -> Outcome:
+def clipped_with_an_inf(lab: Lab) -> torch.Tensor:
     """Clipping that is to refuse: one rank's gradients have an inf."""
-    found, plain = load_library(library), built("plain")
-
-    def run() -> torch.Tensor:
-        model = found.find(FSDP)(plain, device_id=torch.device("cpu"))
-        accumulated(model, rank.rank)
-        if rank.rank == 0:
-            next(model.parameters()).grad[0] = torch.inf
-        return model.clip_grad_norm_(0.5, error_if_nonfinite=True, foreach=False)
-
-    return observe(run)
+    model = lab.wrap(built("plain"))
+    accumulated(model, lab.rank.rank)
+    if lab.rank.rank == 0:
+        next(model.parameters()).grad[0] = torch.inf
+    return model.clip_grad_norm_(0.5, error_if_nonfinite=True, foreach=False)

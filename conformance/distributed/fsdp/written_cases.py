@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP, clean
-from conformance.judge.library import load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
+from conformance.distributed.fsdp.fsdp_cases import gathered_parameters
+from conformance.distributed.fsdp.lab import Lab, filled
 
 
 class Forked(nn.Module):
@@ -27,10 +25,7 @@ class Forked(nn.Module):
         self.body = nn.Linear(3, 4)
         self.always = nn.Sequential(nn.Linear(4, 5))
         self.sometimes = nn.Sequential(nn.Linear(4, 5))
-        with torch.no_grad():
-            for number, parameter in enumerate(self.parameters()):
-                values = torch.linspace(-1, 1, parameter.numel() + number)[number:]
-                parameter.copy_(values.view(parameter.shape))
+        filled(self)
 
     def forward(self, x: torch.Tensor, forks: bool = False) -> torch.Tensor:
         hidden = self.body(x).tanh()
@@ -43,9 +38,7 @@ class Headed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.head = nn.Sequential(nn.Linear(3, 4)), nn.Linear(4, 2)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+        filled(self)
 
     def forward(self, x: torch.Tensor, forks: bool = False) -> torch.Tensor:
         del forks
@@ -283,38 +276,20 @@ def given_a_parameter(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
+Does = Callable[[Trainer], list[torch.Tensor]]
+Makes = Callable[[], nn.Module]
+
+
 def written(
-    rank: Rank,
-    *,
-    library: str,
-    does: Callable[[Trainer], list[torch.Tensor]],
-    strategy: str,
-    use_orig_params: bool,
-    makes: Callable[[], nn.Module] = Forked,
-) -> Outcome:
-    """Outputs that a sharded model gives, and its whole parameters in the end."""
-    found = load_library(library)
-
-    def run() -> dict[str, Any]:
-        fsdp = found.find(FSDP)
-        model = fsdp(
-            makes(),
-            sharding_strategy=getattr(found.distributed.fsdp.ShardingStrategy, strategy),
-            auto_wrap_policy=found.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Sequential}),
-            device_id=torch.device("cpu"),
-            use_orig_params=use_orig_params,
-        )
-        outputs = does(Trainer(model, [rank.rank], model.no_sync))
-        with fsdp.summon_full_params(model, writeback=False):
-            whole = {clean(name): each.detach().clone() for name, each in model.named_parameters()}
-        return {"outputs": outputs, "whole": whole}
-
-    return observe(run)
-
-
-def written_without_sharding(
-    does: Callable[[Trainer], list[torch.Tensor]], ranks: int, makes: Callable[[], nn.Module] = Forked
+    lab: Lab, *, does: Does, strategy: str, use_orig_params: bool, makes: Makes = Forked
 ) -> dict[str, Any]:
+    """Outputs that a sharded model gives, and its whole parameters in the end."""
+    model = lab.wrap(makes(), strategy=strategy, units=[nn.Sequential], use_orig_params=use_orig_params)
+    outputs = does(Trainer(model, [lab.rank.rank], model.no_sync))
+    return {"outputs": outputs, "whole": gathered_parameters(lab.library, model)}
+
+
+def written_without_sharding(does: Does, ranks: int, makes: Makes = Forked) -> dict[str, Any]:
     model = makes()
     outputs = does(Trainer(model, range(ranks), contextlib.nullcontext))
     return {"outputs": outputs, "whole": {name: each.detach() for name, each in model.named_parameters()}}

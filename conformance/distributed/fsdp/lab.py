@@ -1,0 +1,131 @@
+"""What programs for ranks are given: a rank with a library, and one small model that is wrapped with it.
+
+A program is a function `program(lab, **arguments)` of a `*_cases` module; what a rank saw comes back as an `Outcome`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, groups_put_back, wrapped
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+# Wrapped leaf by leaf: units within a chain that is none, buffers, and a unit with fewer elements than three ranks.
+_LOOKED_UP = Leaf("lookup", 3)
+TREE = ModuleTree(
+    Group((Leaf("affine", 4), Group((_LOOKED_UP, Leaf("batched")), form="tuple"), Leaf("scaled"))),
+    dtype=torch.float32,
+    seed=3,
+)
+# The same without statistics over a batch, which need more than low precision has.
+SIMPLE = replace(TREE, body=Group((Leaf("affine", 4), Group((_LOOKED_UP,), form="tuple"), Leaf("scaled"))))
+
+
+ONE_UNIT = Setup()
+
+
+class Lab:
+    """A rank with a library, and a model of `tree`: `plain` as it is built, `model` as `setup` wraps it."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        library: Library,
+        setup: Setup = ONE_UNIT,
+        tree: ModuleTree = TREE,
+        model: Any = None,
+    ) -> None:
+        self.rank, self.library, self.setup, self.tree = rank, library, setup, tree
+        if model is not None:
+            self.model = model
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        return self.tree.build()
+
+    @functools.cached_property
+    def model(self) -> Any:
+        return self.wrapped(self.plain)
+
+    def wrapped(self, model: nn.Module, setup: Setup | None = None) -> Any:
+        return wrapped(self.rank, self.library, model, setup or self.setup)
+
+    def wrap(self, module: Any, *, strategy: str = "", units: Collection[type] = (), **arguments: Any) -> Any:
+        """By the constructor itself; `units` are classes whose modules become units inside."""
+        arguments.setdefault("device_id", self.rank.device)
+        if strategy:
+            arguments["sharding_strategy"] = self.api.ShardingStrategy[strategy]
+        if units:
+            arguments["auto_wrap_policy"] = self.api.wrap.ModuleWrapPolicy(set(units))
+        return self.fsdp(module, **arguments)
+
+    @property
+    def api(self) -> Any:
+        return self.library.distributed.fsdp
+
+    @property
+    def fsdp(self) -> Any:
+        return self.library.find(FSDP)
+
+    @property
+    def units(self) -> list[Any]:
+        return self.fsdp.fsdp_modules(self.model)
+
+    def forward(self, number: int = 0) -> Any:
+        return call(self.model, self.tree, self.tree.batch(number, self.rank.rank))
+
+    def backward(self, number: int = 0) -> torch.Tensor:
+        loss = loss_of(self.forward(number))
+        loss.backward()
+        return loss.detach()
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+
+Program = Callable[..., Any]
+
+
+def run(
+    rank: Rank,
+    *,
+    library: str,
+    program: Program,
+    setup: Setup,
+    tree: ModuleTree,
+    arguments: Mapping[str, Any],
+) -> Outcome:
+    """What comes of a program on this rank."""
+    lab = Lab(rank, load_library(library), setup, tree)
+    with groups_put_back():
+        return observe(lambda: program(lab, **arguments))
+
+
+def tried(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the type and text of what it raises: for calls after which the program goes on."""
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def named(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def filled(module: nn.Module) -> Any:
+    """With numbers from -1 to 1, other ones for each parameter."""
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            values = torch.linspace(-1, 1, parameter.numel() + number, dtype=torch.float64)[number:]
+            parameter.copy_(values.view(parameter.shape))
+    return module

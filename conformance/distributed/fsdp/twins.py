@@ -1,0 +1,184 @@
+"""One program on the ranks of both libraries: what each rank saw, compared with its twin's or judged by a row.
+
+def test_apply_shows_whole_parameters(twins: Twins, strategy: str) -> None:
+    twins.agree(construct_cases.applied, leaf_by_leaf(strategy))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from conformance.distributed.fsdp.fsdp_cases import Setup, Training
+from conformance.distributed.fsdp.judging import (
+    assert_like_unsharded,
+    assert_ranks_agree,
+    outcomes,
+    without_layout,
+)
+from conformance.distributed.fsdp.lab import ONE_UNIT, TREE, Program
+from conformance.judge.deviations import DeviationJudge, StaleRow
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome
+from conformance.judge.tolerances import ONE_STEP, TRAINED, Tolerance
+from conformance.ranks import RankFault, RankPool
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+FULL = pytest.mark.profile("full")
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+both_kinds = pytest.mark.parametrize("use_orig_params", [False, True])
+
+Seen = list[Outcome]  # by rank
+
+
+def leaf_by_leaf(strategy: str = "FULL_SHARD", use_orig_params: bool = False, **more: Any) -> Setup:
+    return Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params}, **more)
+
+
+# By the setup, where it is all that a test needs of it.
+FLAT, ORIGINALS = leaf_by_leaf(), leaf_by_leaf(use_orig_params=True)
+flat_or_originals = pytest.mark.parametrize("setup", [FLAT, ORIGINALS], ids=["flat", "originals"])
+
+
+class Twins:
+    """The fixtures `twins`, `cpu_twins` and `twins_of`: both libraries on the ranks of one world."""
+
+    def __init__(
+        self, reference: Library, subject: Library, pool: RankPool, deviation: DeviationJudge | None = None
+    ) -> None:
+        self.reference, self.subject, self.pool = reference, subject, pool
+        self._deviation = deviation
+
+    def __repr__(self) -> str:
+        return f"Twins({self.reference.spec!r}, {self.subject.spec!r}, on {self.world_size} ranks)"
+
+    @property
+    def world_size(self) -> int:
+        return self.pool.world_size
+
+    @property
+    def is_alone(self) -> bool:
+        """A rank alone shards nothing, and so knows few of torch's faults."""
+        return self.world_size == 1
+
+    def of(self, library: Library, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> Seen:
+        """What every rank of a library saw of a program; `arguments` are its own, but for the model's `tree`."""
+        limits = {name: arguments.pop(name) for name in ("deadline_s",) if name in arguments}
+        asked = {"program": program, "setup": setup, "tree": arguments.pop("tree", TREE)}
+        return outcomes(self.pool, library, "lab:run", arguments=arguments, **asked, **limits)
+
+    def of_both(self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> tuple[Seen, Seen]:
+        return self.of(self.reference, program, setup, **arguments), self.of_subject(
+            program, setup, **arguments
+        )
+
+    def of_subject(self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> Seen:
+        return self.of(self.subject, program, setup, **arguments)
+
+    def values(self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> list[Any]:
+        """What the program returned on every rank of the subject."""
+        return values_of(self.of_subject(program, setup, **arguments))
+
+    def agree(
+        self,
+        program: Program,
+        setup: Setup = ONE_UNIT,
+        tolerance: Tolerance = ONE_STEP,
+        *,
+        may_raise: bool = False,
+        **arguments: Any,
+    ) -> Seen:
+        """Judge rank by rank; gives what the subject's saw."""
+        expected, actual = self.of_both(program, setup, **arguments)
+        assert_ranks_agree(expected, actual, tolerance)
+        if not may_raise:
+            values_of(actual)
+        return actual
+
+    def deviate(
+        self,
+        program: Program,
+        setup: Setup = ONE_UNIT,
+        *,
+        we_do: Callable[[Any], bool],
+        torch_does: Callable[[Any], bool] | None = None,
+        may_agree: bool = False,
+        may_fault: bool = False,
+        **arguments: Any,
+    ) -> None:
+        """Judge by the row that the test names, as `DeviationJudge.judge` does."""
+
+        def seen(library: Library) -> Seen | RankFault:
+            try:
+                return self.of(library, program, setup, **arguments)
+            except RankFault as fault:
+                if may_fault:
+                    return fault
+                raise
+
+        self.judge(seen, we_do=we_do, torch_does=torch_does, may_agree=may_agree)
+
+    def judge(self, probe: Callable[[Library], Any], **sides: Any) -> None:
+        assert self._deviation is not None, "the test names no row of deviations.toml"
+        self._deviation.judge(probe, **sides)
+
+    def trained(self, library: Library, training: Training, **limits: Any) -> Seen:
+        return outcomes(self.pool, library, "fsdp_cases:train", training=training, **limits)
+
+    def train(self, training: Training, tolerance: Tolerance = TRAINED, **limits: Any) -> None:
+        """Judge twice: rank by rank as torch does, and as one process does unsharded; `limits` are the pool's."""
+        seen = [self.trained(library, training, **limits) for library in (self.reference, self.subject)]
+        if training.mixes_frozen_with_trained:
+            seen = [[without_layout(outcome) for outcome in ranks] for ranks in seen]
+        assert_ranks_agree(*seen, tolerance)
+        assert_like_unsharded(seen[1], training, tolerance)
+
+
+def torch_cannot(
+    what: str, program: Program, setup: Setup = ONE_UNIT, *, sizes: Sequence[int] = (2,), **arguments: Any
+) -> None:
+    """Assert a row of `reference_limits.toml`, in pools that are thrown away: ranks may have been left hanging."""
+    torch = Library("torch")
+    for size in sizes:
+        with RankPool(size) as pool:
+            try:
+                seen = Twins(torch, torch, pool).of_subject(program, setup, **arguments)
+            except RankFault:
+                continue
+            if all(outcome.raised is None for outcome in seen):
+                raise StaleRow(f"torch {what}")
+
+
+def values_of(seen: Sequence[Outcome]) -> list[Any]:
+    for rank, outcome in enumerate(seen):
+        assert outcome.raised is None, f"rank {rank} raised {outcome.raised}"
+    return [outcome.value for outcome in seen]
+
+
+def each(holds: Callable[[Any], bool]) -> Callable[[Seen | RankFault], bool]:
+    """Whether no rank raised, and it holds of what every one saw."""
+
+    def do(seen: Seen | RankFault) -> bool:
+        return not isinstance(seen, RankFault) and all(
+            one.raised is None and bool(holds(one.value)) for one in seen
+        )
+
+    return do
+
+
+def raises(kind: type[Exception], text: str = "") -> Callable[[Seen], bool]:
+    """Whether every rank raised this."""
+    return lambda seen: all(
+        one.raised is not None and one.raised.kind is kind and text in one.raised.text for one in seen
+    )
+
+
+def holds(check: Callable[..., Any], *arguments: Any, **more: Any) -> bool:
+    """Whether an assertion holds."""
+    try:
+        check(*arguments, **more)
+    except AssertionError:
+        return False
+    return True
