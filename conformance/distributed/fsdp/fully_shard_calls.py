@@ -63,7 +63,7 @@ class Scene:
         self.optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.5)
         self.losses: list[torch.Tensor] = []
         self.handles: list[Any] = []
-        self.told: list[Any] = []
+        self.reported: list[Any] = []
         self.event: Callable[[], Any] = lambda: None
         self._forwards = 0
         for unit in self.units:
@@ -72,12 +72,12 @@ class Scene:
 
     def make(self, one: Call) -> Any:
         dist.barrier()
-        self.told.clear()
+        self.reported.clear()
         made = tried(lambda: self._made(one))
         return {
             "call": str(one),
             "made": made,
-            "told": sorted(self.told, key=str),  # gathers and reductions may overtake each other
+            "reported": sorted(self.reported, key=str),  # gathers and reductions may overtake each other
             "keeps the event": self.event() is not None,
             # Behind an exception anything may be there, until it is reset.
             "registered": {} if one.name in _FAILING else registered(self.model),
@@ -240,26 +240,26 @@ _OF_THE_SCENE: dict[str, Callable[[Scene, Call], Any]] = {
 # -- objects that methods are handed
 
 
-class _Told:
+class _Reporting:
     """Communication of our own: does what the default does, and says what it was asked for."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self._scene.told.append(["allocate", list(size), str(dtype), str(device)])
+        self._scene.reported.append(["allocate", list(size), str(dtype), str(device)])
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class ToldAllGather(_Told):
+class ReportingAllGather(_Reporting):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        self._scene.told.append(["gather", input_tensor.numel(), async_op])
+        self._scene.reported.append(["gather", input_tensor.numel(), async_op])
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class ToldReduceScatter(_Told):
+class ReportingReduceScatter(_Reporting):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -268,13 +268,13 @@ class ToldReduceScatter(_Told):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        self._scene.told.append(["scatter", output_tensor.numel(), str(op), async_op])
+        self._scene.reported.append(["scatter", output_tensor.numel(), str(op), async_op])
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _doubling(scene: Scene) -> Callable[[torch.Tensor], None]:
     def double(reduced: torch.Tensor) -> None:
-        scene.told.append(["hook", reduced.numel(), str(reduced.dtype)])
+        scene.reported.append(["hook", reduced.numel(), str(reduced.dtype)])
         reduced.mul_(2)
 
     return double
@@ -291,8 +291,8 @@ def _event(scene: Scene) -> _Event:
 
 
 _OBJECTS: dict[str, Callable[[Scene], Any]] = {
-    "an all-gather": ToldAllGather,
-    "a reduce-scatter": ToldReduceScatter,
+    "an all-gather": ReportingAllGather,
+    "a reduce-scatter": ReportingReduceScatter,
     "a doubling hook": _doubling,
     "an event": _event,
     "a stream": lambda scene: torch.cpu.Stream(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -188,7 +188,7 @@ def policies(library: Library) -> list[Any]:
     fsdp = library.distributed.fsdp
     mixed, offload, dims = fsdp.MixedPrecisionPolicy, fsdp.CPUOffloadPolicy, fsdp.DataParallelMeshDims
 
-    def told(make: Callable[[], Any]) -> Any:
+    def reported(make: Callable[[], Any]) -> Any:
         made = tried(make)
         return made if isinstance(made, str) else {"is": repr(made).rpartition(".")[2], **vars(made)}
 
@@ -196,19 +196,19 @@ def policies(library: Library) -> list[Any]:
         mixed().param_dtype = torch.float16
 
     return [
-        told(mixed),
-        told(lambda: mixed(torch.bfloat16, torch.float32, torch.float16, False)),
+        reported(mixed),
+        reported(lambda: mixed(torch.bfloat16, torch.float32, torch.float16, False)),
         tried(frozen),
         mixed() == mixed(None),
         hash(mixed()) == hash(mixed(None)),
-        told(fsdp.OffloadPolicy),
-        told(offload),
-        told(lambda: offload(pin_memory=False)),
+        reported(fsdp.OffloadPolicy),
+        reported(offload),
+        reported(lambda: offload(pin_memory=False)),
         offload() == offload(True),
         isinstance(offload(), fsdp.OffloadPolicy),
-        told(dims),
-        told(lambda: dims(shard="data")),
-        told(lambda: dims(replicate=("a", "b"))),
+        reported(dims),
+        reported(lambda: dims(shard="data")),
+        reported(lambda: dims(replicate=("a", "b"))),
         *(getattr(dims(*given), name) for given in (("data", ("a", "b")), ((), "b")) for name in _NAMES),
         fsdp.UnshardHandle().wait(),
     ]
@@ -359,7 +359,7 @@ class Halved(torch.Tensor):
     """Holds values that travel in float32, as halves of them, with their double as the factor."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Halved:
+    def __new__(cls, inner: torch.Tensor) -> Any:
         return torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=inner.device
         )
@@ -383,7 +383,7 @@ class Halved(torch.Tensor):
             *torch.utils._pytree.tree_map(bare, args), **torch.utils._pytree.tree_map(bare, kwargs or {})
         )
         if func in _KEEPING:
-            made = torch.utils._pytree.tree_map_only(torch.Tensor, Halved, made)
+            made = torch.utils._pytree.tree_map_only(torch.Tensor, cls, made)
             return args[0] if func is torch.ops.aten.copy_.default else made
         return made
 
@@ -402,12 +402,45 @@ class Halved(torch.Tensor):
     ) -> Any:
         halves, factors = gathered
         rows = metadata[0]
-        values = (halves.to(dtype) * factors.to(dtype))[:rows]
-        if out is not None:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-                out.copy_(values)
-            return None
+        return _unsharded((halves.to(dtype) * factors.to(dtype))[:rows], out)
+
+
+def _unsharded(values: torch.Tensor, out: torch.Tensor | None) -> Any:
+    """The first time what was made, with the memory that it lies in; then `out` is to have it."""
+    if out is None:
         return values, (values,)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(values)
+    return None
+
+
+class Quantised(Halved):
+    """Travels in 8 bits, with a scale for each rank's rows; is handed the mesh alone."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
+        scale = self.inner.abs().amax().clamp(min=1e-6) / 127
+        return ((self.inner / scale).round().to(torch.int8), scale.reshape(1)), mesh.size()
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[torch.Tensor, ...],
+        metadata: Any,
+        dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        bits, scales = gathered
+        values = bits.view(metadata, -1).to(dtype) * scales.to(dtype)[:, None]
+        return _unsharded(values.view(bits.shape), out)
+
+
+class OneMethod(Halved):
+    fsdp_post_all_gather = property()  # type: ignore[assignment]
+
+
+class TwoArguments(Halved):
+    def fsdp_pre_all_gather(self, mesh: Any, policy: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError
 
 
 _ATEN = torch.ops.aten
@@ -425,11 +458,14 @@ _KEEPING = {
 }
 
 
-def extended(site: Site, steps: int = 2) -> dict[str, Any]:
+def extended(
+    site: Site, kind: str, policy: Mapping[str, Any] | None = None, steps: int = 2
+) -> dict[str, Any]:
+    inner = site.model.body.parts[0].inner
     for name in ("weight", "bias"):
-        inner = site.model.body.parts[0].inner
-        setattr(inner, name, nn.Parameter(Halved(getattr(inner, name).detach())))
-    site.leaf_by_leaf()
+        setattr(inner, name, nn.Parameter(globals()[kind](getattr(inner, name).detach())))
+    site.leaf_by_leaf(mp_policy=site.fsdp.MixedPrecisionPolicy(**(policy or {})))
+    optimizer = torch.optim.SGD(site.model.parameters(), 0.1)
     losses, gradients = [], []
     for number in range(steps):
         loss = site.forward(number)
@@ -442,5 +478,25 @@ def extended(site: Site, steps: int = 2) -> dict[str, Any]:
                 if parameter.grad is not None
             }
         )
+        optimizer.step()
     dist.barrier()
-    return {"losses": losses, "gradients": gradients}
+    return {"losses": losses, "gradients": gradients, "registered": registered(site.model)}
+
+
+def extended_by_hand() -> torch.Tensor:
+    """The first loss of one rank whose first part has lost what halves in float32 do not hold."""
+    model = TREE.build()
+    inner = model.body.parts[0].inner
+    for parameter in (inner.weight, inner.bias):
+        parameter.data = (parameter.data / 2).float().double() * 2
+    return loss_of(call(model, TREE, TREE.batch(0, 0))).detach()
+
+
+def unpadded(site: Site) -> str:
+    """Three rows, of which the last rank has fewer; nobody goes on to gather."""
+    linear = nn.Linear(2, 3, bias=False)
+    linear.weight = nn.Parameter(Halved(linear.weight.detach()))
+    site.shard(linear)
+    if site.rank.rank < site.rank.world_size - 1:
+        return "not here"
+    return tried(lambda: linear(torch.ones(1, 2)))

@@ -44,8 +44,8 @@ def assert_trains(
     assert_ranks_agree(*seen, tolerance)
     if is_exact:
         assert_like_unsharded(seen[1], training.plain, tolerance)
-    for most, got in zip(*sent, strict=True):
-        for allowed, step in zip(most, got, strict=True):
+    for most, actual in zip(*sent, strict=True):
+        for allowed, step in zip(most, actual, strict=True):
             assert counts(step) <= counts(allowed), [str(call) for call in step]
             assert bytes_by_kind(step) <= bytes_by_kind(allowed), [str(call) for call in step]
 

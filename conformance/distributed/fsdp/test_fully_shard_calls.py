@@ -55,13 +55,13 @@ def played(
         traces.append([list(trace) for trace in pool.traces])
     assert_ranks_agree(*seen)
     assert seen[1][0].raised is None, seen[1][0].raised
-    for most, got in zip(*traces, strict=True):
-        assert counts(got) <= counts(most), f"{told(got)}; torch {told(most)}"
-        assert bytes_by_kind(got) <= bytes_by_kind(most), f"{told(got)}; torch {told(most)}"
+    for most, actual in zip(*traces, strict=True):
+        assert counts(actual) <= counts(most), f"{reported(actual)}; torch {reported(most)}"
+        assert bytes_by_kind(actual) <= bytes_by_kind(most), f"{reported(actual)}; torch {reported(most)}"
     return traces[0], traces[1]
 
 
-def told(trace: Trace) -> list[str]:
+def reported(trace: Trace) -> list[str]:
     return [str(call) for call in trace]
 
 
@@ -189,8 +189,11 @@ def test_units_are_gathered_when_torchs_are(
     subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
 ) -> None:
     """Barriers stand in the traces wherever a unit begins to compute."""
-    for wanted, got in zip(*played(rank_pool, (reference, subject), calls), strict=True):
-        assert gathers_before_barriers(got) == gathers_before_barriers(wanted), (told(got), told(wanted))
+    for expected, actual in zip(*played(rank_pool, (reference, subject), calls), strict=True):
+        assert gathers_before_barriers(actual) == gathers_before_barriers(expected), (
+            reported(actual),
+            reported(expected),
+        )
 
 
 _FACTOR, _UNUSED = "set_gradient_divide_factor", "set_reduce_scatter_unused_params"
@@ -242,6 +245,29 @@ def test_replicas_reduce_as_they_are_told(subject: Library, reference: Library, 
     played(rank_pool, (reference, subject), calls, sharding=Sharding(ranks="replicas"))
 
 
+def assert_leaves(
+    deviation: DeviationJudge,
+    reference: Library,
+    pool: RankPool,
+    calls: Sequence[Call],
+    like: Sequence[Call],
+    sharding: Sharding = LEAVES,
+) -> None:
+    """torch does something else; we do for the first of `calls`, and leave behind all, what `like` makes torch do."""
+
+    def probe(library: Library, calls: Sequence[Call] = calls) -> list[Any]:
+        seen = outcomes(pool, library, "fully_shard_calls:play", calls=calls, sharding=sharding)
+        return [
+            one
+            if one.raised is not None
+            else replace(one, value=[one.value["seen"][0]["made"], one.value["held"]])
+            for one in seen
+        ]
+
+    expected = probe(reference, like)
+    deviation.judge(probe, we_do=lambda seen: does_as(expected, seen))
+
+
 @clause("distributed.fsdp.fully_shard.factor_of_one_rank")
 @pytest.mark.deviation("fully_shard.factor_of_one_rank")
 @pytest.mark.world_sizes(fewest=2)
@@ -249,15 +275,9 @@ def test_a_factor_divides_once_where_one_rank_has_all(
     deviation: DeviationJudge, reference: Library, rank_pool: RankPool
 ) -> None:
     """In float64. The number of ranks is what is divided by unless something else is asked for."""
-    asked = (setting(_FACTOR, factor=float(rank_pool.world_size)), *TRAIN)
-
-    def probe(library: Library, calls: Sequence[Call] = asked) -> list[Any]:
-        replicas = Sharding(ranks="replicas")
-        seen = outcomes(rank_pool, library, "fully_shard_calls:play", calls=calls, sharding=replicas)
-        return [replace(one, value=one.value["held"]) if one.raised is None else one for one in seen]
-
-    expected = probe(reference, TRAIN)
-    deviation.judge(probe, we_do=lambda seen: does_as(expected, seen))
+    calls = (setting("unshard"), setting(_FACTOR, factor=float(rank_pool.world_size)), *TRAIN)
+    like = (setting("unshard"), *TRAIN)
+    assert_leaves(deviation, reference, rank_pool, calls, like, Sharding(ranks="replicas"))
 
 
 @clause("distributed.fsdp.fully_shard.sums_alone")
@@ -268,7 +288,7 @@ def test_sums_alone_where_it_is_told(subject: Library, reference: Library, rank_
     for trace in played(rank_pool, (reference, subject), (*force, *TRAIN), tree=FLOAT32)[1]:
         # An all-to-all, behind which the receivers add up, reduces by none.
         ops = {call.reduce_op for call in trace if kind(call) == "scatter"}
-        assert ops <= {"SUM", ""}, told(trace)
+        assert ops <= {"SUM", ""}, reported(trace)
 
 
 _SEPARATE = "set_separate_reduce_scatter_group"
@@ -288,7 +308,7 @@ def test_gradients_go_by_a_group_of_their_own(
     for trace in played(rank_pool, (reference, subject), calls, names_groups=True)[1]:
         gathering = {call.group for call in trace if kind(call) == "gather"}
         is_shared = [call.group in gathering for call in trace if kind(call) == "scatter"]
-        assert [is_shared[step * 5 :][:5].count(True) for step in range(3)] == [4, 0, 5], told(trace)
+        assert [is_shared[step * 5 :][:5].count(True) for step in range(3)] == [4, 0, 5], reported(trace)
 
 
 @clause("distributed.fsdp.fully_shard.reset_iter_state")
@@ -316,14 +336,29 @@ def test_gradients_of_a_failed_backward_are_gone(
 ) -> None:
     """Those that it has shown in `.grad` are the user's to clear."""
     failing = (*TRAIN, Call("failing backward", 1), setting("reset_iter_state"), Call("zero_grad"), *TRAIN)
-
-    def probe(library: Library, calls: Sequence[Call] = failing) -> list[Any]:
-        seen = outcomes(rank_pool, library, "fully_shard_calls:play", calls=calls, sharding=LEAVES)
-        return [replace(one, value=one.value["held"]) if one.raised is None else one for one in seen]
-
     # A look takes the batch of the backward that failed.
-    expected = probe(reference, (*TRAIN, LOOK, *TRAIN))
-    deviation.judge(probe, we_do=lambda seen: does_as(expected, seen))
+    assert_leaves(deviation, reference, rank_pool, failing, (*TRAIN, LOOK, *TRAIN))
+
+
+@clause("distributed.fsdp.fully_shard.reset_of_accumulation")
+@pytest.mark.deviation("fully_shard.reset_of_accumulation")
+@pytest.mark.world_sizes(fewest=2)
+def test_gradients_that_were_not_synchronised_are_gone(
+    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
+) -> None:
+    first, then = (setting(_SYNC, requires_gradient_sync=synced) for synced in (False, True))
+    calls = (first, FORWARD, BACKWARD, setting("reset_iter_state"), then, *TRAIN)
+    assert_leaves(deviation, reference, rank_pool, calls, (first, LOOK, then, *TRAIN))
+
+
+@clause("distributed.fsdp.fully_shard.reset_before_all")
+@pytest.mark.deviation("fully_shard.reset_before_all")
+def test_there_may_be_nothing_to_reset(
+    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
+) -> None:
+    calls = (setting("reset_iter_state"), *TRAIN)
+    harmless = setting("set_is_last_backward", is_last_backward=True)
+    assert_leaves(deviation, reference, rank_pool, calls, (harmless, *TRAIN))
 
 
 @clause("distributed.fsdp.fully_shard.conversions")

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from conformance.distributed.fsdp import fully_shard_construct_cases as cases
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
 from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge, does_as
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.ranks import RankPool
@@ -18,12 +20,12 @@ from conformance.ranks import RankPool
 def assert_probes_agree(
     pool: RankPool, libraries: tuple[Library, Library], asks: Callable[..., Any], **arguments: Any
 ) -> list[Outcome]:
-    wanted, got = (
+    expected, actual = (
         outcomes(pool, library, "fully_shard_construct_cases:probe", asks=asks, **arguments)
         for library in libraries
     )
-    assert_ranks_agree(wanted, got)
-    return got
+    assert_ranks_agree(expected, actual)
+    return actual
 
 
 @clause("distributed.fsdp.fully_shard.refusals")
@@ -35,21 +37,21 @@ def test_refuses(subject: Library, reference: Library, rank_pool: RankPool, way:
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.world_sizes(fewest=2)
 def test_refuses_uneven_columns(subject: Library, reference: Library, rank_pool: RankPool) -> None:
-    (got, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.uneven)
-    assert got.raised is not None
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.uneven)
+    assert actual.raised is not None
 
 
 @clause("distributed.fsdp.fully_shard.module_class")
 def test_modules_get_a_class_of_their_own(subject: Library, reference: Library, rank_pool: RankPool) -> None:
-    (got, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.attributes)
-    assert got.raised is None, got.raised
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.attributes)
+    assert actual.raised is None, actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.policies")
 def test_policies_are_plain_objects(subject: Library, reference: Library) -> None:
-    wanted, got = (observe(cases.policies, library) for library in (reference, subject))
-    assert_same_outcome(wanted, got)
-    assert got.raised is None, got.raised
+    expected, actual = (observe(cases.policies, library) for library in (reference, subject))
+    assert_same_outcome(expected, actual)
+    assert actual.raised is None, actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.meta_device")
@@ -57,10 +59,10 @@ def test_policies_are_plain_objects(subject: Library, reference: Library) -> Non
 def test_begins_on_the_meta_device(
     subject: Library, reference: Library, rank_pool: RankPool, materialises: str
 ) -> None:
-    (got, *_) = assert_probes_agree(
+    (actual, *_) = assert_probes_agree(
         rank_pool, (reference, subject), cases.from_meta, materialises=materialises
     )
-    assert (got.raised is None) == bool(materialises), got.raised
+    assert (actual.raised is None) == bool(materialises), actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.training_tools")
@@ -72,8 +74,8 @@ def test_gradients_are_clipped(subject: Library, reference: Library, rank_pool: 
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("overflows", [False, True])
 def test_steps_are_scaled(subject: Library, reference: Library, rank_pool: RankPool, overflows: bool) -> None:
-    (got, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.scaled, overflows=overflows)
-    assert got.raised is None, got.raised
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.scaled, overflows=overflows)
+    assert actual.raised is None, actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.register_fsdp_forward_method")
@@ -86,8 +88,8 @@ def test_other_methods_compute(
 
 @clause("distributed.fsdp.fully_shard.share_comm_ctx")
 def test_two_models_share(subject: Library, reference: Library, rank_pool: RankPool) -> None:
-    (got, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.shared_context)
-    assert got.raised is None, got.raised
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.shared_context)
+    assert actual.raised is None, actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.dp_mesh_dims")
@@ -112,16 +114,59 @@ def test_shards_over_named_dimensions(
     names: tuple[str, ...],
     world_size: int,
 ) -> None:
-    (got, *_) = assert_probes_agree(
+    (actual, *_) = assert_probes_agree(
         ranks(2), (reference, subject), cases.on_whole_mesh, dims=dims, sizes=sizes, names=names
     )
-    assert got.raised is None, got.raised
+    assert actual.raised is None, actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.extensions")
-@pytest.mark.world_sizes(
-    fewest=2
-)  # in a world of one torch takes the first of several gathered tensors alone
-def test_tensors_say_how_they_are_gathered(subject: Library, reference: Library, rank_pool: RankPool) -> None:
-    (got, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.extended)
-    assert got.raised is None, got.raised
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("Halved", {}), ("Halved", {"param_dtype": torch.float32}), ("Quantised", {})]
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_tensors_say_how_they_are_gathered(
+    subject: Library, reference: Library, rank_pool: RankPool, kind: str, policy: dict[str, Any]
+) -> None:
+    (actual, *_) = assert_probes_agree(
+        rank_pool, (reference, subject), cases.extended, kind=kind, policy=policy
+    )
+    assert actual.raised is None, actual.raised
+
+
+@clause("distributed.fsdp.fully_shard.extensions")
+@pytest.mark.parametrize("kind", ["OneMethod", "TwoArguments"])
+def test_refuses_half_an_extension(
+    subject: Library, reference: Library, rank_pool: RankPool, kind: str
+) -> None:
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.extended, kind=kind)
+    assert actual.raised is not None
+
+
+@clause("distributed.fsdp.fully_shard.extensions")
+@pytest.mark.world_sizes(fewest=2)
+def test_refuses_what_is_gathered_without_padding(
+    subject: Library, reference: Library, rank_pool: RankPool
+) -> None:
+    """Of the rank that it is missing on."""
+    *_, actual = assert_probes_agree(rank_pool, (reference, subject), cases.unpadded)
+    assert actual.raised is None, actual.raised
+
+
+@clause("distributed.fsdp.fully_shard.extensions_of_one_rank")
+@pytest.mark.deviation("fully_shard.extensions_of_one_rank")
+def test_one_rank_is_handed_all_that_is_gathered(
+    deviation: DeviationJudge, ranks: Callable[..., RankPool]
+) -> None:
+    """In float64, of which halves in float32 lose some."""
+
+    def probe(library: Library) -> list[Outcome]:
+        return outcomes(
+            ranks(1), library, "fully_shard_construct_cases:probe", asks=cases.extended, kind="Halved"
+        )
+
+    expected = cases.extended_by_hand()
+    deviation.judge(
+        probe,
+        we_do=lambda seen: seen[0].raised is None and does_as(expected, seen[0].value["losses"][0].values),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,11 @@ from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._module_state import state_of
 from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._policies import DataParallelMeshDims
+
+# By the group that shards, which ends with them.
+_backward_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def check_module(module: Any) -> None:
@@ -45,32 +51,45 @@ def check_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
 
 
-def groups_of(mesh: DeviceMesh) -> Groups:
+def groups_of(mesh: DeviceMesh, backward_mesh: DeviceMesh | None) -> Groups:
     shard = mesh.get_group(mesh.ndim - 1)
     replicate = mesh.get_group(0) if mesh.ndim == 2 else None
     return Groups(
         shard if shard.size() > 1 else None,
         replicate if replicate is not None and replicate.size() > 1 else None,
+        None if backward_mesh is None else backward_mesh.get_group(1),
     )
 
 
-def checked_reshard(wanted: Any, world: int) -> bool | None:
-    if wanted is None or isinstance(wanted, bool):
-        return wanted
-    if not isinstance(wanted, int):
+def checked_reshard(asked: Any, world: int) -> bool | int | None:
+    """A number only if it is neither one rank nor all."""
+    if asked is None or isinstance(asked, bool):
+        return asked
+    if not isinstance(asked, int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the "
-            f"group size to reshard to, not {wanted}"
+            f"group size to reshard to, not {asked}"
         )
-    if wanted < 1 or wanted > world or world % wanted:
+    if asked < 1 or asked > world or world % asked:
         raise ValueError(
-            f"If passing reshard_after_forward as an int, it should be a factor of {world}, not {wanted}"
+            f"If passing reshard_after_forward as an int, it should be a factor of {world}, not {asked}"
         )
-    if wanted not in (1, world):
-        raise NotImplementedError(
-            f"resharding to {wanted} of {world} ranks is not there yet; pass True to reshard to all, or False"
-        )
-    return wanted == world
+    return asked if asked not in (1, world) else asked == world
+
+
+def backward_mesh_of(mesh: DeviceMesh, reshards: bool | int | None) -> DeviceMesh | None:
+    """Of as many ranks in its second dimension as a module reshards to behind a forward; None if that is a bool.
+
+    Collectives: makes its groups, once for each group that parameters are sharded over.
+    """
+    if type(reshards) is not int:
+        return None
+    ranks = mesh.mesh.view(-1, reshards)
+    made = _backward_meshes.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    key = tuple(map(tuple, ranks.tolist()))
+    if key not in made:
+        made[key] = DeviceMesh(mesh.device_type, ranks)
+    return made[key]
 
 
 def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -24,6 +24,9 @@ class Groups:
 
     shard: dist.ProcessGroup | None  # None: nothing is sharded
     replicate: dist.ProcessGroup | None
+    backward: dist.ProcessGroup | None = (
+        None  # of the first, those that gather again for a backward; None: all
+    )
 
     @property
     def shard_size(self) -> int:
@@ -45,7 +48,11 @@ class Groups:
     @cached_property
     def order_checkers(self) -> dict[dist.ProcessGroup, CollectiveOrderChecker]:
         """About the order of the collectives in each group."""
-        return {group: order_checker_of(group) for group in (self.shard, self.replicate) if group is not None}
+        return {
+            group: order_checker_of(group)
+            for group in (self.shard, self.replicate, self.backward)
+            if group is not None
+        }
 
 
 def predivide_factor(size: float) -> float:

@@ -69,8 +69,14 @@ class ModuleState:
         return self.unit.param_groups
 
     def _before_state_dict(self, *_: Any, **__: Any) -> None:
+        self.reshard()
+
+    def reshard(self) -> None:
+        """The modules see the shards."""
         if self.has_root:
             self.unit.reshard()
+            for group in self.groups:
+                group.drop_parts()
 
     # the root
 
@@ -220,6 +226,7 @@ class ModuleState:
             state._yet_to_run.clear()
             state.unit.abandon_forward()
             state.unit.abandon_backward()
+            state.reshard()
             for group in state.groups:
                 group.gradients.forget()
         self._root.reset()

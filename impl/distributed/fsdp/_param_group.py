@@ -162,8 +162,8 @@ class ParamGroup(Protocol):
         """Have the modules see what is unsharded."""
         ...
 
-    def use_sharded_views(self) -> None:
-        """Have the modules see the shards, or what stands for them."""
+    def use_sharded_views(self, *, behind_forward: bool = False) -> None:
+        """Have the modules see the shards, or what stands for them; behind a forward, what is kept for a backward."""
 
     def free(self) -> None:
         """Free the memory of what is unsharded, in every dtype."""

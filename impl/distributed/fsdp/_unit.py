@@ -165,7 +165,7 @@ class Unit(Generic[_Group]):
             if all(group.keeps_after_forward(*kept) for group in self.param_groups):
                 self._show_kept()
             else:
-                self.reshard()
+                self.reshard(behind_forward=True)
             return outputs
 
     def _entries(self, outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
@@ -345,11 +345,11 @@ class Unit(Generic[_Group]):
         self._gathered = root.streams.record(StreamRole.GATHER)
         self._dtypes = dtypes
 
-    def reshard(self) -> None:
+    def reshard(self, *, behind_forward: bool = False) -> None:
         """Free what is unsharded; the modules see the sharded views."""
         if not self.is_unsharded:
             return
-        self._use_sharded_views()
+        self._use_sharded_views(behind_forward=behind_forward)
         if self.summoned:
             return
         self._dtypes = None
@@ -373,11 +373,11 @@ class Unit(Generic[_Group]):
         for group in self.param_groups:
             group.free()
 
-    def _use_sharded_views(self) -> None:
+    def _use_sharded_views(self, *, behind_forward: bool = False) -> None:
         for one in self.summoned:
             one.use_summoned_params()
         for group in () if self.summoned else self.param_groups:
-            group.use_sharded_views()
+            group.use_sharded_views(behind_forward=behind_forward)
 
     def _show_kept(self) -> None:
         if not all(group.shows_what_is_kept for group in self.param_groups):

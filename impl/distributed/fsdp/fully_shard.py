@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._config import Config
 from impl.distributed.fsdp._fully_shard_init import (
+    backward_mesh_of,
     check_mesh,
     check_module,
     checked_reshard,
@@ -27,7 +28,8 @@ from impl.distributed.fsdp._fully_shard_init import (
     refuse_twice,
     sharded_dim,
 )
-from impl.distributed.fsdp._layout.per_param import DTensorGroup, GroupOptions
+from impl.distributed.fsdp._layout.group_options import GroupOptions
+from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._managed import mark_modules
 from impl.distributed.fsdp._module_state import ModuleState, state_of
@@ -57,7 +59,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     Args:
         module: one, or a list of them that are gathered together.
         mesh: of one dimension to shard over, or two: to replicate and to shard over; by default all ranks.
-        reshard_after_forward: whether parameters are freed between forward and backward; None: but for the root's.
+        reshard_after_forward: whether parameters are freed between forward and backward; None: but for the root's. A
+            number: each rank keeps what as many ranks gather again for the backward.
         shard_placement_fn: the dimension by which a parameter is sharded, as a `Shard`; None: the first.
         mp_policy: dtypes.
         offload_policy: a CPUOffloadPolicy keeps parameters, gradients and optimizer states on the CPU.
@@ -68,11 +71,11 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         `module`.
     Raises:
         ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit.
-        NotImplementedError: a parameter is a DTensor already or not contiguous; a number of ranks to reshard to that
-            is neither 1 nor all; uneven columns.
+        NotImplementedError: a parameter is a DTensor already or not contiguous; uneven columns.
     Sync: none. Collectives: none, but those that make a mesh; in forward and backward of each unit an all-gather, and
         a reduce-scatter of the gradients; with replicas an all-reduce.
-    Source: torch.distributed.fsdp.fully_shard 2.13; differences: what raises NotImplementedError above.
+    Source: torch.distributed.fsdp.fully_shard 2.13; differences: a parameter that is a DTensor already;
+        what says itself how it is gathered is resharded to all ranks, whatever number is given.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -90,8 +93,9 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         raise NotImplementedError(
             "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
         )
-    groups = groups_of(mesh)
     reshards = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    backward_mesh = backward_mesh_of(mesh, reshards)
+    groups = groups_of(mesh, backward_mesh)
     modules = [module] if isinstance(module, nn.Module) else outermost(module)
     for one in modules:
         refuse_twice(one)
@@ -115,8 +119,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         )
         for one in managed
     ]
-    options = GroupOptions(mp_policy.param_dtype, mp_policy.reduce_dtype, reshards)
-    param_groups = [DTensorGroup(params, groups, options, device, offloads)] if params else []
+    options = GroupOptions(mp_policy.param_dtype, mp_policy.reduce_dtype, reshards, policy=mp_policy)
+    param_groups = [DTensorGroup(params, groups, options, device, offloads, backward_mesh)] if params else []
     unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
     ModuleState(modules, unit, mp_policy, device)
     mark_modules(owners)
@@ -182,9 +186,11 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the unsharded parameters of this module; its modules show the shards. Collectives: none."""
-        unit = self._state.unit
-        if self._state.has_root and not (unit.phase in FORWARDS and self._keeps()):
-            unit.reshard()
+        state = self._state
+        if not state.has_root or state.unit.phase not in FORWARDS:
+            state.reshard()
+        elif not self._keeps():
+            state.unit.reshard(behind_forward=True)
 
     def _keeps(self) -> bool:
         unit = self._state.unit

@@ -167,8 +167,9 @@ class FlatParamHandle:
         self.uses_unsharded_views = True
         return unsharded
 
-    def use_sharded_views(self) -> None:
+    def use_sharded_views(self, *, behind_forward: bool = False) -> None:
         """Have the modules see the sharded views."""
+        del behind_forward
         self._registration.register(self.sharded_views)
         self.uses_unsharded_views = False
 

@@ -52,6 +52,7 @@ class ShardedParam:
         self.info = managed.info
         self.name = managed.info.name
         self.origin = _origin_of(parameter)
+        self.mesh = mesh
         self.replicates = mesh.ndim == 2
         self.shape, self.stride = parameter.shape, parameter.stride()
         self.dim = dim if dim >= 0 else dim + parameter.ndim
@@ -72,14 +73,21 @@ class ShardedParam:
         placements = (Shard(self.dim),) if mesh.ndim == 1 else (Replicate(), Shard(self.dim))
         meta = TensorMeta(parameter.size(), self.stride, parameter.dtype)
         spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-        local = (
-            parameter.detach()
-            .narrow(self.dim, start, stop - start)
-            .clone(memory_format=torch.contiguous_format)
-        )
+        local = self._part_of(parameter.detach(), rank, stop - start)
         if offloads and not local.is_meta:
             local = local.cpu()
         self.sharded = nn.Parameter(_dtensor(local, spec), requires_grad=parameter.requires_grad)
+
+    def _part_of(self, whole: Tensor, rank: int, width: int) -> Tensor:
+        """A copy of the part of `rank`; of subclasses by the operators that torch calls, which is all they may know."""
+        if type(whole) is Tensor:
+            start = rank * self.padded_shape[self.dim]
+            part = whole.narrow(self.dim, min(start, self.shape[self.dim]), width)
+            return part.clone(memory_format=torch.contiguous_format)
+        part = whole.new_zeros(self.padded_shape).narrow(self.dim, 0, width)
+        if width:
+            part.copy_(whole.chunk(self.world, self.dim)[rank])
+        return part
 
     def _cut_to(self, width: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
@@ -101,6 +109,15 @@ class ShardedParam:
     def as_dtensor(self, local: Tensor) -> Any:
         """A part of the parameter or its gradient, laid out as the parameter is."""
         return _dtensor(local, cast("DTensor", self.sharded)._spec)
+
+    def shown_for_backward(self, part: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+        """What the rank keeps of the unsharded parameter for a backward: rows of it, over the second dimension."""
+        start, stop = rows_of(self.shape[0], mesh.get_local_rank(1), mesh.size(1))
+        shape = (stop - start, *self.shape[1:])
+        meta = TensorMeta(self.shape, self.stride, self.dtype)
+        spec = DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta)
+        made = _dtensor(part[: prod(shape)].view(shape), spec)
+        return nn.Parameter(made, requires_grad=self.sharded.requires_grad)
 
     def copy_out(self, parts: Tensor, unsharded: Tensor) -> None:
         """Into the unsharded parameter what all ranks have, [W, n], of one that is not cut in its first dimension."""

@@ -1,0 +1,166 @@
+"""`.grad` of a group of DTensors: what backwards leave, reduced or not.
+
+W = ranks that the group is sharded over, S = elements of one rank's part of what is reduced, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from impl.distributed.fsdp._collectives import Reduction
+from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._layout.group_options import GroupOptions
+from impl.distributed.fsdp._layout.sharded_param import ShardedParam
+from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
+from impl.distributed.fsdp._param_group import NewBuffer
+
+
+class Reduced(Protocol):
+    """The group that they are of."""
+
+    params: list[ShardedParam]
+    groups: Groups
+    options: GroupOptions
+    device: torch.device
+    offloads: bool
+    reduction: Reduction
+    unsharded_params: UnshardedParams | None
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+    def drop_parts(self) -> None: ...
+
+
+class DTensorGradients:
+    """`.grad` of the sharded parameters, and what was not reduced yet."""
+
+    def __init__(self, group: Reduced) -> None:
+        self._group = group
+        self._unreduced: list[Tensor | None] = []  # of all parameters, taken aside from the unsharded ones
+        self._reduced: list[tuple[list[ShardedParam], Tensor]] = []  # of this backward, not shown yet
+        self._on_the_way: list[ShardedParam] = []  # whose gradients the last input had
+
+    def refuse_optimizers(self) -> None: ...
+
+    def forget_if_cleared(self) -> None: ...
+
+    def are_there(self) -> bool:
+        return any(param.sharded.grad is not None for param in self._group.params)
+
+    def still_wait(self) -> bool:
+        return any(grad is not None for grad in self._unreduced) or self.owes_zeros()
+
+    def owes_zeros(self) -> bool:
+        group = self._group
+        took_part = group.unsharded_params is not None and any(
+            param.sharded.requires_grad for param in group.params
+        )
+        return group.options.reduces_unused and took_part and not self._reduced
+
+    def begin_backward(self) -> None:
+        """What earlier backwards left unreduced goes aside, so that what is there came in this one."""
+        unsharded = self._group.unsharded_params
+        if unsharded is not None and any(view.grad is not None for view in unsharded.views):
+            self.accumulate_unreduced(unsharded.take_gradients())
+
+    def abandon_backward(self) -> None:
+        self._reduced.clear()
+
+    def forget(self) -> None:
+        """Whatever was not shown, as after an exception."""
+        self._unreduced = []
+        self._reduced.clear()
+        unsharded = self._group.unsharded_params
+        if unsharded is not None:
+            unsharded.take_gradients()
+        self._group.reduction.partial = None
+
+    def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
+        dtype = self._group.options.reduce_dtype
+        earlier = self._unreduced or [None] * len(grads)
+        self._unreduced = [
+            _sum(one, grad if grad is None or dtype is None else grad.to(dtype))
+            for one, grad in zip(earlier, grads, strict=True)
+        ]
+
+    def reduce_input(
+        self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
+    ) -> Tensor:
+        group = self._group
+        if self._unreduced:
+            grads = [_sum(one, grad) for one, grad in zip(self._unreduced, grads, strict=True)]
+            self._unreduced = []
+        if group.options.reduces_unused:
+            grads = [
+                torch.zeros(param.shape, dtype=group.compute_dtype, device=group.device)
+                if grad is None and param.sharded.requires_grad
+                else grad
+                for param, grad in zip(group.params, grads, strict=True)
+            ]
+        pairs = [(param, grad) for param, grad in zip(group.params, grads, strict=True) if grad is not None]
+        self._on_the_way = [param for param, _ in pairs]
+        world = group.groups.shard_size
+        numel = world * sum(param.padded_numel for param, _ in pairs)
+        custom = group.reduction.comm
+        if custom is None:
+            buffer, _ = new_buffer(numel, dtype, _alone)
+        else:
+            buffer = custom.allocate((numel,), dtype=dtype, device=group.device)
+        rows = [param.rows(grad) for param, grad in pairs]
+        torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
+        return buffer
+
+    def add(self, reduced: Tensor) -> None:
+        self._reduced.append((self._on_the_way, reduced))
+
+    def end_backward(self, synced: bool) -> None:
+        self._show_unreduced()
+        del synced
+        reduced, self._reduced = self._reduced, []
+        for params, flat in reduced:
+            self._show(params, flat.to(self._group.dtype))
+        if self._group.options.reshards_after_backward:
+            self._group.drop_parts()  # of what this backward did not use
+
+    def _show_unreduced(self) -> None:
+        """On the unsharded parameters, where torch leaves it too unless it is in another dtype."""
+        unsharded = self._group.unsharded_params
+        if unsharded is None or not self._unreduced:
+            return
+        if all(
+            grad is None or grad.dtype is view.dtype
+            for grad, view in zip(self._unreduced, unsharded.views, strict=True)
+        ):
+            for view, grad in zip(unsharded.views, self._unreduced, strict=True):
+                view.grad = grad
+            self._unreduced = []
+
+    @torch.no_grad()
+    def _show(self, params: Sequence[ShardedParam], flat: Tensor) -> None:
+        for param, run in zip(params, flat.split([param.padded_numel for param in params]), strict=True):
+            mine: Tensor = param.part_in(run)
+            if self._group.offloads:
+                mine = mine.to("cpu")
+            held: Any = param.sharded.grad
+            if held is None:
+                param.sharded.grad = param.as_dtensor(mine)
+            else:
+                held._local_tensor.add_(mine)
+            for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
+                hook(param.sharded)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def _alone(buffer: Tensor) -> list[Tensor]:
+    return [buffer]

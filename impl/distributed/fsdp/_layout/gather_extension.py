@@ -1,0 +1,126 @@
+"""A parameter that says itself what is gathered of it, and makes the unsharded one of that: quantised, say.
+
+torch's names for the two methods of such a tensor subclass are `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impl.distributed.fsdp._layout.sharded_param import ShardedParam
+
+_BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_FORMS = (1, 5)  # numbers of arguments that the first method may take
+
+
+class GatherExtension:
+    """What one such parameter has under way.
+
+    Args:
+        param: whose part has both methods.
+        device: where it is computed with.
+        policy: the user's, which the first method may ask for.
+    """
+
+    def __init__(self, param: ShardedParam, device: torch.device, policy: Any) -> None:
+        self._param = param
+        self._device = device
+        self._policy = policy
+        mesh: Any = param.mesh
+        self._mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+        self._metadata: Any = None
+        self._sizes: Sequence[torch.Size] = ()  # of what is gathered
+        self._inner: Sequence[Tensor] = ()  # whose memory is what was unsharded
+        self._unsharded: nn.Parameter | None = None
+        self.outputs: list[Tensor] = []  # [W * n] for each tensor that is gathered
+
+    @property
+    def memory(self) -> set[int]:
+        return {storage._cdata for storage in self._storages()}
+
+    def inputs(self) -> list[Tensor]:
+        """What this rank gives to a gather, for each tensor [n] of any dtype; makes room for what will come.
+
+        Raises:
+            AssertionError: the method takes other arguments than torch hands it, or leaves padding out.
+        """
+        param: Any = self._param
+        local: Any = param.local if param.local.device == self._device else param.local.to(self._device)
+        before = getattr(local, _BEFORE)
+        given, self._metadata = before(*self._arguments(inspect.signature(before)))
+        if local.size() != param.padded_shape and any(one.size() != param.padded_shape for one in given):
+            raise AssertionError(
+                "When a parameter is unevenly sharded by FSDP "
+                f"(orig size={param.shape}, FSDP world size={param.mesh.size()}), "
+                "fsdp_pre_all_gather must return all-gather inputs with the padded sharded size "
+                f"{torch.Size(param.padded_shape)} but got {[one.size() for one in given]}"
+            )
+        self._sizes = [one.size() for one in given]
+        if not self.outputs:
+            self.outputs = [
+                torch.empty(param.world * one.numel(), dtype=one.dtype, device=self._device) for one in given
+            ]
+        self._allocate(self.outputs)
+        return [one.reshape(-1) for one in given]
+
+    def _arguments(self, signature: inspect.Signature) -> tuple[Any, ...]:
+        if len(signature.parameters) not in _FORMS:
+            raise AssertionError(
+                f"Invalid fsdp_pre_all_gather: {signature}\n"
+                "Expects fsdp_pre_all_gather(self, mesh: DeviceMesh, "
+                "outer_size: torch.Size, outer_stride: tuple[int, ...], "
+                "module: nn.Module, mp_policy: MixedPrecisionPolicy)"
+            )
+        if len(signature.parameters) == 1:
+            return (self._mesh,)
+        param = self._param
+        stride = torch.empty(param.shape, device="meta").stride()
+        return self._mesh, param.shape, stride, param.info.locations[0].module, self._policy
+
+    def unsharded(self, dtype: torch.dtype) -> nn.Parameter:
+        """Made of what was gathered; always the same object, over memory that comes and goes."""
+        after = getattr(self._param.local, _AFTER)
+        gathered = tuple(one.view(-1, *size[1:]) for one, size in zip(self.outputs, self._sizes, strict=True))
+        if self._unsharded is None:
+            made, self._inner = after(gathered, self._metadata, dtype)
+            shape, stride = self._param.shape, torch.empty(self._param.shape, device="meta").stride()
+            made = torch.as_strided(made, shape, stride, storage_offset=0)
+            self._unsharded = nn.Parameter(made, requires_grad=self._param.sharded.requires_grad)
+        else:
+            self._allocate(self._inner)
+            after(gathered, self._metadata, dtype, out=self._unsharded)
+        self._metadata = None
+        return self._unsharded
+
+    def free(self) -> None:
+        for storage in self._storages():
+            storage.resize_(0)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        return [one.untyped_storage() for one in (*self.outputs, *self._inner)]
+
+    def _allocate(self, tensors: Sequence[Tensor]) -> None:
+        for one in tensors:
+            storage = one.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(one.numel() * one.itemsize)
+
+
+def has_extension(param: ShardedParam) -> bool:
+    """
+    Raises:
+        AssertionError: it has one of the methods alone.
+    """
+    local = param.local
+    has_both = [hasattr(local, name) for name in (_BEFORE, _AFTER)]
+    if has_both[0] != has_both[1]:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined "
+            f"if using all-gather extensions: {local}"
+        )
+    return has_both[0]

@@ -1,0 +1,22 @@
+"""What may be changed of a group of DTensors between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class GroupOptions:
+    """What may be changed between steps; dtypes are None where the parameters' own serve."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    # None: unless it is the root's. A number: to as many ranks, which gather it again for a backward.
+    reshards_after_forward: bool | int | None = None
+    reshards_after_backward: bool = True
+    reduces_unused: bool = False  # zeros take the place of gradients that did not come
+    policy: Any = None  # the user's own, which tensors that say how they are gathered may ask for
+    all_gather: Any = None  # communication of the user's own: `allocate`, and a call
