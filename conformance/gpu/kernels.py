@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from conformance.gpu.rows import Rows, Task, in_words, serve
+from conformance.gpu.update_bounds import update
 from conformance.judge.tolerances import EXACT, Tolerance, norm_of
 from impl import kernels
-from impl.kernels.tests.update_bounds import update
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _SIZES = (1, 3, 1000, 4097)
@@ -114,7 +114,7 @@ OPERATIONS = (unscale_, scale_, clamp_, total_norm)
 
 def work(task: Task, rows: Rows) -> None:
     if _INTERPRETED and find_spec("triton"):
-        from impl.kernels.tests.interpreter_rounding import mend  # noqa: PLC0415  needs Triton
+        from conformance.gpu.interpreter_rounding import mend  # noqa: PLC0415  needs Triton
 
         mend()
     todo: dict[str, Callable[[], None]] = {}
@@ -169,7 +169,7 @@ def _drawn(dtypes: tuple[torch.dtype, ...], device: str) -> list[Tensor]:
 
 
 def _kernels() -> dict[str, Any]:
-    from impl.kernels.tests.ahead_of_time import CASES  # noqa: PLC0415  needs Triton
+    from conformance.gpu.ahead_of_time import CASES  # noqa: PLC0415  needs Triton
 
     return {f"compiled {case.kernel.__name__}": case.kernel for case in CASES}
 

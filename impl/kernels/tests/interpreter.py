@@ -84,7 +84,8 @@ def _serve(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    from impl.kernels.tests import interpreter_nesting, interpreter_rounding
+    from conformance.gpu import interpreter_rounding
+    from impl.kernels.tests import interpreter_nesting
 
     interpreter_nesting.mend()
     interpreter_rounding.mend()

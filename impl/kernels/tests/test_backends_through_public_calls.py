@@ -43,7 +43,7 @@ _WORDS = {
     "torch": _JUDGES,
     "triton": [
         "-p",
-        "impl.kernels.tests.interpreter_rounding",
+        "conformance.gpu.interpreter_rounding",
         "-p",
         "impl.kernels.tests.interpreter_nesting",
         *_JUDGES,

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.gpu.update_bounds import EACH, OTHERS, rules, states_of, update
 from impl import kernels
 from impl.kernels import RULES, Rule, SGDRule
 from impl.kernels._table import CHUNK
 from impl.kernels.tests.interpreter import the_interpreter
 from impl.kernels.tests.native import the_library
-from impl.kernels.tests.update_bounds import EACH, OTHERS, rules, states_of, update
 from impl.kernels.tests.updates import Described, Lists, Place, lists_of, updated
 
 _NARROW = (torch.float16, torch.bfloat16)

@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from conformance.gpu.update_bounds import SIGNED_STATES
 from impl import kernels
 from impl.kernels import fused_step
 from impl.kernels.tests.calls import Spec, build, is_intact
-from impl.kernels.tests.update_bounds import SIGNED_STATES
 
 
 class Place(NamedTuple):

@@ -4,7 +4,7 @@ By itself (Triton 3.6 to 3.9) it cuts float32 off where they round to nearest, t
 subnormals. The kernels stay as they are: what the interpreter runs is what a GPU runs, and that a GPU rounds is read
 from the code compiled for it, in `test_machine_code`.
 
-As a plugin of pytest (`-p impl.kernels.tests.interpreter_rounding`) it mends the interpreter of that process.
+As a plugin of pytest (`-p conformance.gpu.interpreter_rounding`) it mends the interpreter of that process.
 """
 
 from typing import Any

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from conformance.gpu.rounded import Rounded
 from impl.kernels import AdagradRule, AdamRule, Rule, SGDRule
-from impl.kernels.tests.rounded import Rounded
 
 _number = Rounded.number
 
