@@ -41,6 +41,10 @@ class Tolerance:
             return None
         if self.roundings == 0 or not (expected.is_floating_point() or expected.is_complex()):
             return _bitwise_excess(expected, actual)
+        # As most are: one operator tells, where a margin takes twenty.
+        if expected.dtype is actual.dtype is not torch.complex32 and torch.equal(expected, actual):
+            note_margin(self, 0.0)
+            return None
         return self._rounding_excess(expected, actual)
 
     def _rounding_excess(self, expected: torch.Tensor, actual: torch.Tensor) -> str | None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from conformance import simulator
 from conformance.judge import seeding
+from conformance.ranks import by_value
 from conformance.ranks.channel import Channel
 from conformance.ranks.errors import Failure
 from conformance.ranks.trace import report_collectives
@@ -162,7 +163,7 @@ def _run_case(settings: Settings, channel: Channel, request: bytes) -> None:
         before = _lasting_state()
         # Equal on all ranks and before every case; what shall differ by rank must do so by the rank's number.
         seeding.seed_all()
-        result = pickle.dumps(case(rank, **arguments))
+        result = by_value.dumps(case(rank, **arguments))
         message = Done(result, is_clean=_lasting_state() == before)
     except BaseException as error:
         # Reported before the group is left, so that the cause is known whatever leaving it does.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -13,9 +14,11 @@ import uuid
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.ranks import by_value
 from conformance.ranks.channel import Channel
 from conformance.ranks.errors import Failure
 from conformance.ranks.handle import Handle
@@ -106,6 +109,41 @@ def test_channel_keeps_messages_whole(messages: list[bytes]) -> None:
     assert actual == messages
     assert other.arrived() == ([], False)
     other.close()
+
+
+_MATRIX = torch.tensor([[0.0, -0.0, torch.nan], [torch.inf, 1e-40, 2.5]])
+RESULTS = {
+    **{
+        str(dtype): _MATRIX.to(dtype)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+    },
+    "integers": torch.arange(-3, 3),
+    "booleans": torch.tensor([[True], [False]]),
+    "no elements": torch.empty(0, 4),
+    "one number": torch.tensor(3.5),
+    "a part": torch.arange(10.0)[2:5],
+    "transposed": _MATRIX.t(),
+    "conjugated": _MATRIX.to(torch.complex64).conj(),
+    "to be trained": torch.ones(3, requires_grad=True),
+    "a parameter": torch.nn.Parameter(torch.ones(2, 2)),
+    "sparse": torch.eye(3).to_sparse(),
+    "on no device": torch.empty(2, device="meta"),
+}
+
+
+@pytest.mark.parametrize("tensor", RESULTS.values(), ids=RESULTS)
+def test_a_tensor_comes_back_as_it_was(tensor: torch.Tensor) -> None:
+    first, second = pickle.loads(by_value.dumps({"nested": [tensor, tensor]}))["nested"]
+    assert first is second
+    assert type(first) is type(tensor)
+    for what in ("dtype", "shape", "layout", "device", "requires_grad"):
+        assert getattr(first, what) == getattr(tensor, what), what
+    if not tensor.is_meta and tensor.layout is torch.strided:
+        assert first.stride() == tensor.stride()
+        bits = [
+            one.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for one in (first, tensor)
+        ]
+        assert torch.equal(*bits)
 
 
 def test_a_stack_that_comes_with_pauses_is_read_to_its_end() -> None:
