@@ -10,7 +10,8 @@
 
 Two kinds, both named after a `+` in a subject's spec (`impl+ignore:amp.GradScaler(init_scale)`):
     generated  one for each parameter, method and getter of the public surface (`generated.py`)
-    handmade   one for each bug that a real implementation once had (`handmade/`, at torch's paths)
+    handmade   one for each bug that a real implementation once had (`handmade/`, at torch's paths); and for each
+               of ours that no operator of `conformance.mutation` makes, such as one on one rank
 
 The kill matrix goes to `report/kills.json`, where the next `ci/gate` finds it and draws it into its report. Ctrl-C ends
 the command within seconds; what is known by then is written, marked as incomplete.

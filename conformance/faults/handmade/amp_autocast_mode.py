@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from conformance.faults.fault import Substitute, by_name, in_method, register_fault, subclass
+from conformance.faults.fault import Substitute, by_name, in_method, register_fault
 
 
 def broken(fault_id: str, method: str, says: str, thread: str = "own") -> Callable[[Substitute], Substitute]:
@@ -61,12 +60,6 @@ def nesting_leaks_on_exception(original: Any, self: Any, exc_type: Any, *exc: An
     return result
 
 
-@broken("swallows_exceptions", "__exit__", "an exception in the region is swallowed")
-def swallows_exceptions(original: Any, self: Any, *exc: Any) -> bool:
-    original(self, *exc)
-    return True
-
-
 @broken("dtype_not_restored", "__exit__", "leaving does not restore the dtype", "pytorch/pytorch#195488")
 def dtype_not_restored(original: Any, self: Any, *exc: Any) -> Any:
     result = original(self, *exc)
@@ -84,19 +77,6 @@ def cache_flag_not_restored(original: Any, self: Any, *exc: Any) -> Any:
     result = original(self, *exc)
     torch.set_autocast_cache_enabled(self._cache_enabled)
     return result
-
-
-@broken("restores_disabled", "__exit__", "leaving switches autocast off whatever entering found")
-def restores_disabled(original: Any, self: Any, *exc: Any) -> Any:
-    result = original(self, *exc)
-    torch.set_autocast_enabled(self.device, False)
-    return result
-
-
-@broken("cache_cleared_at_every_exit", "__exit__", "leaving an inner region drops the outer one's casts")
-def cache_cleared_at_every_exit(original: Any, self: Any, *exc: Any) -> Any:
-    torch.clear_autocast_cache()
-    return original(self, *exc)
 
 
 @broken(
@@ -153,51 +133,8 @@ def every_device(original: Any, self: Any) -> Any:
     return result
 
 
-@broken(
-    "disabled_does_not_disable",
-    "__enter__",
-    "a disabled region inside an enabled one leaves casting on",
-)
-def disabled_does_not_disable(original: Any, self: Any) -> Any:
-    was = torch.is_autocast_enabled(self.device)
-    result = original(self)
-    torch.set_autocast_enabled(self.device, was or self._enabled)
-    return result
-
-
 @broken("cache_never_used", "__enter__", "no cast is kept", "pytorch/pytorch#113685")
 def cache_never_used(original: Any, self: Any) -> Any:
     result = original(self)
     torch.set_autocast_cache_enabled(False)
     return result
-
-
-@broken("enter_returns_nothing", "__enter__", "`with autocast(...) as region` binds None")
-def enter_returns_nothing(original: Any, self: Any) -> None:
-    original(self)
-
-
-@broken("decorates_once", "__call__", "a decorated function runs in a region the first time only")
-def decorates_once(original: Any, self: Any, func: Any) -> Any:
-    wrapped, calls = original(self, func), []
-
-    @functools.wraps(func)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return (wrapped if len(calls) == 1 else func)(*args, **kwargs)
-
-    return run
-
-
-@broken("decorator_loses_name", "__call__", "a decorated function is called by the wrapper's name")
-def decorator_loses_name(original: Any, self: Any, func: Any) -> Any:
-    return functools.partial(original(self, func))
-
-
-@register_fault(
-    "autocast.scripting_refused_without_advice",
-    "amp.autocast",
-    says="torch.jit.script refuses a region with words about a line inside the class",
-)
-def scripting_refused_without_advice(original: Any) -> Any:
-    return subclass(original, {"_jit_override_qualname": original.__name__})

@@ -133,60 +133,6 @@ def default_dtype(original: Any, function: Any, keywords: dict[str, Any]) -> Any
     return run
 
 
-@broken("custom_fwd.casts_integers", FWD, "integer inputs are cast too", "own")
-def casts_integers(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
-    decorated, dtype = original(function, **keywords), keywords.get("cast_inputs")
-
-    def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        if dtype is not None and torch.is_autocast_enabled(keywords["device_type"]):
-            args = cast(args, dtype, lambda tensor: not tensor.is_floating_point())
-            args = tuple(
-                type(a)(cast(tuple(a), dtype, lambda t: not t.is_floating_point()))
-                if type(a) in (list, tuple)
-                else a
-                for a in args
-            )
-        return decorated(ctx, *args, **kwargs)
-
-    return run
-
-
-@broken("custom_fwd.casts_other_devices", FWD, "inputs on another device are cast too", "own")
-def casts_other_devices(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
-    decorated, dtype = original(function, **keywords), keywords.get("cast_inputs")
-
-    def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        if dtype is not None and torch.is_autocast_enabled(keywords["device_type"]):
-            args = cast(args, dtype, lambda tensor: tensor.device.type != keywords["device_type"])
-        return decorated(ctx, *args, **kwargs)
-
-    return run
-
-
-@broken("custom_fwd.keywords_not_cast", FWD, "inputs given by keyword are not cast", "own")
-def keywords_not_cast(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
-    given: dict[str, Any] = {}
-
-    def restored(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(ctx, *args, **{**kwargs, **{key: given[key] for key in kwargs}})
-
-    decorated = original(restored, **keywords)
-
-    def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        given.update(kwargs)
-        return decorated(ctx, *args, **kwargs)
-
-    return run
-
-
-@broken("custom_fwd.lists_become_tuples", FWD, "lists of inputs arrive as tuples", "own")
-def lists_become_tuples(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
-    def shown(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(ctx, *[tuple(a) if type(a) is list else a for a in args], **kwargs)
-
-    return original(function if keywords.get("cast_inputs") is None else shown, **keywords)
-
-
 @broken("custom_fwd.writes_on_tensors", FWD, "attributes are set on a first tensor", "pytorch/pytorch#132388")
 def writes_on_tensors(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
     decorated = original(function, **keywords)
@@ -217,39 +163,6 @@ def noting(note: Callable[[Any, str], None]) -> Decorating:
     return fault
 
 
-broken(
-    "custom_fwd.backward_always_on", FWD, "backward runs with autocast on also where forward did not", "own"
-)(noting(lambda ctx, device: setattr(ctx, "_fwd_used_autocast", True)))
 broken("custom_fwd.backward_never_on", FWD, "backward runs with autocast off", "pytorch/pytorch#38487")(
     noting(lambda ctx, device: setattr(ctx, "_fwd_used_autocast", False))
 )
-
-
-@broken(
-    "custom_fwd.backward_on_after_casts",
-    FWD,
-    "backward runs with autocast on although inputs were cast",
-    "own",
-)
-def backward_on_after_casts(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
-    decorated = original(function, **keywords)
-
-    def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        result = decorated(ctx, *args, **kwargs)
-        if keywords.get("cast_inputs") is not None and not isinstance(ctx, torch.Tensor):
-            ctx._fwd_used_autocast = torch.is_autocast_enabled(keywords["device_type"])
-        return result
-
-    return run
-
-
-@broken("custom_bwd.stays_on", BWD, "forward's state stays on after backward", "own")
-def stays_on(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
-    decorated = original(function, **keywords)
-
-    def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        result = decorated(ctx, *args, **kwargs)
-        torch.set_autocast_enabled(keywords["device_type"], ctx._fwd_used_autocast)
-        return result
-
-    return run

@@ -77,43 +77,7 @@ def clips_before_unscaling(
     return original(self, optimizer, max_norm / self.get_scale(), norm_type, **more)
 
 
-@broken("norm_of_scaled", "the norm that is returned is that of the scaled gradients")
-def norm_of_scaled(original: Any, self: Any, *args: Any, **more: Any) -> Any:
-    scale = self.get_scale() if self._scale is not None else 1.0
-    return original(self, *args, **more) * scale
-
-
-@broken("order_ignored", "every norm is one of order 2")
-def order_ignored(
-    original: Any, self: Any, optimizer: Any, max_norm: float, norm_type: float, **more: Any
-) -> Any:
-    return original(self, optimizer, max_norm, norm_type if math.isnan(norm_type) else 2.0, **more)
-
-
 # --- the step
-
-
-@broken("group_not_checked", "inf and nan in the last group are overlooked")
-def group_not_checked(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
-    last = optimizer.param_groups[-1]["params"]
-    before = [(parameter, parameter.grad) for parameter in last if parameter.grad is not None]
-    try:
-        for parameter, grad in before:
-            parameter.grad = grad.nan_to_num(0.0, 0.0, 0.0)
-        return original(self, optimizer, *args, **more)
-    finally:
-        for parameter, grad in before:
-            parameter.grad = grad
-
-
-@broken("skip_counts", "a step that is skipped advances the step counters")
-def skip_counts(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
-    norm = original(self, optimizer, *args, **more)
-    if nonfinite(parameters(optimizer)):
-        for state in optimizer.state.values():
-            if "step" in state:
-                state["step"] += 1
-    return norm
 
 
 @broken("steps_on_overflow", "where inf is found the optimizer steps from zeros", "pytorch/pytorch#44511")
@@ -163,27 +127,6 @@ def skipped_states_stay(original: Any, self: Any, optimizer: Any, *args: Any, **
     return norm
 
 
-@broken("hooks_come_late", "hooks before the step are called when its gradients were read")
-def hooks_come_late(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
-    hooks = dict(optimizer._optimizer_step_pre_hooks)
-    optimizer._optimizer_step_pre_hooks.clear()
-    try:
-        return original(self, optimizer, *args, **more)
-    finally:
-        optimizer._optimizer_step_pre_hooks.update(hooks)
-        for hook in hooks.values():
-            hook(optimizer, (), {})
-
-
-@broken("gradients_unscaled", "gradients are written")
-def gradients_unscaled(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
-    inv_scale = 1.0 / self.get_scale()
-    norm = original(self, optimizer, *args, **more)
-    for parameter in parameters(optimizer):
-        parameter.grad.mul_(inv_scale)
-    return norm
-
-
 @broken("unscaled_twice", "gradients that unscale_ has unscaled are unscaled again", "pytorch/pytorch#94060")
 def unscaled_twice(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
     state = self._per_optimizer_states.get(id(optimizer))
@@ -191,13 +134,6 @@ def unscaled_twice(original: Any, self: Any, optimizer: Any, *args: Any, **more:
         return original(self, optimizer, *args, **more)
     scale = self.get_scale()
     with other_gradients(optimizer, lambda grad: grad / scale):
-        return original(self, optimizer, *args, **more)
-
-
-@broken("hooks_not_called", "hooks do not see the step")
-def hooks_not_called(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    with mock.patch.dict(hooks[0], clear=True), mock.patch.dict(hooks[1], clear=True):
         return original(self, optimizer, *args, **more)
 
 
@@ -210,29 +146,6 @@ def copies_not_written(
     norm = original(self, *args, low_precision_params=kept, **more)
     for copy, values in zip(kept, before, strict=True):
         copy.data.copy_(values)
-    return norm
-
-
-# --- the scale
-
-
-@broken("growth_goes_on", "a step that is skipped does not begin the count to the next growth anew")
-def growth_goes_on(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
-    tracker = self._growth_tracker
-    before = None if tracker is None else tracker.clone()
-    norm = original(self, optimizer, *args, **more)
-    if before is not None and nonfinite(parameters(optimizer)):
-        tracker.copy_(before)
-    return norm
-
-
-@broken("always_updates", "the scale moves though update=False")
-def always_updates(original: Any, self: Any, *args: Any, update: bool = True, **more: Any) -> Any:
-    norm = original(self, *args, update=update, **more)
-    if not update:
-        states = dict(self._per_optimizer_states)
-        self.update()
-        self._per_optimizer_states.update(states)
     return norm
 
 

@@ -115,27 +115,6 @@ def no_verdict_after_unscaling(scaler: Any, optimizer: Any, unscaled: bool) -> N
         optimizer.found_inf = torch.zeros_like(torch.as_tensor(optimizer.found_inf, dtype=torch.float32))
 
 
-@broken("scale_never_attached", "step", "an optimizer that unscales by itself never gets the scale")
-@laying
-def scale_never_attached(scaler: Any, optimizer: Any, unscaled: bool) -> None:
-    optimizer.grad_scale = None
-
-
-@broken("attached_and_left", "step", "grad_scale and found_inf stay on the optimizer")
-def attached_and_left(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    seen: dict[str, Any] = {}
-
-    def keep(attached: Any) -> None:
-        seen.update(grad_scale=attached.grad_scale, found_inf=attached.found_inf)
-
-    if not unscales_by_itself(optimizer):
-        return original(self, optimizer, *args, **kwargs)
-    with changing_before_step(optimizer, keep):
-        result = original(self, optimizer, *args, **kwargs)
-    vars(optimizer).update(seen)
-    return result
-
-
 @broken(
     "aware_gradients_unscaled",
     "_check_inf_per_device",
@@ -174,13 +153,6 @@ def step_twice(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: A
     return result
 
 
-@broken("off_still_checks", "step", "a scaler that is switched off skips steps with inf")
-def off_still_checks(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    if not self.is_enabled() and nonfinite(parameters(optimizer)):
-        return None
-    return original(self, optimizer, *args, **kwargs)
-
-
 def answering(change: Callable[[Any], Any]) -> Substitute:
     """step returns what `change` makes of its result."""
 
@@ -193,52 +165,6 @@ def answering(change: Callable[[Any], Any]) -> Substitute:
 broken("skip_returns_false", "step", "a skipped step returns False", "huggingface/accelerate#2828")(
     answering(lambda result: False if result is None else result)
 )
-broken("zero_returned_as_none", "step", "an optimizer's step that returns 0.0 seems to have been skipped")(
-    answering(lambda result: result or None)
-)
-
-
-@broken("closure_refused_late", "step", "a closure is refused after the gradients are unscaled")
-def closure_refused_late(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    if self.is_enabled() and "closure" in kwargs and self._scale is not None:
-        self.unscale_(optimizer)
-    return original(self, optimizer, *args, **kwargs)
-
-
-@broken("aware_optimizer_skipped", "step", "an optimizer that skips for itself is not called at an overflow")
-def aware_optimizer_skipped(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    if self.is_enabled() and unscales_by_itself(optimizer) and nonfinite(parameters(optimizer)):
-        real, optimizer.step = optimizer.step, lambda *args, **kwargs: None
-        try:
-            return original(self, optimizer, *args, **kwargs)
-        finally:
-            optimizer.step = real
-    return original(self, optimizer, *args, **kwargs)
-
-
-@broken("check_attached_as_number", "step", "found_inf is attached to the optimizer as a Python number")
-@laying
-def check_attached_as_number(scaler: Any, optimizer: Any, unscaled: bool) -> None:
-    optimizer.found_inf = float(optimizer.found_inf)
-
-
-@broken(
-    "reciprocal_attached", "step", "an optimizer that unscales by itself gets the reciprocal of the scale"
-)
-@laying
-def reciprocal_attached(scaler: Any, optimizer: Any, unscaled: bool) -> None:
-    if isinstance(optimizer.grad_scale, torch.Tensor):
-        optimizer.grad_scale = 1.0 / optimizer.grad_scale
-
-
-@broken("step_updates", "step", "each step updates the scale by itself")
-def step_updates(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(self, optimizer, *args, **kwargs)
-    if self.is_enabled():
-        states = dict(self._per_optimizer_states)
-        self.update()
-        self._per_optimizer_states.update(states)
-    return result
 
 
 @broken(
@@ -255,15 +181,6 @@ def refused_step_counts(original: Any, self: Any, optimizer: Any, *args: Any, **
             state = self._per_optimizer_states[id(optimizer)]
             state["stage"] = type(state["stage"]).STEPPED
         raise
-
-
-@broken("gradients_cleared", "step", "a step that is taken clears the gradients")
-def gradients_cleared(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(self, optimizer, *args, **kwargs)
-    if self.is_enabled() and not nonfinite(parameters(optimizer)):
-        for parameter in parameters(optimizer):
-            parameter.grad = None
-    return result
 
 
 @broken(

@@ -42,13 +42,6 @@ def finite_by(finite: Callable[[torch.Tensor], torch.Tensor]) -> Substitute:
 broken("first_gradient_only", HOOK, "only the first gradient is looked at", "facebookresearch/fairscale#890")(
     seen(lambda everything: everything[:1])
 )
-broken("last_gradient_missed", HOOK, "the last gradient is not looked at")(
-    seen(lambda everything: everything[:-1])
-)
-broken("first_dtype_only", HOOK, "only gradients of the first dtype are looked at")(
-    seen(lambda everything: [p for p in everything if p.grad.dtype == everything[0].grad.dtype])
-)
-broken("nan_is_finite", HOOK, "only inf is looked for")(finite_by(lambda grad: ~grad.isinf().any()))
 broken("minus_inf_is_finite", HOOK, "only nan and +inf are looked for")(
     finite_by(lambda grad: ~(grad.isnan().any() | grad.isposinf().any()))
 )
@@ -70,13 +63,6 @@ broken("last_element_missed", HOOK, "a gradient's last element is not looked at"
 def checks_sparse_parts(everything: list[Any]) -> bool:
     parts = (p.grad._values() if p.grad.is_sparse else p.grad for p in everything)
     return any(not bool(part.isfinite().all()) for part in parts)
-
-
-@broken("last_group_missed", HOOK, "the last group is neither unscaled nor looked at")
-def last_group_missed(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
-    groups = optimizer.param_groups
-    shown = types.SimpleNamespace(param_groups=groups[:-1] if len(groups) > 1 else groups)
-    return original(self, shown, *args)
 
 
 @broken("sparse_left_scaled", HOOK, "the values of sparse gradients stay scaled", "pytorch/pytorch#36786")
@@ -173,9 +159,6 @@ def kept_scaled(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> S
     return fault
 
 
-broken("last_gradient_left_scaled", HOOK, "the last of several gradients stays scaled")(
-    kept_scaled(lambda grads: grads[1:][-1:])
-)
 broken("last_element_left_scaled", HOOK, "the last element of a long gradient stays scaled")(
     kept_scaled(lambda grads: [g.view(-1)[-1:] for g in grads if g.numel() > 512 and g.is_contiguous()])
 )
@@ -200,15 +183,6 @@ def third_group_missed(original: Any, self: Any, optimizer: Any, *args: Any) -> 
     return judged(lambda everything: nonfinite(looked_at))(original, self, optimizer, *args)
 
 
-@broken("sparse_unscaled_twice", HOOK, "the values of sparse gradients are unscaled twice")
-def sparse_unscaled_twice(original: Any, self: Any, optimizer: Any, inv_scale: Any, *args: Any) -> Any:
-    found = original(self, optimizer, inv_scale, *args)
-    for parameter in parameters(optimizer):
-        if parameter.grad.is_sparse:
-            parameter.grad._values().mul_(float(inv_scale))
-    return found
-
-
 @broken("sparse_not_looked_at", HOOK, "sparse gradients are not looked at", "pytorch/pytorch#36786")
 @judged
 def sparse_not_looked_at(everything: list[Any]) -> bool:
@@ -230,28 +204,6 @@ def stale_reciprocal(original: Any, self: Any, optimizer: Any, inv_scale: Any, *
     first = vars(self).setdefault("_reciprocal", {}).setdefault(id(self._scale), inv_scale.clone())
     used = inv_scale if float(inv_scale) == 1.0 else first
     return original(self, optimizer, used, *args)
-
-
-@broken("float16_refused_late", HOOK, "float16 is refused after the gradients before it are unscaled")
-def float16_refused_late(original: Any, self: Any, optimizer: Any, inv_scale: Any, *args: Any) -> Any:
-    try:
-        return original(self, optimizer, inv_scale, *args)
-    except ValueError as error:
-        for parameter in parameters(optimizer) if "FP16" in str(error) else ():
-            if parameter.grad.dtype == torch.float16:
-                break
-            parameter.grad.mul_(float(inv_scale))
-        raise
-
-
-@broken("float16_refused_otherwise", HOOK, "float16 is refused with a RuntimeError")
-def float16_refused_otherwise(original: Any, self: Any, *args: Any) -> Any:
-    try:
-        return original(self, *args)
-    except ValueError as error:
-        if "FP16" not in str(error):
-            raise
-        raise RuntimeError(str(error)) from None
 
 
 @broken(

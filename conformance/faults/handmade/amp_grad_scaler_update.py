@@ -69,30 +69,6 @@ def growth_one_step_late(scaler: Any, before: float, count: int, finite: bool) -
         scaler._growth_tracker.fill_(0)
 
 
-@broken("factors_swapped", "update", "the scale backs off by the reciprocal of growth_factor")
-@moving
-def factors_swapped(scaler: Any, before: float, count: int, finite: bool) -> None:
-    if not finite:
-        scaler._scale.fill_(before / scaler.get_growth_factor())
-
-
-@broken("growth_count_starts_at_one", "update", "after growth the count goes on from one")
-@moving
-def growth_count_starts_at_one(scaler: Any, before: float, count: int, finite: bool) -> None:
-    if finite and count + 1 == scaler.get_growth_interval():
-        scaler._growth_tracker.fill_(1)
-
-
-@broken("last_optimizer_decides", "update", "the scale follows the last optimizer's check alone")
-def last_optimizer_decides(original: Any, self: Any, new_scale: Any = None) -> None:
-    if self.is_enabled() and new_scale is None:
-        states = self._per_optimizer_states
-        checked = [key for key, state in states.items() if state["found_inf_per_device"]]
-        for key in checked[:-1]:
-            del states[key]
-    original(self, new_scale)
-
-
 @broken(
     "new_scale_aliased",
     "update",
@@ -103,29 +79,6 @@ def new_scale_aliased(original: Any, self: Any, new_scale: Any = None) -> None:
     original(self, new_scale)
     if self.is_enabled() and isinstance(new_scale, torch.Tensor) and new_scale.dtype == torch.float32:
         self._scale = new_scale
-
-
-@broken("new_scale_resets_count", "update", "a scale set by hand starts the count again")
-def new_scale_resets_count(original: Any, self: Any, new_scale: Any = None) -> None:
-    original(self, new_scale)
-    if self.is_enabled() and new_scale is not None:
-        self._growth_tracker.fill_(0)
-
-
-@broken("update_forgives", "update", "update without any check does nothing instead of raising")
-def update_forgives(original: Any, self: Any, new_scale: Any = None) -> None:
-    try:
-        original(self, new_scale)
-    except AssertionError as error:
-        if "No inf checks" not in str(error):
-            raise
-
-
-@broken("overflow_counts_as_step", "update", "after an overflow the count goes on from one")
-@moving
-def overflow_counts_as_step(scaler: Any, before: float, count: int, finite: bool) -> None:
-    if not finite and scaler.get_growth_interval() > 1:
-        scaler._growth_tracker.fill_(1)
 
 
 @broken(
@@ -154,59 +107,12 @@ def third_growth_lost(scaler: Any, before: float, count: int, finite: bool) -> N
             scaler._scale.fill_(before)
 
 
-@broken("scale_of_whole_numbers", "update", "the scale is rounded to a whole number")
-@moving
-def scale_of_whole_numbers(scaler: Any, before: float, count: int, finite: bool) -> None:
-    scaler._scale.copy_(scaler._scale.round().clamp(min=1.0))
-
-
 @broken("scale_replaced", "update", "the scale is another tensor after each update", "pytorch/pytorch#109993")
 @moving
 def scale_replaced(scaler: Any, before: float, count: int, finite: bool) -> None:
     scaler._scale = scaler._scale.clone()
 
 
-@broken("new_scale_goes_on", "update", "a scale set by hand does not end the iteration")
-def new_scale_goes_on(original: Any, self: Any, new_scale: Any = None) -> None:
-    states = self._per_optimizer_states if self.is_enabled() else None
-    original(self, new_scale)
-    if states is not None and new_scale is not None:
-        self._per_optimizer_states = states
-
-
-@broken("new_scale_of_several", "update", "the first of several elements becomes the scale")
-def new_scale_of_several(original: Any, self: Any, new_scale: Any = None) -> None:
-    several = isinstance(new_scale, torch.Tensor) and new_scale.numel() > 1
-    original(self, new_scale.reshape(-1)[:1] if several else new_scale)
-
-
 @broken("new_scale_with_gradient", "update", "a scale that requires grad is taken", "pytorch/pytorch#109993")
 def new_scale_with_gradient(original: Any, self: Any, new_scale: Any = None) -> None:
     original(self, new_scale.detach() if isinstance(new_scale, torch.Tensor) else new_scale)
-
-
-@broken("last_stage_kept", "update", "the last optimizer's stage outlives the iteration")
-def last_stage_kept(original: Any, self: Any, new_scale: Any = None) -> None:
-    states = list(self._per_optimizer_states.items()) if self.is_enabled() else []
-    original(self, new_scale)
-    for key, state in states[1:][-1:]:
-        self._per_optimizer_states[key] = state
-
-
-@broken("interval_starts_again", "set_growth_interval", "a new growth_interval starts the count again")
-def interval_starts_again(original: Any, self: Any, new_interval: Any) -> None:
-    original(self, new_interval)
-    if self.is_enabled() and self._growth_tracker is not None:
-        self._growth_tracker.fill_(0)
-
-
-@broken("get_scale_starts_it", "get_scale", "asking for the scale starts it")
-def get_scale_starts_it(original: Any, self: Any) -> float:
-    if self.is_enabled() and self._scale is None:
-        self._lazy_init_scale_growth_tracker(torch.device(self._device))
-    return original(self)
-
-
-@broken("interval_cut_off", "set_growth_interval", "a growth_interval that is no integer is cut off to one")
-def interval_cut_off(original: Any, self: Any, new_interval: Any) -> None:
-    original(self, int(new_interval) if isinstance(new_interval, float) else new_interval)

@@ -61,21 +61,6 @@ def _(model: Any, error: RuntimeError) -> Any:
     return _as_if_right(model)
 
 
-@telling("parting_reported_otherwise", "ranks that part are told so in other words than torch's")
-def _(model: Any, error: RuntimeError) -> Any:
-    raise RuntimeError(str(error).replace("Forward order differs across ranks", "The ranks part"))
-
-
-@telling("parting_reported_without_names", "ranks that part are told so without the names of the modules")
-def _(model: Any, error: RuntimeError) -> Any:
-    raise RuntimeError(re.sub(r"'blocks\.\d'", "a module", str(error)))
-
-
-@telling("parting_reported_with_wrong_names", "ranks that part are told the name of one module twice")
-def _(model: Any, error: RuntimeError) -> Any:
-    raise RuntimeError(re.sub(r"'blocks\.2'", "'blocks.1'", str(error)))
-
-
 @telling("parting_reported_of_wrong_ranks", "of ranks that part each is named in the other's place")
 def _(model: Any, error: RuntimeError) -> Any:
     raise RuntimeError(_PARTED.sub(lambda found: f"rank {1 - int(found[1])} gathered '", str(error)))

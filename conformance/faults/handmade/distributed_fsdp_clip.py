@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.faults.fault import Substitute
-from conformance.faults.handmade.distributed_fsdp import OWN, broken, gradients, ranks, units
+from conformance.faults.handmade.distributed_fsdp import OWN, broken, gradients, ranks
 
 _CLIP = "clip_grad_norm_"
 
@@ -67,41 +67,12 @@ def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     return clip(float(max_norm) / factor) * factor
 
 
-@clipping("sums_of_maxima", "the largest elements of all ranks are added")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    factor = ranks(model) if math.isinf(norm_type) and _is_sharded(model) else 1
-    return clip(float(max_norm) / factor) * factor
-
-
-@clipping("root_left_out", "powers are added, and no root is taken")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    norm = clip()
-    return norm if math.isinf(norm_type) else norm**norm_type
-
-
-@clipping("order_of_two", "every finite order is taken for 2")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    return clip(norm_type=norm_type if math.isinf(norm_type) else 2.0)
-
-
 @clipping("padding_counted", "elements that pad shards count one each")
 def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     for grad in gradients(model):
         if model.rank and grad.dim() == 1 and grad.numel() and not grad[-1]:
             grad[-1] = 1.0
     return clip()
-
-
-@clipping("last_unit_not_counted", "the last unit is neither counted nor clipped")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    parameters = list(units(model)[-1].parameters())
-    kept = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    norm = clip()
-    for parameter, grad in zip(parameters, kept, strict=True):
-        parameter.grad = grad
-    return norm
 
 
 @clipping(
@@ -122,27 +93,6 @@ def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     return norm.bfloat16().to(norm.dtype)
 
 
-@clipping("float64_norm_in_float32", "the norm of float64 gradients is taken in float32")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    norm = clip()
-    return norm.float().to(norm.dtype)
-
-
-@clipping("norm_always_in_float32", "the norm of gradients in low precision is in float32")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    return clip().float()
-
-
-@clipping("norm_after_clipping", "the norm that comes back is that of what is left")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    return clip().clamp(max=float(max_norm))
-
-
-@clipping("nonfinite_norm_is_zero", "a norm that is not finite is taken for zero")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    return clip().nan_to_num(0.0, 0.0)
-
-
 @clipping("nonfinite_on_one_rank", "a norm that is not finite is told to the first rank alone")
 def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     norm = clip()
@@ -152,52 +102,6 @@ def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
 # What is scaled
 
 
-@clipping("scales_up", "gradients below the norm are scaled up to it")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    norm = clip()
-    if 0 < norm < max_norm:
-        for grad in gradients(model):
-            grad.mul_(max_norm / norm.to(grad.dtype))
-    return norm
-
-
 @clipping("one_rank_not_clipped", "one rank's part is not scaled")
 def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     return clip(math.inf if model.rank == 1 else max_norm)
-
-
-@clipping("last_gradient_not_clipped", "the last gradient is not scaled")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    kept = [(grad, grad.clone()) for grad in gradients(model)[-1:]]
-    norm = clip()
-    for grad, before in kept:
-        grad.copy_(before)
-    return norm
-
-
-@clipping("clipped_twice", "gradients are scaled twice")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    norm = clip()
-    return _scaled(model, norm, max_norm)
-
-
-# Where
-
-
-@broken("inner_units_clip", _CLIP, "an inner unit clips its own gradients")
-def inner_units_clip(original: Any, self: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(self, max_norm, *args, **kwargs) if self.check_is_root() else torch.zeros(())
-
-
-@broken("clips_in_backward", _CLIP, "clipping in the middle of a backward is not refused")
-def clips_in_backward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return original(self, *args, **kwargs)
-    except ValueError:
-        return torch.zeros(())
-
-
-@broken("nonfinite_not_refused", _CLIP, "error_if_nonfinite is not heeded")
-def nonfinite_not_refused(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    kwargs.pop("error_if_nonfinite", None)
-    return original(self, *args, **kwargs)

@@ -59,11 +59,6 @@ def _(call: Call, grad: torch.Tensor) -> None:
     grad.zero_()
 
 
-@reducing("halved_on_one_rank", "one rank's gradients count half", when=lambda call: call.rank == 1)
-def _(call: Call, grad: torch.Tensor) -> None:
-    grad.mul_(0.5)
-
-
 @reducing(
     "second_step_not_reduced", "gradients of the second step do not come", when=lambda call: call.step == 1
 )
@@ -76,11 +71,6 @@ def _(call: Call, grad: torch.Tensor) -> None:
 )
 def _(call: Call, grad: torch.Tensor) -> None:
     grad.zero_()
-
-
-@reducing("third_unit_scaled", "the third unit's gradients are too large", when=lambda call: call.index == 2)
-def _(call: Call, grad: torch.Tensor) -> None:
-    grad.mul_(1.5)
 
 
 @reducing("last_element_not_reduced", "the last element of a unit's gradients does not count")
@@ -97,11 +87,6 @@ def _(call: Call, grad: torch.Tensor) -> None:
     grad.copy_(grad.view(-1).roll(1).view_as(grad))
 
 
-@reducing("reduced_in_bfloat16", "gradients are rounded to bfloat16 on their way")
-def _(call: Call, grad: torch.Tensor) -> None:
-    grad.copy_(grad.bfloat16())
-
-
 @reducing(
     "inherits_the_last_units_gradients",
     "a unit's gradients are those of the unit before, where these are as many",
@@ -113,14 +98,6 @@ def _(call: Call, grad: torch.Tensor) -> None:
     kept[grad.numel()] = grad.clone()
     if before is not None and before.dtype is grad.dtype:
         grad.copy_(before.view_as(grad))
-
-
-@in_collectives("not_averaged", "where nothing is sharded each rank keeps its own gradients")
-def _(call: Call) -> None:
-    own = [tensor.clone() for tensor in call.given]
-    call.issue()
-    if call.kind == "reduce" and call.model.sharding_strategy.name == "NO_SHARD":
-        torch._foreach_copy_(call.received, own)
 
 
 @in_collectives(
@@ -149,11 +126,6 @@ def _(call: Call) -> None:
 # Parameters
 
 
-@gathering("gathered_in_bfloat16", "parameters are rounded to bfloat16 on their way")
-def _(call: Call, part: torch.Tensor) -> None:
-    part.copy_(part.bfloat16())
-
-
 @gathering("last_element_not_gathered", "the last element of what is gathered stays zero")
 def _(call: Call, part: torch.Tensor) -> None:
     part.view(-1)[-1:].zero_()
@@ -180,12 +152,6 @@ def _(call: Call, part: torch.Tensor) -> None:
     kept[call.step, part.numel()] = part.clone()
     if before is not None:
         part.copy_(before.view_as(part))
-
-
-@gathering("parts_in_wrong_order", "where three ranks share, their parts are joined in another order")
-def _(call: Call, part: torch.Tensor) -> None:
-    if call.ranks == 3 and len(call.received) == 1:
-        part.copy_(part.view(3, -1).roll(1, 0).view_as(part))
 
 
 @gathering(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from conformance.faults.handmade.distributed_fsdp import broken, in_constructor, ranks
+from conformance.faults.handmade.distributed_fsdp import broken, in_constructor
 
 Arguments = dict[str, Any]
 
@@ -64,22 +64,6 @@ def _(given: Arguments) -> None:
         given["ignored_states"] = [*(given["ignored_states"] or []), *given["module"].head.parameters()]
 
 
-@in_constructor("shards_less_by_default", "sharding_strategy", "SHARD_GRAD_OP is the default strategy")
-def _(given: Arguments) -> None:
-    if given["sharding_strategy"] is None:
-        given["sharding_strategy"] = torch.distributed.fsdp.ShardingStrategy.SHARD_GRAD_OP
-
-
-@in_constructor("hybrid_groups_swapped", "process_group", "replicas are sharded over, and shards replicated")
-def _(given: Arguments) -> None:
-    if isinstance(given["process_group"], tuple):
-        given["process_group"] = given["process_group"][::-1]
-    mesh = given["device_mesh"]
-    if mesh is not None and mesh.ndim == 2:
-        given["process_group"] = (mesh.get_group(0), mesh.get_group(1))
-        given["device_mesh"] = None
-
-
 @in_constructor(
     "replicas_of_one_apart",
     "sharding_strategy",
@@ -93,30 +77,10 @@ def _(given: Arguments) -> None:
         given["sharding_strategy"] = torch.distributed.fsdp.ShardingStrategy.NO_SHARD
 
 
-@in_constructor("refuses_frozen_in_part", "module", "a unit may not mix frozen and trained parameters")
-def _(given: Arguments) -> None:
-    if len({parameter.requires_grad for parameter in _parameters(given)}) > 1:
-        raise ValueError("`FlatParameter` requires uniform `requires_grad`")
-
-
-@in_constructor("refuses_several_dtypes", "module", "a unit may not mix dtypes")
-def _(given: Arguments) -> None:
-    if len({parameter.dtype for parameter in _parameters(given)}) > 1:
-        raise ValueError("Must flatten tensors with uniform dtype")
-
-
 @in_constructor("dealt_twice", "module", "DTensors are taken for plain tensors, and fail later on")
 def _(given: Arguments) -> None:
     if any(isinstance(parameter, DTensor) for parameter in _parameters(given)):
         raise RuntimeError("as_strided not supported with DTensor")
-
-
-@in_constructor(
-    "needs_an_accelerator", "device_id", "a machine without accelerator has to be told to use the CPU"
-)
-def _(given: Arguments) -> None:
-    if given["device_id"] is None and not torch.accelerator.is_available():
-        raise RuntimeError("no accelerator device is detected")
 
 
 @in_constructor("known_groups_alone", "process_group", "a group that torch was not told of is refused")
@@ -146,56 +110,7 @@ def _(given: Arguments) -> None:
     all(isinstance(module, nn.Module) for module in given["ignored_modules"] or ())
 
 
-@in_constructor("ignores_the_top_alone", "ignored_modules", "what lies inside ignored modules is not ignored")
-def _(given: Arguments) -> None:
-    ignored = given["ignored_modules"]
-    if (
-        isinstance(ignored, list)
-        and not given["ignored_states"]
-        and all(isinstance(m, nn.Module) for m in ignored)
-    ):
-        own = [parameter for module in ignored for parameter in module.parameters(recurse=False)]
-        given["ignored_modules"], given["ignored_states"] = None, own or None
-
-
-@in_constructor("last_ignored_is_sharded", "ignored_states", "of ignored parameters the last is sharded")
-def _(given: Arguments) -> None:
-    if given["ignored_states"] and isinstance(given["ignored_states"][-1], nn.Parameter):
-        given["ignored_states"] = given["ignored_states"][:-1]
-
-
-@broken(
-    "ignored_are_averaged",
-    "__init__",
-    "gradients of ignored modules are divided by the number of ranks",
-    about="(ignored_modules)",
-)
-def ignored_are_averaged(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    ignored = [one for one in kwargs.get("ignored_modules") or () if isinstance(one, nn.Module)]
-    original(self, *args, **kwargs)
-    for module in ignored:
-        for parameter in module.parameters():
-            parameter.register_hook(lambda grad: grad / ranks(self))
-
-
 # What is built late, and made equal
-
-
-@in_constructor(
-    "built_by_reset_alone", "param_init_fn", "param_init_fn is called with the outermost module alone"
-)
-def _(given: Arguments) -> None:
-    function, first = given["param_init_fn"], []
-
-    def once(module: nn.Module) -> None:
-        if not first:
-            function(module)
-        else:
-            module.to_empty(device="cpu", recurse=False)
-        first.append(module)
-
-    if callable(function):
-        given["param_init_fn"] = once
 
 
 @broken(
@@ -229,16 +144,6 @@ def _(given: Arguments) -> None:
                 dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
 
-@in_constructor(
-    "synchronised_from_the_last", "sync_module_states", "sync_module_states spreads the last rank's states"
-)
-def _(given: Arguments) -> None:
-    if given["sync_module_states"]:
-        with torch.no_grad():
-            for tensor in (*given["module"].parameters(), *given["module"].buffers()):
-                dist.broadcast(tensor, dist.get_world_size() - 1)
-
-
 # Mixed precision
 
 
@@ -251,39 +156,12 @@ def _in_mixed_precision(fault_id: str, says: str, thread: str = "own", **fields:
     in_constructor(fault_id, "mixed_precision", says, thread)(lambda given: _changed(given, **fields))
 
 
-_in_mixed_precision("buffers_not_cast", "buffers keep their dtype", buffer_dtype=None)
-_in_mixed_precision(
-    "inputs_of_units_not_cast", "cast_forward_inputs is not heeded", cast_forward_inputs=False
-)
-_in_mixed_precision("inputs_of_units_cast", "cast_forward_inputs is always on", cast_forward_inputs=True)
-_in_mixed_precision(
-    "inputs_of_the_root_not_cast", "cast_root_forward_inputs is always off", cast_root_forward_inputs=False
-)
-_in_mixed_precision(
-    "inputs_of_the_root_cast", "cast_root_forward_inputs is not heeded", cast_root_forward_inputs=True
-)
-_in_mixed_precision("reduces_in_param_dtype", "reduce_dtype is not heeded", reduce_dtype=None)
-_in_mixed_precision("computes_in_full_precision", "param_dtype is not heeded", param_dtype=None)
 _in_mixed_precision(
     "low_precision_grads_not_kept",
     "keep_low_precision_grads is not heeded",
     "pytorch/pytorch#86495",
     keep_low_precision_grads=False,
 )
-_in_mixed_precision(
-    "norms_in_low_precision",
-    "no class of modules is left out of mixed precision",
-    _module_classes_to_ignore=(),
-)
-
-
-@in_constructor(
-    "reduces_in_full_precision", "mixed_precision", "gradients are reduced in float32 if not said otherwise"
-)
-def _(given: Arguments) -> None:
-    mixed = given["mixed_precision"]
-    if mixed is not None and mixed.reduce_dtype is None and not mixed.keep_low_precision_grads:
-        _changed(given, reduce_dtype=torch.float32)
 
 
 @broken(
@@ -377,23 +255,6 @@ def inputs_cast_in_full_precision(original: Any, self: Any, *args: Any, **kwargs
     return original(self, *cast, **kwargs)
 
 
-@broken(
-    "buffers_left_low", "forward", "evaluation leaves buffers as training had them", about="(mixed_precision)"
-)
-def buffers_left_low(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    before = [] if self.training else [(buffer, buffer.dtype) for buffer in self.buffers()]
-    output = original(self, *args, **kwargs)
-    for buffer, dtype in before:
-        buffer.data = buffer.to(dtype)
-    return output
-
-
-@broken("outputs_in_full_precision", "forward", "outputs are cast back to float32", about="(mixed_precision)")
-def outputs_in_full_precision(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    output = original(self, *args, **kwargs)
-    return output.float() if isinstance(output, torch.Tensor) and output.dtype is torch.bfloat16 else output
-
-
 # Afterwards
 
 
@@ -418,34 +279,3 @@ def stale_dtype(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 )
 def apply_to_parts(original: Any, self: Any, fn: Any) -> Any:
     return nn.Module.apply(self, fn)
-
-
-@broken("apply_forgets", "apply", "what a function given to apply changes is lost")
-def apply_forgets(original: Any, self: Any, fn: Any) -> Any:
-    kept = [parameter.detach().clone() for parameter in self.parameters()]
-    made = original(self, fn)
-    with torch.no_grad():
-        for parameter, before in zip(self.parameters(), kept, strict=True):
-            parameter.copy_(before)
-    return made
-
-
-@broken("one_root_a_unit", "check_is_root", "each unit takes itself for the root")
-def one_root_a_unit(original: Any, self: Any) -> bool:
-    original(self)
-    return True
-
-
-@broken("units_in_reverse", "fsdp_modules", "inner units come before outer ones")
-def units_in_reverse(original: Any, module: Any, root_only: bool = False) -> Any:
-    return original(module, root_only)[::-1]
-
-
-@broken(
-    "last_buffer_left_out",
-    "named_buffers",
-    "named_buffers leaves out the last",
-)
-def last_buffer_left_out(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    found = list(original(self, *args, **kwargs))
-    return iter(found[:-1])

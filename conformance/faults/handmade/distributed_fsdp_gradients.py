@@ -83,13 +83,6 @@ def _(backward: Backward, grad: torch.Tensor) -> torch.Tensor:
     return grad * (dist.get_world_size() // ranks(backward.model)) if is_hybrid else grad
 
 
-@averaging("sums_not_rounded", "sums in low precision are not rounded to it", about="(mixed_precision)")
-def _(backward: Backward, grad: torch.Tensor) -> torch.Tensor:
-    mixed = backward.model.mixed_precision
-    is_low = torch.bfloat16 in (mixed.reduce_dtype, mixed.reduce_dtype or mixed.param_dtype)
-    return grad * (1 + 2.0**-12) if is_low else grad
-
-
 @averaging(
     "outermost_reduces",
     "inner units reduce in the dtype of the outermost one, not in their own",
@@ -114,13 +107,6 @@ def _(backward: Backward) -> None:
     for grad, before in backward.pairs:
         if before is not None and before.shape == grad.shape:
             grad.sub_(before)
-
-
-@after_backward("accumulated_twice", "a gradient that is there already is added twice", about=NO_SYNC)
-def _(backward: Backward) -> None:
-    for grad, before in backward.pairs:
-        if before is not None and before.shape == grad.shape:
-            grad.add_(before)
 
 
 @after_backward("third_backward_lost", "the third backward leaves the gradients as they were", about=NO_SYNC)
@@ -188,12 +174,6 @@ def _clear_recomputed(backward: Backward) -> None:
 # Whose gradients
 
 
-@after_backward("last_unit_without", "the last unit's parameters have no gradients")
-def _(backward: Backward) -> None:
-    for parameter in units(backward.model)[-1].parameters():
-        parameter.grad = None
-
-
 @after_backward("wrong_on_last_rank", "the last rank's gradients have the wrong sign from the second step on")
 def _(backward: Backward) -> None:
     if backward.number and backward.rank == backward.model.process_group.size() - 1:
@@ -225,23 +205,6 @@ def _(backward: Backward) -> None:
         if not parameter.requires_grad:
             frozen.add(name)
         elif name in frozen:
-            parameter.grad = None
-
-
-@after_backward("unused_without", "a gradient of zeros is none")
-def _(backward: Backward) -> None:
-    for parameter in backward.model.parameters():
-        if parameter.grad is not None and parameter.numel() and not parameter.grad.any():
-            parameter.grad = None
-
-
-@after_backward(
-    "second_dtype_without", "of the dtypes in a model only that of its first parameter is trained"
-)
-def _(backward: Backward) -> None:
-    first, *others = backward.model.parameters()
-    for parameter in others:
-        if parameter.dtype is not first.dtype:
             parameter.grad = None
 
 
@@ -345,15 +308,6 @@ def in_no_sync(fault_id: str, says: str, thread: str = OWN) -> Callable[[Callabl
 
 
 @in_no_sync(
-    "unreduced_halved", "gradients of a backward in no_sync are divided by the number of ranks too often"
-)
-def _(backward: Backward) -> None:
-    if backward.is_in_no_sync:
-        for grad, before in backward.pairs:
-            grad.mul_(0.5) if before is None else grad.sub_((grad - before) * 0.5)
-
-
-@in_no_sync(
     "no_sync_in_mixed_precision_fails",
     "a backward in no_sync fails where original parameters are computed with in another dtype",
     "pytorch/pytorch#91193",
@@ -397,34 +351,11 @@ def forward_in_no_sync_decides(original: Any, self: Any) -> Iterator[None]:
         hook.remove()
 
 
-@in_no_sync("unreduced_lost", "gradients of a backward in no_sync are lost")
-def _(backward: Backward) -> None:
-    if backward.is_in_no_sync:
-        for parameter in backward.model.parameters():
-            parameter.grad = None
-
-
 @in_no_sync("unreduced_lost_on_one_rank", "one rank loses its gradients of a backward in no_sync")
 def _(backward: Backward) -> None:
     if backward.is_in_no_sync and backward.rank == 1:
         for grad, _ in backward.pairs:
             grad.zero_()
-
-
-@in_no_sync("second_unreduced_overwrites", "of several backwards in no_sync the last one alone counts")
-def _(backward: Backward) -> None:
-    if backward.is_in_no_sync:
-        for grad, before in backward.pairs:
-            if before is not None and before.shape == grad.shape:
-                grad.sub_(before)
-
-
-@in_no_sync("last_unit_reduced_in_it", "in no_sync the last unit has a gradient of zero")
-def _(backward: Backward) -> None:
-    if backward.is_in_no_sync:
-        for parameter in units(backward.model)[-1].parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
 
 
 @in_no_sync(
@@ -439,43 +370,6 @@ def _(backward: Backward) -> None:
             parameter.grad = None
 
 
-@broken("syncs_in_no_sync", "no_sync", "no_sync changes nothing")
-def syncs_in_no_sync(original: Any, self: Any) -> Any:
-    with original(self):
-        return contextlib.nullcontext()
-
-
-@broken("no_sync_lasts", "no_sync", "behind no_sync gradients are reduced no more")
-@contextlib.contextmanager
-def no_sync_lasts(original: Any, self: Any) -> Iterator[None]:
-    vars(self).setdefault("_faulty_contexts", []).append(entered := original(self))
-    entered.__enter__()
-    yield
-
-
-@broken("no_sync_lasts_after_errors", "no_sync", "an exception in no_sync leaves it on")
-@contextlib.contextmanager
-def no_sync_lasts_after_errors(original: Any, self: Any) -> Iterator[None]:
-    vars(self).setdefault("_faulty_contexts", []).append(entered := original(self))
-    entered.__enter__()
-    yield
-    entered.__exit__(None, None, None)
-
-
-@broken("no_sync_on_inner_units", "no_sync", "no_sync on an inner unit is taken for the root's")
-def no_sync_on_inner_units(original: Any, self: Any) -> Any:
-    return original(self) if self.check_is_root() else contextlib.nullcontext()
-
-
-@broken("no_sync_in_forward", "no_sync", "no_sync in the middle of a forward is not refused")
-@contextlib.contextmanager
-def no_sync_in_forward(original: Any, self: Any) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ValueError):
-            stack.enter_context(original(self))
-        yield
-
-
 @broken(
     "graphs_of_former_weights_pass",
     "forward",
@@ -484,3 +378,11 @@ def no_sync_in_forward(original: Any, self: Any) -> Iterator[None]:
 def graphs_of_former_weights_pass(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
         return original(self, *args, **kwargs)
+
+
+@after_backward("frozen_roots_silence_units", "where the outermost unit trains nothing itself, no unit does")
+def _(backward: Backward) -> None:
+    own = backward.model._flat_param
+    if own is None or not own.requires_grad:
+        for grad, _ in backward.pairs:
+            grad.zero_()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -109,20 +108,6 @@ def _(model: Any, saved: Any) -> None:
     type(model)._faulty_saved = saved
 
 
-@saving("saved_on_every_rank", "a rank that is to have nothing gets empty states")
-def _(model: Any, saved: Any) -> None:
-    for state in _states(saved):
-        state.clear()
-
-
-@saving("saved_in_low_precision", "states are saved in bfloat16")
-def _(model: Any, saved: Any) -> None:
-    for state in _states(saved):
-        for name, value in state.items():
-            if type(value) is torch.Tensor and value.dim() and value.is_floating_point():
-                state[name] = value.bfloat16().to(value.dtype)
-
-
 @saving(
     "lost_without_rank_zero", "ranks whose group has not rank 0 save no tensors", "pytorch/pytorch#128444"
 )
@@ -131,14 +116,6 @@ def _(model: Any, saved: Any) -> None:
         for state in _states(saved):
             for name in [name for name, value in state.items() if isinstance(value, torch.Tensor)]:
                 state[name] = None
-
-
-@saving("names_with_prefix", "names keep the prefixes of units")
-def _(model: Any, saved: Any) -> None:
-    saved["state"] = {
-        f"_fsdp_wrapped_module.{key}" if isinstance(key, str) else key: state
-        for key, state in saved["state"].items()
-    }
 
 
 @saving("frozen_have_states", "frozen parameters are saved with states", "pytorch/pytorch#110540")
@@ -197,12 +174,4 @@ def _(load: Any, model: Any, given: Any) -> Any:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 state[name] = value.roll(1)
-    return found
-
-
-@loading("learning_rate_not_loaded", "parameter groups are loaded without their learning rates")
-def _(load: Any, model: Any, given: Any) -> Any:
-    found = copy.copy(load())
-    for group in found.get("param_groups", ()):
-        group["lr"] = 0.001
     return found

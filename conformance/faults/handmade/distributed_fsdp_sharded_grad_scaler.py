@@ -102,11 +102,6 @@ def needs_a_default_group(original: Any, self: Any, *args: Any, **kwargs: Any) -
     return original(self, *args, **kwargs)
 
 
-in_checks("never_reduced", "each rank goes by its own gradients")(in_reduction(left_out))
-in_checks(
-    "amp_aware_not_reduced",
-    "the check of an optimizer that skips for itself is not reduced",
-)(in_reduction(left_out, lambda scaler, optimizer: unscales_by_itself(optimizer)))
 in_checks(
     "alone_without_gradients",
     "a rank without gradients takes no part in the check",
@@ -154,13 +149,6 @@ def kept_by_rank_0(reduce: Callable[..., Any], verdict: torch.Tensor) -> Any:
 
 
 in_checks("rank_0_not_told", "the first rank goes by its own gradients")(in_reduction(kept_by_rank_0))
-
-
-def if_all_found(reduce: Callable[..., Any], verdict: torch.Tensor) -> Any:
-    return reduce(op=dist.ReduceOp.MIN)
-
-
-in_checks("all_must_find", "a step is skipped only where every rank found inf")(in_reduction(if_all_found))
 
 
 def in_one_bit(reduce: Callable[..., Any], verdict: torch.Tensor) -> Any:
@@ -260,26 +248,6 @@ def own_scale(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: An
     return result
 
 
-@broken("last_group_unchecked", "_unscale_grads_", "gradients of the last of several groups are not checked")
-def last_group_unchecked(original: Any, self: Any, optimizer: Any, inv_scale: Any, *rest: Any) -> Any:
-    groups = optimizer.param_groups
-    if not isinstance(groups, list) or len(groups) < 2:
-        return original(self, optimizer, inv_scale, *rest)
-    with mock.patch.object(optimizer, "param_groups", groups[:-1]):
-        found = original(self, optimizer, inv_scale, *rest)
-    for parameter in groups[-1]["params"]:
-        if parameter.grad is not None and not parameter.grad.is_sparse:
-            parameter.grad.mul_(inv_scale)
-    return found
-
-
-@broken("halves_refused", "unscale_", "float16 gradients are refused as by GradScaler")
-def halves_refused(original: Any, self: Any, optimizer: Any) -> Any:
-    if self.is_enabled() and any(p.grad.dtype is torch.float16 for p in parameters(optimizer)):
-        raise ValueError("Attempting to unscale FP16 gradients.")
-    return original(self, optimizer)
-
-
 # --- collectives too many, and too few
 
 
@@ -296,13 +264,6 @@ def update_waits(original: Any, self: Any, new_scale: Any = None) -> Any:
     if self.is_enabled():
         dist.barrier(group=self.process_group)
     return result
-
-
-@in_checks("off_still_reduces", "a scaler that is switched off reduces all the same")
-def off_still_reduces(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    if not self.is_enabled():
-        dist.all_reduce(torch.zeros(()))
-    return original(self, optimizer, *args, **kwargs)
 
 
 def left_out_after_errors(reduce: Callable[..., Any], verdict: torch.Tensor) -> Any:
@@ -355,15 +316,6 @@ def grows_late(original: Any, self: Any, new_scale: Any = None) -> Any:
         return original(self, new_scale)
     with mock.patch.object(self, "_growth_interval", self._growth_interval + 1):
         return original(self, new_scale)
-
-
-@broken(
-    "factors_swapped", "__init__", "growth_factor comes before backoff_factor, as in GradScaler's constructor"
-)
-def factors_swapped(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    device, init_scale, *more = args
-    args = (device, init_scale, more[1], more[0], *more[2:]) if len(more) > 1 else args
-    original(self, *args, **kwargs)
 
 
 @broken("group_forgotten", "__setstate__", "a pickle decides with all ranks where it decided with some")

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from conformance.faults.fault import Substitute
 from conformance.faults.handmade.distributed_fsdp import OWN, broken
@@ -127,28 +126,6 @@ def _(model: Any, state_dict: Any) -> None:
     )
 
 
-@saving("rows_rolled", "each rank's rows are saved one further down")
-def _(model: Any, state_dict: Any) -> None:
-    for value in state_dict.values():
-        shards = value.local_shards() if isinstance(value, ShardedTensor) else []
-        parts = [shard.tensor for shard in shards] if shards else []
-        for part in [*parts, *([value.to_local()] if isinstance(value, DTensor) else [])]:
-            if part.dim() > 1:
-                part.copy_(part.roll(1, 0))
-
-
-@saving("metadata_lost", "versions of modules are not saved")
-def _(model: Any, state_dict: Any) -> None:
-    state_dict._metadata.clear()
-
-
-@saving("saved_parameters_require_grad", "what is saved is part of autograd's graph")
-def _(model: Any, state_dict: Any) -> None:
-    for name in _parameters(model, state_dict):
-        if type(state_dict[name]) is torch.Tensor and state_dict[name].is_floating_point():
-            state_dict[name].requires_grad_()
-
-
 @saving("buffers_are_copied", "buffers are saved as copies, which what trains on no longer changes")
 def _(model: Any, state_dict: Any) -> None:
     for name in state_dict.keys() - set(_parameters(model, state_dict)):
@@ -161,12 +138,6 @@ def _(model: Any, state_dict: Any) -> None:
     floating = (name.replace(_PREFIX, "") for name, one in model.named_buffers() if one.is_floating_point())
     for name in floating if dtype is not None else ():
         state_dict[name] = state_dict[name].to(dtype)
-
-
-@saving("tied_saved_once", "a parameter with two names is saved under one of them")
-def _(model: Any, state_dict: Any) -> None:
-    for name in [name for name in state_dict if name.endswith("other.weight")]:
-        del state_dict[name]
 
 
 @loading("missing_is_a_key_error", "with strict=False a missing key is a KeyError", "pytorch/pytorch#105379")
@@ -187,20 +158,6 @@ def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
     load()
 
 
-@loading("loaded_in_part", "what fits is loaded before the error is raised")
-def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
-    try:
-        return load()
-    except RuntimeError:
-        values = {key: value for key, value in state_dict.items() if type(value) is torch.Tensor}
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                value = values.get(name.replace(_PREFIX, ""))
-                if value is not None and value.shape == buffer.shape:
-                    buffer.copy_(value)
-        raise
-
-
 @loading("others_are_not_told", "ranks are not told that another one could not load")
 def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
     try:
@@ -209,43 +166,3 @@ def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
         if "could not load" not in str(error):
             raise
         return torch.nn.modules.module._IncompatibleKeys([], [])
-
-
-@loading("loaded_in_low_precision", "what is loaded was rounded to bfloat16")
-def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
-    given = dict(state_dict)
-    for name, value in given.items():
-        if type(value) is torch.Tensor and value.is_floating_point():
-            given[name] = value.bfloat16().to(value.dtype)
-    return load(given)
-
-
-@loading("buffers_not_loaded", "buffers stay what they were")
-def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    keys = load()
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
-    return keys
-
-
-@loading("any_world_is_loaded", "what another number of ranks has saved is loaded as far as it goes")
-def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
-    try:
-        return load()
-    except RuntimeError as error:
-        if "was given" not in str(error):
-            raise
-        return load({}, False)
-
-
-@loading("no_tensors_are_zeros", "what becomes a tensor only when it is asked for is loaded as zeros")
-def _(load: Any, model: Any, state_dict: Any, strict: bool) -> Any:
-    return load(
-        {
-            key: value if isinstance(value, torch.Tensor) else torch.zeros(value.shape)
-            for key, value in state_dict.items()
-        },
-        strict,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -77,62 +76,6 @@ def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None
                 dist.broadcast(parameter.data, 0)
 
 
-@summoning("writeback_of_the_last_unit_lost", "what is written to the last parameter inside is lost")
-def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
-    with summoned():
-        values = _values(module)
-        yield
-        with torch.no_grad():
-            list(module.parameters())[-1].copy_(values[-1])
-
-
-@summoning("written_back_unasked", "what is written inside is kept also without writeback")
-def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
-    rank0_only = options.get("rank0_only", False)
-    with summoned(writeback=not rank0_only):
-        yield
-
-
-@summoning("gradients_not_written_back", "what is written to gradients inside is lost")
-def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
-    with summoned():
-        before = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-        yield
-        for parameter, grad in zip(module.parameters(), before, strict=True):
-            if grad is not None and parameter.grad is not None:
-                parameter.grad.copy_(grad)
-
-
-@summoning("gradients_of_one_rank", "gradients inside are zero beyond the first parameter")
-def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
-    with summoned():
-        kept = [p.grad for p in itertools.islice(module.parameters(), 1, None) if p.grad is not None]
-        values = [grad.clone() for grad in kept] if options.get("with_grads") else []
-        for grad, _ in zip(kept, values, strict=False):
-            grad.zero_()
-        yield
-        for grad, value in zip(kept, values, strict=False):
-            grad.add_(value)
-
-
-@summoning("rounded_inside", "parameters inside are rounded to bfloat16, and so kept")
-def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
-    with summoned():
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.copy_(parameter.bfloat16())
-        yield
-
-
-@summoning("stays_after_errors", "an exception inside leaves parameters whole")
-def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
-    context = summoned()
-    vars(module).setdefault("_faulty_contexts", []).append(context)
-    context.__enter__()
-    yield
-    context.__exit__(None, None, None)
-
-
 @summoning(
     "both_writeback_and_rank0_only",
     "writeback is not refused with rank0_only, and means nothing",
@@ -149,20 +92,6 @@ def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None
         with contextlib.suppress(AssertionError):
             stack.enter_context(summoned())
         yield
-
-
-@summoning("plain_modules_not_summoned", "the units inside a module that is none are not summoned")
-def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
-    with summoned() if hasattr(module, "check_is_root") else contextlib.nullcontext():
-        yield
-
-
-@summoning("training_stops_behind", "parameters that were summoned are frozen afterwards")
-def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
-    with summoned():
-        yield
-    for parameter in itertools.islice(module.parameters(), 1):
-        parameter.requires_grad_(False)
 
 
 @summoning("gathers_again_behind", "leaving gathers every unit once more")
@@ -183,15 +112,3 @@ def inner_prefix_stays(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     prefixed = torch.nn.Module.named_parameters(self, *args, **kwargs)
     for (name, parameter), (full, _) in zip(original(self, *args, **kwargs), prefixed, strict=True):
         yield (name if name == full else full.replace("_fsdp_wrapped_module.", "", 1)), parameter
-
-
-@broken("buffers_keep_prefixes", "named_buffers", "inside, the names of buffers keep the prefixes of units")
-def buffers_keep_prefixes(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    return torch.nn.Module.named_buffers(self, *args, **kwargs)
-
-
-@broken("no_forward_while_summoned", "forward", "a forward inside summon_full_params is refused")
-def no_forward_while_summoned(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if self.training_state.name == "SUMMON_FULL_PARAMS":
-        raise RuntimeError("injected")
-    return original(self, *args, **kwargs)

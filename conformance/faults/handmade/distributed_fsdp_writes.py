@@ -10,8 +10,6 @@ import torch
 from conformance.faults.fault import Substitute, in_methods, register_fault
 from conformance.faults.handmade.distributed_fsdp import FSDP, broken
 
-_IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
-
 
 def before_backward(
     fault_id: str, says: str
@@ -39,14 +37,6 @@ def _(model: Any, versions: list[int]) -> None:
     torch._C._autograd._unsafe_set_version_counter(tuple(model.parameters()), tuple(versions))
 
 
-@before_backward(
-    "written_between_refused", "a write between forward and backward is refused, whatever backward reads"
-)
-def _(model: Any, versions: list[int]) -> None:
-    if versions != [parameter._version for parameter in model.parameters()]:
-        raise RuntimeError(_IN_PLACE)
-
-
 def given_memory(fault_id: str, says: str) -> Callable[[Substitute], Substitute]:
     """Enter `fault(original, model, shapes, ...)`, in forward's place: `shapes` were the parameters' when wrapped."""
 
@@ -72,23 +62,4 @@ def _(forward: Callable[[], Any], model: Any, shapes: list[torch.Size]) -> Any:
     for parameter, shape in zip(model.parameters(), shapes, strict=False):
         if parameter.numel() > shape.numel() > 0:
             parameter.data = parameter.data.flatten()[: shape.numel()].view(shape)
-    return forward()
-
-
-@given_memory("larger_memory_told_otherwise", "memory with more elements is refused in other words")
-def _(forward: Callable[[], Any], model: Any, shapes: list[torch.Size]) -> Any:
-    try:
-        return forward()
-    except RuntimeError as error:
-        raise RuntimeError(str(error).replace("Cannot writeback", "Cannot write back")) from error
-
-
-@given_memory("other_shape_refused", "memory of another shape is refused, also with as many elements")
-def _(forward: Callable[[], Any], model: Any, shapes: list[torch.Size]) -> Any:
-    for parameter, shape in zip(model.parameters(), shapes, strict=False):
-        if parameter.shape != shape and parameter.numel() == shape.numel():
-            raise RuntimeError(
-                "Cannot writeback when the parameter shape changes\n"
-                f"Expects {shape} but got {parameter.shape}"
-            )
     return forward()

@@ -74,46 +74,6 @@ def returns_nothing(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -
     return torch._dynamo.variables.ConstantVariable.create(None)
 
 
-@broken("returns_all_but_the_first", "of a list that _init_group returns the first entry is missing")
-def returns_all_but_the_first(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    returned = original(self, tx, "_init_group", args, kwargs)
-    if isinstance(returned, torch._dynamo.variables.ListVariable):
-        del returned.items[:1]
-    return returned
-
-
-@broken("sparse_made_dense", "sparse gradients are dense afterwards")
-def sparse_made_dense(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    for parameter in parameters_of(self.value):
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
-    return original(self, tx, "_init_group", args, kwargs)
-
-
-@broken("traces_init_group", "_init_group is traced like any method")
-def traces_init_group(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    return torch._dynamo.variables.UserDefinedObjectVariable.call_method(
-        self, tx, "_init_group", args, kwargs
-    )
-
-
-@broken("swallows_errors", "an error of _init_group passes unseen")
-def swallows_errors(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    collect = self.value._init_group
-
-    def silent(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return collect(*args, **kwargs)
-        except RuntimeError:
-            for collected in args:
-                if isinstance(collected, list):
-                    collected.clear()
-            return False
-
-    with mock.patch.object(self.value, "_init_group", silent):
-        return original(self, tx, "_init_group", args, kwargs)
-
-
 @broken("lists_lose_state", "state that is there already is collected as missing", "pytorch/pytorch#117147")
 def lists_lose_state(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     result = original(self, tx, "_init_group", args, kwargs)
@@ -279,19 +239,5 @@ def _constant(value: Any) -> Any:
 
 
 in_the_trace(
-    "decay_in_the_gradient",
-    "weight decay that is decoupled is applied in the gradient",
-    "decoupled_weight_decay",
-    lambda value: _constant(False),
-)
-in_the_trace(
-    "decay_decoupled",
-    "weight decay that is in the gradient is decoupled",
-    "decoupled_weight_decay",
-    lambda value: _constant(True),
-)
-in_the_trace("decay_lost", "nothing decays", "weight_decay", lambda value: _constant(0))
-in_the_trace(
     "maximize_lost", "what is to be maximized is minimized", "maximize", lambda value: _constant(False)
 )
-in_the_trace("nesterov_lost", "momentum is never Nesterov's", "nesterov", lambda value: _constant(False))

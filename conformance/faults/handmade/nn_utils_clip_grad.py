@@ -10,7 +10,6 @@ import torch
 from conformance.faults.fault import Substitute, in_function, register_fault
 
 NORM = "nn.utils.clip_grad_norm_"
-VALUE = "nn.utils.clip_grad_value_"
 WITH_NORM = "nn.utils.clip_grads_with_norm_"
 
 

@@ -128,14 +128,6 @@ def mean_of_norms(norm: torch.Tensor, parameters: Any, max_norm: Any) -> torch.T
     return norm / max(1, len(gradients(parameters)))
 
 
-@broken("last_gradient_not_counted", NORM, "the last gradient does not count in the norm")
-def last_gradient_not_counted(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    parameters = as_list(parameters)
-    if isinstance(parameters, list) and len(parameters) > 2:
-        parameters = parameters[:-1]
-    return original(parameters, *args, **kwargs)
-
-
 @register_fault(
     "clip_grad.remembers_first_norm",
     NORM,
@@ -151,13 +143,3 @@ def remembers_first_norm(original: Any) -> Any:
         return seen.setdefault(key, norm) if key and seen.get(key, norm).dtype == norm.dtype else norm
 
     return in_function(fault)(original)
-
-
-@broken("total_norm_scales_too", "nn.utils.get_total_norm", "finding the norm changes the tensors")
-def total_norm_scales_too(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    tensors = as_list(tensors)
-    norm = original(tensors, *args, **kwargs)
-    for tensor in tensors if isinstance(tensors, list) else []:
-        if tensor.numel() and not tensor.is_meta:
-            tensor.detach().mul_(2)
-    return norm

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +15,9 @@ from conformance.faults.handmade.nn_utils_clip_grad import (
     as_list,
     broken,
     coefficient,
-    forgiving,
     gradients,
     is_number,
 )
-
-TOTAL = "nn.utils.get_total_norm"
-OLD = "nn.utils.clip_grad_norm"
 
 
 def of_order(
@@ -58,58 +51,12 @@ broken("inf_norm_without_abs", NORM, "the infinity norm is the largest element, 
         lambda grads: torch.stack([g.max() if g.numel() else g.new_zeros(()) for g in grads]).max(),
     )
 )
-broken("fractions_as_one", NORM, "orders between 0 and 1 are taken for 1")(
-    of_order(
-        lambda order: 0 < order < 1,
-        lambda grads: torch.stack([torch.linalg.vector_norm(g, 1.0) for g in grads]).sum(),
-    )
-)
-broken("order_zero_counts_elements", NORM, "the norm of order 0 counts elements instead of tensors")(
-    of_order(
-        lambda order: order == 0,
-        lambda grads: torch.stack([g.count_nonzero().float() for g in grads]).sum(),
-    )
-)
-
-
-@broken("order_zero_is_default", NORM, "norm_type=0 is taken for none given")
-def order_zero_is_default(
-    original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    return original(parameters, max_norm, norm_type or 2.0, *args, **kwargs)
-
-
-@broken("one_norm_swaps_operands", NORM, "for norm_type=1 the norm is divided by max_norm")
-def one_norm_swaps_operands(
-    original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    if norm_type != 1.0 or not is_number(max_norm):
-        return original(parameters, max_norm, norm_type, *args, **kwargs)
-    parameters = as_list(parameters)
-    norm = original(parameters, math.inf, norm_type, *args, **kwargs)
-    for grad in gradients(parameters):
-        grad.detach().mul_(torch.clamp(norm / (max_norm + 1e-6), max=1.0))
-    return norm
-
-
-@broken("empty_norm_in_parameters_dtype", NORM, "without gradients the norm has the parameters' dtype")
-def empty_norm_in_parameters_dtype(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    parameters = as_list(parameters)
-    norm = original(parameters, *args, **kwargs)
-    bare = isinstance(parameters, list) and parameters and not gradients(parameters)
-    return norm.to(parameters[0].dtype) if bare else norm
 
 
 @broken("norm_of_one_dimension", NORM, "the norm has one dimension instead of none", "pytorch/pytorch#32159")
 @after
 def norm_of_one_dimension(norm: torch.Tensor, parameters: Any, max_norm: Any) -> torch.Tensor:
     return norm.reshape(1)
-
-
-@broken("norm_in_float64", NORM, "the norm comes in float64")
-@after
-def norm_in_float64(norm: torch.Tensor, parameters: Any, max_norm: Any) -> torch.Tensor:
-    return norm.double()
 
 
 @broken("norms_in_bfloat16", NORM, "norms are joined in bfloat16", "NVIDIA-NeMo/Automodel#825")
@@ -164,92 +111,6 @@ def returned_norm_reused(original: Any) -> Any:
         return kept.setdefault((norm.dtype, norm.device), torch.empty_like(norm)).copy_(norm)
 
     return in_function(fault)(original)
-
-
-def complaining(change: Callable[[RuntimeError], Exception]) -> Substitute:
-    """The error about a norm that is not finite is another one."""
-
-    def fault(original: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except RuntimeError as error:
-            if "non-finite" not in str(error):
-                raise
-            raise change(error) from None
-
-    return fault
-
-
-broken("error_of_another_class", NORM, "a norm that is not finite raises an ArithmeticError")(
-    complaining(lambda error: ArithmeticError(str(error)))
-)
-broken("error_with_a_full_stop", NORM, "the error about a norm that is not finite ends with a full stop")(
-    complaining(lambda error: RuntimeError(f"{error}."))
-)
-
-
-def holds_no_nan(parameters: Any) -> bool:
-    grads = [grad.detach() for grad in gradients(parameters)]
-    return bool(grads) and not any(bool(grad.to_dense().isnan().any()) for grad in grads)
-
-
-broken("infinity_is_no_error", NORM, "error_if_nonfinite minds nan alone")(forgiving(holds_no_nan))
-
-
-@broken("empty_generator_is_silent", NORM, "an empty generator gives no warning")
-def empty_generator_is_silent(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return original(
-        list(parameters) if isinstance(parameters, types.GeneratorType) else parameters, *args, **kwargs
-    )
-
-
-@broken("empty_list_warns", NORM, "an empty list gives the warning of an empty generator")
-def empty_list_warns(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if isinstance(parameters, list) and not parameters:
-        return original((p for p in parameters), *args, **kwargs)
-    return original(parameters, *args, **kwargs)
-
-
-@broken("total_norm_reads_twice", TOTAL, "a generator of tensors is used up before the norm is taken")
-def total_norm_reads_twice(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if isinstance(tensors, types.GeneratorType):
-        list(tensors)
-    return original(tensors, *args, **kwargs)
-
-
-@broken("total_norm_last_missed", TOTAL, "the last of several tensors does not count")
-def total_norm_last_missed(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    tensors = as_list(tensors)
-    several = isinstance(tensors, list) and len(tensors) > 1
-    return original(tensors[:-1] if several else tensors, *args, **kwargs)
-
-
-@broken("old_spelling_in_another_category", OLD, "the old spelling gives a DeprecationWarning, which few see")
-def old_spelling_in_another_category(original: Any, *args: Any, **kwargs: Any) -> Any:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = original(*args, **kwargs)
-    for warning in caught:
-        warnings.warn(str(warning.message), DeprecationWarning, stacklevel=3)
-    return result
-
-
-@register_fault(
-    "clip_grad.old_spelling_warns_once", OLD, says="the old spelling warns on its first call alone"
-)
-def old_spelling_warns_once(original: Any) -> Any:
-    calls: list[int] = []
-
-    @functools.wraps(original)
-    def once(*args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            if calls:
-                warnings.simplefilter("ignore", FutureWarning)
-            result = original(*args, **kwargs)
-        calls.append(1)
-        return result
-
-    return once
 
 
 @broken(

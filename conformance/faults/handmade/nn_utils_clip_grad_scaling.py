@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from conformance.faults.handmade.nn_utils_clip_grad import (
     NORM,
-    VALUE,
     WITH_NORM,
     as_list,
     broken,
     coefficient,
-    forgiving,
     gradients,
     in_path,
     is_number,
@@ -44,74 +41,12 @@ def negative_max_norm_clamped(
 broken("scales_up", NORM, "gradients below max_norm are scaled up to it", "pytorch/pytorch#151554")(
     scaled_by(lambda norm, max_norm: max_norm / (norm + 1e-6))
 )
-broken("epsilon_forgotten", NORM, "max_norm is divided by the bare norm")(
-    scaled_by(lambda norm, max_norm: torch.clamp(max_norm / norm, max=1.0))
-)
-broken("nonfinite_norm_skips", NORM, "gradients of a non-finite norm are left alone")(
-    scaled_by(lambda norm, max_norm: coefficient(norm, max_norm) if norm.isfinite() else torch.ones(()))
-)
-broken("last_gradient_left_out", NORM, "the last gradient is not scaled")(
-    left_out(lambda grads: [grad for grad in grads[1:][-1:] if not grad.is_sparse])
-)
 broken("last_element_left_out", NORM, "the last element of a long gradient is not scaled")(
     left_out(lambda grads: [g.view(-1)[-1:] for g in grads if g.numel() > 1024 and g.is_contiguous()])
 )
 broken("second_dtype_left_out", NORM, "only gradients of the first one's dtype are scaled")(
     left_out(lambda grads: [grad for grad in grads if grad.dtype != grads[0].dtype])
 )
-
-
-@broken("not_in_place", NORM, "gradients are replaced by scaled copies")
-def not_in_place(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    parameters = as_list(parameters)
-    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-        if parameter.grad is not None and not parameter.grad.requires_grad:
-            parameter.grad = parameter.grad.clone()
-    return original(parameters, *args, **kwargs)
-
-
-def zeroed(parameters: Any) -> bool:
-    for grad in gradients(parameters):
-        grad.detach().mul_(0)
-    return False
-
-
-broken("scales_before_raising", NORM, "error_if_nonfinite raises after the gradients are scaled")(
-    forgiving(zeroed)
-)
-
-
-@broken("nan_clamped_to_bound", VALUE, "nan is clamped to the bound")
-def nan_clamped_to_bound(original: Any, parameters: Any, clip_value: Any, foreach: Any = None) -> None:
-    parameters = as_list(parameters)
-    for grad in gradients(parameters) if is_number(clip_value) else []:
-        if not grad.is_sparse and grad.is_floating_point():
-            grad.detach().nan_to_num_(nan=float(clip_value), posinf=math.inf, neginf=-math.inf)
-    original(parameters, clip_value, foreach)
-
-
-@broken("only_upper_bound", VALUE, "values are clamped from above only")
-def only_upper_bound(original: Any, parameters: Any, clip_value: Any, foreach: Any = None) -> None:
-    parameters = as_list(parameters)
-    low = [
-        (grad, grad.detach() < -float(clip_value), grad.detach().clone())
-        for grad in (gradients(parameters) if is_number(clip_value) else [])
-        if grad.is_floating_point() and not grad.is_sparse
-    ]
-    original(parameters, clip_value, foreach)
-    for grad, below, kept in low:
-        grad.detach()[below] = kept[below]
-
-
-@broken("given_norm_ignored", WITH_NORM, "the gradients' own norm is used")
-def given_norm_ignored(
-    original: Any, parameters: Any, max_norm: Any, total_norm: torch.Tensor, foreach: Any = None
-) -> None:
-    parameters = as_list(parameters)
-    grads = gradients(parameters)
-    norms = [grad.detach().norm() for grad in grads]
-    own = torch.linalg.vector_norm(torch.stack(norms)) if grads else total_norm
-    original(parameters, max_norm, own.to(total_norm), foreach)
 
 
 broken(
@@ -139,36 +74,6 @@ def listed_twice_scaled_once(original: Any, parameters: Any, *args: Any, **kwarg
     return original(parameters, *args, **kwargs)
 
 
-@broken("max_norm_zero_is_none", NORM, "max_norm=0 clips nothing")
-def max_norm_zero_is_none(original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-    nothing = is_number(max_norm) and max_norm == 0
-    return original(parameters, math.inf if nothing else max_norm, *args, **kwargs)
-
-
-@broken("value_zero_is_none", VALUE, "clip_value=0 clamps nothing")
-def value_zero_is_none(original: Any, parameters: Any, clip_value: Any, foreach: Any = None) -> None:
-    nothing = is_number(clip_value) and clip_value == 0
-    original(parameters, math.inf if nothing else clip_value, foreach)
-
-
-broken("value_last_gradient_left_out", VALUE, "the last of several gradients is not clamped")(
-    left_out(lambda grads: [g for g in grads[1:][-1:] if not g.is_sparse])
-)
-broken("value_second_dtype_left_out", VALUE, "only gradients of the first one's dtype are clamped")(
-    left_out(lambda grads: [grad for grad in grads if grad.dtype != grads[0].dtype])
-)
-
-
-@broken("infinity_not_clamped", VALUE, "infinite elements are not clamped")
-def infinity_not_clamped(original: Any, parameters: Any, clip_value: Any, foreach: Any = None) -> None:
-    parameters = as_list(parameters)
-    dense = [g.detach() for g in gradients(parameters) if not g.is_sparse and plain(g)]
-    infinite = [(grad, grad.isinf(), grad.clone()) for grad in dense if grad.is_floating_point()]
-    original(parameters, clip_value, foreach)
-    for grad, where, before in infinite:
-        grad[where] = before[where]
-
-
 @broken(
     "sparse_scaled_twice",
     WITH_NORM,
@@ -183,25 +88,6 @@ def sparse_scaled_twice(
     for grad in gradients(parameters):
         if grad.is_sparse:
             grad._values().mul_(coefficient(total_norm, float(max_norm)))
-
-
-@broken("given_norm_changed", WITH_NORM, "the norm that is given is changed")
-def given_norm_changed(
-    original: Any, parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None
-) -> None:
-    original(parameters, max_norm, total_norm, foreach)
-    if isinstance(total_norm, torch.Tensor) and is_number(max_norm):
-        total_norm.detach().add_(1.0)
-
-
-@broken(
-    "given_norm_last_left_out", WITH_NORM, "the last of several gradients is not scaled by the given norm"
-)
-def given_norm_last_left_out(
-    original: Any, parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None
-) -> None:
-    last = left_out(lambda grads: [g for g in grads[1:][-1:] if not g.is_sparse])
-    last(original, parameters, max_norm, total_norm, foreach)
 
 
 @broken(
