@@ -319,7 +319,7 @@ def deviation(request: pytest.FixtureRequest, subject: Library, reference: Libra
 def _torch_state_is_kept() -> Generator[None]:
     """Fails a test after which torch's global state is not what it was, and puts it back."""
     before = global_state.read(global_state.EVERYTHING)
-    seeding.seed_all()
+    seeding.begin()
     yield
     changed = global_state.put_back(global_state.EVERYTHING, before)
     torch.clear_autocast_cache()

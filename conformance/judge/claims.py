@@ -11,11 +11,11 @@ import functools
 from collections.abc import Iterable, Iterator
 
 import pytest
-import torch
 
 from conformance.judge import surface
 from conformance.judge.claims_file import Expectation, claims_file, similar
 from conformance.judge.clauses import HERE, all_clauses
+from conformance.judge.environment import try_out
 from conformance.judge.errors import describe
 from conformance.judge.library import Library, LookupFailed, NotProvided, load_library, package_of
 from conformance.judge.rows import all_reference_limits
@@ -129,7 +129,7 @@ def _wrong_device(library: Library) -> Iterator[str]:
         return
     try:
         library.bring_device()
-        torch.empty(1, device=device.type)
+        try_out(device.type)
     except Exception as error:
         why = (str(error).strip() or describe(error)).splitlines()[0]
         yield (

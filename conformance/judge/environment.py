@@ -75,19 +75,25 @@ def is_device(name: str) -> bool:
         return False
 
 
-def is_usable(device: str) -> bool:
-    """Whether a device type can hold tensors here. The simulated one is there for good once it was asked for."""
+def try_out(device: str) -> None:
+    """Hold a tensor on a device type; what it raises says why it cannot be used here.
+
+    The simulated one is there for good once it was asked for.
+    """
     if device == simulator.NAME:
-        try:
-            simulator.enable()
-        except simulator.Unavailable as error:
-            warnings.warn(str(error), stacklevel=2)
-            return False
-        return True
+        simulator.enable()
+    torch.empty(1, device=device)
+
+
+def is_usable(device: str) -> bool:
+    """Whether a device type can hold tensors here."""
     if device == "cuda":  # without beginning to use it
         return torch.cuda.is_available()
     try:
-        torch.empty(1, device=device)
+        try_out(device)
+    except simulator.Unavailable as error:
+        warnings.warn(str(error), stacklevel=2)
+        return False
     except Exception:
         return False
     return True

@@ -76,6 +76,19 @@ def _attribute(owner: Any, name: str) -> Item:
     return Item(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
+def _autocast(where: str, device: Callable[[], str]) -> State:
+    """What a type of devices keeps; asked for its name each time, since others' may be renamed."""
+    return {
+        f"autocast on {where}": Item(
+            lambda: torch.is_autocast_enabled(device()), lambda on: torch.set_autocast_enabled(device(), on)
+        ),
+        f"autocast dtype on {where}": Item(
+            lambda: torch.get_autocast_dtype(device()),
+            lambda dtype: torch.set_autocast_dtype(device(), dtype),
+        ),
+    }
+
+
 SETTINGS: State = {
     "default dtype": Item(torch.get_default_dtype, torch.set_default_dtype),
     # Tests run without one, and naming even the CPU would intercept every call.
@@ -99,18 +112,9 @@ REGIONS: State = {
     # Before the grad mode, which it sets along.
     "inference mode": Item(torch.is_inference_mode_enabled, _set_inference_mode),
     "grad mode": Item(torch.is_grad_enabled, torch.set_grad_enabled),
-    "autocast on cpu": Item(
-        lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)
-    ),
-    "autocast on cuda": Item(
-        lambda: torch.is_autocast_enabled("cuda"), lambda on: torch.set_autocast_enabled("cuda", on)
-    ),
-    "autocast dtype on cpu": Item(
-        lambda: torch.get_autocast_dtype("cpu"), lambda dtype: torch.set_autocast_dtype("cpu", dtype)
-    ),
-    "autocast dtype on cuda": Item(
-        lambda: torch.get_autocast_dtype("cuda"), lambda dtype: torch.set_autocast_dtype("cuda", dtype)
-    ),
+    **_autocast("cpu", lambda: "cpu"),
+    **_autocast("cuda", lambda: "cuda"),
+    **_autocast("a device of others", torch._C._get_privateuse1_backend_name),
     "autocast cache": Item(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     "autocast depth": Item(autocast_depth, set_autocast_depth),
 }

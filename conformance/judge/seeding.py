@@ -9,6 +9,8 @@ import random
 
 import torch
 
+from conformance import simulator
+
 _run_seed = 0
 
 
@@ -33,6 +35,16 @@ def seed_all(number: int = 0) -> None:
         torch.manual_seed(_of(number))
     else:  # the same for the CPU, without importing Dynamo, and without noting where each absent device was seeded
         torch.default_generator.manual_seed(_of(number))
+
+
+def begin(rank: int = 0) -> None:
+    """A test, or a rank's case, begins: the generators, and the order of the simulated device where one is in use.
+
+    Without `--seed` its streams are as late as the host allows.
+    """
+    seed_all()
+    if simulator.device_is_enabled():
+        simulator.set_schedule(1 + _run_seed, rank)
 
 
 def _of(number: int) -> int:

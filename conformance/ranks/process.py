@@ -162,7 +162,7 @@ def _run_case(settings: Settings, channel: Channel, request: bytes) -> None:
         channel.send(Resolved())
         before = _lasting_state()
         # Equal on all ranks and before every case; what shall differ by rank must do so by the rank's number.
-        seeding.seed_all()
+        seeding.begin(settings.rank)
         result = by_value.dumps(case(rank, **arguments))
         message = Done(result, is_clean=_lasting_state() == before)
     except BaseException as error:

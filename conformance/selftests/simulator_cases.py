@@ -198,6 +198,7 @@ def main(seeds: int) -> None:
                         "right": right,
                         "seed": seed,
                         "number": repr(number),
+                        "course": simulator.course(),
                         "hazards": hazards,
                     }
                 )

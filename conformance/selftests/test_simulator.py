@@ -88,6 +88,15 @@ def test_a_seed_has_one_result(seen: list, name: str) -> None:
         assert courses[:SEEDS] == courses[SEEDS:]
 
 
+def test_a_claims_file_may_name_it_as_the_device_that_is_judged_on(tmp_path: Path) -> None:
+    claims = tmp_path / "claims.toml"
+    claims.write_text("[device]\ntype = 'sim'\nimport = 'conformance.simulator'\n")
+    test = "conformance/nn/utils/test_clip_grad_value.py::test_long_gradients_among_short_ones"
+    ended = run("-m", "pytest", "-n", 0, "-q", test, "--subject", "torch", "--claims", claims)
+    assert "BAD INPUT" not in ended.stdout
+    assert ended.returncode == 0, ended.stdout
+
+
 def test_training_has_the_bits_of_the_cpu_under_every_schedule() -> None:
     ended = run("-m", "conformance.selftests.simulator_training", 7)
     assert ended.returncode == 0, ended.stderr

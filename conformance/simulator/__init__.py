@@ -29,6 +29,7 @@ from conformance.simulator._build import Unavailable
 from conformance.simulator.control import (
     Hazard,
     HostWait,
+    course,
     device_is_enabled,
     enable,
     fail_allocation,
@@ -48,6 +49,7 @@ __all__ = [
     "Hazard",
     "HostWait",
     "Unavailable",
+    "course",
     "device_is_enabled",
     "enable",
     "fail_allocation",

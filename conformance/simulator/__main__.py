@@ -34,7 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m conformance.simulator",
         description="Run a script that is not written for one device alone on a simulated accelerator, under many "
-        "orders of its streams, and say which change its exit status, its output or what it saves by torch.save.",
+        "orders of its streams, and say which change its exit status, its output or what it saves by "
+        "torch.save, which is kept for the one run alone.",
         epilog="What follows -- are the script's own arguments.",
     )
     parser.add_argument("script")
@@ -83,6 +84,8 @@ def _compare(script: Script, seeds: range, jobs: int) -> int:
     if noise:
         kinds = ", ".join(sorted({one.what for one in noise}))
         print(f"two runs of the same schedule differ, so this is not compared: {kinds}")
+    if reference.digests != again.digests:
+        print("two runs of the same schedule took different courses, so a seed may not replay what it found")
     ignored = {one.what for one in noise}
     print(
         f"{script.path}: in its own order, exit status {reference.status}, {len(reference.saved)} tensors saved"

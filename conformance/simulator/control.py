@@ -116,6 +116,11 @@ def take_unreplayable() -> list[str]:
     return list(_needed().take_unreplayable())
 
 
+def course() -> str:
+    """A digest of what the device has done since the schedule was set, and what memory it gave, in their order."""
+    return f"{_needed().counters()['course'] & (2**64 - 1):016x}"
+
+
 def fail_allocation(nth: int) -> None:
     """Let the `nth` allocation of device memory from now raise `torch.OutOfMemoryError`; 0 takes it back."""
     _needed().fail_allocation(nth)

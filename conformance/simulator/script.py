@@ -1,15 +1,15 @@
-"""Somebody's script under one schedule after the other, each in a process forked before anything has run."""
+"""Somebody's script under one schedule after the other, each in processes forked before anything has run."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import hashlib
 import io
 import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from conformance.simulator.control import (
+    course,
     log_hazards,
     set_schedule,
     synchronize,
@@ -28,6 +30,8 @@ from conformance.simulator.control import (
     take_host_waits,
     take_unreplayable,
 )
+
+_AFTER_FAILURE_S = 10.0  # for peers to say what they have seen
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Course:
     """What a script did under one schedule."""
 
     seed: int
+    digests: list[str] = field(default_factory=list)  # of each rank's device: what it did in which order
     status: int = 0
     output: str = ""
     errors: str = ""
@@ -97,20 +102,19 @@ def run(script: Script, seeds: list[int], jobs: int) -> list[Course]:
 
 def _run(script: Script, seed: int, folder: Path) -> Course:
     folder.mkdir()
-    port = _free_port()
-    children = [_fork(script, seed, rank, port, folder) for rank in range(script.ranks)]
-    statuses = _wait(children, time.monotonic() + script.timeout)
+    store = _store(script.ranks)
+    children = [_fork(script, seed, rank, store, folder) for rank in range(script.ranks)]
     course = Course(seed)
-    for rank, status in enumerate(statuses):
+    for rank, end in enumerate(_wait(children, script.timeout)):
         prefix = f"rank {rank}: " if script.ranks > 1 else ""
-        course.status = course.status or status
+        course.status = course.status or end.status
         course.output += "".join(
             prefix + line
             for line in (folder / f"output{rank}").read_text(errors="replace").splitlines(keepends=True)
         )
         course.errors += (folder / f"errors{rank}").read_text(errors="replace")
-        if status == -signal.SIGKILL:
-            course.errors += f"{prefix}ended after {script.timeout:g} s\n"
+        if end.why:
+            course.errors += f"{prefix}{end.why}\n"
         seen = folder / f"seen{rank}.json"
         if seen.exists():
             told = json.loads(seen.read_text())
@@ -120,13 +124,14 @@ def _run(script: Script, seed: int, folder: Path) -> Course:
     return course
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def _store(ranks: int) -> dist.TCPStore | None:
+    """Where ranks meet. It listens before they start, as torchrun's does, so no course can take another's port."""
+    if ranks == 1:
+        return None
+    return dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
 
 
-def _fork(script: Script, seed: int, rank: int, port: int, folder: Path) -> int:
+def _fork(script: Script, seed: int, rank: int, store: dist.TCPStore | None, folder: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -135,14 +140,25 @@ def _fork(script: Script, seed: int, rank: int, port: int, folder: Path) -> int:
     status = 1
     try:
         _redirect(folder / f"output{rank}", folder / f"errors{rank}")
-        if script.ranks > 1:
-            size = str(script.ranks)
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
-            os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        status = _execute(script, seed, rank, folder / f"seen{rank}.json")
+        if store is not None:
+            os.environ |= _as_torchrun(rank, script.ranks, store.port)
+        status = _execute(script, seed, rank, folder)
         sys.stdout.flush()
     finally:
         os._exit(status)
+
+
+def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def _redirect(output: Path, errors: Path) -> None:
@@ -152,10 +168,11 @@ def _redirect(output: Path, errors: Path) -> None:
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
 
 
-def _execute(script: Script, seed: int, rank: int, seen: Path) -> int:
+def _execute(script: Script, seed: int, rank: int, folder: Path) -> int:
     torch.set_num_threads(1)
+    gc.collect()  # else what was counted before the fork decides when cycles, and their tensors, are freed
     saved: dict[str, str] = {}
-    _watch_saving(saved)
+    _watch_saving(saved, folder)
     log_hazards()
     set_schedule(seed, rank)
     sys.argv = [script.path, *script.arguments]
@@ -171,26 +188,37 @@ def _execute(script: Script, seed: int, rank: int, seen: Path) -> int:
         status = 1
     told = {
         "saved": saved,
+        "digests": [course()],
         "hazards": take_hazards(),
         "waits": take_host_waits(),
         "unreplayable": take_unreplayable(),
     }
-    seen.write_text(json.dumps(told, default=str))
+    (folder / f"seen{rank}.json").write_text(json.dumps(told, default=str))
     return status
 
 
-def _watch_saving(saved: dict[str, str]) -> None:
-    save = torch.save
+def _watch_saving(saved: dict[str, str], folder: Path) -> None:
+    """Note what is saved, and keep it in the course's own folder: others run beside it, and others ran before it."""
+    save, load = torch.save, torch.load
 
-    def watched(obj: object, f: object, *args: object, **kwargs: object) -> object:
-        file = Path(f).name if isinstance(f, str | os.PathLike) else "a stream"
-        for key, tensor in _tensors(obj, file):
+    def place_of(file: object) -> Path | None:
+        if not isinstance(file, str | os.PathLike):
+            return None
+        return folder / hashlib.sha256(str(Path(file).resolve()).encode()).hexdigest()
+
+    def watched_save(obj: object, f: object, *args: object, **kwargs: object) -> object:
+        place = place_of(f)
+        for key, tensor in _tensors(obj, Path(f).name if place else "a stream"):  # type: ignore[arg-type]
             saved[key] = hashlib.sha256(
                 tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
             ).hexdigest()
-        return save(obj, f, *args, **kwargs)
+        return save(obj, place or f, *args, **kwargs)
 
-    torch.save = watched
+    def watched_load(f: object, *args: object, **kwargs: object) -> object:
+        place = place_of(f)
+        return load(place if place and place.exists() else f, *args, **kwargs)
+
+    torch.save, torch.load = watched_save, watched_load
 
 
 def _tensors(obj: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -206,21 +234,30 @@ def _tensors(obj: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(value, f"{name}: {index}")
 
 
-def _wait(children: list[int], until: float) -> list[int]:
-    """Exit statuses; who is not through by then is ended, and so are the peers of one that failed, a little later."""
-    statuses: dict[int, int] = {}
-    while len(statuses) < len(children):
-        for child in children:
-            if child not in statuses:
-                ended, status = os.waitpid(child, os.WNOHANG)
-                if ended:
-                    statuses[child] = os.waitstatus_to_exitcode(status)
-        if any(statuses.values()):
-            until = min(until, time.monotonic() + 10)
+@dataclass(frozen=True)
+class _End:
+    status: int
+    why: str = ""  # it was ended from here
+
+
+def _wait(children: list[int], timeout: float) -> list[_End]:
+    """How each rank ended; by itself, if that was in time and not too long after another had failed."""
+    ends: dict[int, _End] = {}
+    until, why = time.monotonic() + timeout, f"ended after {timeout:g} s"
+    while len(ends) < len(children):
+        for rank, child in enumerate(children):
+            ended, status = os.waitpid(child, os.WNOHANG) if rank not in ends else (0, 0)
+            if not ended:
+                continue
+            ends[rank] = _End(os.waitstatus_to_exitcode(status))
+            if status and time.monotonic() + _AFTER_FAILURE_S < until:
+                until = time.monotonic() + _AFTER_FAILURE_S
+                why = f"ended, because it went on for {_AFTER_FAILURE_S:g} s after rank {rank} had failed"
         if time.monotonic() > until:
-            for child in children:
-                if child not in statuses:
+            for rank, child in enumerate(children):
+                if rank not in ends:
                     os.kill(child, signal.SIGKILL)
-            until = float("inf")
+                    _, status = os.waitpid(child, 0)
+                    ends[rank] = _End(os.waitstatus_to_exitcode(status), why)
         time.sleep(0.01)
-    return [statuses[child] for child in children]
+    return [ends[rank] for rank in range(len(children))]

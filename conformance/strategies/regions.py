@@ -65,12 +65,13 @@ def cuda_as_told(has_bfloat16: bool) -> Iterator[None]:
 
 
 def state() -> dict[str, Any]:
-    """All that autocast keeps for this thread."""
+    """All that autocast keeps for this thread; of a device that torch does not bring too, where there is one."""
+    devices = (*DEVICE_TYPES, *({torch._C._get_privateuse1_backend_name()} - {"privateuseone"}))
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return {
-        "enabled": {name: torch.is_autocast_enabled(name) for name in DEVICE_TYPES},
-        "dtype": {name: torch.get_autocast_dtype(name) for name in DEVICE_TYPES},
+        "enabled": {name: torch.is_autocast_enabled(name) for name in devices},
+        "dtype": {name: torch.get_autocast_dtype(name) for name in devices},
         "cache": torch.is_autocast_cache_enabled(),
         "depth": depth,
     }

@@ -91,6 +91,7 @@ struct Wait {
 std::vector<Wait> take_waits();
 std::vector<std::string> take_unreplayable();
 std::map<std::string, int64_t> counters();
+void note_course(uint64_t what);
 
 // -- memory.cpp: what an address belongs to
 struct Allocation {  // one life of a piece of memory, from being given out to being given back

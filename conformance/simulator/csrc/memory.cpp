@@ -165,6 +165,7 @@ void free_device(void* context) {
   auto& m = memory();
   auto& life = handle->allocation;
   life->freed = true;
+  note_course(3 * life->size);
   m.living.erase(life->begin);
   if (life->pending()) m.finishing.push_back(life);
   auto& stats = m.stats[life->home.first];
@@ -211,6 +212,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     life->begin = block->begin;
     life->size = block->size;
     begin_life(life);
+    note_course(2 * life->size + life->stale);
     tally(stats.allocation, block->small, 1);
     tally(stats.allocated_bytes, block->small, static_cast<int64_t>(life->size));
     return {life->begin, new Handle{life, block}, &free_device, on};

@@ -199,7 +199,7 @@ class Call {
     }
     auto in = meta_;
     {
-      Below below;
+      Below below(/*quiet=*/false);
       op_.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &meta_);
     }
     for (size_t i = 0; i < args_.size(); i++) {  // an `out` that the operator resizes
@@ -310,7 +310,7 @@ class Call {
     auto cpu = std::make_shared<Stack>(std::move(cpu_));
     auto error = std::make_shared<std::exception_ptr>();
     enqueue(stream_, name(), {[op = op_, cpu, error] {
-      Below below;
+      Below below(/*quiet=*/false);
       try {
         op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), cpu.get());
       } catch (...) {
@@ -371,6 +371,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(BOXED(call)); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_layer_norm", BOXED(call));  // else the composite wins
+  m.impl("mse_loss", BOXED(call));           // likewise, which warns of a result that it resizes
   m.impl("convolution_overrideable", BOXED(convolution<false>));
   m.impl("convolution_backward_overrideable", BOXED(convolution<true>));
   m.impl("native_dropout", native_dropout);

@@ -54,6 +54,8 @@ struct Runtime {
   int64_t ticks = 0;  // of all streams: a later operation has a larger one
   int depth = 0;      // of tasks that run now
   int64_t executed = 0, collectives = 0;
+  int64_t first_tick = 0;
+  uint64_t course = 0;  // a digest of what ran and what memory was given, in their order
   std::exception_ptr error;
   std::map<std::pair<std::string, std::vector<std::pair<PyCodeObject*, int>>>, std::pair<PlaceP, int64_t>> waits;
   std::vector<std::string> unreplayable;
@@ -175,11 +177,13 @@ bool step(Queue& queue, bool needed) {
   if (head.kind == Kind::Run || (head.kind == Kind::Collective && !head.started)) {
     head.started = true;
     runtime().executed++;
+    note_course(static_cast<uint64_t>(head.operation->tick - runtime().first_tick));
     auto run = std::move(head.task.run);
     run_part(queue, run);
     if (head.kind == Kind::Collective) return true;
   } else if (head.kind == Kind::Collective) {
     if (!needed || !complete(queue)) return false;
+    note_course(~static_cast<uint64_t>(head.operation->tick - runtime().first_tick));
     run_part(queue, queue.entries.front().task.finish);
   }
   pop(queue);
@@ -279,6 +283,12 @@ int64_t new_stream(int device, int priority) {
   runtime().priorities[{device, stream}] = priority;
   queue_of({device, stream});
   return stream;
+}
+
+void note_course(uint64_t what) {
+  auto& course = runtime().course;
+  course = (course ^ what) * 0x9E3779B97F4A7C15u;
+  course ^= course >> 29;
 }
 
 void enqueue(StreamKey stream, std::string name, Task task, const std::vector<Range>& ranges) {
@@ -424,6 +434,8 @@ void set_schedule(uint64_t seed, int rank) {
   constexpr uint64_t kFixed = 4;
   r.order = seed < kFixed ? static_cast<Order>(seed) : Order::Drawn;
   r.draws.seed(seed * 1000003 + static_cast<uint64_t>(rank));
+  r.course = 0;
+  r.first_tick = r.ticks;
   r.waits.clear();
   r.unreplayable.clear();
   forget_all_accesses();
@@ -447,7 +459,7 @@ std::map<std::string, int64_t> counters() {
   auto& r = runtime();
   int64_t pending = 0;
   for (auto& [key, queue] : r.queues) pending += static_cast<int64_t>(queue.entries.size());
-  return {{"executed", r.executed}, {"pending", pending}, {"collectives", r.collectives}};
+  return {{"executed", r.executed}, {"pending", pending}, {"collectives", r.collectives}, {"course", static_cast<int64_t>(r.course)}};
 }
 std::string stream_name(StreamKey stream) {
   return "sim:" + std::to_string(stream.first) + (stream.second == 0 ? " default stream" : " stream " + std::to_string(stream.second));

@@ -16,11 +16,17 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 
 namespace sim {
-Below::Below()
+Below::Below(bool quiet)
     : guard(DispatchKeySet(DispatchKey::BackendSelect),
           c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset |
               DispatchKeySet({DispatchKey::ADInplaceOrView, DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PythonDispatcher,
-                  DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::Functionalize})) {}
+                  DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::Functionalize})) {
+  struct Silent final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  };
+  static Silent silent;
+  if (quiet) silence.emplace(&silent);
+}
 
 Tensor Aliases::of(const Tensor& tensor) {
   auto& alias = tensors_[tensor.unsafeGetTensorImpl()];

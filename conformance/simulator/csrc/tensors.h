@@ -11,10 +11,11 @@ inline c10::Device device_of(int index) { return c10::Device(kSim, static_cast<c
 inline int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
 inline StreamKey current(int device) { return {device, current_stream(device)}; }
 
-// No autograd, autocast or modes of the thread that happens to run a task.
+// No autograd, autocast or modes of the thread that happens to run a task; nor warnings, which the meta kernel gave.
 struct Below {
   c10::impl::ForceDispatchKeyGuard guard;
-  Below();
+  std::optional<c10::WarningUtils::WarningHandlerGuard> silence;
+  explicit Below(bool quiet = true);
 };
 
 class Aliases {  // CPU tensors over the same memory; those of one storage share one

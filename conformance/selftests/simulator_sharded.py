@@ -1,0 +1,224 @@
+"""Sharded trainings on the simulated device, each right: a rank's part, as a case of a pool, under one schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from conformance import simulator
+from conformance.ranks import Rank
+
+STEPS = 2
+WIDTH = 12
+LIBRARIES = {"torch": "torch.distributed.fsdp", "impl": "impl.distributed.fsdp"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is sharded, and what a step does with it."""
+
+    shard: Callable[[ModuleType, nn.Sequential, Rank], nn.Module]
+    accumulate: Callable[[nn.Module, bool], contextlib.AbstractContextManager[Any]] | None = None
+    between: Callable[[ModuleType, nn.Module], None] = lambda library, model: None
+
+
+def flat(**options: Any) -> Callable[[ModuleType, nn.Sequential, Rank], nn.Module]:
+    def shard(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
+        chosen = {name: value(library) if callable(value) else value for name, value in options.items()}
+        return library.FullyShardedDataParallel(
+            model,
+            device_id=rank.device,
+            auto_wrap_policy=library.wrap.ModuleWrapPolicy({nn.Sequential}),
+            **{"use_orig_params": True, **chosen},
+        )
+
+    return shard
+
+
+def per_parameter(**options: Any) -> Callable[[ModuleType, nn.Sequential, Rank], nn.Module]:
+    def shard(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
+        chosen = {name: value(library) if callable(value) else value for name, value in options.items()}
+        mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+        for layer in model:
+            library.fully_shard(layer, mesh=mesh, **chosen)
+        return library.fully_shard(model, mesh=mesh, **chosen)
+
+    return shard
+
+
+def replicated(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model.to(rank.device), bucket_cap_mb=0.001)
+
+
+def prefetching(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
+    sharded = per_parameter()(library, model, rank)
+    for layer, following in itertools.pairwise(model):
+        layer.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([layer])
+    return sharded
+
+
+def without_syncing(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+    if hasattr(model, "no_sync"):
+        return contextlib.nullcontext() if last else model.no_sync()
+    model.set_requires_gradient_sync(last)
+    return contextlib.nullcontext()
+
+
+def not_the_last(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+    model.set_is_last_backward(last)
+    return contextlib.nullcontext()
+
+
+def summon(library: ModuleType, model: nn.Module) -> None:
+    with library.FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    with library.FullyShardedDataParallel.summon_full_params(model, writeback=False, offload_to_cpu=True):
+        pass
+
+
+def gather_for_nothing(library: ModuleType, model: nn.Module) -> None:
+    """What is gathered and not used is not read by what writes to the shards next."""
+    model.unshard(async_op=True)
+    model.reshard()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def gather_ahead(library: ModuleType, model: nn.Module) -> None:
+    handles = [layer.unshard(async_op=True) for layer in model]
+    handles[0].wait()
+
+
+def save(library: ModuleType, model: nn.Module) -> None:
+    model.state_dict()
+
+
+FLAT_WAYS = {
+    "FSDP": Way(flat()),
+    "FSDP, flat parameters": Way(flat(use_orig_params=False)),
+    "FSDP, gathered early and without limit": Way(
+        flat(
+            limit_all_gathers=False,
+            forward_prefetch=True,
+            backward_prefetch=lambda library: library.BackwardPrefetch.BACKWARD_POST,
+        )
+    ),
+    "FSDP, kept for backward": Way(
+        flat(sharding_strategy=lambda library: library.ShardingStrategy.SHARD_GRAD_OP)
+    ),
+    "FSDP, bfloat16": Way(
+        flat(
+            mixed_precision=lambda library: library.MixedPrecision(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
+        )
+    ),
+    "FSDP, offloaded": Way(flat(cpu_offload=lambda library: library.CPUOffload(offload_params=True))),
+    "FSDP, accumulated": Way(flat(), accumulate=without_syncing),
+    "FSDP, summoned": Way(flat(), between=summon),
+    "FSDP, saved": Way(flat(), between=save),
+}
+PER_PARAMETER_WAYS = {
+    "fully_shard": Way(per_parameter()),
+    "fully_shard, kept for backward": Way(per_parameter(reshard_after_forward=False)),
+    "fully_shard, bfloat16": Way(
+        per_parameter(
+            mp_policy=lambda library: library.MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
+        )
+    ),
+    "fully_shard, offloaded": Way(per_parameter(offload_policy=lambda library: library.CPUOffloadPolicy())),
+    "fully_shard, prefetched": Way(prefetching),
+    "fully_shard, accumulated": Way(per_parameter(), accumulate=without_syncing),
+    "fully_shard, a backward that is not the last": Way(per_parameter(), accumulate=not_the_last),
+    "fully_shard, gathered ahead": Way(per_parameter(), between=gather_ahead),
+    "fully_shard, gathered for nothing": Way(per_parameter(), between=gather_for_nothing),
+}
+WAYS = {**FLAT_WAYS, **PER_PARAMETER_WAYS, "DDP": Way(replicated, accumulate=without_syncing)}
+
+
+@dataclass(frozen=True)
+class Course:
+    bits: str
+    order: str
+    hazards: tuple[str, ...]
+    unreplayable: tuple[str, ...]
+
+
+def course(rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, int] | None = None) -> Course:
+    """What a training came to under one schedule; with `dropped`, without the wait that a line of a file asks for."""
+    loaded = importlib.import_module(LIBRARIES[library])
+    gc.collect()  # what earlier trainings left is not to be freed in the middle of this one
+    if not gc.get_freeze_count():
+        gc.freeze()  # what was imported need not be looked through again
+    simulator.log_hazards()
+    simulator.set_schedule(seed, rank.rank)
+    with _dropped(*dropped) if dropped else contextlib.nullcontext():
+        bits = _train(loaded, WAYS[way], rank)
+    simulator.synchronize()
+    return Course(
+        bits,
+        simulator.course(),
+        tuple(str(hazard) for hazard in simulator.take_hazards()),
+        tuple(simulator.take_unreplayable()),
+    )
+
+
+def _train(library: ModuleType, way: Way, rank: Rank) -> str:
+    torch.manual_seed(rank.rank if way.shard is replicated else 0)
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+    model = way.shard(library, nn.Sequential(*layers), rank)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    generator = torch.Generator().manual_seed(rank.rank)
+    losses = []
+    for _ in range(STEPS):
+        for last in (False, True) if way.accumulate else (True,):
+            batch = torch.randn(4, WIDTH, generator=generator).to(rank.device, non_blocking=True)
+            with way.accumulate(model, last) if way.accumulate else contextlib.nullcontext():
+                loss = model(batch).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        way.between(library, model)
+    parameters = (getattr(p, "_local_tensor", p) for p in model.parameters())
+    seen = (tensor.detach().cpu().contiguous().flatten() for tensor in (*losses, *parameters))
+    return hashlib.sha256(b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in seen)).hexdigest()
+
+
+@contextlib.contextmanager
+def _dropped(file: str, line: int) -> Iterator[None]:
+    """Let the wait for an event, or the host's, that `line` of `file` in impl's FSDP asks for, not be."""
+    streams = importlib.import_module(f"{LIBRARIES['impl']}._streams")
+    with contextlib.ExitStack() as stack:
+        for name in ("wait", "block"):
+            waits = getattr(streams.DeviceStreams, name)
+
+            def unless_dropped(*arguments: Any, waits: Callable[..., None] = waits) -> None:
+                frame = sys._getframe(1)
+                while frame is not None:
+                    if frame.f_lineno == line and Path(frame.f_code.co_filename).name == file:
+                        return
+                    frame = frame.f_back
+                waits(*arguments)
+
+            stack.enter_context(mock.patch.object(streams.DeviceStreams, name, unless_dropped))
+        yield

@@ -1,0 +1,103 @@
+"""Sharded training on the simulated accelerator: right programs have one result, and every wait of impl's is needed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance.judge.judgement import unavailable
+from conformance.ranks import RankPool
+from conformance.selftests.simulator_sharded import FLAT_WAYS, PER_PARAMETER_WAYS, WAYS, Course
+from conformance.simulator import NAME, Unavailable, _build
+
+ROOT = Path(__file__).parents[2]
+SHARDING = ROOT / "impl/distributed/fsdp"
+CASE = "conformance.selftests.simulator_sharded:course"
+SEEDS = {"quick": 5, "full": 20, "deep": 1000}
+SEEDS_WITHOUT_A_WAIT = 6
+DRAWN = 4  # from this seed on
+# Waits without which no program here has another result, and why they are there.
+SPARED: dict[tuple[str, str], str] = {}
+
+pytestmark = pytest.mark.deadline(560.0)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    try:
+        _build._library()
+    except Unavailable as error:
+        unavailable(str(error))
+    made = {size: RankPool(size, device=NAME, start_s=240) for size in (1, 2, 4)}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+def courses(
+    pool: RankPool, library: str, way: str, seed: int, dropped: tuple[str, int] | None = None
+) -> list[Course]:
+    return pool.run(CASE, deadline_s=120, library=library, way=way, seed=seed, dropped=dropped)
+
+
+FULL, DEEP = pytest.mark.profile("full"), pytest.mark.profile("deep")
+QUICK_OF_TORCH = ("FSDP", "fully_shard", "DDP")  # of impl all
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=FULL), 2, pytest.param(4, marks=DEEP)])
+@pytest.mark.parametrize(
+    ("library", "way"),
+    [
+        *(pytest.param("torch", way, marks=() if way in QUICK_OF_TORCH else FULL) for way in WAYS),
+        *(("impl", way) for way in WAYS if way != "DDP"),
+    ],
+)
+def test_a_right_program_has_one_result_and_a_seed_one_course(
+    pools: dict[int, RankPool], request: pytest.FixtureRequest, library: str, way: str, world: int
+) -> None:
+    pool, seeds = pools[world], SEEDS[request.config.option.profile] if world > 1 else 2
+    expected = [one.bits for one in courses(pool, library, way, 0)]
+    for seed in range(1, seeds):
+        found = courses(pool, library, way, seed)
+        assert [one.hazards for one in found if one.hazards] == [], f"seed {seed}"
+        assert [one.bits for one in found] == expected, f"seed {seed}"
+        if seed >= DRAWN and not any(one.unreplayable for one in found):
+            again = courses(pool, library, way, seed)
+            assert again == found or any(one.unreplayable for one in again), f"seed {seed}"
+
+
+def waits() -> Iterator[tuple[str, int, str]]:
+    """File, line and text of each statement in impl's FSDP that lets a stream or the host wait."""
+    for file in sorted(SHARDING.rglob("*.py")):
+        if "tests" in file.parts or file.name == "_streams.py":
+            continue
+        source = file.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            if called.endswith(("streams.wait", "streams.block")) or called == "shards_were_written":
+                yield file.name, node.lineno, ast.unparse(node)
+
+
+@DEEP
+@pytest.mark.parametrize(("file", "line", "text"), list(waits()), ids=lambda value: str(value)[:60])
+def test_without_a_wait_a_program_is_wrong(
+    pools: dict[int, RankPool], file: str, line: int, text: str
+) -> None:
+    seen = []
+    for way in (*FLAT_WAYS, *PER_PARAMETER_WAYS):
+        expected = [one.bits for one in courses(pools[2], "impl", way, 0)]
+        for seed in range(1, SEEDS_WITHOUT_A_WAIT):
+            found = courses(pools[2], "impl", way, seed, dropped=(file, line))
+            if any(one.hazards for one in found) or [one.bits for one in found] != expected:
+                seen.append((way, seed))
+                break
+        if seen:
+            break
+    assert bool(seen) is not ((file, text) in SPARED), (
+        f"{file}:{line} {text}: {seen or 'nothing is wrong without it'}"
+    )
