@@ -18,6 +18,8 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
+from conformance.ranks import Rank, RankPool, RankRaised
+from conformance.simulator import NAME, Unavailable, ensure_built
 from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
 from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Harness, Scenario
 
@@ -253,6 +255,23 @@ def sparse_gradient(device: str, dtype: torch.dtype, coalesced: bool, value: flo
     values = torch.tensor([[2.0, value], [3.0, 4.0], [5.0, value]], dtype=dtype, device=device)
     gradient = torch.sparse_coo_tensor(rows, values, (5, 2))
     return gradient.coalesce() if coalesced else gradient
+
+
+def sparse_on_a_rank(rank: Rank) -> None:
+    sparse_gradient(str(rank.device), torch.float32, coalesced=True)
+
+
+@clause("amp.grad_scaler.unscale_.sparse")
+@pytest.mark.profile("full")
+@pytest.mark.reference_limit("sim.sparse_tensors")
+def test_the_simulated_device_has_no_sparse_tensors() -> None:
+    """In a process of its own, which has the device for good."""
+    try:
+        ensure_built()
+    except Unavailable as error:
+        unavailable(str(error))
+    with RankPool(1, device=NAME) as pool, pytest.raises(RankRaised, match="Sparsesim"):
+        pool.run(f"{__name__}:sparse_on_a_rank")
 
 
 def sparse_scenario(device: str, gradient: Callable[[], torch.Tensor], optimizer: str = "sgd") -> Scenario:

@@ -39,7 +39,7 @@ def _row_met(item: pytest.Function, error: BaseException) -> ReferenceLimit | No
     clause, subject = clause_of(item), item.funcargs.get("subject")
     if not clause or subject is None or clause in claimed_extensions(subject.spec):
         return None
-    devices = {device for _, device in getattr(item, "pools_asked", ())}
+    devices = {item.funcargs.get("device"), *(device for _, device in getattr(item, "pools_asked", ()))}
     for row in all_reference_limits().values():
         is_here = clause in row.clauses and not devices.isdisjoint(row.devices)
         if is_here and re.search(row.error, _way_of_failing(error)):

@@ -24,6 +24,7 @@ from conformance.ranks import Rank
 
 STEPS = 2
 WIDTH = 12
+LAYERS = 5  # more than buffers that are kept while they are reduced
 LIBRARIES = {"torch": "torch.distributed.fsdp", "impl": "impl.distributed.fsdp"}
 
 
@@ -184,7 +185,7 @@ def course(rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, in
 
 def _train(library: ModuleType, way: Way, rank: Rank) -> str:
     torch.manual_seed(rank.rank if way.shard is replicated else 0)
-    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
     model = way.shard(library, nn.Sequential(*layers), rank)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(rank.rank)

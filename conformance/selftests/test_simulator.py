@@ -12,7 +12,7 @@ import pytest
 
 from conformance.judge.judgement import unavailable
 from conformance.selftests.simulator_cases import PROGRAMS
-from conformance.simulator import Unavailable, _build
+from conformance.simulator import Unavailable, ensure_built
 from conformance.simulator.control import in_program
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.deadline(_LIMIT_S + 60)
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     try:
-        _build._library()
+        ensure_built()
     except Unavailable as error:
         unavailable(str(error))
 

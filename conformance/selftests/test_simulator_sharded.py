@@ -11,7 +11,7 @@ import pytest
 from conformance.judge.judgement import unavailable
 from conformance.ranks import RankPool
 from conformance.selftests.simulator_sharded import FLAT_WAYS, PER_PARAMETER_WAYS, WAYS, Course
-from conformance.simulator import NAME, Unavailable, _build
+from conformance.simulator import NAME, Unavailable, ensure_built
 
 ROOT = Path(__file__).parents[2]
 SHARDING = ROOT / "impl/distributed/fsdp"
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.deadline(560.0)
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
     try:
-        _build._library()
+        ensure_built()
     except Unavailable as error:
         unavailable(str(error))
     made = {size: RankPool(size, device=NAME, start_s=240) for size in (1, 2, 4)}

@@ -25,7 +25,7 @@ Seed 0 runs all in the order of the program, 1 everything as late as the host al
 others late, 3 the other way round; from 4 on streams are early, late or in between as drawn, and change.
 """
 
-from conformance.simulator._build import Unavailable
+from conformance.simulator._build import Unavailable, ensure_built
 from conformance.simulator.control import (
     Hazard,
     HostWait,
@@ -52,6 +52,7 @@ __all__ = [
     "course",
     "device_is_enabled",
     "enable",
+    "ensure_built",
     "fail_allocation",
     "host_view",
     "launch",

@@ -46,7 +46,7 @@ def load() -> ModuleType:
     """
     if not torch.__version__.startswith(TORCH + "."):
         raise Unavailable(f"the simulator stands on torch {TORCH}, and this is {torch.__version__}")
-    path = _library()
+    path = ensure_built()
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     module = importlib.util.module_from_spec(
         importlib.util.spec_from_file_location(MODULE, path, loader=loader)
@@ -55,7 +55,8 @@ def load() -> ModuleType:
     return module
 
 
-def _library() -> Path:
+def ensure_built() -> Path:
+    """Where the extension lies, built if it is not in the cache, without loading it; raises as `load`."""
     cache = _cache()
     compiler = _compiler()
     path = cache / f"{MODULE}-{_digest(*_sources(), compiler=compiler or _any_built(cache))}.so"

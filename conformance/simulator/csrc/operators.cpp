@@ -151,7 +151,7 @@ class Call {
       each(arg, [&](const Tensor& tensor) { out << static_cast<int>(tensor.scalar_type()) << ':' << tensor.dim() << ' '; });
       if (arg.isInt() || arg.isDouble()) {  // as far as a dtype may not hold it
         auto number = std::abs(arg.toScalar().to<double>());
-        out << arg.tagKind() << (number > 65504) << (number > 3.5e38) << (number > 255);
+        out << arg.tagKind() << std::isnan(number) << (number > 65504) << (number > 3.5e38) << (number > 255);
       }
     }
     return out.str();
