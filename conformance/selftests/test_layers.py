@@ -35,7 +35,7 @@ LAYERS = (
 # Inside this package a module may import what stands in a row above its own, and nothing else of the package.
 SHARDING = "impl.distributed.fsdp"
 WITHIN_SHARDING = (
-    ("_transport", "api"),
+    ("_tensor_parallel", "_transport", "api"),
     ("_desync",),
     (
         "_param_assignment",

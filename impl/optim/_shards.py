@@ -15,11 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from impl.kernels import PLAIN_TYPES, placed
 
 _registered: Any = WeakIdKeyDictionary()
+_CURE = "whose ranks have no one process group; call unscale_, clip_grad_norm_, step and update instead"
 
 
-def register_shard_group(parameter: Tensor, group: dist.ProcessGroup) -> None:
-    """Note that `parameter` is one rank's part of what all ranks of `group` hold together."""
-    _registered[parameter] = group
+def register_shard_groups(parameter: Tensor, *groups: dist.ProcessGroup) -> None:
+    """Note that `parameter` is one rank's part of what all ranks of a group, or of several, hold together."""
+    _registered[parameter] = groups
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -39,10 +40,17 @@ def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
     """The ranks that hold `parameter` together, each element once; None if this rank holds all of it.
 
     Raises:
-        NotImplementedError: it is a DTensor that is sharded along several dimensions of its mesh, or has sums to take.
+        NotImplementedError: several groups hold it, as it is sharded along several dimensions of a mesh; or it is a
+            DTensor that has sums to take.
     """
     if not is_distributed(parameter):
-        return _registered.get(parameter)
+        groups = _registered.get(parameter, ())
+        if len(groups) > 1:
+            raise NotImplementedError(
+                f"a parameter is sharded over {len(groups)} groups of ranks, for data and for tensor parallelism, and "
+                f"{_CURE}"
+            )
+        return groups[0] if groups else None
     dtensor: Any = parameter
     if any(placement.is_partial() for placement in dtensor.placements):
         raise NotImplementedError("a DTensor with partial sums is no parameter that can be stepped")
@@ -50,7 +58,7 @@ def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
     if len(sharded) > 1:
         raise NotImplementedError(
             f"a DTensor with placements {dtensor.placements} is sharded along {len(sharded)} dimensions of its mesh, "
-            "whose ranks have no one process group; call unscale_, clip_grad_norm_, step and update instead"
+            f"{_CURE}"
         )
     return dtensor.device_mesh.get_group(sharded[0]) if sharded else None
 

@@ -135,14 +135,8 @@ def test_offloaded_parameters_stay_on_the_cpu(twins: Twins) -> None:
 @clause("distributed.fsdp.fully_sharded_data_parallel.tensor_parallel")
 @pytest.mark.parametrize("ignored", [False, True])
 @both_kinds
-def test_parameters_of_tensor_parallelism_train_or_are_refused(
+def test_parameters_of_tensor_parallelism_train(
     twins_of: Callable[..., Twins], use_orig_params: bool, ignored: bool
 ) -> None:
     """On two ranks: torch fails in a world of one."""
-    asked = {"use_orig_params": use_orig_params, "ignored": ignored}
-    expected, actual = twins_of(2).of_both(construct_cases.tensor_parallel, **asked)
-    values_of(expected)
-    if ignored or all(outcome.raised is None for outcome in actual):
-        assert_ranks_agree(expected, actual)
-    else:
-        assert raises(NotImplementedError, "2.weight is a DTensor")(actual), actual
+    twins_of(2).agree(construct_cases.tensor_parallel, use_orig_params=use_orig_params, ignored=ignored)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._unit import Unit
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 
@@ -17,34 +17,39 @@ _EXCHANGED = torch.float64
 
 
 def joint_norm(
-    units: Sequence[Unit[Any]], others: Sequence[Tensor], norm_type: float, device: torch.device
+    units: Sequence[Unit[FlatParamGroup]], others: Sequence[Tensor], norm_type: float, device: torch.device
 ) -> Tensor:
     """The norm of all gradients of `units`, each element counted once, with those in `others`; 0-dim f64.
 
     Args:
         others: tensors that every rank holds all of.
-    Collectives: one all-gather of a number a rank for each group that gradients are sharded over.
+    Collectives: one all-gather of a number a rank for each group that gradients are sharded over; where tensor
+        parallelism has spread some of them, for each set of groups one in each.
     """
-    sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
-    replicated: list[Tensor] = []
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for unit in units:
         for group in unit.param_groups:
-            grads = [p.grad for p in group.stepped if p.grad is not None]
-            if group.groups.shard is None:
-                replicated += grads
-            else:
-                sharded.setdefault(group.groups.shard, []).extend(grads)
-    norms = [_norm(grads, norm_type, device) for grads in (replicated, others) if grads]
-    for group, grads in sharded.items():
-        mine = _norm(grads, norm_type, device).reshape(1)
-        parts = mine.new_empty(group.size())
-        dist.all_gather(list(parts.split(1)), mine, group=group)
-        norms.append(torch.linalg.vector_norm(parts, norm_type))
+            for groups, grads in group.gradients_by_groups():
+                by_groups.setdefault(groups, []).extend(grads)
+    norms = [_norm(others, norm_type, device)] if others else []
+    for groups, grads in by_groups.items():
+        if grads or groups:
+            norm = _norm(grads, norm_type, device)
+            for group in groups:
+                norm = _gathered(norm, norm_type, group)
+            norms.append(norm)
     return (
         torch.linalg.vector_norm(torch.stack(norms), norm_type)
         if norms
         else torch.zeros((), dtype=_EXCHANGED, device=device)
     )
+
+
+def _gathered(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    """The norm of what the ranks of a group have between them."""
+    parts = norm.new_empty(group.size())
+    dist.all_gather(list(parts.split(1)), norm.reshape(1), group=group)
+    return torch.linalg.vector_norm(parts, norm_type)
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -20,13 +20,17 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 @dataclass(frozen=True)
 class Groups:
-    """`shard`: the ranks that share one copy of the parameters. `replicate`: those that hold the same part of it."""
+    """`shard`: the ranks that share one copy of the parameters. `replicate`: those that hold the same part of it.
+
+    `parallel`: those among which tensor parallelism has spread parameters, each of which has another one to shard.
+    """
 
     shard: dist.ProcessGroup | None  # None: nothing is sharded
     replicate: dist.ProcessGroup | None
     backward: dist.ProcessGroup | None = (
         None  # of the first, those that gather again for a backward; None: all
     )
+    parallel: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def shard_size(self) -> int:
@@ -35,6 +39,11 @@ class Groups:
     @property
     def shard_rank(self) -> int:
         return self.shard.rank() if self.shard is not None else 0
+
+    @property
+    def holding(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks that each have other elements of the parameters."""
+        return self.parallel if self.shard is None else (self.shard, *self.parallel)
 
     @property
     def size(self) -> int:
@@ -67,13 +76,18 @@ def predivide_factor(size: float) -> float:
 
 
 def groups_of(
-    strategy: ShardingStrategy, group: dist.ProcessGroup, between: dist.ProcessGroup | None
+    strategy: ShardingStrategy,
+    group: dist.ProcessGroup,
+    between: dist.ProcessGroup | None,
+    parallel: tuple[dist.ProcessGroup, ...] = (),
 ) -> Groups:
     """Who a unit shards and replicates over, in `group` and, for hybrid strategies, `between`; none of one rank."""
     several = group if group.size() > 1 else None
     if between is not None:
-        return Groups(several, between if between.size() > 1 else None)
-    return Groups(None, several) if strategy is ShardingStrategy.NO_SHARD else Groups(several, None)
+        return Groups(several, between if between.size() > 1 else None, parallel=parallel)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Groups(None, several, parallel=parallel)
+    return Groups(several, None, parallel=parallel)
 
 
 def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:

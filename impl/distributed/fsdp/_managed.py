@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._flat_param import FlatParameter
 from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
+from impl.distributed.fsdp._tensor_parallel import form_of, local_parameter, refuse_unfit
 
 # What wrappers put into names; the second one comes from activation checkpointing.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -105,18 +107,13 @@ def _types_of(values: Iterable[Any]) -> list[type]:
     return sorted({type(value) for value in values}, key=repr)
 
 
-def refuse_dtensors(root: nn.Module, ignored: Ignored) -> None:
+def refuse_dtensors(root: nn.Module, ignored: Ignored, mesh: DeviceMesh | None) -> None:
     """
     Raises:
-        NotImplementedError: a parameter is a DTensor, as tensor parallelism makes it.
+        NotImplementedError: a parameter is a DTensor, but not over a mesh beside the one to shard over.
     """
-    for name, parameter in root.named_parameters():
-        if isinstance(parameter, DTensor) and parameter not in ignored.parameters:
-            raise NotImplementedError(
-                f"{clean_name(name)} is a DTensor, sharded already as {parameter.placements} over "
-                f"{parameter.device_mesh}, and cannot be sharded by FullyShardedDataParallel once more; leave it to "
-                "ignored_states, or shard this module with torch.distributed.fsdp"
-            )
+    named = root.named_parameters()
+    refuse_unfit(((clean_name(name), p) for name, p in named if p not in ignored.parameters), mesh)
 
 
 def managed_params_of(
@@ -145,8 +142,12 @@ def managed_params_of(
             names.setdefault(parameter, name)
             locations.setdefault(parameter, []).append(location)
     managed = [
-        ManagedParam(ParamInfo(name, tuple(locations[parameter])), parameter)
-        for parameter, name in names.items()
+        ManagedParam(
+            ParamInfo(name, tuple(locations[original]), form_of(original)),
+            local_parameter(original),
+            original,
+        )
+        for original, name in names.items()
     ]
     for one in managed:
         if not one.parameter.shape:  # asked of a lazy module's, it raises what torch raises
@@ -158,10 +159,18 @@ def managed_params_of(
     return managed
 
 
+def parallel_groups_of(managed: Iterable[ManagedParam]) -> tuple[ProcessGroup, ...]:
+    """Those among which tensor parallelism has spread some of the parameters, each once."""
+    forms = [one.info.parallel for one in managed if one.info.parallel is not None]
+    groups = (group for form in forms for group in form.mesh.get_all_groups())
+    return tuple(group for group in dict.fromkeys(groups) if group.size() > 1)
+
+
 def mark_managed(root: nn.Module, ignored: Ignored, managed: Iterable[ManagedParam]) -> None:
     """Say so of the parameters, and of the modules, by names that transformers and Dynamo ask for."""
     for one in managed:
         setattr(one.parameter, MANAGED, one.info)
+        setattr(one.original, MANAGED, one.info)
     mark_modules(module for module in root.modules() if module not in ignored.modules)
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from impl.distributed.fsdp._tensor_parallel import local_of
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Each tensor, where it stands; what is no container and no tensor holds none."""
@@ -113,7 +115,8 @@ def set_apart(memory: set[int], held: Sequence[HeldTensor]) -> list[Tensor]:
 
 def _apart(memory: set[int], tensor: Tensor) -> Tensor:
     # Sparse ones and those inside of functorch's transforms have no storage.
-    lies_in = torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in memory
+    local = local_of(tensor)
+    lies_in = torch._C._has_storage(local) and local.untyped_storage()._cdata in memory
     return tensor.clone() if lies_in else tensor
 
 

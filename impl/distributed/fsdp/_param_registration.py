@@ -9,6 +9,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from impl.distributed.fsdp._tensor_parallel import ParallelForm
+
 
 class ShardedPlaceholder(Tensor):
     """Stands in a module for a parameter whose elements are sharded over the ranks; has its shape, dtype and device."""
@@ -55,6 +57,11 @@ class ParamInfo:
 
     name: str  # from the unit's module, cleaned of what wrappers put in
     locations: tuple[ParamLocation, ...]
+    parallel: ParallelForm | None = None  # if it is a DTensor, of which the unit shards the local tensor
+
+    def shown(self, local: Tensor) -> Tensor:
+        """What modules and users see over memory in the shape of what the unit shards."""
+        return local if self.parallel is None else self.parallel.dtensor(local)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,8 @@ class ManagedParam:
     """A parameter that a unit takes over."""
 
     info: ParamInfo
-    parameter: nn.Parameter
+    parameter: nn.Parameter  # of a DTensor, one over its local tensor
+    original: nn.Parameter | None = None  # which modules had
 
 
 class ParamRegistration:

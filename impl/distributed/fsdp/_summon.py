@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
 from impl.distributed.fsdp._param_group import gather
 from impl.distributed.fsdp._phase import Move, advance
 from impl.distributed.fsdp._streams import StreamRole, shards_were_written
+from impl.distributed.fsdp._tensor_parallel import local_of
 from impl.distributed.fsdp._unit import Unit
 
 
@@ -119,7 +120,7 @@ class _SummonedHandle:
         if self._options.offload_to_cpu and handle.is_sharded:
             self._shown_buffer = torch.empty_like(unsharded.flat, device="cpu").copy_(unsharded.flat)
         self._views = handle.views_of(self._shown_buffer)
-        self._register()
+        handle.register_unsharded_params(self._views)
         self._first_versions = self._versions = self._versions_now()
         if grads is not None:
             self._set_unsharded_grads(grads)
@@ -180,18 +181,13 @@ class _SummonedHandle:
         if self._options.with_grads and self._grad_shard is not None:
             self._handle.gradients.show(self._grad_shard)
 
-    def _register(self) -> None:
-        handle = self._handle
-        if not handle.use_orig_params:
-            handle.register_unsharded_params(self._views)
-            return
-        for parameter, view in zip(handle.parameters, self._views, strict=True):
-            parameter.data = view
-
     def _set_unsharded_grads(self, grads: Tensor) -> None:
-        handle = self._handle
-        for parameter, grad in zip(handle.parameters, handle.views_of(grads), strict=True):
-            parameter.grad = grad if parameter.requires_grad else None
+        shown = self._handle.shown(self._handle.views_of(grads))
+        for index, parameter in self._registered():
+            parameter.grad = shown[index] if parameter.requires_grad else None
+
+    def _registered(self) -> list[tuple[int, Tensor]]:
+        return [(index, shown) for index, shown in self._handle.registered() if shown is not None]
 
     def _gathered_grads(self) -> Tensor | None:
         """Unsharded gradients [padded_numel]; None if no rank has any. Zeros stand for those of a rank without."""
@@ -211,7 +207,8 @@ class _SummonedHandle:
 
     def _versions_now(self) -> list[Any]:
         return [
-            None if one is None else (one.data_ptr(), one._version) for _, one in self._handle.registered()
+            (index, local_of(one).data_ptr(), one._version, local_of(one)._version)
+            for index, one in self._registered()
         ]
 
     @torch.no_grad()
@@ -221,13 +218,19 @@ class _SummonedHandle:
         With original parameters it counts by their own names.
         """
         handle = self._handle
-        for index, shown in handle.registered():
-            view = self._views[index]
-            if shown is not None and shown.data_ptr() != view.data_ptr():
-                view.copy_(cast("nn.Parameter", shown).data)
+        for index, shown in self._registered():
+            view, local = self._views[index], local_of(shown.detach())
+            if local.data_ptr() != view.data_ptr():
+                view.copy_(local)
         before, self._versions = self._versions, self._versions_now()
-        if before != self._versions and not handle.use_orig_params:
+        if before == self._versions:
+            return
+        if not handle.use_orig_params:
             torch.autograd.graph.increment_version(handle.flat_param)
+        for now in {*self._versions} - {*before}:
+            # What is shown of a DTensor is another object than what the optimizer steps.
+            if handle.use_orig_params and handle.param_infos[now[0]].parallel is not None:
+                torch.autograd.graph.increment_version(handle.parameters[now[0]])
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -240,7 +243,8 @@ class _SummonedHandle:
             grads = torch.zeros(
                 handle.layout.padded_numel, dtype=self._grad_shard.dtype, device=handle.device
             )
-            for parameter, target in zip(handle.parameters, handle.views_of(grads), strict=True):
+            targets = handle.views_of(grads)
+            for index, parameter in self._registered():
                 if parameter.grad is not None:
-                    target.copy_(parameter.grad)
+                    targets[index].copy_(local_of(parameter.grad))
             self._grad_shard.copy_(grads[first : first + handle.layout.shard_numel])

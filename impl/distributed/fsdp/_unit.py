@@ -29,7 +29,7 @@ from impl.distributed.fsdp._shared import Shared, SummonedParams
 from impl.distributed.fsdp._streams import StreamRole, shards_were_written
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.kernels import no_grad_fast, span
-from impl.optim._shards import register_shard_group
+from impl.optim._shards import register_shard_groups
 
 _Group = TypeVar("_Group", bound=ParamGroup)
 # The number of the node that autograd makes next.
@@ -89,9 +89,8 @@ class Unit(Generic[_Group]):
             if not group.is_tracked:
                 continue
             track_optimizer_writes(group.stepped, group.gradients.are_there)
-            if group.groups.shard is not None:
-                for parameter in group.stepped:
-                    register_shard_group(parameter, group.groups.shard)
+            for parameter in group.stepped:
+                register_shard_groups(parameter, *group.groups.holding)
 
     # Forward
 

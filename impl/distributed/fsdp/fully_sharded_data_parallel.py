@@ -23,7 +23,13 @@ from impl.distributed.fsdp._groups import (
     groups_of,
 )
 from impl.distributed.fsdp._layout.flat import flat_param_groups
-from impl.distributed.fsdp._managed import ignored_by, managed_params_of, mark_managed, refuse_dtensors
+from impl.distributed.fsdp._managed import (
+    ignored_by,
+    managed_params_of,
+    mark_managed,
+    parallel_groups_of,
+    refuse_dtensors,
+)
 from impl.distributed.fsdp._module_init import (
     broadcast_states,
     device_type_for,
@@ -82,13 +88,14 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         use_orig_params: `parameters()` are the module's own, as views of this rank's part of them; without, they are
             one `FlatParameter` a unit.
         ignored_states: parameters, or modules, to leave alone.
-        device_mesh: instead of `process_group`: of one dimension, or of two, to replicate and to shard over.
+        device_mesh: instead of `process_group`: of one dimension, or of two, to replicate and to shard over; a slice
+            `mesh["dp"]` where `parallelize_module` has made DTensors over another one. State dicts have DTensors then.
 
     Raises:
         ValueError: arguments exclude each other; a parameter is 0-dim or integer, or sharded already by a unit
             elsewhere.
         RuntimeError: parameters lie on several devices.
-        NotImplementedError: a parameter is a DTensor, of tensor parallelism.
+        NotImplementedError: a parameter is a DTensor, but not over a slice beside `device_mesh` of the same mesh.
     Collectives: in the constructor, broadcasts if `sync_module_states`, and new groups for a hybrid strategy without
         any. In forward and backward of each unit an all-gather, and a reduce-scatter of the gradients; SHARD_GRAD_OP
         and the outermost unit gather once for both. Hybrid strategies add an all-reduce of each rank's part; NO_SHARD
@@ -150,7 +157,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             device_mesh=device_mesh,
         )
         self._ignored = ignored_by(module, ignored_modules, ignored_states, FullyShardedDataParallel)
-        refuse_dtensors(module, self._ignored)
+        refuse_dtensors(module, self._ignored, device_mesh)
         device_type = device_type_for(module, self._ignored, device_id)
         groups = groups_for(
             process_group, sharding_strategy, auto_wrap_policy is not None, device_mesh, device_type
@@ -188,7 +195,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             FullyShardedDataParallel,
         )
         managed = managed_params_of(module, self._ignored, made_of(_left_to_ancestor))
-        self._groups = groups_of(self.sharding_strategy, *groups)
+        self._groups = groups_of(self.sharding_strategy, *groups, parallel=parallel_groups_of(managed))
         if sync_module_states:
             outward_in = [group for group in reversed(groups) if group is not None]
             broadcast_states(module, managed, outward_in)
@@ -374,7 +381,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         if not root.is_root(self._unit):
             raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance")
         self._check_idle()
-        if all(one._groups.shard is None for one in self.fsdp_modules(self)):
+        if all(one._groups.shard is None and not one._groups.parallel for one in self.fsdp_modules(self)):
             return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
         managed = {p for unit in root.units for group in unit.param_groups for p in group.stepped}
         others = [p for p in self.parameters() if p not in managed]

@@ -27,7 +27,7 @@ from impl.distributed.fsdp import ShardedGradScaler
 from impl.kernels import HostCopy, copy_into_, placed
 from impl.nn.utils import clip_grad_norm_
 from impl.optim import capture
-from impl.optim._shards import register_shard_group
+from impl.optim._shards import register_shard_groups
 from impl.optim.tests import late_device
 from impl.optim.tests.late_device import HOST, LATE, Event, capturing
 from impl.optim.tests.patches import Patches
@@ -176,7 +176,7 @@ def a_group_of_the_device_alone(device: torch.device) -> Any:
         torch.device(device.type), gloo, dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=1))
     )
     param = torch.nn.Parameter(torch.ones(3))
-    register_shard_group(param, group)
+    register_shard_groups(param, group)
     reported = []
     for scaler in (
         GradScaler(device.type, enabled=False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from impl.distributed.fsdp._collectives import Reduction, all_gathered
@@ -77,6 +78,19 @@ class FlatParamGroup(FlatParamHandle):
                 "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
                 f"{device}. Make sure to not move the module from CPU when offloading parameters."
             )
+
+    def gradients_by_groups(self) -> Iterator[tuple[tuple[dist.ProcessGroup, ...], list[Tensor]]]:
+        """`.grad` of what the optimizer steps, by the groups of ranks that each have other elements."""
+        shard = () if self.groups.shard is None else (self.groups.shard,)
+        forms = [info.parallel for info in self.param_infos]
+        if not any(forms):
+            yield shard, [p.grad for p in self.stepped if p.grad is not None]
+            return
+        grads: Sequence[Tensor | None] = [p.grad for p in self.stepped]
+        if not self.use_orig_params:
+            grads = [None] * len(forms) if grads[0] is None else self.pieces_of(grads[0])
+        for form, grad in zip(forms, grads, strict=True):
+            yield (*shard, *(form.sharding_groups if form else ())), [] if grad is None else [grad]
 
     def begin_gather(self, dtype: torch.dtype) -> Gathering | None:
         unsharded = self.unsharded(dtype)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
+from impl.distributed.fsdp._param_registration import ParamInfo
+from impl.distributed.fsdp._tensor_parallel import local_of
 
 
 class UnshardedBuffer:
     """All elements in one dtype; `flat` [padded_numel] comes and goes, `views` lie over it for good."""
 
     def __init__(
-        self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, over: Tensor | None = None
+        self,
+        layout: FlatLayout,
+        param_infos: Sequence[ParamInfo],
+        dtype: torch.dtype,
+        device: torch.device,
+        over: Tensor | None = None,
     ) -> None:
         self.aliases_shard = over is not None
         self._slots = layout.slots
+        self._forms = [info.parallel for info in param_infos]
         self.flat = torch.empty(layout.padded_numel, dtype=dtype, device=device) if over is None else over
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self.views = [view_into(self.flat, slot) for slot in layout.slots]
+        pairs = zip(param_infos, layout.slots, strict=True)
+        self.views = [info.shown(view_into(self.flat, slot)) for info, slot in pairs]
         # Gathering writes behind autograd's back, so whatever moves these was a change to a parameter.
         self._versions = [view._version for view in self.views]
         self._filled_from: list[int] = []  # versions of the shard
@@ -52,7 +63,7 @@ class UnshardedBuffer:
         self._storage = shard.untyped_storage()
         with torch.inference_mode(False), torch.no_grad():
             for view, slot in zip(self.views, self._slots, strict=True):
-                view.data = view_into(shard, slot)
+                local_of(view).data = view_into(shard, slot)
 
     def allocate(self) -> None:
         if not self.is_live:
@@ -90,6 +101,8 @@ class UnshardedBuffer:
             view.grad = None
         if any(grad is not None and grad.requires_grad for grad in grads):
             raise RuntimeError("FSDP does not support gradients of gradients")
+        pairs = zip(grads, self._forms, strict=True)
+        grads = [grad if grad is None or form is None else form.local_part(grad) for grad, form in pairs]
         return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
 
     def changed(self) -> str | None:

@@ -147,7 +147,9 @@ class FlatParamHandle:
             shard = self.flat_param.data
             serves = not self.is_sharded and dtype is self.dtype and shard.device == self.device
             with torch.inference_mode(False):  # the views serve training too
-                found = UnshardedBuffer(self.layout, dtype, self.device, over=shard if serves else None)
+                found = UnshardedBuffer(
+                    self.layout, self.param_infos, dtype, self.device, over=shard if serves else None
+                )
                 found.views = [self._as_param(view) for view in found.views]
             self._unsharded[dtype] = found
         return found
@@ -276,8 +278,21 @@ class FlatParamHandle:
         return self._registration.registered()
 
     def register_unsharded_params(self, views: Sequence[Tensor]) -> None:
-        """Register unsharded parameters with the modules, and not the flat one; without `use_orig_params`."""
-        self._register_instead([nn.Parameter(view, self.flat_param.requires_grad) for view in views])
+        """Register unsharded parameters with the modules, and not the flat one.
+
+        Original ones stay the same objects, unless they are DTensors: these have no 1-D part.
+        """
+        pairs = [*enumerate(self.shown(views))]
+        if not self.use_orig_params:
+            self._register_instead([nn.Parameter(view, self.wants_grad(index)) for index, view in pairs])
+            return
+        shown = [*self.parameters]
+        for index, view in pairs:
+            if self.param_infos[index].parallel is None:
+                shown[index].data = view
+            else:
+                shown[index] = nn.Parameter(view, self.wants_grad(index))
+        self._registration.register(shown)
 
     def register_again(self, parameters: Sequence[Tensor]) -> None:
         """Unsharded parameters that have been registered before."""
@@ -393,8 +408,12 @@ class FlatParamHandle:
         return [None if number is None else parts[number] for number in self._numbers]
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
-        """Tensors in the parameters' shapes over a buffer of all elements."""
+        """Tensors in the parameters' shapes over a buffer of all elements; of DTensors, in those of local tensors."""
         return [view_into(buffer, slot) for slot in self.layout.slots]
+
+    def shown(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """The like of `views_of`, as users see parameters."""
+        return [info.shown(view) for info, view in zip(self.param_infos, views, strict=True)]
 
     def _as_param(self, view: Tensor) -> Tensor:
         return nn.Parameter(view, requires_grad=False) if self.use_orig_params else view

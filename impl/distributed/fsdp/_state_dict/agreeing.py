@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._desync.collective_order import CollectiveOrderChecker
+from impl.distributed.fsdp._desync.collective_order import CollectiveOrderChecker, order_checker_of
 from impl.distributed.fsdp._wrapper import Wrapper
 
 _TEXT_BYTES = 2048
@@ -27,7 +27,10 @@ def problem_of_any(wrappers: Sequence[Wrapper], problem: str, given: Sequence[tu
         given: for the same keys in the same order on all ranks, what was given for them.
     Collectives: an all-reduce over each of the groups, and another one if there is a problem.
     """
-    groups = {group: how for one in wrappers for group, how in one._groups.order_checkers.items()}
+    sharding = [one._groups for one in wrappers]
+    groups = {
+        group: order_checker_of(group) for one in sharding for group in (*one.order_checkers, *one.parallel)
+    }
     if not groups:
         return problem
     device = wrappers[0].compute_device

@@ -24,10 +24,11 @@ from impl.distributed.fsdp._layout.flat_slots import Slot
 from impl.distributed.fsdp._managed import clean_name, is_managed
 from impl.distributed.fsdp._phase import SHOWN, SHOWN_ON_ALL_RANKS
 from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
-from impl.distributed.fsdp._state_dict.packing import chunk_in, dtype_of, own_numel, shape_of
+from impl.distributed.fsdp._state_dict.packing import chunk_in, dtype_of, own_numel, rows_in, shape_of
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardChunk, chunk_of, laid_out_as
 from impl.distributed.fsdp._state_dict.saving import WRAPPED, bring_to_rest
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
+from impl.distributed.fsdp._tensor_parallel import local_of, whole_mesh_of
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp._wrapper import Wrapper
 from impl.distributed.fsdp.api import ShardedStateDictConfig, StateDictConfig, StateDictType
@@ -181,16 +182,27 @@ class UnitLoading:
         ]
 
     def _expected_form(self, handle: FlatParamGroup, index: int) -> str:
-        slot = handle.layout.slots[index]
+        slot, parallel = handle.layout.slots[index], handle.param_infos[index].parallel
+        if parallel or self._comes_over_whole_mesh():
+            return f"a DTensor of shape {tuple(parallel.shape if parallel else slot.shape)}"
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             chunk = chunk_of(slot, self._wrapper._groups.shard_rank, handle.layout.world)
             return f"a tensor of shape {chunk.shape}"
         return f"a tensor of shape {slot.shape}"
 
     def part_given(self, handle: FlatParamGroup, index: int) -> str:
-        if self._kind is not StateDictType.SHARDED_STATE_DICT or self._sources[handle][index] is None:
+        source = self._sources[handle][index]
+        if isinstance(source, DTensor):
+            return f"a part in {source.dtype} as {source.placements}"
+        if self._kind is not StateDictType.SHARDED_STATE_DICT or source is None:
             return "nothing"
-        return f"a part in {self._sources[handle][index].dtype}"
+        return f"a part in {source.dtype}"
+
+    def _comes_over_whole_mesh(self) -> bool:
+        """Whether parts are DTensors over a mesh that this unit's was cut out of."""
+        mesh = self._wrapper._device_mesh
+        is_sharded = self._kind is StateDictType.SHARDED_STATE_DICT
+        return is_sharded and mesh is not None and whole_mesh_of(mesh) != mesh
 
     @torch.no_grad()
     def write(self) -> None:
@@ -231,22 +243,33 @@ class UnitLoading:
                 continue
             value = state_dict[key]
             chunk = chunk_in(value, expected, self._wrapper.rank)
-            slot = handle.layout.slots[index]
-            problem = self._problem_of(value, chunk, slot, handle)
+            slot, parallel = handle.layout.slots[index], handle.param_infos[index].parallel
+            shape = parallel.shape if parallel else torch.Size(slot.shape)
+            problem = self._problem_of(value, chunk, slot, shape)
             problems += [f"{prefix}{name}: {problem}"] if problem else []
             dtype = dtype_of(value)
             part = torch.empty(0, *slot.shape[1:], dtype=dtype) if chunk is None else chunk
-            state_dict[key] = self._stand_in(torch.Size(slot.shape), dtype, name, part)
+            # Before all ranks have agreed to load it, nothing of it is sent.
+            source = value if self._comes_over_whole_mesh() else part
+            state_dict[key] = self._stand_in(shape, dtype, name, source)
         return problems
 
-    def _problem_of(self, value: Any, chunk: Tensor | None, slot: Slot, handle: FlatParamGroup) -> str:
+    def _problem_of(self, value: Any, chunk: Tensor | None, slot: Slot, shape: torch.Size) -> str:
         groups, mine = (
             self._wrapper._groups,
             f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given",
         )
-        if tuple(shape_of(value)) != slot.shape:
-            return f"{mine} {_form_of(value)} but the parameter has the shape {slot.shape}"
-        expected = chunk_of(slot, groups.shard_rank, handle.layout.world).shape
+        if shape_of(value) != shape:
+            return f"{mine} {_form_of(value)} but the parameter has the shape {tuple(shape)}"
+        if self._comes_over_whole_mesh():
+            whole = whole_mesh_of(self._wrapper._mesh)
+            if value.device_mesh == whole:
+                return ""
+            return (
+                f"{mine} a DTensor over {value.device_mesh} but keeps one over {whole}; what was saved over another "
+                "mesh is loaded by torch.distributed.checkpoint"
+            )
+        expected = chunk_of(slot, groups.shard_rank, groups.shard_size).shape
         actual = (0, *slot.shape[1:]) if chunk is None else tuple(chunk.shape)
         if actual == expected:
             return ""
@@ -256,13 +279,22 @@ class UnitLoading:
         )
 
     def _write_chunks(self, handle: FlatParamGroup, given: Sequence[int], chunks: Sequence[Tensor]) -> None:
-        held = [ShardChunk(index, chunk) for index, chunk in zip(given, chunks, strict=True)]
+        held = [
+            ShardChunk(index, self._rows_in(handle, index, chunk))
+            for index, chunk in zip(given, chunks, strict=True)
+        ]
         redistribution = Redistribution(handle.layout, self._wrapper._groups, handle.device, self._unit.name)
         shard = handle.flat_param.detach()
         for index, values in zip(given, redistribution.pieces_from(held), strict=True):
             piece = handle.pieces[index]
             if piece is not None:
                 shard.narrow(0, piece.offset, piece.numel).copy_(values)
+
+    def _rows_in(self, handle: FlatParamGroup, index: int, source: Tensor) -> Tensor:
+        if not isinstance(source, DTensor):
+            return source
+        slot, parallel = handle.layout.slots[index], handle.param_infos[index].parallel
+        return rows_in(source, slot, self._wrapper._mesh, parallel)
 
     # Shards
 
@@ -339,7 +371,7 @@ class UnitLoading:
             for index in given:
                 target = shown[index]
                 assert target is not None
-                target.detach().copy_(views[index])
+                local_of(target.detach()).copy_(views[index])
 
 
 class PlainStates:
@@ -397,7 +429,9 @@ def _form_of(source: Any) -> str:
 
 def _write_unsharded(handle: FlatParamGroup, index: int, source: Tensor | Part) -> None:
     """Copy this rank's piece of an unsharded parameter into the shard."""
-    piece = handle.pieces[index]
+    piece, parallel = handle.pieces[index], handle.param_infos[index].parallel
+    if parallel is not None and isinstance(source, DTensor):
+        source = parallel.local_part(source)
     values = source.values if isinstance(source, Part) else _piece_of(handle, index, source)
     if piece is not None and values is not None:
         handle.flat_param.detach().narrow(0, piece.offset, piece.numel).copy_(values)

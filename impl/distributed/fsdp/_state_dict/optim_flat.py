@@ -96,7 +96,7 @@ class FlatParamState:
         handle, names = self._handle, self._one.names
         if is_stepped_unsharded(self._one):
             copied = offloaded if options.offloads else copy.copy
-            return {names[index]: copied(state) for index, state in self._mine.items()}
+            return {names[index]: self._shown(index, copied(state)) for index, state in self._mine.items()}
         items, states = self._merged() if handle.use_orig_params else self._own()
         tensors = (
             self._unsharded(items, options, destination) if options.is_full else self._parts(items, options)
@@ -104,6 +104,16 @@ class FlatParamState:
         for item, tensor in tensors:
             states[item.index][item.name] = tensor
         return {names[index]: state for index, state in states.items()}
+
+    def _shown(self, index: int, state: StateDict) -> StateDict:
+        """What has the shape of a DTensor's local tensor is a DTensor too."""
+        info, shape = self._handle.param_infos[index], self._handle.layout.slots[index].shape
+        if info.parallel is None:
+            return state
+        return {
+            name: info.shown(value) if isinstance(value, Tensor) and tuple(value.shape) == shape else value
+            for name, value in state.items()
+        }
 
     def _own(self) -> tuple[list[_Item], dict[int, StateDict]]:
         """Of a flat parameter: each of its parameters has a part of each tensor, and the rest alike."""
@@ -185,6 +195,7 @@ class FlatParamState:
         self, items: Sequence[_Item], options: OptimSaveOptions, destination: int
     ) -> Iterator[tuple[_Item, Tensor]]:
         """One of the tensors of a state after the other, so that one is on its way at a time."""
+        handle = self._handle
         alike: dict[tuple[str, torch.dtype], list[_Item]] = {}
         for item in items:
             alike.setdefault((item.name, item.dtype), []).append(item)
@@ -193,9 +204,9 @@ class FlatParamState:
             if options.rank0_only and self._groups.shard is not None:
                 unsharded = self._gathered_at(destination, shard, self._groups.shard)
             else:
-                unsharded = self._handle.gathered_like(shard, self._one.unit.name)
+                unsharded = handle.gathered_like(shard, self._one.unit.name)
             if unsharded is not None:
-                views = self._handle.views_of(unsharded.cpu() if options.offloads else unsharded)
+                views = handle.shown(handle.views_of(unsharded.cpu() if options.offloads else unsharded))
                 yield from ((item, views[item.index]) for item in same)
 
     def _gathered_at(self, destination: int, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
@@ -234,7 +245,7 @@ class FlatParamState:
         wrapper, layout = self._one.wrapper, self._handle.layout
         slot = layout.slots[item.index]
         if options.uses_dtensor:
-            made: Tensor = meshed(chunk, slot, wrapper._mesh)
+            made: Tensor = meshed(chunk, slot, wrapper._mesh, self._handle.param_infos[item.index].parallel)
             return made.cpu() if options.offloads else made
         over_all = replace(layout, world=wrapper.world_size)
         return chunked(chunk.cpu() if options.offloads else chunk, slot, over_all, wrapper.process_group)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from impl.distributed.fsdp._state_dict.agreeing import reported_by_all
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of, own_copy
@@ -30,7 +32,13 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     flattened_groups,
     is_stepped_unsharded,
 )
-from impl.distributed.fsdp._state_dict.optim_shard import FlatParamLoad, Scatter, full_tensor_of, is_in_parts
+from impl.distributed.fsdp._state_dict.optim_shard import (
+    FlatParamLoad,
+    Scatter,
+    full_tensor_of,
+    is_in_parts,
+    unsharded_of,
+)
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
 from impl.distributed.fsdp._wrapper import Wrapper
 
@@ -198,7 +206,10 @@ class OptimStateLoading:
         """None where nothing of the parameter is this rank's."""
         one = stepped.within
         if one is None or is_stepped_unsharded(one):
-            found = tree_map(self._fetched, self._forms["state"][stepped.name], self._values[stepped.name])
+            values = self._values[stepped.name]
+            if one is not None and one.handle.param_infos[stepped.index].parallel is not None:
+                values = tree_map_only(DTensor, partial(unsharded_of, one=one, index=stepped.index), values)
+            found = tree_map(self._fetched, self._forms["state"][stepped.name], values)
         else:
             found = sharded[one].get(stepped.index)
         if found or one is None:

@@ -16,8 +16,9 @@ from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_slots import Slot
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict
-from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
+from impl.distributed.fsdp._state_dict.packing import dtype_of, rows_in, shape_of, unsharded_in
 from impl.distributed.fsdp._state_dict.redistribution import ShardChunk, chunk_of, laid_out_as
+from impl.distributed.fsdp._tensor_parallel import whole_mesh_of
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,12 @@ class FlatParamLoad:
                     "which cannot be sharded over the ranks; keep each tensor under a name of its own"
                 )
         for index, name, value in self._tensors():
-            slot = self._handle.layout.slots[index]
-            if tuple(shape_of(value)) != slot.shape:
+            slot, parallel = self._handle.layout.slots[index], self._handle.param_infos[index].parallel
+            shape = parallel.shape if parallel else torch.Size(slot.shape)
+            if shape_of(value) != shape:
                 error = ValueError(
                     "Tensor optimizer state does not have same shape as its parameter: "
-                    f"{torch.Size(shape_of(value))} {torch.Size(slot.shape)}"
+                    f"{torch.Size(shape_of(value))} {shape}"
                 )
                 error.add_note(f"rank {dist.get_rank()}: {name!r} of {self._one.names[index]}")
                 raise error
@@ -116,16 +118,27 @@ class FlatParamLoad:
     def _local(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
         held: dict[tuple[int, str], ShardChunk] = {}
         for index, name, value in self._tensors():
-            slot = self._handle.layout.slots[index]
-            chunk = _chunk_in(value, slot, self._handle) if self._handle.is_sharded else None
+            chunk = self._chunk_in(value, index) if self._handle.is_sharded else None
             if chunk is not None:
                 held[index, name] = ShardChunk(index, chunk)
             else:
-                unsharded = full_tensor_of(value)
+                unsharded = unsharded_of(value, self._one, index)
                 yield (index, name), self._piece_of(unsharded, index).clone()
         if held:
             pieces = self._one.redistribution().pieces_from([*held.values()])
             yield from zip(held, pieces, strict=True)
+
+    def _chunk_in(self, value: Tensor, index: int) -> Tensor | None:
+        """The rows that this rank has of a tensor, if all ranks have those that `chunk_of` gives them."""
+        slot, parallel = self._handle.layout.slots[index], self._handle.param_infos[index].parallel
+        mesh = self._one.wrapper._device_mesh
+        if (
+            isinstance(value, DTensor)
+            and mesh is not None
+            and mesh != whole_mesh_of(mesh) == value.device_mesh
+        ):
+            return rows_in(value, slot, mesh, parallel)
+        return _chunk_in(value, slot, self._handle) if parallel is None else None
 
     def _piece_of(self, unsharded: Tensor, index: int) -> Tensor:
         """Its part of a tensor in the parameter's shape; all of it where nothing is sharded."""
@@ -159,6 +172,24 @@ class FlatParamLoad:
             for index in values:
                 place = places[index]
                 yield (index, name), mine.new_empty(0) if place is None else place.clone()
+
+
+def unsharded_of(value: Tensor, one: NamedHandle, index: int) -> Tensor:
+    """All that the unit shards of a tensor in a parameter's shape.
+
+    Raises:
+        ValueError: the parameter is a DTensor, and the tensor is none.
+    Collectives: as of `full_tensor_of`; of a DTensor over the ranks of tensor parallelism none.
+    """
+    parallel = one.handle.param_infos[index].parallel
+    if parallel is None:
+        return full_tensor_of(value)
+    if not isinstance(value, DTensor):
+        raise ValueError(
+            f"the state of {one.names[index]} is a {type(value).__name__}, but the parameter a DTensor over "
+            f"{parallel.mesh}; torch.distributed.tensor.distribute_tensor makes one of an unsharded tensor"
+        )
+    return unsharded_in(value, one.wrapper._mesh, parallel)
 
 
 def full_tensor_of(value: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard as ShardOf
 
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
 from impl.distributed.fsdp._state_dict.redistribution import chunk_of
+from impl.distributed.fsdp._tensor_parallel import ParallelForm, whole_mesh_of
 
 
 def chunked(chunk: Tensor, slot: Slot, layout: FlatLayout, group: dist.ProcessGroup) -> ShardedTensor:
@@ -73,17 +74,78 @@ def _place_of(rank: int, device: torch.device, group: dist.ProcessGroup) -> str:
     return place if device.type == "cpu" else f"{place}:{rank % torch.accelerator.device_count()}"
 
 
-def meshed(chunk: Tensor, slot: Slot, mesh: DeviceMesh) -> DTensor:
-    """A DTensor of a parameter, sharded by rows over the mesh's last dimension, of which `chunk` is this rank's."""
-    placements: list[Placement] = [Replicate() for _ in range(mesh.ndim - 1)]
-    return DTensor.from_local(
-        chunk.contiguous(),
-        mesh,
-        [*placements, ShardOf(0)],
-        run_check=False,
-        shape=torch.Size(slot.shape),
-        stride=slot.stride,
-    )
+def meshed(chunk: Tensor, slot: Slot, mesh: DeviceMesh, form: ParallelForm | None = None) -> DTensor:
+    """A DTensor of a parameter, sharded by rows over the last dimension of `mesh`, of which `chunk` is this rank's.
+
+    It lies over all of the mesh that `mesh` was cut out of, and in the other dimensions as `form` says.
+
+    Collectives: none, unless tensor parallelism cuts the rows as well: then those that bring them together, and apart
+        in the order that DTensors have, which every rank of the whole mesh has to call.
+    """
+    whole = whole_mesh_of(mesh)
+    shape, stride = (form.shape, form.stride) if form else (torch.Size(slot.shape), slot.stride)
+    placements = placements_in(whole, mesh, form)
+    if form is None or not form.cuts_rows:
+        return _from_local(chunk.contiguous(), whole, placements, shape, stride)
+    shards = mesh if mesh.ndim == 1 else mesh[_names_of(mesh)[-1]]
+    rows = _from_local(chunk.contiguous(), shards, [ShardOf(0)], torch.Size(slot.shape), slot.stride)
+    local = _from_local(rows.full_tensor(), whole, _unsharded(placements, whole, mesh), shape, stride)
+    return local.redistribute(whole, placements)
+
+
+def rows_in(value: DTensor, slot: Slot, mesh: DeviceMesh, form: ParallelForm | None) -> Tensor:
+    """The rows of this rank of what the unit shards, out of a DTensor that is laid out in any way over the whole mesh.
+
+    Collectives: none of one that is as `meshed` makes it where tensor parallelism cuts no rows; else what
+        redistributes it, which every rank of the whole mesh has to call.
+    """
+    whole = whole_mesh_of(mesh)
+    placements = placements_in(whole, mesh, form)
+    if value.device_mesh == whole and [*value.placements] == placements and not (form and form.cuts_rows):
+        return value.to_local()
+    local = value.redistribute(whole, _unsharded(placements, whole, mesh)).to_local()
+    chunk = chunk_of(slot, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    return local[chunk.first_row : chunk.stop_row]
+
+
+def unsharded_in(value: DTensor, mesh: DeviceMesh, form: ParallelForm) -> Tensor:
+    """All that the unit shards, out of a DTensor over the mesh of tensor parallelism or the whole one."""
+    if value.device_mesh == form.mesh:
+        return form.local_part(value)
+    whole = whole_mesh_of(mesh)
+    return value.redistribute(whole, _unsharded(placements_in(whole, mesh, form), whole, mesh)).to_local()
+
+
+def placements_in(whole: DeviceMesh, mesh: DeviceMesh, form: ParallelForm | None) -> list[Placement]:
+    placements: list[Placement] = [Replicate() for _ in range(whole.ndim)]
+    placements[_dim_in(whole, mesh)] = ShardOf(0)
+    for name, placement in zip(_names_of(form.mesh), form.placements, strict=True) if form else ():
+        placements[_names_of(whole).index(name)] = placement
+    return placements
+
+
+def _unsharded(placements: Sequence[Placement], whole: DeviceMesh, mesh: DeviceMesh) -> list[Placement]:
+    dim = _dim_in(whole, mesh)
+    return [Replicate() if place == dim else one for place, one in enumerate(placements)]
+
+
+def _dim_in(whole: DeviceMesh, mesh: DeviceMesh) -> int:
+    """The dimension that parameters are sharded over: the last one of `mesh`."""
+    return whole.ndim - 1 if whole == mesh else _names_of(whole).index(_names_of(mesh)[-1])
+
+
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
+
+
+def _from_local(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def shape_of(value: Any) -> torch.Size:

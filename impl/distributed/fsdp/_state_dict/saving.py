@@ -14,12 +14,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._phase import SHOWN, SHOWN_ON_ALL_RANKS, Phase
 from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardPiece, chunk_of
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
+from impl.distributed.fsdp._tensor_parallel import local_of
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp._wrapper import Wrapper
 from impl.distributed.fsdp.api import (
@@ -105,7 +107,9 @@ class StateDictSaving:
         if self._is_left_out:
             return stand_ins_for(handle, self)
         self._copies.update((_storage_of(copy), False) for copy in copies)
-        return [nn.Parameter(copy, handle.wants_grad(index)) for index, copy in enumerate(copies)]
+        return [
+            nn.Parameter(copy, handle.wants_grad(index)) for index, copy in enumerate(handle.shown(copies))
+        ]
 
     def _unsharded_copies(self, handle: FlatParamGroup) -> list[Tensor]:
         """None where this rank is left out. Beside them no rank has more than a part of the buffer at a time."""
@@ -152,7 +156,7 @@ class StateDictSaving:
 
     def _own(self, value: Any) -> Any:
         """One of the copies: detached from autograd, and shared with no other key. Anything else as it is."""
-        storage = _storage_of(value) if type(value) in (Tensor, nn.Parameter) else 0
+        storage = _storage_of(local_of(value)) if type(value) in (Tensor, nn.Parameter, DTensor) else 0
         if storage not in self._copies:
             return value
         has_a_key, self._copies[storage] = self._copies[storage], True
@@ -165,7 +169,7 @@ class StateDictSaving:
         self._packed.add(id(chunk))
         packed: Any
         if isinstance(self._config, ShardedStateDictConfig) and self._config._use_dtensor:
-            packed = meshed(chunk, slot, self._wrapper._mesh)
+            packed = meshed(chunk, slot, self._wrapper._mesh, handle.param_infos[index].parallel)
         else:
             packed = chunked(chunk, slot, handle.layout, self._wrapper.process_group)
         return packed.cpu() if self._config.offload_to_cpu else packed
@@ -215,9 +219,9 @@ def bring_to_rest(unit: Unit[FlatParamGroup], kind: StateDictType) -> None:
 
 
 def _summoned_tensors(handle: FlatParamGroup) -> list[Tensor]:
-    """What the user sees as the unsharded parameters, and may have written to."""
+    """What the user sees as the unsharded parameters, and may have written to; of DTensors the local tensors."""
     shown = dict(handle.registered())
-    return [cast("Tensor", shown[index]).detach() for index in range(len(handle.layout.slots))]
+    return [local_of(cast("Tensor", shown[index]).detach()) for index in range(len(handle.layout.slots))]
 
 
 def _storage_of(tensor: Tensor) -> int:

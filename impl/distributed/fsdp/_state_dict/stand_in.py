@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._param_registration import ShardedPlaceholder
+from impl.distributed.fsdp._tensor_parallel import ParallelForm
 
 
 class StandIn(ShardedPlaceholder):
@@ -19,6 +20,7 @@ class StandIn(ShardedPlaceholder):
 
     source: Any
     owner: Any  # who made it
+    parallel: ParallelForm | None = None  # of a DTensor
 
     @classmethod
     def made(
@@ -50,6 +52,7 @@ class StandIn(ShardedPlaceholder):
         """Where modules swap tensors rather than copy: another one that has kept what is given."""
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         made = StandIn.made(like, self._name, device=self.device, owner=self.owner)
+        made.parallel = self.parallel
         made.keep(given)
         return made
 
@@ -57,14 +60,19 @@ class StandIn(ShardedPlaceholder):
         """Of what is no tensor and becomes one where one is needed, as lazy loaders hand out, the owner keeps a part.
 
         Raises:
-            TypeError: it is sharded over ranks, where an unsharded tensor is expected.
+            TypeError: it is sharded over ranks, where an unsharded tensor is expected, or the other way round.
             NotImplementedError: it has no values.
         """
+        if self.parallel is not None and not isinstance(given, (StandIn, DTensor)):
+            raise TypeError(
+                f"expected a DTensor for {self._name}, laid out over {self.parallel.mesh}, but got a "
+                f"{type(given).__name__}; torch.distributed.tensor.distribute_tensor makes one of an unsharded tensor"
+            )
         if not isinstance(given, Tensor):
             unsharded = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="cpu")
             self.source = self.owner.part_of(unsharded.copy_(given), self._name)
             return
-        if isinstance(given, (ShardedTensor, DTensor)):
+        if isinstance(given, (ShardedTensor, DTensor)) and self.parallel is None:
             raise TypeError(
                 f"expected an unsharded tensor for {self._name} but got a {type(given).__name__}; load it with "
                 "SHARDED_STATE_DICT"
@@ -81,19 +89,17 @@ _WRITES = (Tensor.copy_, _data.__set__)
 
 def stand_ins_for(handle: FlatParamGroup, owner: Any, sources: Sequence[Any] = ()) -> list[StandIn]:
     """One for each parameter of a flat parameter."""
-    return [
-        StandIn.made(
-            torch.empty_strided(
-                slot.shape,
-                slot.stride,
-                dtype=handle.dtype,
-                device="meta",
-                requires_grad=handle.wants_grad(index),
-            ),
-            slot.name,
-            device=handle.device,
-            owner=owner,
-            source=sources[index] if sources else None,
+    made: list[StandIn] = []
+    for index, slot in enumerate(handle.layout.slots):
+        parallel = handle.param_infos[index].parallel
+        like = torch.empty_strided(
+            parallel.shape if parallel else slot.shape,
+            parallel.stride if parallel else slot.stride,
+            dtype=handle.dtype,
+            device="meta",
+            requires_grad=handle.wants_grad(index),
         )
-        for index, slot in enumerate(handle.layout.slots)
-    ]
+        source = sources[index] if sources else None
+        made.append(StandIn.made(like, slot.name, device=handle.device, owner=owner, source=source))
+        made[-1].parallel = parallel
+    return made
