@@ -21,6 +21,7 @@ class PatchSet:
         find: the pairs, asked for at each placing.
         along: opens what has to be in place for as long as these are.
         within: the package whose modules hold the names; the smaller it is, the sooner they are found.
+        sparing: modules, and packages whose modules, go on by the names that they hold.
     """
 
     def __init__(
@@ -28,8 +29,9 @@ class PatchSet:
         find: Callable[[], Iterable[Pair]],
         along: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         within: str = "torch",
+        sparing: tuple[str, ...] = (),
     ) -> None:
-        self._find, self._along, self._within = find, along, within
+        self._find, self._along, self._within, self._sparing = find, along, within, sparing
         self._is_pinned = False  # install() was called, and uninstall() not since
         self._open_blocks = 0  # how many installed() are open, in all threads
         self._placed: list[Pair] = []  # what is in place
@@ -62,22 +64,28 @@ class PatchSet:
             return
         pairs = list(self._find())
         self._held.enter_context(self._along())
-        _swap(pairs, self._within)
+        self._swap(pairs)
         self._placed.extend(pairs)
 
     def _restore_if_unused(self) -> None:
         if not self._is_pinned and not self._open_blocks:
-            _swap([(ours, theirs) for theirs, ours in self._placed], self._within)
+            self._swap([(ours, theirs) for theirs, ours in self._placed])
             self._placed.clear()
             self._held.close()
 
-
-def _swap(pairs: list[Pair], package: str) -> None:
-    """In each loaded module of the package, give every name that holds the first of a pair the second."""
-    new_by_id = {id(old): new for old, new in pairs}
-    for module_name, module in list(sys.modules.items()):
-        if module_name == package or module_name.startswith(f"{package}."):
+    def _swap(self, pairs: list[Pair]) -> None:
+        """In each of the modules, give every name that holds the first of a pair the second."""
+        new_by_id = {id(old): new for old, new in pairs}
+        for module_name, module in list(sys.modules.items()):
+            if not _is_in(module_name, self._within) or any(
+                _is_in(module_name, one) for one in self._sparing
+            ):
+                continue
             # vars(), since getattr would wake modules that load on first use.
             for name, value in list(vars(module).items()):
                 if id(value) in new_by_id:
                     setattr(module, name, new_by_id[id(value)])
+
+
+def _is_in(module_name: str, package: str) -> bool:
+    return module_name == package or module_name.startswith(f"{package}.")

@@ -18,6 +18,7 @@ What it does not reach
     that stand in their places now. Install between two steps, not between `unscale_` and `step`.
     Classes already derived from torch's, which stay so.
     Processes started afresh, as by multiprocessing's "spawn": they begin with torch's names. Forked ones inherit.
+    Pipeline schedules over modules of `fully_shard`, which ask for the insides of torch's.
     `torch.jit.script`, which knows torch's autocast by its name in the source.
 """
 
@@ -54,10 +55,19 @@ _NAMES = (
     "cuda.amp.autocast_mode.custom_bwd",
     "cuda.amp.autocast_mode.custom_fwd",
     "cuda.amp.grad_scaler.GradScaler",
+    "distributed.fsdp.CPUOffloadPolicy",
+    "distributed.fsdp.DataParallelMeshDims",
+    "distributed.fsdp.FSDPModule",
+    "distributed.fsdp.MixedPrecisionPolicy",
+    "distributed.fsdp.OffloadPolicy",
+    "distributed.fsdp.UnshardHandle",
     "distributed.fsdp._common_utils._get_module_fsdp_state_if_fully_sharded_module",
     "distributed.fsdp._flat_param.FlatParameter",
+    "distributed.fsdp.fully_shard",
     "distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
     "distributed.fsdp.fully_sharded_data_parallel.OptimStateKeyType",
+    "distributed.fsdp.register_fsdp_forward_method",
+    "distributed.fsdp.share_comm_ctx",
     "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
     "distributed.fsdp.wrap._Policy",
     "distributed.fsdp.wrap.CustomPolicy",
@@ -74,6 +84,9 @@ _NAMES = (
     "nn.utils.clip_grads_with_norm_",
     "nn.utils.get_total_norm",
 )
+
+# torch's own fully_shard, and its replicate which is made of it: both go on by their own classes.
+_SPARING = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.replicate_with_fsdp")
 
 # Writes what it finds in the places into tables, when first imported. Imported before ours stand there, it deals in
 # torch's own for good, as the rest of torch expects of it.
@@ -124,7 +137,7 @@ def _tracing() -> contextlib.AbstractContextManager[None]:
     return importlib.import_module("impl.dynamo").installed()
 
 
-_patches = PatchSet(_pairs, along=_tracing)
+_patches = PatchSet(_pairs, along=_tracing, sparing=_SPARING)
 
 
 def _found(package: str, name: str) -> Any:

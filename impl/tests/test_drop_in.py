@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed._composable.fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import impl.amp
@@ -51,6 +52,18 @@ SPELLINGS = [
     "torch.cuda.amp.autocast_mode.custom_fwd",
     "torch.cuda.amp.grad_scaler.GradScaler",
     "torch.cuda.amp.grad_scaler.OptState",
+    "torch.distributed._composable.fsdp.FSDPModule",
+    "torch.distributed._composable.fsdp.MixedPrecisionPolicy",
+    "torch.distributed._composable.fsdp.fully_shard",
+    "torch.distributed.fsdp.CPUOffloadPolicy",
+    "torch.distributed.fsdp.DataParallelMeshDims",
+    "torch.distributed.fsdp.FSDPModule",
+    "torch.distributed.fsdp.MixedPrecisionPolicy",
+    "torch.distributed.fsdp.OffloadPolicy",
+    "torch.distributed.fsdp.UnshardHandle",
+    "torch.distributed.fsdp.fully_shard",
+    "torch.distributed.fsdp.register_fsdp_forward_method",
+    "torch.distributed.fsdp.share_comm_ctx",
     "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
     "torch.nn.utils.clip_grad_norm",
     "torch.nn.utils.clip_grad_norm_",
@@ -276,6 +289,7 @@ print(autocast.__module__, __name__, sys.argv[1:], beside.VALUE)
 from impl import drop_in
 drop_in.uninstall()
 import torch
+import torch.distributed._composable.fsdp
 print(torch.autocast.__module__)
 sys.exit(int(sys.argv[-1]))
 """

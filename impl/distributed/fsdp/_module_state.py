@@ -18,6 +18,7 @@ from impl.distributed.fsdp._policies import MixedPrecisionPolicy
 from impl.distributed.fsdp._root import Root, StepSettings
 from impl.distributed.fsdp._streams import Streams
 from impl.distributed.fsdp._unit import Unit
+from impl.kernels import dynamo_disable
 
 _STATE = "_tandem_fsdp_state"  # where a module keeps it
 
@@ -138,6 +139,7 @@ class ModuleState:
 
     # hooks
 
+    @dynamo_disable
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -156,6 +158,7 @@ class ModuleState:
         args, kwargs = self._cast_inputs(args, kwargs)
         return unit.before_forward(args, kwargs)
 
+    @dynamo_disable
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, once the last of the unit's modules has run, and cast the outputs."""
         if output is None and sys.exc_info()[0] is not None:  # it raised

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._config import Config
@@ -126,6 +127,9 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     mark_modules(owners)
     for one in modules:
         one.__class__ = _class_for(type(one))
+        vars(one).setdefault(REGISTRY_KEY, {})[fully_shard.__name__] = (
+            RegistryItem()
+        )  # torch's `replicate` looks there
     return module
 
 

@@ -1,0 +1,105 @@
+"""Probes of what fully_shard stands beside: compiled blocks, replicas, torch's checkpoint helpers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.checkpoint import state_dict as checkpoints
+
+from conformance.distributed.fsdp.fully_shard_cases import described, held, registered
+from conformance.distributed.fsdp.fully_shard_construct_cases import Site
+from conformance.distributed.fsdp.lab import tried
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(self.norm(x)).tanh()
+
+
+def _blocks(number: int = 3) -> Any:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(4)
+        return nn.Sequential(*(Block() for _ in range(number))).double()
+
+
+def _batch(site: Site, number: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6) * (1 + site.rank.rank + number)
+
+
+def compiled(site: Site, how: str) -> dict[str, Any]:
+    """Blocks that are compiled before they are sharded, for themselves or with what shards them."""
+    torch._dynamo.reset()
+    model = _blocks()
+    for name, block in list(model.named_children()):
+        if how == "in place":
+            block.compile(backend="aot_eager")
+        else:
+            block = torch.compile(block, backend="aot_eager", fullgraph=True)  # noqa: PLW2901
+            model.register_module(name, block)
+        site.shard(block)
+    site.shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for number in range(3):
+        loss = model(_batch(site, number)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "held": held(model)}
+
+
+def replicated(site: Site) -> dict[str, Any]:
+    """A part is sharded, what is around it replicated."""
+    first = site.shard(site.model.body.parts[0], reshard_after_forward=True)
+    refused = tried(lambda: replicate(first))
+    replicate(site.model)
+    return {"refused": refused.partition(" but ")[0], **site.train(), "registered": registered(site.model)}
+
+
+def checkpointed(site: Site, whole: bool) -> dict[str, Any]:
+    """Saved by torch's helpers and loaded into a model that has gone on since."""
+    model = _blocks()
+    for block in model:
+        site.shard(block)
+    site.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    options = checkpoints.StateDictOptions(full_state_dict=whole)
+
+    def step(number: int) -> torch.Tensor:
+        loss = model(_batch(site, number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step(0)
+    model_state = checkpoints.get_model_state_dict(model, options=options)
+    optimizer_state = checkpoints.get_optimizer_state_dict(model, optimizer, options=options)
+    saved = {name: described(value) for name, value in model_state.items()}
+    states = {
+        f"{name}.{key}": described(value)
+        for name, state in optimizer_state["state"].items()
+        for key, value in state.items()
+    }
+    model_state = {name: value.clone() for name, value in model_state.items()}
+    losses = [step(1)]
+    checkpoints.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    missing = checkpoints.set_model_state_dict(model, model_state, options=options)
+    losses.append(step(1))
+    dist.barrier()
+    return {
+        "saved": saved,
+        "states": states,
+        "losses": losses,
+        "missing": str(missing),
+        "held": held(model),
+    }
