@@ -45,11 +45,7 @@ def test_divides_in_every_group(compare: Compare, device: str) -> None:
         gradients = tuple(Gradient((3,), seed=seed) for seed in range(4))
         harness = Harness(library, device, gradients, optimizer=one_each, init_scale=8.0, growth_interval=1)
         for last in (None, math.inf, None, None):
-            harness.zero_grad()
-            yield harness.did(harness.backward, last)
-            yield harness.did(harness.scaler.unscale_, harness.optimizer)
-            yield harness.did(harness.scaler.step, harness.optimizer)
-            yield harness.did(harness.scaler.update)
+            yield from harness.iteration(last, unscale=True)
 
     compare(scenario)
 
@@ -60,10 +56,7 @@ def test_under_another_default_dtype(compare: Compare, device: str, dtype: torch
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, init_scale=8.0, growth_interval=1)
         for last in (None, math.inf, None):
-            harness.zero_grad()
-            yield harness.did(harness.backward, last)
-            yield harness.did(harness.scaler.step, harness.optimizer)
-            yield harness.did(harness.scaler.update)
+            yield from harness.iteration(last)
         yield harness.did(harness.scaler.load_state_dict, harness.scaler.state_dict())
 
     before = torch.get_default_dtype()

@@ -110,9 +110,7 @@ def test_starting_the_scale_by_hand(compare: Compare, device: str) -> None:
         yield harness.did(harness.scaler._lazy_init_scale_growth_tracker, torch.device(device))
         yield harness.did(harness.scaler._lazy_init_scale_growth_tracker, torch.device(device))
         yield harness.did(harness.scaler.load_state_dict, state)
-        yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("unscale_", "step", "update")
 
     compare(scenario)
 
@@ -149,8 +147,7 @@ def test_a_verdict_changed_by_hand(compare: Compare, device: str) -> None:
                 "found_inf_per_device"
             ].values():
                 found.fill_(0.0 if last else 1.0)
-            yield harness.did(harness.scaler.step, harness.optimizer)
-            yield harness.did(harness.scaler.update)
+            yield from harness.calls("step", "update")
 
     compare(scenario)
 
@@ -170,9 +167,7 @@ def test_states_thrown_away_by_hand(compare: Compare, device: str) -> None:
         )
         harness.zero_grad()
         harness.backward()
-        yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("unscale_", "step", "update")
         yield observe(lambda: entries(pickled(harness.scaler)))
 
     compare(scenario)
@@ -248,12 +243,7 @@ def test_overriding_takes_effect(
         harness.scaler = overriding(library, hook, device)(device, init_scale=8.0, growth_interval=1)
         harness.scaler.log = []
         for last in (None, math.inf, None, None):
-            harness.zero_grad()
-            yield harness.did(harness.backward, last)
-            if unscale:
-                yield harness.did(harness.scaler.unscale_, harness.optimizer)
-            yield harness.did(harness.scaler.step, harness.optimizer)
-            yield harness.did(harness.scaler.update)
+            yield from harness.iteration(last, unscale=unscale)
             yield observe(lambda: list(harness.scaler.log))
 
     compare(scenario)
@@ -272,8 +262,7 @@ def test_the_way_round_the_refusal_of_float16(
         for parameter in harness.parameters:
             parameter.data = parameter.data.to(dtype)
         harness.backward(last)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("step", "update")
         yield observe(lambda: list(harness.scaler.log))
 
     compare(scenario)

@@ -68,12 +68,7 @@ def test_iterations_of_every_dtype(
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, gradients, "momentum", init_scale=24.0, growth_interval=2)
         for last in grad_outcomes:
-            harness.zero_grad()
-            yield harness.did(harness.backward, last)
-            if unscale:
-                yield harness.did(harness.scaler.unscale_, harness.optimizer)
-            yield harness.did(harness.scaler.step, harness.optimizer)
-            yield harness.did(harness.scaler.update)
+            yield from harness.iteration(last, unscale=unscale)
 
     compare(scenario)
 
@@ -113,8 +108,7 @@ def test_decided_once_an_iteration(
             if unscale:
                 yield harness.did(harness.scaler.unscale_, harness.optimizer)
             harness.parameters[-1].grad.fill_(edit)
-            yield harness.did(harness.scaler.step, harness.optimizer)
-            yield harness.did(harness.scaler.update)
+            yield from harness.calls("step", "update")
 
     compare(scenario)
 
@@ -220,10 +214,7 @@ def test_optimizers_that_unscale_by_themselves(
         for unscale, last in plan:
             harness.zero_grad()
             harness.backward(last)
-            if unscale:
-                yield harness.did(harness.scaler.unscale_, harness.optimizer)
-            yield harness.did(harness.scaler.step, harness.optimizer)
-            yield harness.did(harness.scaler.update)
+            yield from harness.calls(*["unscale_"] * unscale, "step", "update")
 
     compare(scenario)
 
@@ -238,10 +229,7 @@ def test_a_scale_of_their_own(compare: Compare, device: str, unscale: bool, last
         harness = Harness(library, device, optimizer="aware", init_scale=8.0)
         harness.optimizer.grad_scale = torch.tensor(4.0, device=device)
         harness.backward(last)
-        if unscale:
-            yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls(*["unscale_"] * unscale, "step", "update")
 
     compare(scenario)
 
@@ -251,8 +239,7 @@ def test_a_scale_of_their_own(compare: Compare, device: str, unscale: bool, last
 def test_aware_optimizers_without_gradients(compare: Compare, device: str, optimizer: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, (Gradient((2,), None),) * 2, optimizer).used()
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("step", "update")
 
     compare(scenario)
 
@@ -269,8 +256,7 @@ def test_aware_optimizers_may_hold_half_precision(
         )
         harness.used()
         for _ in range(2):
-            yield harness.did(harness.scaler.step, harness.optimizer)
-            yield harness.did(harness.scaler.update)
+            yield from harness.calls("step", "update")
 
     compare(scenario)
 
@@ -282,8 +268,7 @@ def test_optimizers_that_take_the_scaler(compare: Compare, device: str) -> None:
         harness.backward()
         yield harness.did(harness.scaler.step, harness.optimizer)
         assert [scaler is harness.scaler for scaler in harness.optimizer.scalers] == [True]
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("step", "update")
 
     compare(scenario)
 
@@ -306,9 +291,7 @@ def test_a_plain_step_that_raises(compare: Compare, device: str, unscale: bool) 
             yield harness.did(harness.scaler.unscale_, harness.optimizer)
         yield harness.did(harness.scaler.step, harness.optimizer)
         harness.optimizer.step = real
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("step", "step", "update")
 
     compare(scenario)
 
@@ -386,8 +369,7 @@ def test_one_optimizer_without_gradients(compare: Compare, device: str) -> None:
         bare.scaler = harness.scaler
         harness.backward()
         yield bare.did(harness.scaler.step, bare.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("step", "update")
         yield from harness.iteration()
 
     compare(scenario)

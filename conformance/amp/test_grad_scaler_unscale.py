@@ -32,9 +32,7 @@ def unscaling(case: GradientList, device: str, **options: Any) -> Scenario:
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, case.gradients, **options).used()
-        yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("unscale_", "step", "update")
 
     return scenario
 
@@ -124,9 +122,7 @@ def test_large_finite_gradients_are_no_overflow(compare: Compare, device: str, d
             )
             for sign, parameter in zip((1, -1), harness.used().parameters, strict=True):
                 parameter.grad.fill_(sign * torch.finfo(dtype).max)
-            yield harness.did(harness.scaler.unscale_, harness.optimizer)
-            yield harness.did(harness.scaler.step, harness.optimizer)
-            yield harness.did(harness.scaler.update)
+            yield from harness.calls("unscale_", "step", "update")
 
     compare(scenario)
 
@@ -212,9 +208,7 @@ def test_odd_parameters(compare: Compare, device: str, kind: str) -> None:
         else:
             groups[1]["params"] = [third * 2]
         harness.optimizer = Groups(groups)
-        yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("unscale_", "step", "update")
 
     compare(scenario)
 
@@ -228,10 +222,7 @@ def test_no_gradients_at_all(
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, (Gradient((2,), None),) * 2).used()
         harness.optimizer.param_groups[:] = harness.optimizer.param_groups if gradients else groups
-        yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
-        yield harness.did(harness.scaler.step, harness.optimizer)
+        yield from harness.calls("unscale_", "step", "update", "step")
 
     compare(scenario)
 
@@ -284,8 +275,7 @@ def sparse_scenario(device: str, gradient: Callable[[], torch.Tensor], optimizer
         harness.optimizer.add_param_group({"params": [embedding]})
         if optimizer == "sgd":
             yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("step", "update")
         yield harness.did(embedding.grad.is_coalesced)
 
     return scenario
@@ -389,9 +379,7 @@ def test_gradients_on_two_devices(compare: Compare, device: str, last: float | N
         harness = Harness(library, device, FOUR, init_scale=4.0).used()
         harness.parameters.append(Gradient((5,), seed=8, last=last).parameter("cpu"))
         harness.optimizer.add_param_group({"params": harness.parameters[-1:]})
-        yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("unscale_", "step", "update")
 
     compare(scenario)
 
@@ -421,8 +409,7 @@ def test_things_that_are_no_optimizers(compare: Compare, device: str, optimizer:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device).used()
         yield harness.did(getattr(harness.scaler, method), optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("step", "update")
 
     compare(scenario)
 

@@ -104,8 +104,7 @@ def test_holds_the_largest_finite_scale(
         for _ in range(4):
             harness.zero_grad()
             harness.backward(times=1e-39)
-            yield harness.did(harness.scaler.step, harness.optimizer)
-            yield harness.did(harness.scaler.update)
+            yield from harness.calls("step", "update")
 
     compare(scenario)
     harness = Harness(subject, device, SMALL, **options).used()
@@ -156,8 +155,7 @@ def test_a_tensor_is_copied(compare: Compare, device: str, dtype: torch.dtype) -
         new.fill_(100)
         yield harness.did(harness.scaler.get_scale)
         yield harness.did(harness.scaler.scale, torch.ones(2, device=device))
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("step", "update")
         assert int(new) == 100
 
     compare(scenario)
@@ -203,9 +201,7 @@ def test_scales_that_are_refused(compare: Compare, device: str, new: Any) -> Non
         harness.backward()
         yield harness.did(harness.scaler.unscale_, harness.optimizer)
         yield harness.did(harness.scaler.update, new)
-        yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("unscale_", "step", "update")
 
     compare(scenario)
 
@@ -221,9 +217,7 @@ def test_update_without_any_check(compare: Compare, device: str, bare: bool) -> 
             yield harness.did(harness.scaler.unscale_, harness.optimizer)
         yield harness.did(harness.scaler.update)
         yield harness.did(harness.scaler.update, 2.0)
-        yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        yield harness.did(harness.scaler.update)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("unscale_", "update", "update")
 
     compare(scenario)
 
@@ -349,8 +343,7 @@ def test_an_interval_that_is_no_number(compare: Compare, device: str, value: Any
         harness = Harness(library, device, SMALL, init_scale=8.0)
         yield harness.did(harness.scaler.set_growth_interval, value)
         harness.backward()
-        yield harness.did(harness.scaler.step, harness.optimizer)
-        yield harness.did(harness.scaler.update)
+        yield from harness.calls("step", "update")
         yield harness.did(harness.scaler.set_growth_interval, 2)
         yield harness.did(harness.scaler.update)
 

@@ -173,12 +173,16 @@ class Harness:
         except Exception:
             return None
 
-    def iteration(self, last: float | None = None) -> Iterator[Outcome]:
-        """backward, step, update."""
+    def iteration(self, last: float | None = None, *, unscale: bool = False) -> Iterator[Outcome]:
+        """backward, unscale_ if it is asked for, step, update."""
         self.zero_grad()
         yield self.did(self.backward, last)
-        yield self.did(self.scaler.step, self.optimizer)
-        yield self.did(self.scaler.update)
+        yield from self.calls(*["unscale_"] * unscale, "step", "update")
+
+    def calls(self, *names: str) -> Iterator[Outcome]:
+        """What the scaler's methods of these names do, one after the other, on the optimizer where they take one."""
+        for name in names:
+            yield self.did(getattr(self.scaler, name), *(() if name == "update" else (self.optimizer,)))
 
 
 def entries(scaler: Any) -> dict[str, Any]:
