@@ -206,10 +206,6 @@ def _waits_for_a_case(thread: int) -> bool:
     return any(frame.f_code is Channel.receive.__code__ for frame, _ in stack)
 
 
-def process_id(rank: Rank) -> int:
-    return os.getpid()
-
-
 def open_files(rank: Rank) -> int:
     return len(os.listdir("/proc/self/fd"))
 

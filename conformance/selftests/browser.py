@@ -5,7 +5,6 @@ The pipe is two file descriptors (3 and 4) and JSON with a zero byte behind each
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import itertools
@@ -180,15 +179,6 @@ class Browser:
     def emulate_print(self, on: bool = True) -> None:
         """Lay the page out as for paper, or for the screen again."""
         self._call("Emulation.setEmulatedMedia", media="print" if on else "")
-
-    def emulate_dark(self, on: bool = True) -> None:
-        """Show the page to somebody who prefers dark ones."""
-        preferred = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[preferred])
-
-    def screenshot(self, file: Path, whole: bool = False) -> None:
-        found = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(found["data"]))
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._ids)

@@ -146,10 +146,6 @@ class Policy:
     excluded: tuple[str, ...] | None = None
     answers: tuple[tuple[str, Any], ...] = ()  # of a custom policy's function, by class
 
-    @property
-    def sees_tree(self) -> bool:
-        return self.name in ("ModuleWrapPolicy", "CustomPolicy")
-
     def of(self, library: Library) -> Any:
         found = getattr(library.distributed.fsdp.wrap, self.name)
         match self.name:
