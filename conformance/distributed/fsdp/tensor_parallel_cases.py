@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, clean
+from conformance.distributed.fsdp.fully_shard_cases import FULLY_SHARD
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
@@ -44,7 +46,7 @@ class Parallel:
     """
     Args:
         sizes: of the mesh: ranks that replicate, if there are three, that share the data, and that share a weight.
-        arguments: of FullyShardedDataParallel.
+        arguments: of FullyShardedDataParallel, or of fully_shard.
         leaves_last: the last block is left to the outermost unit.
     """
 
@@ -52,6 +54,7 @@ class Parallel:
     arguments: Mapping[str, Any]
     leaves_last: bool = False
     steps: int = 3
+    is_fully_shard: bool = False
 
     @property
     def batches(self) -> int:
@@ -103,6 +106,8 @@ class Site:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=_MOMENTUM)
 
     def _wrapped(self, module: nn.Module, mesh: DeviceMesh) -> Any:
+        if self.parallel.is_fully_shard:
+            return self.library.find(FULLY_SHARD)(module, mesh=mesh, **self.parallel.arguments)
         arguments = {"device_id": torch.device("cpu"), **self.parallel.arguments}
         strategies = self.library.distributed.fsdp.ShardingStrategy
         if "sharding_strategy" in arguments:
@@ -121,6 +126,8 @@ class Site:
         return loss
 
     def parameters(self) -> dict[str, Any]:
+        if self.parallel.is_fully_shard:
+            return {name: laid_out(p) for name, p in self.model.named_parameters()}
         with self.fsdp.summon_full_params(self.model, writeback=False):
             return {clean(name): laid_out(p) for name, p in self.model.named_parameters()}
 
@@ -174,6 +181,47 @@ def train(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
     seen: dict[str, Any] = {"shards": site.shards(), "losses": []}
     seen["losses"] = [site.step(step) for step in range(parallel.steps)]
     return seen | {"after": site.shards(), "parameters": site.parameters()}
+
+
+def train_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
+    """What `train` sees of fully_shard, its gradients before the first step, and clipped ones."""
+    site = Site(rank, library, parallel)
+    site.backward(0)
+    clipped = [p for p in site.model.parameters() if len(p.placements) == len(parallel.sizes)]
+    gradients = {name: laid_out(p.grad) for name, p in site.model.named_parameters()}
+    norm = library.find("nn.utils.clip_grad_norm_")(clipped, 0.5)
+    after = [laid_out(p.grad) for p in clipped]
+    site.optimizer.zero_grad()
+    return {"gradients": gradients, "norm": laid_out(norm), "clipped": after} | train(rank, library, parallel)
+
+
+def accumulate_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
+    site = Site(rank, library, parallel)
+    site.model.set_requires_gradient_sync(False)
+    site.backward(0)
+    site.model.set_requires_gradient_sync(True)
+    site.step(1)
+    return {"parameters": site.parameters()}
+
+
+def load_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
+    """What DCP's own functions make of a model and its optimizer, loaded into another one."""
+    trained, other = (Site(rank, library, parallel, seed) for seed in (0, 1))
+    for site in (trained, other):
+        site.step(0)
+    model, optimizer = get_state_dict(trained.model, trained.optimizer)
+    set_state_dict(other.model, other.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    saved = {name: laid_out(value) for name, value in model.items()}
+    other.step(1)
+    return {"saved": saved, "parameters": other.parameters()}
+
+
+def on_another_mesh(rank: Rank, library: Library, parallel: Parallel) -> None:
+    """Parameters are DTensors over a mesh that has nothing to do with the one to shard over."""
+    model = plain_model()
+    parallelize_module(model[0], mesh_of(parallel.sizes)["model"], {"up": ColwiseParallel()})
+    other = init_device_mesh("cpu", (rank.world_size,), mesh_dim_names=("elsewhere",))
+    library.find(FULLY_SHARD)(model, mesh=other)
 
 
 def accumulate(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:

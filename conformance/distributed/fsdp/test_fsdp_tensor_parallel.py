@@ -221,6 +221,48 @@ def test_originals_accumulate(deviation: DeviationJudge, ranks: Ranks) -> None:
     )
 
 
+_FULLY = [
+    Parallel((2, 2), {}, is_fully_shard=True),
+    *(
+        pytest.param(Parallel(sizes, arguments, leaves_last, is_fully_shard=True), marks=FULL)
+        for sizes, arguments, leaves_last in [
+            ((2, 2), {"reshard_after_forward": False}, True),
+            ((4, 1), {}, False),
+            ((1, 4), {}, False),
+        ]
+    ),
+    pytest.param(Parallel((2, 2, 2), {}, is_fully_shard=True), marks=DEEP),
+]
+
+
+@clause("distributed.fsdp.fully_shard.tensor_parallel")
+@pytest.mark.parametrize("parallel", _FULLY, ids=str)
+def test_fully_shard_trains(subject: Library, reference: Library, ranks: Ranks, parallel: Parallel) -> None:
+    got = assert_agree(ranks, (reference, subject), cases.train_sharded, parallel)
+    assert_like_unsharded(got, cases.train_unsharded(parallel))
+
+
+@clause("distributed.fsdp.fully_shard.tensor_parallel")
+@pytest.mark.parametrize("asks", [pytest.param(cases.accumulate_sharded, marks=FULL), cases.load_sharded])
+def test_fully_shard_accumulates_and_loads(
+    subject: Library, reference: Library, ranks: Ranks, asks: Any
+) -> None:
+    parallel = _FULLY[0]
+    assert_agree(ranks, (reference, subject), asks, parallel)
+
+
+@clause("distributed.fsdp.fully_shard.tensor_parallel")
+@FULL
+def test_fully_shard_refuses_meshes_that_do_not_belong_together(
+    subject: Library, reference: Library, ranks: Ranks
+) -> None:
+    expected, actual = (
+        seen(ranks, library, cases.on_another_mesh, _FULLY[0]) for library in (reference, subject)
+    )
+    assert expected[0].raised is not None
+    assert_ranks_agree(expected, actual)
+
+
 def _raises(got: Sequence[Outcome]) -> bool:
     return all(one.raised is not None for one in got)
 

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._module_state import state_of
 from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._policies import DataParallelMeshDims
+from impl.distributed.fsdp._tensor_parallel import form_of, local_parameter
 
 # By the group that shards, which ends with them.
 _backward_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
@@ -134,7 +135,6 @@ def managed_params(
 
     Raises:
         ValueError: one has no dimensions.
-        NotImplementedError: one is a DTensor.
     """
     places: dict[nn.Parameter, list[ParamLocation]] = {}
     for module in modules:
@@ -146,14 +146,31 @@ def managed_params(
                     "fully_shard doesn't support scalar parameters. "
                     f"Change {attribute} to a 1D tensor with numel equal to 1."
                 )
-            if isinstance(parameter, DTensor):
-                raise NotImplementedError(
-                    f"{attribute} of {type(module).__name__} is a DTensor, laid out as {parameter.placements} over "
-                    f"{parameter.device_mesh}, and cannot be sharded once more yet; shard plain parameters"
-                )
             places.setdefault(parameter, []).append(ParamLocation(module, attribute))
     names = {p: name for root in reversed(roots) for name, p in root.named_parameters()}
-    return [ManagedParam(ParamInfo(names[p], tuple(where)), p) for p, where in places.items()]
+    return [
+        ManagedParam(ParamInfo(names[p], tuple(where), form_of(p)), local_parameter(p), p)
+        for p, where in places.items()
+    ]
+
+
+def refuse_dims(managed: Sequence[ManagedParam]) -> None:
+    """
+    Raises:
+        ValueError: a parameter is plain.
+        NotImplementedError: all are DTensors.
+    """
+    for one in managed:
+        if one.info.parallel is None:
+            raise ValueError(
+                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
+                f"distribute_module). Got plain tensor for parameter '{one.info.locations[0].attribute}'."
+            )
+    if managed:
+        raise NotImplementedError(
+            "dp_mesh_dims, of a mesh that parameters are DTensors on, is not there yet; leave the dimensions of data "
+            "parallelism to fully_shard, as mesh=mesh['dp']"
+        )
 
 
 def move_to_device(

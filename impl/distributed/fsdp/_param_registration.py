@@ -70,7 +70,7 @@ class ManagedParam:
 
     info: ParamInfo
     parameter: nn.Parameter  # of a DTensor, one over its local tensor
-    original: nn.Parameter | None = None  # which modules had
+    original: nn.Parameter  # which modules had
 
 
 class ParamRegistration:

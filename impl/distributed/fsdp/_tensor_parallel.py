@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -45,6 +46,11 @@ class ParallelForm:
         """The ranks that each have another part of it, by the dimensions of the mesh."""
         places = enumerate(self.placements)
         return tuple(self.mesh.get_group(dim) for dim, one in places if not one.is_replicate())
+
+    def parts_of(self, dim: int) -> int:
+        """Into how many a dimension is cut."""
+        places = enumerate(self.placements)
+        return prod(self.mesh.size(place) for place, one in places if getattr(one, "dim", None) == dim)
 
     @property
     def cuts_rows(self) -> bool:
@@ -100,6 +106,22 @@ def lies_beside(parallel: DeviceMesh, mesh: DeviceMesh) -> bool:
     return (
         whole_mesh_of(parallel) == whole_mesh_of(mesh) and bool(names and others) and not {*names} & {*others}
     )
+
+
+def mesh_beside(parallel: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions of `mesh`, and behind them those of `parallel`.
+
+    Raises:
+        RuntimeError: they were not cut out of one mesh, or share ranks.
+    """
+    try:
+        return DeviceMesh._concatenate([mesh, parallel])
+    except RuntimeError as error:
+        error.add_note(
+            f"a parameter is a DTensor over {parallel}, beside which {mesh} cannot shard it; cut both out of one mesh "
+            "with named dimensions, as mesh['tp'] and mesh['dp']"
+        )
+        raise
 
 
 def whole_mesh_of(mesh: DeviceMesh) -> DeviceMesh:

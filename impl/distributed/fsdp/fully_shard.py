@@ -26,6 +26,7 @@ from impl.distributed.fsdp._fully_shard_init import (
     mesh_of_all,
     move_to_device,
     outermost,
+    refuse_dims,
     refuse_twice,
     sharded_dim,
 )
@@ -66,16 +67,17 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         mp_policy: dtypes.
         offload_policy: a CPUOffloadPolicy keeps parameters, gradients and optimizer states on the CPU.
         ignored_params: parameters that stay as they are, each rank's own.
-        dp_mesh_dims: of a mesh that parameters are DTensors on, which is not there yet.
+        dp_mesh_dims: of a mesh that all parameters are DTensors on, which is not there yet.
 
     Returns:
         `module`.
     Raises:
         ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit.
-        NotImplementedError: a parameter is a DTensor already or not contiguous; uneven columns.
+        RuntimeError: a parameter is a DTensor, but not over a slice beside `mesh` of the same mesh.
+        NotImplementedError: a parameter is not contiguous; uneven columns; dp_mesh_dims.
     Sync: none. Collectives: none, but those that make a mesh; in forward and backward of each unit an all-gather, and
         a reduce-scatter of the gradients; with replicas an all-reduce.
-    Source: torch.distributed.fsdp.fully_shard 2.13; differences: a parameter that is a DTensor already;
+    Source: torch.distributed.fsdp.fully_shard 2.13; differences: no dp_mesh_dims;
         what says itself how it is gathered is resharded to all ranks, whatever number is given.
 
     >>> import torch.distributed as dist
@@ -106,18 +108,13 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     ignored = ignored_params or set()
     owners = managed_modules(modules, ignored)
     managed = managed_params(modules, owners, ignored)
-    if dp_mesh_dims is not None and managed:
-        raise ValueError(
-            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
-            f"distribute_module). Got plain tensor for parameter '{managed[0].info.locations[0].attribute}'."
-        )
+    if dp_mesh_dims is not None:
+        refuse_dims(managed)
     offloads = hasattr(offload_policy, "pin_memory")
     move_to_device(managed, owners, device)
     rank, world = groups.shard_rank, groups.shard_size
     params = [
-        ShardedParam(
-            one, mesh, sharded_dim(one.parameter, shard_placement_fn), rank, world, offloads=offloads
-        )
+        ShardedParam(one, mesh, sharded_dim(one.original, shard_placement_fn), rank, world, offloads=offloads)
         for one in managed
     ]
     options = GroupOptions(mp_policy.param_dtype, mp_policy.reduce_dtype, reshards, policy=mp_policy)

@@ -137,8 +137,9 @@ class DTensorGradients:
             grad is None or grad.dtype is view.dtype
             for grad, view in zip(self._unreduced, unsharded.views, strict=True)
         ):
-            for view, grad in zip(unsharded.views, self._unreduced, strict=True):
-                view.grad = grad
+            params = self._group.params
+            for param, view, grad in zip(params, unsharded.views, self._unreduced, strict=True):
+                view.grad = None if grad is None else param.info.shown(grad)
             self._unreduced = []
 
     @torch.no_grad()

@@ -28,6 +28,10 @@ class GatherExtension:
     """
 
     def __init__(self, param: ShardedParam, device: torch.device, policy: Any) -> None:
+        if param.info.parallel is not None:
+            raise NotImplementedError(
+                f"{param.name} is a DTensor whose local tensor says how it is gathered, which is not there yet"
+            )
         self._param = param
         self._device = device
         self._policy = policy

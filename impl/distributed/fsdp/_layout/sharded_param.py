@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from impl.distributed.fsdp._param_registration import ManagedParam
+from impl.distributed.fsdp._tensor_parallel import made_dtensor, mesh_beside
 
 _ORIGIN = "_fsdp_orig_uid"
 _numbers = itertools.count()
@@ -51,7 +53,7 @@ class ShardedParam:
             )
         self.info = managed.info
         self.name = managed.info.name
-        self.origin = _origin_of(parameter)
+        self.origin = _origin_of(managed.original)
         self.mesh = mesh
         self.replicates = mesh.ndim == 2
         self.shape, self.stride = parameter.shape, parameter.stride()
@@ -70,13 +72,24 @@ class ShardedParam:
         self.local_shape = self._cut_to(stop - start)
         self.padded_shape = self._cut_to(-(-size // world))
         self.padded_numel = prod(self.padded_shape)
-        placements = (Shard(self.dim),) if mesh.ndim == 1 else (Replicate(), Shard(self.dim))
-        meta = TensorMeta(parameter.size(), self.stride, parameter.dtype)
-        spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+        spec = self._spec_over(mesh, parameter.dtype)
         local = self._part_of(parameter.detach(), rank, stop - start)
         if offloads and not local.is_meta:
             local = local.cpu()
-        self.sharded = nn.Parameter(_dtensor(local, spec), requires_grad=parameter.requires_grad)
+        self.sharded = nn.Parameter(made_dtensor(local, spec), requires_grad=parameter.requires_grad)
+
+    def _spec_over(self, mesh: DeviceMesh, dtype: torch.dtype) -> DTensorSpec:
+        """How it lies, also over the ranks of tensor parallelism, whose parts of the same dimension are the coarser."""
+        parallel = self.info.parallel
+        replicas = (Replicate(),) * (mesh.ndim - 1)
+        if parallel is None:
+            meta = TensorMeta(torch.Size(self.shape), self.stride, dtype)
+            return DTensorSpec(mesh, (*replicas, Shard(self.dim)), tensor_meta=meta)
+        meta = TensorMeta(parallel.shape, parallel.stride, dtype)
+        parts = parallel.parts_of(self.dim)
+        mine = Shard(self.dim) if parts == 1 else _StridedShard(self.dim, split_factor=parts)
+        placements = (*replicas, mine, *parallel.placements)
+        return DTensorSpec(mesh_beside(parallel.mesh, mesh), placements, tensor_meta=meta)
 
     def _part_of(self, whole: Tensor, rank: int, width: int) -> Tensor:
         """A copy of the part of `rank`; of subclasses by the operators that torch calls, which is all they may know."""
@@ -108,15 +121,15 @@ class ShardedParam:
 
     def as_dtensor(self, local: Tensor) -> Any:
         """A part of the parameter or its gradient, laid out as the parameter is."""
-        return _dtensor(local, cast("DTensor", self.sharded)._spec)
+        return made_dtensor(local, cast("DTensor", self.sharded)._spec)
 
     def shown_for_backward(self, part: Tensor, mesh: DeviceMesh) -> nn.Parameter:
         """What the rank keeps of the unsharded parameter for a backward: rows of it, over the second dimension."""
         start, stop = rows_of(self.shape[0], mesh.get_local_rank(1), mesh.size(1))
         shape = (stop - start, *self.shape[1:])
-        meta = TensorMeta(self.shape, self.stride, self.dtype)
+        meta = cast("DTensor", self.sharded)._spec.tensor_meta
         spec = DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta)
-        made = _dtensor(part[: prod(shape)].view(shape), spec)
+        made = made_dtensor(part[: prod(shape)].view(shape), spec)
         return nn.Parameter(made, requires_grad=self.sharded.requires_grad)
 
     def copy_out(self, parts: Tensor, unsharded: Tensor) -> None:
@@ -147,12 +160,6 @@ def _origin_of(parameter: nn.Parameter) -> int:
         found = next(_numbers)
         setattr(parameter, _ORIGIN, found)
     return found
-
-
-def _dtensor(local: Tensor, spec: DTensorSpec) -> Any:
-    """As `DTensor.from_local` makes it, which is differentiable and takes ten times as long."""
-    make: Any = DTensor
-    return make(local, spec, requires_grad=False)
 
 
 def offsets(numels: Sequence[int]) -> list[int]:

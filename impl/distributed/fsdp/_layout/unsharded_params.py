@@ -69,7 +69,8 @@ class UnshardedParams:
             if is_plain:
                 view.set_(self._storage, first, param.shape, param.stride)
             # What an extension makes takes its place once it is gathered.
-            self.views.append(nn.Parameter(view, requires_grad=param.sharded.requires_grad))
+            shown = param.info.shown(view)
+            self.views.append(nn.Parameter(shown, requires_grad=param.sharded.requires_grad))
         self._packings: dict[int, Packing] = {}
         self._filled_from: tuple[list[Tensor], list[Any]] = ([], [])
         self.trainable: list[Tensor] = []
@@ -166,7 +167,11 @@ class UnshardedParams:
         grads = [view.grad for view in self.views]
         for view in self.views:
             view.grad = None
-        return grads
+        forms = [param.info.parallel for param in self._params]
+        return [
+            grad if grad is None or form is None else form.local_part(grad)
+            for grad, form in zip(grads, forms, strict=True)
+        ]
 
     def changed(self) -> None:
         """Changes in place during a forward are the module's own, as in torch."""
