@@ -20,7 +20,7 @@ _KEPT = ["flat", "original"]  # what `parameters()` are: `use_orig_params`
 
 
 @functools.cache
-def _group_of_eight() -> None:
+def group_of_eight() -> None:
     """Ranks that are not there: their collectives take no time."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 (registers the backend)
 
@@ -29,7 +29,7 @@ def _group_of_eight() -> None:
 
 def small_units(subject: str, parameters: int, kept: str, device: str) -> Workload:
     """Forward and backward of units that compute next to nothing."""
-    _group_of_eight()
+    group_of_eight()
     torch.manual_seed(0)
     wrap = functools.partial(
         member(subject, "distributed.fsdp.FullyShardedDataParallel"),
@@ -70,7 +70,7 @@ def _steps_by_turns(subject: str, world_size: int, effort: Effort) -> dict[str, 
 
 def wrapping(subject: str, parameters: int, kept: str, device: str) -> Workload:
     """A module in the middle of a world of ranks that are not there: what is dealt is cut out, nothing is sent."""
-    _group_of_eight()
+    group_of_eight()
     make = functools.partial(
         member(subject, "distributed.fsdp.FullyShardedDataParallel"),
         device_id=torch.device(device),

@@ -181,18 +181,18 @@ class DTensorGroup:
         self, over: dist.ProcessGroup, given: Sequence[Tensor], unsharded: UnshardedParams
     ) -> Gathering:
         packing = unsharded.packing(over.size())
-        numel, custom = over.size() * packing.total, self.options.all_gather
+        custom = self.options.all_gather
         if custom is None:
-            output = torch.empty(numel, dtype=packing.dtype, device=self.device)
+            packing.allocate()
+            output = packing.output
         else:
+            numel = over.size() * packing.total
             output = custom.allocate((numel,), dtype=packing.dtype, device=self.device)
         mine = output[over.rank() * packing.total :][: packing.total]
         if packing.is_bytes:  # where a piece begins in the middle of an element
             pairs = zip(given, unsharded.runs, strict=True)
             given = [one.to(run.dtype).reshape(-1).view(torch.uint8) for one, (_, run) in pairs]
-        pieces = [
-            _beginning(piece, one) for one, piece in zip(given, mine.split(list(packing.sizes)), strict=True)
-        ]
+        pieces = packing.pieces(mine, given, is_own=custom is None)
         torch._foreach_copy_(pieces, list(given))
         return Gathering(over, output, mine, ())
 
@@ -200,6 +200,7 @@ class DTensorGroup:
         unsharded, ranks = self.unsharded_params, gathering.over.size()
         assert unsharded is not None
         unsharded.take(gathering.output, ranks, is_split=gathering.over is self.groups.backward)
+        unsharded.packing(ranks).free()
         unsharded.complete()
 
     # what modules see

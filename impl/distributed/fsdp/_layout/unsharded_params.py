@@ -6,7 +6,6 @@ W = ranks that the group is sharded over, n = elements of a rank's part of one p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +17,49 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam, offsets
 _ALIGNMENT = 16  # bytes, so that any dtype may begin there
 
 
-@dataclass(frozen=True)
 class Packing:
-    """How what is gathered from `ranks` ranks lies in the buffer that travels."""
+    """The buffer in which what is gathered from `ranks` ranks travels; its memory comes and goes.
 
-    ranks: int
-    dtype: torch.dtype
-    is_bytes: bool  # as the runs have several dtypes
-    sizes: Sequence[int]  # of a rank's part of each run
-    total: int
+    Args:
+        runs: what will be filled from it, [ranks * n] each.
+        device: where it is computed with.
+    """
+
+    def __init__(self, runs: Sequence[Tensor], ranks: int, device: torch.device) -> None:
+        dtypes = {run.dtype for run in runs}
+        self.is_bytes = len(dtypes) > 1
+        self.dtype = torch.uint8 if self.is_bytes else dtypes.pop()
+        self.sizes = [run.nbytes // ranks // self.dtype.itemsize for run in runs]  # of a rank's part of each
+        self.total = sum(self.sizes)
+        self.rows = [run.view(self.dtype).view(ranks, -1) for run in runs]
+        self.output = torch.empty(ranks * self.total, dtype=self.dtype, device=device)
+        self._nbytes = self.output.nbytes
+        self._pieces: list[Tensor] = []  # of this rank's part of it, by what goes there
+        self.free()
+
+    def allocate(self) -> None:
+        storage = self.output.untyped_storage()
+        if storage.nbytes() != self._nbytes:
+            storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        self.output.untyped_storage().resize_(0)
+
+    def pieces(self, mine: Tensor, given: Sequence[Tensor], *, is_own: bool) -> list[Tensor]:
+        """Where in this rank's part of what travels the tensors go; behind each may lie padding.
+
+        Args:
+            is_own: it is a part of `output`, so that this is the same in every gather.
+        """
+        if is_own and [piece.shape for piece in self._pieces] == [one.shape for one in given]:
+            return self._pieces
+        found = [
+            piece[: one.numel()].view(one.shape)
+            for piece, one in zip(mine.split(self.sizes), given, strict=True)
+        ]
+        if is_own:
+            self._pieces = found
+        return found
 
 
 class UnshardedParams:
@@ -51,6 +84,8 @@ class UnshardedParams:
     ) -> None:
         self.dtypes = list(dtypes)
         self._params = params
+        self._device = device
+        self._has_columns = any(param.dim for param in params)
         self._extensions = extensions
         plain = [extension is None for extension in extensions]
         numels = [
@@ -103,12 +138,8 @@ class UnshardedParams:
 
     def packing(self, ranks: int) -> Packing:
         if ranks not in self._packings:
-            runs = [run for _, run in self.runs]
-            dtypes = {run.dtype for run in runs}
-            is_bytes = len(dtypes) > 1
-            dtype = torch.uint8 if is_bytes else dtypes.pop()
-            sizes = [run.nbytes // ranks // dtype.itemsize for run in runs]
-            self._packings[ranks] = Packing(ranks, dtype, is_bytes, sizes, sum(sizes))
+            with torch.inference_mode(False), torch.no_grad():
+                self._packings[ranks] = Packing([run for _, run in self.runs], ranks, self._device)
         return self._packings[ranks]
 
     def take(self, gathered: Tensor, ranks: int, *, is_split: bool) -> None:
@@ -117,15 +148,17 @@ class UnshardedParams:
         Args:
             is_split: they gave parts of runs, rather than of parameters.
         """
-        rows = gathered.view(ranks, -1)
-        outs: list[Tensor] = []
+        packing = self.packing(ranks)
+        outs = packing.rows
         later: list[tuple[ShardedParam, Tensor, Tensor]] = []  # and where from, and where to
-        for param, run in self.runs:
-            into = run if param.dim == 0 or is_split else torch.empty_like(run)
-            if into is not run:
-                later.append((param, into, run))
-            outs.append(into.view(rows.dtype).view(ranks, -1))
-        torch.split_with_sizes_copy(rows, list(self.packing(ranks).sizes), dim=1, out=outs)
+        if self._has_columns and not is_split:
+            outs = list(outs)
+            for index, (param, run) in enumerate(self.runs):
+                if param.dim:
+                    parts = torch.empty_like(run)
+                    outs[index] = parts.view(packing.dtype).view(ranks, -1)
+                    later.append((param, parts, run))
+        torch.split_with_sizes_copy(gathered.view(ranks, -1), packing.sizes, dim=1, out=outs)
         for param, parts, run in later:
             param.copy_out(parts, run)
 

@@ -1,0 +1,67 @@
+"""What the ranks of bench_fully_shard.py do: each keeps its sharded models between calls."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from benchmarks.common import member
+from benchmarks.fsdp_ranks import SEQUENCES, TOKENS, WORDS, Transformer
+
+
+@dataclass(frozen=True)
+class Trained:
+    model: nn.Module
+    step: Callable[[], None]
+    logits: Tensor  # after a step
+
+
+@functools.lru_cache(maxsize=2)
+def trained(subject: str) -> Trained:
+    torch.manual_seed(0)
+    model, fully_shard = Transformer(), member(subject, "distributed.fsdp.fully_shard")
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    words = torch.randint(
+        0, WORDS, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def take_step() -> None:
+        nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    take_step()
+    with torch.no_grad():
+        return Trained(model, take_step, model(words)[0, 0])
+
+
+def step(rank: Any, *, subject: str) -> None:
+    trained(subject).step()
+
+
+def logits_after_a_step(rank: Any, *, subject: str) -> list[Tensor]:
+    return [trained(subject).logits]
+
+
+def clip(rank: Any, *, subject: str) -> list[Tensor]:
+    """The norm of gradients that are the same in each call: they are clipped to far more than they have."""
+    model = trained(subject).model
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.ones_like(parameter)
+    norm: Any = member(subject, "nn.utils.clip_grad_norm_")(model.parameters(), 1e9)
+    return [norm.full_tensor() if hasattr(norm, "full_tensor") else norm]
+
+
+def save_whole(rank: Any, *, subject: str) -> list[Tensor]:
+    """A few values of it."""
+    state = get_model_state_dict(trained(subject).model, options=StateDictOptions(full_state_dict=True))
+    return [state["words.weight"][:2, :4].clone()]
