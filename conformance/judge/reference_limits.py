@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -50,12 +51,21 @@ def _row_met(item: pytest.Function, error: BaseException) -> ReferenceLimit | No
 def _torch_fails_alike(item: pytest.Function, error: BaseException) -> bool:
     if item.funcargs["subject"].spec == "torch":
         return True
-    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}  # as pytest calls it
+    arguments = {  # as pytest calls it
+        name: _of_torch(name, item.funcargs[name]) for name in item._fixtureinfo.argnames
+    }
     try:
-        item.obj(**arguments | {"subject": load_library("torch")})
+        item.obj(**arguments)
     except (Exception, pytest.fail.Exception) as of_torch:
         return _way_of_failing(of_torch) == _way_of_failing(error)
     return False
+
+
+def _of_torch(name: str, value: Any) -> Any:
+    """A fixture as it would be if torch were judged; one that hands on the subject can tell."""
+    if name == "subject":
+        return load_library("torch")
+    return value.judging(load_library("torch")) if hasattr(value, "judging") else value
 
 
 def _way_of_failing(error: BaseException) -> str:

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP, gathered_parameters
+from conformance.distributed.fsdp.fsdp_cases import gathered_parameters
+from conformance.distributed.fsdp.lab import Lab
 from conformance.judge import seeding
-from conformance.judge.library import load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
+from conformance.judge.outcome import observe
 
 SIZE = 4  # of a rank's batch
 # An eps as large as the gradients: where one is nearly zero its roundings are not the whole of the update.
@@ -58,9 +57,8 @@ def unsharded(kind: str, grad_outcomes: Sequence[int | None], norm_type: float, 
 
 
 def sharded(
-    rank: Rank,
+    lab: Lab,
     *,
-    library: str,
     scaler: str,
     sharding: str,
     kind: str,
@@ -68,33 +66,31 @@ def sharded(
     norm_type: float,
 ) -> list[Any]:
     """The same by `fused_step` of parameters in parts; an outcome is the one rank whose gradients hold inf."""
-    found = load_library(library)
-    model = _in_parts(rank, library, sharding)
-    optimizer, its_scaler = OPTIMIZERS[kind](model.parameters()), found.find(scaler)("cpu", **OPTIONS)
+    model = _in_parts(lab, sharding)
+    optimizer, its_scaler = OPTIMIZERS[kind](model.parameters()), lab.library.find(scaler)("cpu", **OPTIONS)
     seen: list[Any] = []
     for number, grad_outcome in enumerate(grad_outcomes):
         optimizer.zero_grad()
-        own = inputs_of(number, rank.world_size).split(SIZE)[rank.rank]
+        own = inputs_of(number, lab.rank.world_size).split(SIZE)[lab.rank.rank]
         its_scaler.scale(model(own).square().mean()).backward()
-        if grad_outcome == rank.rank:
+        if grad_outcome == lab.rank.rank:
             _spoil(model)
         norm = its_scaler.fused_step(optimizer, MAX_NORM, norm_type)
-        seen.append((norm, its_scaler.get_scale(), _whole(library, model, sharding)))
+        seen.append((norm, its_scaler.get_scale(), _whole(lab, model, sharding)))
     return seen
 
 
-def _in_parts(rank: Rank, library: str, sharding: str) -> nn.Module:
+def _in_parts(lab: Lab, sharding: str) -> nn.Module:
     if sharding == "dtensor":
-        return fully_shard(plain_model(), mesh=init_device_mesh("cpu", (rank.world_size,)))
-    wrapper = load_library(library).find(FSDP)
-    return wrapper(plain_model(), device_id=rank.device, use_orig_params=sharding == "original")
+        return fully_shard(plain_model(), mesh=init_device_mesh("cpu", (lab.rank.world_size,)))
+    return lab.wrap(plain_model(), use_orig_params=sharding == "original")
 
 
-def _whole(library: str, model: nn.Module, sharding: str) -> list[torch.Tensor]:
+def _whole(lab: Lab, model: nn.Module, sharding: str) -> list[torch.Tensor]:
     if sharding == "dtensor":
         parameters: Any = model.parameters()
         return [parameter.full_tensor().detach().clone() for parameter in parameters]
-    return [*gathered_parameters(load_library(library), model).values()]
+    return [*gathered_parameters(lab.library, model).values()]
 
 
 def _spoil(model: nn.Module) -> None:
@@ -106,26 +102,26 @@ def _spoil(model: nn.Module) -> None:
             return
 
 
-def one_fails(rank: Rank, *, library: str, scaler: str, failure: str) -> tuple[Outcome, Outcome, list[float]]:
-    """The first rank's fused step fails; then all clear their gradients and go on."""
+def one_fails(lab: Lab, *, scaler: str, failure: str) -> tuple[Any, Any, list[float]]:
+    """What the first rank's fused step raises, and what the next one once all have cleared their gradients."""
     parameter = nn.Parameter(torch.ones(4))
-    optimizer, its_scaler = SGD([parameter], lr=0.125), load_library(library).find(scaler)("cpu", **OPTIONS)
-    fails = rank.rank == 0
+    optimizer, its_scaler = SGD([parameter], lr=0.125), lab.library.find(scaler)("cpu", **OPTIONS)
+    fails = lab.rank.rank == 0
     if not (fails and failure == "no scale"):
         its_scaler.scale(parameter.sum()).backward()
     if fails and failure == "sparse":
         parameter.grad = parameter.grad.to_sparse()
     max_norm = math.nan if fails and failure == "max_norm" else math.inf
-    failed = observe(its_scaler.fused_step, optimizer, max_norm)
+    failed = observe(its_scaler.fused_step, optimizer, max_norm).raised
     after_failure = parameter.tolist()
     parameter.grad = None
     its_scaler.scale(parameter.sum()).backward()
-    return failed, observe(its_scaler.fused_step, optimizer), after_failure
+    return failed, observe(its_scaler.fused_step, optimizer).raised, after_failure
 
 
-def no_optimizer(rank: Rank, *, library: str, scaler: str) -> tuple[Outcome, Outcome]:
-    """All ranks give a model, then the optimizer."""
+def no_optimizer(lab: Lab, *, scaler: str) -> list[Any]:
+    """What it raises where all ranks give a model, then the optimizer."""
     parameter = nn.Parameter(torch.ones(4))
-    optimizer, its_scaler = SGD([parameter], lr=0.125), load_library(library).find(scaler)("cpu", **OPTIONS)
+    optimizer, its_scaler = SGD([parameter], lr=0.125), lab.library.find(scaler)("cpu", **OPTIONS)
     its_scaler.scale(parameter.sum()).backward()
-    return observe(its_scaler.fused_step, nn.Linear(1, 1)), observe(its_scaler.fused_step, optimizer)
+    return [observe(its_scaler.fused_step, given).raised for given in (nn.Linear(1, 1), optimizer)]

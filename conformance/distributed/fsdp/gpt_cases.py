@@ -14,8 +14,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conformance.judge.library import load_library
-from conformance.ranks import Rank
+from conformance.distributed.fsdp.lab import Lab
 from conformance.training.corpus import load_corpus, windows
 from conformance.training.gpt import BYTES, GPT, Block
 from conformance.training.plan import small_plan
@@ -25,70 +24,57 @@ PARTS = 2  # of a batch, one for each rank
 WINDOWS = PARTS * PLAN.batch  # of a batch, however many ranks share it
 
 
-def train_sharded(
-    rank: Rank, *, library: str, strategy: str, use_orig_params: bool, steps: int
-) -> list[float]:
+def train_sharded(lab: Lab, *, strategy: str, use_orig_params: bool, steps: int) -> list[float]:
     """Bits a byte over the whole batch, before each step."""
-    model, optimizer = _sharded(library, strategy, use_orig_params)
-    return _train(optimizer, _backward_of_ranks(rank, model), range(steps))
+    optimizer = _shard(lab, use_orig_params, strategy)
+    return _train(optimizer, _backward_of_ranks(lab), range(steps))
 
 
-def begin(rank: Rank, *, library: str, use_orig_params: bool, steps: int, folder: str) -> list[float]:
+def begin(lab: Lab, *, use_orig_params: bool, steps: int, folder: str) -> list[float]:
     """The first steps, after which a checkpoint is written."""
-    model, optimizer = _sharded(library, "FULL_SHARD", use_orig_params)
-    curve = _train(optimizer, _backward_of_ranks(rank, model), range(steps))
-    dcp.save(_state(library, model, optimizer), checkpoint_id=folder)
+    optimizer = _shard(lab, use_orig_params)
+    curve = _train(optimizer, _backward_of_ranks(lab), range(steps))
+    dcp.save(_state(lab, optimizer), checkpoint_id=folder)
     return curve
 
 
-def go_on(
-    rank: Rank, *, library: str, use_orig_params: bool, steps: tuple[int, int], folder: str
-) -> list[float]:
+def go_on(lab: Lab, *, use_orig_params: bool, steps: tuple[int, int], folder: str) -> list[float]:
     """The steps after them, on any number of ranks."""
-    model, optimizer = _sharded(library, "FULL_SHARD", use_orig_params)
+    optimizer = _shard(lab, use_orig_params)
     _fill(optimizer)
-    state = _state(library, model, optimizer)
+    state = _state(lab, optimizer)
     dcp.load(state, checkpoint_id=folder)
-    sharded = load_library(library).distributed.fsdp.FullyShardedDataParallel
-    with _by_rows(library, model):
-        model.load_state_dict(state["model"])
-        moments = sharded.optim_state_dict_to_load(model, optimizer, state["optimizer"])
+    with _by_rows(lab):
+        lab.model.load_state_dict(state["model"])
+        moments = lab.fsdp.optim_state_dict_to_load(lab.model, optimizer, state["optimizer"])
     optimizer.load_state_dict(moments)
-    return _train(optimizer, _backward_of_ranks(rank, model), range(*steps))
+    return _train(optimizer, _backward_of_ranks(lab), range(*steps))
 
 
-def _sharded(library: str, strategy: str, use_orig_params: bool) -> tuple[Any, torch.optim.Optimizer]:
-    fsdp = load_library(library).distributed.fsdp
-    model = fsdp.FullyShardedDataParallel(
-        _model(),
-        sharding_strategy=fsdp.ShardingStrategy[strategy],
-        auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
-    )
-    return model, _optimizer(model)
+def _shard(lab: Lab, use_orig_params: bool, strategy: str = "FULL_SHARD") -> torch.optim.Optimizer:
+    lab.model = lab.wrap(_model(), strategy=strategy, units=[Block], use_orig_params=use_orig_params)
+    return _optimizer(lab.model)
 
 
-def _backward_of_ranks(rank: Rank, model: nn.Module) -> Callable[[int], float]:
+def _backward_of_ranks(lab: Lab) -> Callable[[int], float]:
     def backward(step: int) -> float:
-        loss = _loss(model, _part(step, rank.rank, rank.world_size))
+        loss = _loss(lab.model, _part(step, lab.rank.rank, lab.rank.world_size))
         loss.backward()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        return float(mean) / rank.world_size
+        return float(mean) / lab.rank.world_size
 
     return backward
 
 
-def _by_rows(library: str, model: Any) -> contextlib.AbstractContextManager[None]:
-    fsdp = load_library(library).distributed.fsdp
-    return fsdp.FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.SHARDED_STATE_DICT)
+def _by_rows(lab: Lab) -> contextlib.AbstractContextManager[None]:
+    return lab.fsdp.state_dict_type(lab.model, lab.api.StateDictType.SHARDED_STATE_DICT)
 
 
-def _state(library: str, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    sharded = load_library(library).distributed.fsdp.FullyShardedDataParallel
-    with _by_rows(library, model):
-        return {"model": model.state_dict(), "optimizer": sharded.optim_state_dict(model, optimizer)}
+def _state(lab: Lab, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    with _by_rows(lab):
+        optimizer_state = lab.fsdp.optim_state_dict(lab.model, optimizer)
+        return {"model": lab.model.state_dict(), "optimizer": optimizer_state}
 
 
 def _fill(optimizer: torch.optim.Optimizer) -> None:

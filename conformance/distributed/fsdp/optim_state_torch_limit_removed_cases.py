@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conformance.distributed.fsdp.lab import Lab, tried
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied, plain, step
+from conformance.distributed.fsdp.state_dict_cases import Received
 
 _WHOLE, _FULL = Way("whole"), Way("FULL", offloads=False)
 
@@ -214,21 +214,6 @@ def _refused(lab: Lab, optimizer: torch.optim.Optimizer, load: Callable[[], Any]
 
 
 # -- how much is moved
-
-
-class Received(TorchDispatchMode):
-    """Counts the bytes of tensors that collectives leave on this rank; objects by which ranks agree are not counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            received = [one for one in tree_leaves(args[0]) if isinstance(one, torch.Tensor)]
-            is_exchange = func.__name__.startswith("alltoall")
-            self.bytes += sum(one.nbytes for one in received if is_exchange or one.is_floating_point())
-        return func(*args, **(kwargs or {}))
 
 
 def received(lab: Lab, way: Way) -> dict[str, int]:

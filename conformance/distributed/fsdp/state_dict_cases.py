@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, clean, gathered_parameters, wrapped
 from conformance.distributed.fsdp.lab import Lab, named, tried
@@ -436,18 +437,17 @@ def saved_while_whole(lab: Lab, *, form: Form) -> Any:
 
 
 class Received(TorchDispatchMode):
-    """Counts the bytes that gathers and exchanges leave on this rank; what ranks only agree by is not counted."""
+    """Counts the bytes of tensors that collectives leave on this rank; objects by which ranks agree are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and "allreduce" not in func.__name__:
-            tensors = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
-            self.bytes += sum(
-                one.nbytes for one in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)
-            )
+        if func.namespace == "c10d":
+            received = [one for one in tree_leaves(args[0]) if isinstance(one, torch.Tensor)]
+            is_exchange = func.__name__.startswith("alltoall")
+            self.bytes += sum(one.nbytes for one in received if is_exchange or one.is_floating_point())
         return func(*args, **(kwargs or {}))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from conformance.distributed.fsdp.twins import (
     FLAT,
     STRATEGIES,
     Twins,
+    TwinsOf,
     both_kinds,
     each_strategy,
     leaf_by_leaf,
@@ -77,9 +77,7 @@ def test_the_norm_is_that_of_the_whole_gradients(twins: Twins, strategy: str, no
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.joint_norm")
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-def test_the_norm_over_replicas_counts_each_element_once(
-    twins_of: Callable[..., Twins], strategy: str
-) -> None:
+def test_the_norm_over_replicas_counts_each_element_once(twins_of: TwinsOf, strategy: str) -> None:
     setup = Setup(strategy, ranks="groups", shards=2, wrap="leaves")
     seen = twins_of(4).agree(clip_cases.clip, setup, max_norm=0.25)
     assert_clipped([outcome.value for outcome in seen], setup, 0.25, 2.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, gathers_before_barriers, steps_of
-from conformance.distributed.fsdp.twins import FLAT, Twins, each_strategy, values_of
+from conformance.distributed.fsdp.twins import FLAT, Twins, TwinsOf, each_strategy, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.ranks.trace import Collective
@@ -94,9 +94,7 @@ def test_a_forward_without_gradients_gathers_each_unit_once(
 @pytest.mark.parametrize(
     ("strategy", "gathers"), [("HYBRID_SHARD", 2 * UNITS - 1), ("_HYBRID_SHARD_ZERO2", UNITS)]
 )
-def test_replicas_reduce_what_they_have_scattered(
-    twins_of: Callable[..., Twins], strategy: str, gathers: int
-) -> None:
+def test_replicas_reduce_what_they_have_scattered(twins_of: TwinsOf, strategy: str, gathers: int) -> None:
     setup = Setup(strategy, ranks="meshes", shards=2, wrap="leaves")
     seen = steps_of_all(twins_of(4), Training(TREE, setup, PLAIN))
     assert_counts(seen, expected_counts(gathers, UNITS, UNITS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from conformance.distributed.fsdp.judging import assert_like_unsharded, assert_r
 from conformance.distributed.fsdp.lab import TREE, Lab
 from conformance.distributed.fsdp.twins import (
     Twins,
+    TwinsOf,
     both_kinds,
     each_strategy,
     leaf_by_leaf,
@@ -90,7 +90,7 @@ def test_torch_cannot_synchronise_on_a_cpu() -> None:
     ids=["1", "2", "3-NO_SHARD", "4-HYBRID_SHARD"],
 )
 def test_every_rank_begins_with_the_first_ones_states(
-    twins_of: Callable[..., Twins], setup: Setup, all_ranks: int, wrap: str
+    twins_of: TwinsOf, setup: Setup, all_ranks: int, wrap: str
 ) -> None:
     setup, first = replace(setup, wrap=wrap, arguments=SYNCHRONISED), TREE.build()
     for seen in twins_of(all_ranks).values(construct_cases.synchronised, setup):
@@ -136,7 +136,7 @@ def test_offloaded_parameters_stay_on_the_cpu(twins: Twins) -> None:
 @pytest.mark.parametrize("ignored", [False, True])
 @both_kinds
 def test_parameters_of_tensor_parallelism_train(
-    twins_of: Callable[..., Twins], use_orig_params: bool, ignored: bool
+    twins_of: TwinsOf, use_orig_params: bool, ignored: bool
 ) -> None:
     """On two ranks: torch fails in a world of one."""
     twins_of(2).agree(construct_cases.tensor_parallel, use_orig_params=use_orig_params, ignored=ignored)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,15 @@ from conformance.distributed.fsdp.lab import SIMPLE, TREE
 from conformance.distributed.fsdp.module_trees import Group, Leaf
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied
 from conformance.distributed.fsdp.optim_state_judging import as_tensors
-from conformance.distributed.fsdp.twins import FLAT, FULL, ORIGINALS, Twins, flat_or_originals, values_of
+from conformance.distributed.fsdp.twins import (
+    FLAT,
+    FULL,
+    ORIGINALS,
+    Twins,
+    TwinsOf,
+    flat_or_originals,
+    values_of,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import EXACT
 from impl.distributed.fsdp.checkpoint import LoadPlanner
@@ -63,7 +70,7 @@ def unsharded() -> dict[str, Any]:
 )
 @flat_or_originals
 def test_another_number_of_ranks_reads_it(
-    twins_of: Callable[..., Twins], tmp_path: Path, setup: Setup, way: Way, worlds: tuple[int, int]
+    twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: Way, worlds: tuple[int, int]
 ) -> None:
     before, after = map(twins_of, worlds)
     wrote, *_ = before.values(cases.written, setup, path=str(tmp_path), way=way)
@@ -72,9 +79,7 @@ def test_another_number_of_ranks_reads_it(
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
 @flat_or_originals
-def test_ranks_without_rows_of_a_parameter_read_it(
-    twins_of: Callable[..., Twins], tmp_path: Path, setup: Setup
-) -> None:
+def test_ranks_without_rows_of_a_parameter_read_it(twins_of: TwinsOf, tmp_path: Path, setup: Setup) -> None:
     """With the planner of `impl`; by DCP's own such ranks miss keys that are there, whosever class it is."""
     wrote, *_ = twins_of(2).values(cases.written, setup, path=str(tmp_path), way=ROWS)
     assert_reads(twins_of(4), setup, wrote, tmp_path, ROWS, planner=LoadPlanner)
@@ -82,9 +87,7 @@ def test_ranks_without_rows_of_a_parameter_read_it(
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
 @flat_or_originals
-def test_torchs_helper_reads_it(
-    cpu_twins: Twins, twins_of: Callable[..., Twins], tmp_path: Path, setup: Setup
-) -> None:
+def test_torchs_helper_reads_it(cpu_twins: Twins, twins_of: TwinsOf, tmp_path: Path, setup: Setup) -> None:
     given = {"tree": replace(SIMPLE, body=Group((Leaf("affine", 1), Leaf("normed")))), "path": str(tmp_path)}
     wrote, *_ = twins_of(3).values(cases.written, setup, way=ROWS, **given)
     for seen in cpu_twins.values(cases.read_by_torchs_helper, setup, **given):
@@ -96,7 +99,7 @@ def test_torchs_helper_reads_it(
 @pytest.mark.world_sizes(also=WORLDS)
 @FULL
 def test_what_any_number_of_ranks_has_written_is_read(
-    cpu_twins: Twins, twins_of: Callable[..., Twins], tmp_path: Path, setup: Setup, way: Way
+    cpu_twins: Twins, twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: Way
 ) -> None:
     expected = unsharded()
     for before in WORLDS:

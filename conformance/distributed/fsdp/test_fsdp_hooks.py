@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from conformance.distributed.fsdp.judging import assert_close_gradients, unshard
 from conformance.distributed.fsdp.twins import (
     FLAT,
     Twins,
+    TwinsOf,
     both_kinds,
     each_strategy,
     leaf_by_leaf,
@@ -108,7 +107,7 @@ def test_hooks_are_refused(twins: Twins, why: str) -> None:
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.refused")
 @pytest.mark.parametrize("why", ["replicas", "replicas of a part"])
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-def test_hooks_are_refused_with_replicas(twins_of: Callable[..., Twins], strategy: str, why: str) -> None:
+def test_hooks_are_refused_with_replicas(twins_of: TwinsOf, strategy: str, why: str) -> None:
     setup = Setup(strategy, ranks="meshes", shards=2)
     seen = twins_of(2).agree(hook_cases.comm_hook_refused, setup, why=why)
     assert "hybrid strategies" in str(seen[0].value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from conformance.distributed.fsdp.twins import (
     FULL,
     STRATEGIES,
     Twins,
+    TwinsOf,
     both_kinds,
     leaf_by_leaf,
     values_of,
@@ -98,7 +99,7 @@ def test_there_and_back(twins: Twins, ways: Sequence[Way], data: st.DataObject) 
     data=st.data(), way=st.sampled_from([_SCATTERED, _DEALT, *_TYPES]), kind=st.sampled_from(_OF_ONE_TENSOR)
 )
 def test_there_and_back_on_more_ranks(
-    twins_of: Callable[..., Twins], all_ranks: int, ranks_are: str, data: st.DataObject, way: Way, kind: str
+    twins_of: TwinsOf, all_ranks: int, ranks_are: str, data: st.DataObject, way: Way, kind: str
 ) -> None:
     strategy = "FULL_SHARD" if ranks_are == "default" else "HYBRID_SHARD"
     setup = data.draw(setups(strategy=strategy, ranks=(ranks_are,), shards=2))
@@ -108,7 +109,7 @@ def test_there_and_back_on_more_ranks(
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
-def test_there_and_back_on_replicas(twins_of: Callable[..., Twins], kind: str) -> None:
+def test_there_and_back_on_replicas(twins_of: TwinsOf, kind: str) -> None:
     """Of which the second one's group has not the first rank."""
     setup = Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves")
     asked = {"optimized": Optimized("momentum"), "way": Way(kind, offloads=kind != "FULL")}
@@ -120,7 +121,7 @@ def test_there_and_back_on_replicas(twins_of: Callable[..., Twins], kind: str) -
 @share_of_examples(0.3)
 @given(data=st.data(), way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES]))
 def test_states_are_those_of_a_model_that_was_not_wrapped(
-    twins_of: Callable[..., Twins], world: int, data: st.DataObject, way: Way
+    twins_of: TwinsOf, world: int, data: st.DataObject, way: Way
 ) -> None:
     setup = data.draw(setups_of_all(ranks=("default",)))
     frozen = ("none", "none", "first", "all") if setup.uses_orig_params else ("none",)
@@ -151,7 +152,7 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
     way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES[:2]]),
 )
 def test_whole_states_move_to_another_number_of_ranks(
-    twins_of: Callable[..., Twins], worlds: tuple[int, int], kind: str, saves: Setup, loads: Setup, way: Way
+    twins_of: TwinsOf, worlds: tuple[int, int], kind: str, saves: Setup, loads: Setup, way: Way
 ) -> None:
     before, after = map(twins_of, worlds)
     optimized = Optimized(kind)

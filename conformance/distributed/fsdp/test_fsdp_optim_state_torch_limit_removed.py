@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from conformance.distributed.fsdp.twins import (
     ORIGINALS,
     Seen,
     Twins,
+    TwinsOf,
     each,
     flat_or_originals,
     holds,
@@ -173,7 +173,7 @@ def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.groups_without_rank_zero")
 @pytest.mark.deviation("optim_state.groups_without_rank_zero")
 @FULL
-def test_any_group_saves_and_loads(twins_of: Callable[..., Twins]) -> None:
+def test_any_group_saves_and_loads(twins_of: TwinsOf) -> None:
     def are_right(seen: Any) -> bool:
         if failing(seen) or any(one.raised is not None for one in seen):
             return False

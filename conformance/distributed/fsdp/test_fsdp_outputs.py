@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from conformance.distributed.fsdp.judging import assert_ranks_agree
@@ -12,6 +10,7 @@ from conformance.distributed.fsdp.twins import (
     FULL,
     Seen,
     Twins,
+    TwinsOf,
     both_kinds,
     each_strategy,
     holds,
@@ -58,7 +57,7 @@ def test_a_unit_returns_whatever_a_module_may(twins: Twins, strategy: str, by: s
 @clause("distributed.fsdp.fsdp_torch_limit_removed.outputs_written_to")
 @pytest.mark.deviation("fsdp.outputs_written_to")
 @pytest.mark.parametrize("by", ["inner", "outermost"])
-def test_what_a_unit_returns_may_be_written_to(twins_of: Callable[..., Twins], by: str) -> None:
+def test_what_a_unit_returns_may_be_written_to(twins_of: TwinsOf, by: str) -> None:
     twins = twins_of(2)
 
     def in_place_and_not(library: Library) -> list[Seen]:

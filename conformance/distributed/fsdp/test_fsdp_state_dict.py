@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from conformance.distributed.fsdp.lab import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.distributed.fsdp.state_dict_cases import Form
 from conformance.distributed.fsdp.state_dict_memory_cases import held_while_loading
-from conformance.distributed.fsdp.twins import FLAT, Twins, both_kinds, leaf_by_leaf, values_of
+from conformance.distributed.fsdp.twins import FLAT, Twins, TwinsOf, both_kinds, leaf_by_leaf, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import EXACT
 from conformance.strategies.modules import module_trees
@@ -90,7 +89,7 @@ def test_what_is_saved(twins: Twins, data: st.DataObject) -> None:
 
 @clause("distributed.fsdp.fsdp_state_dict.saved")
 @pytest.mark.parametrize("by", ["groups", "meshes"])
-def test_what_replicas_save(twins_of: Callable[..., Twins], by: str) -> None:
+def test_what_replicas_save(twins_of: TwinsOf, by: str) -> None:
     setup = Setup("HYBRID_SHARD", ranks=by, shards=2, wrap="leaves")
     twins_of(4).agree(cases.saved, setup, EXACT, form=Form("SHARDED"))
 
@@ -158,7 +157,7 @@ def test_what_is_read_on_demand_is_not_held(cpu_twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_state_dict.other_worlds")
 @pytest.mark.parametrize(("by", "sizes"), [("default", (1, 2)), ("default", (3, 2)), ("mesh", (2, 4))])
 def test_what_other_numbers_of_ranks_saved(
-    twins_of: Callable[..., Twins], tmp_path: Path, by: str, sizes: tuple[int, int]
+    twins_of: TwinsOf, tmp_path: Path, by: str, sizes: tuple[int, int]
 ) -> None:
     setup = Setup(wrap="leaves", ranks=by)
     asked = {"path": str(tmp_path / "checkpoint"), "form": Form("SHARDED")}

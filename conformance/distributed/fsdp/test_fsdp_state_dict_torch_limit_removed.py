@@ -18,6 +18,7 @@ from conformance.distributed.fsdp.twins import (
     ORIGINALS,
     Seen,
     Twins,
+    TwinsOf,
     both_kinds,
     each,
     flat_or_originals,
@@ -104,7 +105,7 @@ def test_extra_states_of_a_load_that_fails(cpu_twins: Twins) -> None:
 
 @all_or_nothing
 @fails_on_one_rank
-def test_a_hook_that_raises(twins_of: Callable[..., Twins]) -> None:
+def test_a_hook_that_raises(twins_of: TwinsOf) -> None:
     is_told = each(lambda one: one["error"] == "KeyError: 'injected'")
     twins_of(1).deviate(
         hook_cases.raised_by_a_hook,
@@ -176,7 +177,7 @@ def test_modules_built_on_meta_are_assigned_to(cpu_twins: Twins, kind: str) -> N
 
 @clause("distributed.fsdp.fsdp_state_dict.another_world")
 @pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
-def test_what_half_the_ranks_saved_is_refused(twins_of: Callable[..., Twins], kind: str) -> None:
+def test_what_half_the_ranks_saved_is_refused(twins_of: TwinsOf, kind: str) -> None:
     for rank, one in enumerate(twins_of(4).values(cases.of_another_world, FLAT, kind=kind)):
         assert f"rank {rank} of 4 was given" in one["error"]
         assert not one["changed"]
@@ -207,7 +208,7 @@ def test_torchs_shards_of_original_parameters(cpu_twins: Twins) -> None:
 
 @clause("distributed.fsdp.fsdp_state_dict.local_of_replicas")
 @pytest.mark.deviation("fsdp.local_of_replicas")
-def test_shards_of_every_replica(twins_of: Callable[..., Twins]) -> None:
+def test_shards_of_every_replica(twins_of: TwinsOf) -> None:
     twins_of(4).deviate(
         cases.loads_its_own,
         Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves"),

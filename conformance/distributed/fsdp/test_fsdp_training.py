@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.distributed.fsdp.twins import FULL, STRATEGIES, Twins, each_strategy, leaf_by_leaf
+from conformance.distributed.fsdp.twins import FULL, STRATEGIES, Twins, TwinsOf, each_strategy, leaf_by_leaf
 from conformance.judge.clauses import clause
 from conformance.strategies.sharding import trainings
 
@@ -33,7 +31,7 @@ def test_trains(twins: Twins, strategy: str, data: st.DataObject) -> None:
 @share_of_examples(0.4)
 @given(training=st.sampled_from(STRATEGIES[:2]).flatmap(lambda strategy: trainings(strategy=strategy)))
 def test_trains_on_more_ranks_than_some_parameters_have_elements(
-    twins_of: Callable[..., Twins], more_ranks: int, training: Training
+    twins_of: TwinsOf, more_ranks: int, training: Training
 ) -> None:
     twins_of(more_ranks).train(training)
 
@@ -45,7 +43,7 @@ def test_trains_on_more_ranks_than_some_parameters_have_elements(
     [leaf_by_leaf(use_orig_params=True), leaf_by_leaf("SHARD_GRAD_OP")],
     ids=lambda setup: setup.strategy,
 )
-def test_trains_units_of_real_sizes(twins_of: Callable[..., Twins], setup: Setup, more_ranks: int) -> None:
+def test_trains_units_of_real_sizes(twins_of: TwinsOf, setup: Setup, more_ranks: int) -> None:
     twins_of(more_ranks).train(Training(LARGE, setup, (Step(), Step())))
 
 
@@ -57,7 +55,7 @@ def test_trains_units_of_real_sizes(twins_of: Callable[..., Twins], setup: Setup
 @share_of_examples(0.1)  # making groups takes a second
 @given(data=st.data())
 def test_trains_replicas(
-    twins_of: Callable[..., Twins], strategy: str, all_ranks: int, shards: int, data: st.DataObject
+    twins_of: TwinsOf, strategy: str, all_ranks: int, shards: int, data: st.DataObject
 ) -> None:
     drawn = trainings(strategy=strategy, shards=shards, ranks=("groups", "meshes"))
     twins_of(all_ranks).train(data.draw(drawn))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conformance.distributed.fsdp import gpt_cases
 from conformance.distributed.fsdp.gpt_cases import PARTS, train_whole
+from conformance.distributed.fsdp.twins import FULL, TwinsOf
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
-from conformance.ranks import RankPool
 
-STEPS = 24
-_CASES = "conformance.distributed.fsdp.gpt_cases"
-full = pytest.mark.profile("full")
+STEPS, DEADLINE_S = 24, 120
 # Two terms have one sum in either order; what is left are roundings of the loss's mean over the ranks.
 SAME_CURVE = 1e-5
 
@@ -26,47 +23,33 @@ SAME_CURVE = 1e-5
     ("strategy", "use_orig_params"),
     [
         ("FULL_SHARD", False),
-        pytest.param("FULL_SHARD", True, marks=full),
-        pytest.param("SHARD_GRAD_OP", True, marks=full),
-        pytest.param("NO_SHARD", False, marks=full),
+        pytest.param("FULL_SHARD", True, marks=FULL),
+        pytest.param("SHARD_GRAD_OP", True, marks=FULL),
+        pytest.param("NO_SHARD", False, marks=FULL),
     ],
 )
-def test_gpt_learns_as_in_one_process(
-    subject: Library, ranks: Callable[..., RankPool], strategy: str, use_orig_params: bool
-) -> None:
-    subject.find("distributed.fsdp.FullyShardedDataParallel")
+def test_gpt_learns_as_in_one_process(twins_of: TwinsOf, strategy: str, use_orig_params: bool) -> None:
     expected = train_whole(STEPS)
     assert expected[-1] < expected[0] - 1, "the model learns, or its curve would tell nothing"
-    seen = ranks(PARTS).run(
-        f"{_CASES}:train_sharded",
-        library=subject.spec,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-        steps=STEPS,
-        deadline_s=120,
-    )
-    for curve in seen:
+    asked = {"strategy": strategy, "use_orig_params": use_orig_params, "deadline_s": DEADLINE_S}
+    for curve in twins_of(PARTS).values(gpt_cases.train_sharded, steps=STEPS, **asked):
         assert_same_curve(expected, curve)
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.resumes")
 @pytest.mark.parametrize(
     ("worlds", "use_orig_params"),
-    [((2, 4), True), pytest.param((4, 1), False, marks=full), pytest.param((1, 2), True, marks=full)],
+    [((2, 4), True), pytest.param((4, 1), False, marks=FULL), pytest.param((1, 2), True, marks=FULL)],
 )
 def test_gpt_goes_on_with_another_number_of_ranks(
-    subject: Library,
-    ranks: Callable[..., RankPool],
-    tmp_path: Path,
-    worlds: tuple[int, int],
-    use_orig_params: bool,
+    twins_of: TwinsOf, tmp_path: Path, worlds: tuple[int, int], use_orig_params: bool
 ) -> None:
-    before, after = worlds
-    given: dict[str, Any] = {"library": subject.spec, "use_orig_params": use_orig_params, "deadline_s": 120}
-    subject.find("distributed.fsdp.FullyShardedDataParallel")
+    before, after = map(twins_of, worlds)
+    asked: dict[str, Any] = {"folder": str(tmp_path), "use_orig_params": use_orig_params}
+    asked["deadline_s"] = DEADLINE_S
     expected = train_whole(STEPS)
-    first, *_ = ranks(before).run(f"{_CASES}:begin", steps=STEPS // 2, folder=str(tmp_path), **given)
-    for then in ranks(after).run(f"{_CASES}:go_on", steps=(STEPS // 2, STEPS), folder=str(tmp_path), **given):
+    first, *_ = before.values(gpt_cases.begin, steps=STEPS // 2, **asked)
+    for then in after.values(gpt_cases.go_on, steps=(STEPS // 2, STEPS), **asked):
         assert_same_curve(expected, [*first, *then])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.distributed.fsdp.scaler_cases import Call, Plan
 from conformance.distributed.fsdp.scaler_judging import assert_same, issued, on_ranks, played, scales, stepped
-from conformance.distributed.fsdp.twins import FULL, Twins
+from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome
@@ -45,7 +44,7 @@ def test_any_sequence_of_calls(twins: Twins, data: st.DataObject) -> None:
 @share_of_examples(0.3)
 @given(data=st.data())
 def test_any_sequence_of_calls_on_more_ranks(
-    twins_of: Callable[..., Twins],
+    twins_of: TwinsOf,
     more_ranks: int,
     data: st.DataObject,
 ) -> None:
@@ -57,7 +56,7 @@ def test_any_sequence_of_calls_on_more_ranks(
 @pytest.mark.parametrize("optimizer", PLAIN)
 @WITH_AND_WITHOUT_UNSCALE
 def test_one_ranks_inf_keeps_all_from_stepping(
-    twins_of: Callable[..., Twins],
+    twins_of: TwinsOf,
     more_ranks: int,
     optimizer: str,
     unscale: bool,
@@ -196,9 +195,7 @@ def judge_shapes(twins: Twins, plan: Plan, expected: list[bool], scale: float) -
 @pytest.mark.deviation("sharded_grad_scaler.found_inf_is_no_count")
 @pytest.mark.parametrize("more_ranks", [2, 3, 4])
 @pytest.mark.parametrize("optimizer", ["aware", "fused sgd"])
-def test_where_several_ranks_find_inf(
-    twins_of: Callable[..., Twins], more_ranks: int, optimizer: str
-) -> None:
+def test_where_several_ranks_find_inf(twins_of: TwinsOf, more_ranks: int, optimizer: str) -> None:
     """What an optimizer that skips for itself is handed after unscale_, and that torch's own then skips."""
     twins = twins_of(more_ranks)
     calls = iteration((math.inf,) * more_ranks, unscale=True)
@@ -224,7 +221,7 @@ def test_where_several_ranks_find_inf(
 @pytest.mark.parametrize("optimizer", ["recording", "aware", "adam"])
 @WITH_AND_WITHOUT_UNSCALE
 def test_ranks_without_gradients(
-    twins_of: Callable[..., Twins],
+    twins_of: TwinsOf,
     more_ranks: int,
     optimizer: str,
     unscale: bool,
@@ -241,7 +238,7 @@ def test_ranks_without_gradients(
 @pytest.mark.parametrize("more_ranks", [2, 3])
 @WITH_AND_WITHOUT_UNSCALE
 def test_ranks_without_gradients_skip_with_their_peers(
-    twins_of: Callable[..., Twins], more_ranks: int, unscale: bool
+    twins_of: TwinsOf, more_ranks: int, unscale: bool
 ) -> None:
     last = more_ranks - 1
     calls = iteration(one_bad(last, more_ranks), unscale=unscale) + iteration(unscale=unscale)
@@ -257,7 +254,7 @@ def test_ranks_without_gradients_skip_with_their_peers(
 @pytest.mark.parametrize("bare", [(), (0,), (0, 1, 2)], ids=str)
 @WITH_AND_WITHOUT_UNSCALE
 def test_a_check_is_one_all_reduce(
-    twins_of: Callable[..., Twins],
+    twins_of: TwinsOf,
     more_ranks: int,
     optimizer: str,
     bare: tuple[int, ...],
@@ -286,7 +283,7 @@ def test_a_check_is_one_all_reduce(
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.process_group")
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @WITH_AND_WITHOUT_UNSCALE
-def test_groups_decide_for_themselves(twins_of: Callable[..., Twins], optimizer: str, unscale: bool) -> None:
+def test_groups_decide_for_themselves(twins_of: TwinsOf, optimizer: str, unscale: bool) -> None:
     """Four ranks in two groups: an inf on rank 3 stops the second group, one on rank 0 the first."""
     calls: tuple[Call, ...] = ()
     for grad_outcomes in (None, one_bad(3, 4), None, one_bad(0, 4), one_bad(0, 4)):
@@ -299,7 +296,7 @@ def test_groups_decide_for_themselves(twins_of: Callable[..., Twins], optimizer:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.process_group")
-def test_groups_need_not_step_alike(twins_of: Callable[..., Twins]) -> None:
+def test_groups_need_not_step_alike(twins_of: TwinsOf) -> None:
     """The first two of four ranks make two steps more than the other two."""
     alone = tuple(Call(call.name, call.which, call.given, on=(0, 1)) for call in iteration(one_bad(1, 4)) * 2)
     plan = Plan(parts(4), (*iteration(), *alone, *iteration()), options=EIGHT, groups=2)

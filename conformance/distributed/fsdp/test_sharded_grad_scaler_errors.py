@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from conformance.distributed.fsdp.scaler_cases import Call, Plan
 from conformance.distributed.fsdp.scaler_judging import assert_same, on_ranks, played, scales, stepped
-from conformance.distributed.fsdp.twins import Twins
+from conformance.distributed.fsdp.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.ranks import RankFault
@@ -35,7 +34,7 @@ FAILURES: dict[str, tuple[tuple[Call, ...], str]] = {
 @pytest.mark.deviation("sharded_grad_scaler.failed_checks_are_told")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_one_rank_fails(twins_of: Callable[..., Twins], failure: str, optimizer: str) -> None:
+def test_one_rank_fails(twins_of: TwinsOf, failure: str, optimizer: str) -> None:
     """Its own error says why, the other's that a peer failed; once all have cleared their gradients they go on."""
     twins, (calls, why) = twins_of(2), FAILURES[failure]
     mending = (Call("mend_optimizer", on=(0,)),) if failure.startswith("no groups") else ()
@@ -79,7 +78,7 @@ def test_all_ranks_fail_alike(twins: Twins) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.anothers_group")
 @pytest.mark.deviation("sharded_grad_scaler.anothers_group")
-def test_a_group_of_others(twins_of: Callable[..., Twins]) -> None:
+def test_a_group_of_others(twins_of: TwinsOf) -> None:
     twins = twins_of(2)
     twins.judge(
         lambda library: on_ranks(twins, library, "in_anothers_group"),
@@ -117,7 +116,7 @@ def test_pickles_of_the_default_group(cpu_twins: Twins, way: str) -> None:
 @clause("distributed.fsdp.sharded_grad_scaler.pickle.without_group")
 @pytest.mark.deviation("sharded_grad_scaler.pickles_without_its_group")
 @pytest.mark.parametrize("way", ["through_a_pickle", "through_a_deep_copy"])
-def test_pickles_of_another_group(twins_of: Callable[..., Twins], way: str) -> None:
+def test_pickles_of_another_group(twins_of: TwinsOf, way: str) -> None:
     """No check until a group is assigned: the default one would be the wrong one."""
     twins = twins_of(2)
     calls = (*iteration(), Call(way), *iteration(unscale=True), Call("hold_world"), *iteration())

@@ -41,10 +41,15 @@ _MODULES = {
 }
 
 
-def asked(library: Library, policy: Policy, numels: Iterable[int]) -> Outcome:
-    """The answers about each module, each size, and both questions."""
+def ask(compare: Compare, question: Callable[[Any], Any]) -> None:
+    """Of `distributed.fsdp.wrap`, in both libraries."""
+    compare(lambda library: observe(question, library.distributed.fsdp.wrap))
 
-    def ask() -> dict[str, Any]:
+
+def ask_policy(compare: Compare, policy: Policy, *numels: int) -> None:
+    """About each module, each size, and both questions."""
+
+    def answers(library: Library) -> dict[str, Any]:
         made = policy.of(library)
         return {
             f"{name}, recurse={recurse}, {numel}": made(
@@ -55,81 +60,74 @@ def asked(library: Library, policy: Policy, numels: Iterable[int]) -> Outcome:
             for numel in numels
         }
 
-    return observe(ask)
-
-
-def assert_asked_alike(subject: Library, reference: Library, policy: Policy, *numels: int) -> None:
-    assert_same_outcome(asked(reference, policy, numels), asked(subject, policy, numels))
+    compare(lambda library: observe(answers, library))
 
 
 @clause("distributed.fsdp.wrap.always_wrap_policy.says_yes")
 @pytest.mark.parametrize("args", [(), (None,), (nn.ReLU(), False, 0)], ids=len)
 @pytest.mark.parametrize("kwargs", [{}, {"recurse": False}, {"anything": 1}], ids=str)
 def test_always(compare: Compare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    compare(lambda library: observe(library.distributed.fsdp.wrap.always_wrap_policy, *args, **kwargs))
+    ask(compare, lambda wrap: wrap.always_wrap_policy(*args, **kwargs))
 
 
 @clause("distributed.fsdp.wrap.lambda_auto_wrap_policy.asks_the_function")
 @pytest.mark.parametrize("answer", [True, False, None, 0, "yes"], ids=repr)
 @pytest.mark.parametrize("recurse", [True, False, 1, 0, None], ids=repr)
 def test_lambda_answers(compare: Compare, recurse: Any, answer: Any) -> None:
-    def outcome(library: Library) -> Outcome:
+    def question(wrap: Any) -> Any:
         seen: list[str] = []
 
         def answered(module: nn.Module) -> Any:
             seen.append(type(module).__name__)
             return answer
 
-        policy = library.distributed.fsdp.wrap.lambda_auto_wrap_policy
-        return observe(lambda: ([policy(module, recurse, 3, answered) for module in _MODULES.values()], seen))
+        policy = wrap.lambda_auto_wrap_policy
+        return [policy(module, recurse, 3, answered) for module in _MODULES.values()], seen
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
 @pytest.mark.parametrize("classes", [(), ("block",), ("wider",), ("linear", "list")], ids=str)
-def test_transformer_answers(subject: Library, reference: Library, classes: tuple[str, ...]) -> None:
-    assert_asked_alike(subject, reference, Policy("transformer_auto_wrap_policy", classes), 0, 10**9)
+def test_transformer_answers(compare: Compare, classes: tuple[str, ...]) -> None:
+    ask_policy(compare, Policy("transformer_auto_wrap_policy", classes), 0, 10**9)
 
 
 @clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
 @pytest.mark.parametrize("container", [list, tuple, frozenset])
 def test_transformer_classes_in_any_collection(compare: Compare, container: Callable[[Any], Any]) -> None:
-    def outcome(library: Library) -> Outcome:
-        policy = library.distributed.fsdp.wrap.transformer_auto_wrap_policy
-        return observe(lambda: [policy(m, False, 0, container({Block})) for m in _MODULES.values()])
+    def question(wrap: Any) -> Any:
+        policy = wrap.transformer_auto_wrap_policy
+        return [policy(module, False, 0, container({Block})) for module in _MODULES.values()]
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
 @pytest.mark.parametrize("numel", [0, 1, 5, 10**8])
-def test_size_at_the_threshold(subject: Library, reference: Library, numel: int) -> None:
+def test_size_at_the_threshold(compare: Compare, numel: int) -> None:
     policy = Policy("size_based_auto_wrap_policy", numel=numel)
-    assert_asked_alike(subject, reference, policy, numel - 1, numel, numel + 1)
+    ask_policy(compare, policy, numel - 1, numel, numel + 1)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
 def test_default_size(compare: Compare) -> None:
-    def outcome(library: Library) -> Outcome:
-        policy = library.distributed.fsdp.wrap.size_based_auto_wrap_policy
-        return observe(lambda: [policy(nn.ReLU(), False, 10**8 + more) for more in (-1, 0, 1)])
+    def question(wrap: Any) -> Any:
+        return [wrap.size_based_auto_wrap_policy(nn.ReLU(), False, 10**8 + more) for more in (-1, 0, 1)]
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.leaves")
 @pytest.mark.parametrize("leaves", [None, (), ("linear",), ("attention", "block"), ("list",)], ids=str)
-def test_size_leaves(subject: Library, reference: Library, leaves: tuple[str, ...] | None) -> None:
-    policy = Policy("size_based_auto_wrap_policy", numel=5, leaves=leaves)
-    assert_asked_alike(subject, reference, policy, 4, 5)
+def test_size_leaves(compare: Compare, leaves: tuple[str, ...] | None) -> None:
+    ask_policy(compare, Policy("size_based_auto_wrap_policy", numel=5, leaves=leaves), 4, 5)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.never_wrapped")
 @pytest.mark.parametrize("excluded", [None, (), ("linear",), ("list", "block"), ("attention",)], ids=str)
-def test_size_never_wrapped(subject: Library, reference: Library, excluded: tuple[str, ...] | None) -> None:
-    policy = Policy("size_based_auto_wrap_policy", numel=5, excluded=excluded)
-    assert_asked_alike(subject, reference, policy, 4, 5)
+def test_size_never_wrapped(compare: Compare, excluded: tuple[str, ...] | None) -> None:
+    ask_policy(compare, Policy("size_based_auto_wrap_policy", numel=5, excluded=excluded), 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +143,8 @@ def test_size_never_wrapped(subject: Library, reference: Library, excluded: tupl
     ],
 )
 def test_size_defaults_can_be_added_to(compare: Compare, attribute: str) -> None:
-    def outcome(library: Library) -> Outcome:
-        policy = library.distributed.fsdp.wrap.size_based_auto_wrap_policy
+    def question(wrap: Any) -> Any:
+        policy = wrap.size_based_auto_wrap_policy
         defaults = getattr(policy, attribute)
         before = set(defaults)
         defaults.add(Block)
@@ -155,9 +153,9 @@ def test_size_defaults_can_be_added_to(compare: Compare, attribute: str) -> None
             answers = [made(module, recurse) for module in _MODULES.values() for recurse in (True, False)]
         finally:
             defaults.intersection_update(before)
-        return Outcome((sorted(each.__name__ for each in before), answers))
+        return sorted(each.__name__ for each in before), answers
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.policies.chosen_one_by_one")
@@ -298,45 +296,35 @@ _BAD: dict[str, Callable[[Any], Any]] = {
 @clause("distributed.fsdp.wrap.policies.bad_arguments")
 @pytest.mark.parametrize("call", list(_BAD))
 def test_bad_arguments(compare: Compare, call: str) -> None:
-    def outcome(library: Library) -> Outcome:
-        done = observe(_BAD[call], library.distributed.fsdp.wrap)
-        return Outcome(
-            raised=done.raised, warned=done.warned, value=done.value if isinstance(done.value, bool) else None
-        )
+    def question(wrap: Any) -> bool | None:
+        answer = _BAD[call](wrap)
+        return answer if isinstance(answer, bool) else None
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.policies.ones_own")
 @pytest.mark.parametrize("defines", [True, False])
 def test_a_policy_of_ones_own(compare: Compare, defines: bool) -> None:
-    def outcome(library: Library) -> Outcome:
-        base = library.distributed.fsdp.wrap._Policy
-        members = {"_run_policy": lambda self, *_: {"asked": True}} if defines else {}
-        return observe(lambda: type("Own", (base,), members)()._run_policy(None, None, None))
-
-    compare(outcome)
+    members = {"_run_policy": lambda self, *_: {"asked": True}} if defines else {}
+    ask(compare, lambda wrap: type("Own", (wrap._Policy,), members)()._run_policy(None, None, None))
 
 
 @clause("distributed.fsdp.wrap.policies.ones_own")
 @pytest.mark.parametrize("name", ["ModuleWrapPolicy", "CustomPolicy"])
 def test_the_classes_are_policies(compare: Compare, name: str) -> None:
-    def outcome(library: Library) -> Outcome:
-        wrap = library.distributed.fsdp.wrap
-        return observe(lambda: issubclass(getattr(wrap, name), wrap._Policy))
-
-    compare(outcome)
+    ask(compare, lambda wrap: issubclass(getattr(wrap, name), wrap._Policy))
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
 def test_classes_that_change_later(compare: Compare) -> None:
-    def outcome(library: Library) -> Outcome:
+    def question(wrap: Any) -> Any:
         classes = {Block}
-        policy = library.distributed.fsdp.wrap.ModuleWrapPolicy(classes)
+        policy = wrap.ModuleWrapPolicy(classes)
         classes.add(nn.Linear)
-        return observe(lambda: [policy(module, False) for module in _MODULES.values()])
+        return [policy(module, False) for module in _MODULES.values()]
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
@@ -353,32 +341,29 @@ def test_instances_are_chosen(compare: Compare, classes: tuple[str, ...], tree: 
 @pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention")], ids=str)
 @pytest.mark.parametrize("recurse", [True, False, 1, None], ids=repr)
 def test_called(compare: Compare, classes: tuple[str, ...], recurse: Any) -> None:
-    def outcome(library: Library) -> Outcome:
-        policy = library.distributed.fsdp.wrap.ModuleWrapPolicy({CLASSES[name] for name in classes})
-        more: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-            ((), {}),
-            ((7,), {}),
-            ((), {"nonwrapped_numel": 7}),
+    def question(wrap: Any) -> Any:
+        policy = wrap.ModuleWrapPolicy({CLASSES[name] for name in classes})
+        return [
+            answer
+            for module in _MODULES.values()
+            for answer in (
+                policy(module, recurse),
+                policy(module, recurse, 7),
+                policy(module, recurse, nonwrapped_numel=7),
+            )
         ]
-        return observe(
-            lambda: [
-                policy(module, recurse, *args, **kwargs)
-                for module in _MODULES.values()
-                for args, kwargs in more
-            ]
-        )
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.shown")
 @pytest.mark.parametrize("classes", [set[Any](), {nn.Linear}, {Block, nn.Linear}], ids=len)
 def test_shown(compare: Compare, classes: set[type]) -> None:
-    def outcome(library: Library) -> Outcome:
-        shown = repr(library.distributed.fsdp.wrap.ModuleWrapPolicy(classes))
-        return Outcome((shown.partition(" object at ")[0].rpartition(".")[2], shown.partition(">(")[2]))
+    def question(wrap: Any) -> tuple[str, str]:
+        shown = repr(wrap.ModuleWrapPolicy(classes))
+        return shown.partition(" object at ")[0].rpartition(".")[2], shown.partition(">(")[2]
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.CustomPolicy.answers")
@@ -400,8 +385,4 @@ def test_each_module_is_asked_once(compare: Compare, tree: Tree, answers: list[A
 @clause("distributed.fsdp.wrap.CustomPolicy.other_answers")
 @pytest.mark.parametrize("answer", [None, 1, 0, "yes", [("new", 1)], (), 1.5], ids=repr)
 def test_other_answers(compare: Compare, answer: Any) -> None:
-    def outcome(library: Library) -> Outcome:
-        policy = library.distributed.fsdp.wrap.CustomPolicy(lambda module: answer)
-        return observe(policy._run_policy, nn.ReLU(), set(), {})
-
-    compare(outcome)
+    ask(compare, lambda wrap: wrap.CustomPolicy(lambda module: answer)._run_policy(nn.ReLU(), set(), {}))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from conformance.distributed.fsdp.test_wrap import ask
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
-from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, observe
+from conformance.judge.outcome import observe
 from conformance.strategies.wrapping import Wrapper
 
 
@@ -31,34 +31,26 @@ def _reported(wrapped: Any) -> Any:
 @pytest.mark.parametrize("given_kwargs", [{}, {"a": 1}, {"a": 1, "b": [2]}], ids=str)
 @pytest.mark.parametrize("overrides", [{}, {"a": 3}, {"b": None, "c": 4}], ids=str)
 def test_wraps(
-    compare: Compare,
-    wrapper: Any,
-    given_kwargs: dict[str, Any],
-    overrides: dict[str, Any],
+    compare: Compare, wrapper: Any, given_kwargs: dict[str, Any], overrides: dict[str, Any]
 ) -> None:
-    def outcome(library: Library) -> Outcome:
-        wrap = library.distributed.fsdp.wrap
+    def question(wrap: Any) -> Any:
+        with wrap.enable_wrap(wrapper_cls=wrapper, **given_kwargs) as entered:
+            first = wrap.wrap(nn.ReLU(), **overrides)
+            nested = wrap.wrap(first, a="outer") if wrapper is Wrapper else None
+            # Overrides hold for one module alone.
+            return entered, _reported(first), _reported(nested), _reported(wrap.wrap(nn.Linear(2, 2)))
 
-        def run() -> Any:
-            with wrap.enable_wrap(wrapper_cls=wrapper, **given_kwargs) as entered:
-                first = wrap.wrap(nn.ReLU(), **overrides)
-                nested = wrap.wrap(first, a="outer") if wrapper is Wrapper else None
-                # Overrides hold for one module alone.
-                return entered, _reported(first), _reported(nested), _reported(wrap.wrap(nn.Linear(2, 2)))
-
-        return observe(run)
-
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.wraps")
 def test_wraps_the_very_module(compare: Compare) -> None:
-    def outcome(library: Library) -> Outcome:
+    def question(wrap: Any) -> bool:
         module = nn.Linear(2, 2)
-        with library.distributed.fsdp.wrap.enable_wrap(wrapper_cls=Wrapper):
-            return Outcome(library.distributed.fsdp.wrap.wrap(module).module is module)
+        with wrap.enable_wrap(wrapper_cls=Wrapper):
+            return wrap.wrap(module).module is module
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
@@ -66,25 +58,20 @@ def test_wraps_the_very_module(compare: Compare) -> None:
     "error", [None, ValueError, KeyboardInterrupt, GeneratorExit, StopIteration], ids=str
 )
 def test_ends(compare: Compare, error: type[BaseException] | None) -> None:
-    def outcome(library: Library) -> Outcome:
-        wrap = library.distributed.fsdp.wrap
+    def question(wrap: Any) -> Any:
+        raised = None
+        try:
+            with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+                inside = _reported(wrap.wrap(nn.ReLU()))
+                if error is not None:
+                    raise error("inside")
+        except BaseException as found:
+            raised = type(found).__name__
+        after = _reported(wrap.wrap(nn.ReLU(), b=2))
+        with wrap.enable_wrap(wrapper_cls=_made, b=2):
+            return raised, inside, after, _reported(wrap.wrap(nn.ReLU()))
 
-        def run() -> Any:
-            raised = None
-            try:
-                with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
-                    inside = _reported(wrap.wrap(nn.ReLU()))
-                    if error is not None:
-                        raise error("inside")
-            except BaseException as found:
-                raised = type(found).__name__
-            after = _reported(wrap.wrap(nn.ReLU(), b=2))
-            with wrap.enable_wrap(wrapper_cls=_made, b=2):
-                return raised, inside, after, _reported(wrap.wrap(nn.ReLU()))
-
-        return observe(run)
-
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
@@ -92,68 +79,52 @@ def test_a_wrapper_that_raises(compare: Compare) -> None:
     def refuse(module: nn.Module) -> Any:
         raise ValueError("not this one")
 
-    def outcome(library: Library) -> Outcome:
-        wrap = library.distributed.fsdp.wrap
+    def question(wrap: Any) -> Any:
+        with pytest.raises(ValueError, match="not this one"), wrap.enable_wrap(wrapper_cls=refuse):
+            wrap.wrap(nn.ReLU())
+        return _reported(wrap.wrap(nn.ReLU()))
 
-        def run() -> Any:
-            with pytest.raises(ValueError, match="not this one"), wrap.enable_wrap(wrapper_cls=refuse):
-                wrap.wrap(nn.ReLU())
-            return _reported(wrap.wrap(nn.ReLU()))
-
-        return observe(run)
-
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
 def test_as_a_decorator(compare: Compare) -> None:
-    def outcome(library: Library) -> Outcome:
-        wrap = library.distributed.fsdp.wrap
-
+    def question(wrap: Any) -> Any:
         @wrap.enable_wrap(wrapper_cls=Wrapper, a=1)
         def build() -> nn.Module:
             return wrap.wrap(nn.ReLU())
 
-        return observe(lambda: (_reported(build()), _reported(wrap.wrap(nn.ReLU())), _reported(build())))
+        return _reported(build()), _reported(wrap.wrap(nn.ReLU())), _reported(build())
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.not_nested")
 def test_not_nested(compare: Compare) -> None:
-    def outcome(library: Library) -> Outcome:
-        wrap = library.distributed.fsdp.wrap
-
+    def question(wrap: Any) -> Any:
         def inner() -> None:
             with wrap.enable_wrap(wrapper_cls=_made, b=2):
                 raise AssertionError("it was entered")
 
-        def run() -> Any:
-            with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
-                refused = observe(inner).raised
-                still = _reported(wrap.wrap(nn.ReLU()))
-            return refused, still, _reported(wrap.wrap(nn.ReLU()))
+        with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+            refused = observe(inner).raised
+            still = _reported(wrap.wrap(nn.ReLU()))
+        return refused, still, _reported(wrap.wrap(nn.ReLU()))
 
-        return observe(run)
-
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.in_every_thread")
 def test_in_every_thread(compare: Compare) -> None:
-    def outcome(library: Library) -> Outcome:
-        wrap, found = library.distributed.fsdp.wrap, list[Any]()
+    def question(wrap: Any) -> Any:
+        found: list[Any] = []
+        with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+            thread = threading.Thread(target=lambda: found.append(_reported(wrap.wrap(nn.ReLU()))))
+            thread.start()
+            thread.join()
+        return found
 
-        def run() -> Any:
-            with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
-                thread = threading.Thread(target=lambda: found.append(_reported(wrap.wrap(nn.ReLU()))))
-                thread.start()
-                thread.join()
-            return found
-
-        return observe(run)
-
-    compare(outcome)
+    ask(compare, question)
 
 
 _BAD_WRAPPERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -170,28 +141,23 @@ _BAD_WRAPPERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 def test_bad_wrappers(compare: Compare, call: str) -> None:
     args, kwargs = _BAD_WRAPPERS[call]
 
-    def outcome(library: Library) -> Outcome:
-        wrap = library.distributed.fsdp.wrap
-
-        def run() -> Any:
+    def question(wrap: Any) -> Any:
+        def inside() -> Any:
             with wrap.enable_wrap(*args, **kwargs):
                 return _reported(wrap.wrap(nn.ReLU()))
 
-        return observe(lambda: (observe(run).raised, _reported(wrap.wrap(nn.ReLU()))))
+        return observe(inside).raised, _reported(wrap.wrap(nn.ReLU()))
 
-    compare(outcome)
+    ask(compare, question)
 
 
 @clause("distributed.fsdp.wrap.wrap.outside")
 @pytest.mark.parametrize("kwargs", [{}, {"a": 1}, {"wrapper_cls": Wrapper}], ids=str)
 def test_outside(compare: Compare, kwargs: dict[str, Any]) -> None:
-    def outcome(library: Library) -> Outcome:
-        module = nn.Linear(2, 2)
-        return observe(lambda: library.distributed.fsdp.wrap.wrap(module, **kwargs) is module)
-
-    compare(outcome)
+    module = nn.Linear(2, 2)
+    ask(compare, lambda wrap: wrap.wrap(module, **kwargs) is module)
 
 
 @clause("distributed.fsdp.wrap.wrap.outside")
 def test_outside_without_a_module(compare: Compare) -> None:
-    compare(lambda library: observe(library.distributed.fsdp.wrap.wrap))
+    ask(compare, lambda wrap: wrap.wrap())

@@ -7,6 +7,7 @@ def test_apply_shows_whole_parameters(twins: Twins, strategy: str) -> None:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,10 @@ class Twins:
     ) -> None:
         self.reference, self.subject, self.pool = reference, subject, pool
         self._deviation = deviation
+
+    def judging(self, subject: Library) -> Twins:
+        """With another subject, on the same ranks."""
+        return Twins(self.reference, subject, self.pool, self._deviation)
 
     def __repr__(self) -> str:
         return f"Twins({self.reference.spec!r}, {self.subject.spec!r}, on {self.world_size} ranks)"
@@ -134,6 +139,22 @@ class Twins:
             seen = [[without_layout(outcome) for outcome in ranks] for ranks in seen]
         assert_ranks_agree(*seen, tolerance)
         assert_like_unsharded(seen[1], training, tolerance)
+
+
+@dataclass(frozen=True)
+class TwinsOf:
+    """The fixture `twins_of`: `twins_of(world_size, device="cpu")`, whatever world sizes are asked for."""
+
+    reference: Library
+    subject: Library
+    ranks: Callable[..., RankPool]
+    deviation: DeviationJudge | None
+
+    def __call__(self, world_size: int, device: str = "cpu") -> Twins:
+        return Twins(self.reference, self.subject, self.ranks(world_size, device), self.deviation)
+
+    def judging(self, subject: Library) -> TwinsOf:
+        return replace(self, subject=subject)
 
 
 def torch_cannot(
