@@ -82,7 +82,7 @@ class RankPool:
         self.starts = 0  # how often ranks were made
         self.traces: Sequence[Sequence[Collective]] = ()  # what each rank issued in the last case
         self._backend = backend or backend_for(device, world_size)
-        self._device = device
+        self.device = device
         self._warm_up = pickle.dumps(warm_up) if warm_up else None
         self._start_s = start_s
         self._turns = turns
@@ -161,7 +161,7 @@ class RankPool:
     def _start(self) -> None:
         self.starts += 1
         for number in range(self.world_size):
-            settings = Settings(number, self.world_size, self._backend, self._device, run_seed())
+            settings = Settings(number, self.world_size, self._backend, self.device, run_seed())
             self._ranks.append(Handle.start(settings))
             self._ranks[-1].watch(self._selector)
         ready: set[int] = set()

@@ -16,16 +16,30 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance import simulator
 from conformance.ranks import Rank
 
-STEPS = 2
-WIDTH = 12
+WIDTH = 16
 LAYERS = 5  # more than buffers that are kept while they are reduced
+# Rows of each step's batches. In the first no memory but that of a layer's gradients is as long as it; in the second
+# activations are, so that the memory of the one is used for the other.
+ROWS = (4, 24)
 LIBRARIES = {"torch": "torch.distributed.fsdp", "impl": "impl.distributed.fsdp"}
+
+
+def backward(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss = model(batch).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,9 @@ class Way:
     """How a model is sharded, and what a step does with it."""
 
     shard: Callable[[ModuleType, nn.Sequential, Rank], nn.Module]
+    backward: Callable[[nn.Module, torch.Tensor], torch.Tensor] = backward
     accumulate: Callable[[nn.Module, bool], contextlib.AbstractContextManager[Any]] | None = None
+    step: Callable[[nn.Module, torch.optim.Optimizer], None] = step
     between: Callable[[ModuleType, nn.Module], None] = lambda library, model: None
 
 
@@ -86,25 +102,57 @@ def not_the_last(model: nn.Module, last: bool) -> contextlib.AbstractContextMana
 
 
 def summon(library: ModuleType, model: nn.Module) -> None:
-    with library.FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+    with library.FullyShardedDataParallel.summon_full_params(model):
+        halve(model)
     with library.FullyShardedDataParallel.summon_full_params(model, writeback=False, offload_to_cpu=True):
         pass
 
 
-def gather_for_nothing(library: ModuleType, model: nn.Module) -> None:
-    """What is gathered and not used is not read by what writes to the shards next."""
-    model.unshard(async_op=True)
-    model.reshard()
+def halve(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
 
 
+def gather_for_nothing(library: ModuleType, model: nn.Module) -> None:
+    """What is gathered and not used still reads the shards, which are written to next."""
+    for layer in model:
+        layer.unshard(async_op=True)
+        layer.reshard()
+    halve(model)
+
+
 def gather_ahead(library: ModuleType, model: nn.Module) -> None:
     handles = [layer.unshard(async_op=True) for layer in model]
     handles[0].wait()
+
+
+def give_other_tensors(library: ModuleType, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def write_before_backward(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """What autograd does not see: the backward gathers what was written. torch's gathers do not wait for it."""
+    loss = model(batch).square().mean()
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    loss.backward()
+    return loss.detach()
+
+
+def step_on_a_stream_of_its_own(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Only gathers wait for it, by its event."""
+    side = torch.Stream("sim")
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        optimizer.step()
+    model.set_post_optim_event(side.record_event())
+    if dist.get_world_size() == 1:  # torch gathers nothing, so nothing there waits for the event
+        torch.accelerator.current_stream().wait_stream(side)
+    for parameter in model.parameters():
+        parameter.grad.to_local().record_stream(side)
+    optimizer.zero_grad()
 
 
 def save(library: ModuleType, model: nn.Module) -> None:
@@ -135,6 +183,8 @@ FLAT_WAYS = {
     "FSDP, accumulated": Way(flat(), accumulate=without_syncing),
     "FSDP, summoned": Way(flat(), between=summon),
     "FSDP, saved": Way(flat(), between=save),
+    "FSDP, given other tensors": Way(flat(), between=give_other_tensors),
+    "FSDP, written to before the backward": Way(flat(), backward=write_before_backward),
 }
 PER_PARAMETER_WAYS = {
     "fully_shard": Way(per_parameter()),
@@ -151,9 +201,14 @@ PER_PARAMETER_WAYS = {
     "fully_shard, accumulated": Way(per_parameter(), accumulate=without_syncing),
     "fully_shard, a backward that is not the last": Way(per_parameter(), accumulate=not_the_last),
     "fully_shard, gathered ahead": Way(per_parameter(), between=gather_ahead),
+    "fully_shard, an optimizer on a stream of its own": Way(
+        per_parameter(), step=step_on_a_stream_of_its_own
+    ),
     "fully_shard, gathered for nothing": Way(per_parameter(), between=gather_for_nothing),
 }
 WAYS = {**FLAT_WAYS, **PER_PARAMETER_WAYS, "DDP": Way(replicated, accumulate=without_syncing)}
+
+OF_ONE_LIBRARY = {"DDP": "torch", "FSDP, written to before the backward": "impl"}
 
 
 @dataclass(frozen=True)
@@ -190,16 +245,14 @@ def _train(library: ModuleType, way: Way, rank: Rank) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(rank.rank)
     losses = []
-    for _ in range(STEPS):
+    for rows in ROWS:
         for last in (False, True) if way.accumulate else (True,):
-            batch = torch.randn(4, WIDTH, generator=generator).to(rank.device, non_blocking=True)
+            batch = torch.randn(rows, WIDTH, generator=generator).to(rank.device, non_blocking=True)
             with way.accumulate(model, last) if way.accumulate else contextlib.nullcontext():
-                loss = model(batch).square().mean()
-                loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+                losses.append(way.backward(model, batch))
+        way.step(model, optimizer)
         way.between(library, model)
+    torch.accelerator.synchronize()
     parameters = (getattr(p, "_local_tensor", p) for p in model.parameters())
     seen = (tensor.detach().cpu().contiguous().flatten() for tensor in (*losses, *parameters))
     return hashlib.sha256(b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in seen)).hexdigest()

@@ -10,7 +10,14 @@ import pytest
 
 from conformance.judge.judgement import unavailable
 from conformance.ranks import RankPool
-from conformance.selftests.simulator_sharded import FLAT_WAYS, PER_PARAMETER_WAYS, WAYS, Course
+from conformance.selftests.simulator_sharded import (
+    FLAT_WAYS,
+    LIBRARIES,
+    OF_ONE_LIBRARY,
+    PER_PARAMETER_WAYS,
+    WAYS,
+    Course,
+)
 from conformance.simulator import NAME, Unavailable, ensure_built
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +27,17 @@ SEEDS = {"quick": 5, "full": 20, "deep": 1000}
 SEEDS_WITHOUT_A_WAIT = 6
 DRAWN = 4  # from this seed on
 # Waits without which no program here has another result, and why they are there.
-SPARED: dict[tuple[str, str], str] = {}
+SPARED = {
+    ("_memory.py", "self.streams.block(self._resharded[oldest])"): "how far the host runs ahead is no number",
+    (
+        "_memory.py",
+        "self.streams.wait(StreamRole.COMPUTE, self._being_reduced.pop(0)[1])",
+    ): "in no program here is the memory that is freed then used again before the gradients are shown",
+    (
+        "_root.py",
+        "self.streams.block(self.streams.record(StreamRole.COMPUTE))",
+    ): "copies to the host hold it up by themselves; this is for when they do not",
+}
 
 pytestmark = pytest.mark.deadline(560.0)
 
@@ -51,8 +68,10 @@ QUICK_OF_TORCH = ("FSDP", "fully_shard", "DDP")  # of impl all
 @pytest.mark.parametrize(
     ("library", "way"),
     [
-        *(pytest.param("torch", way, marks=() if way in QUICK_OF_TORCH else FULL) for way in WAYS),
-        *(("impl", way) for way in WAYS if way != "DDP"),
+        pytest.param(library, way, marks=FULL if library == "torch" and way not in QUICK_OF_TORCH else ())
+        for way in WAYS
+        for library in LIBRARIES
+        if OF_ONE_LIBRARY.get(way, library) == library
     ],
 )
 def test_a_right_program_has_one_result_and_a_seed_one_course(

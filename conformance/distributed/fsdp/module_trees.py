@@ -310,6 +310,10 @@ class Batch:
     x: torch.Tensor
     ids: torch.Tensor
 
+    def on(self, device: torch.device) -> Batch:
+        """As a root would move it, for what is called by itself."""
+        return Batch(self.x.detach().to(device).requires_grad_(), self.ids.to(device))
+
 
 class Model(nn.Module):
     def __init__(self, tree: ModuleTree) -> None:

@@ -54,7 +54,7 @@ def computes(
                 parameter.add_(adds)
         with torch.set_grad_enabled(bool(backward)):
             model = lab.model if by == "unit" else lab.model.module
-            output = out_of_form(call(model, lab.tree, lab.tree.batch(0, lab.rank.rank)))
+            output = out_of_form(call(model, lab.tree, lab.tree.batch(0, lab.rank.rank).on(lab.rank.device)))
         inside = [parameter.shape for parameter in lab.model.parameters()]
         if backward == "inside":
             loss_of(output).backward()
