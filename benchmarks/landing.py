@@ -25,8 +25,8 @@ _STEADY = 1.05  # a mean that has changed by less since its first point
 # What training does in every step comes first, what it does once last.
 AREAS = (
     "FSDP step", "AMP step", "Fused AMP step", "Clipping", "GradScaler", "Captured optimizer", "Compiled optimizer",
-    "FSDP step against torch's other ways", "FSDP: the cost of a unit", "Peak memory", "Bytes through collectives",
-    "autocast", "Checkpoints", "Once a run",
+    "FSDP step against torch's other ways", "FSDP: the cost of a unit", "fully_shard step",
+    "Peak memory", "Bytes through collectives", "autocast", "Checkpoints", "Once a run",
 )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ def test_what_is_done_once_is_known():
         "RatioFsdpWrap",
         "RatioFsdpSave",
         "RatioFsdpLoad",
+        "RatioFullyShardWholeState",
         "RatioOptimizerCompile",
     }
 

@@ -191,6 +191,8 @@ class UnitLoading:
         return f"a tensor of shape {slot.shape}"
 
     def part_given(self, handle: FlatParamGroup, index: int) -> str:
+        if self._kind is StateDictType.LOCAL_STATE_DICT:  # which has one part, of all parameters together
+            return "nothing"
         source = self._sources[handle][index]
         if isinstance(source, DTensor):
             return f"a part in {source.dtype} as {source.placements}"
