@@ -313,7 +313,7 @@ def test_a_policy_of_ones_own(compare: Compare, defines: bool) -> None:
 @clause("distributed.fsdp.wrap.policies.ones_own")
 @pytest.mark.parametrize("name", ["ModuleWrapPolicy", "CustomPolicy"])
 def test_the_classes_are_policies(compare: Compare, name: str) -> None:
-    ask(compare, lambda wrap: issubclass(getattr(wrap, name), wrap._Policy))
+    ask(compare, lambda wrap: wrap._Policy in getattr(wrap, name).__mro__)  # no hook of the base answers this
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
