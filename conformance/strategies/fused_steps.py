@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -110,11 +110,22 @@ def iterations(
         yield observe(take, harness, *expected), state_of(harness)
 
 
-def judge(deviation: DeviationJudge, probe: Callable[[Library], Any], compare: Callable[[Any], None]) -> None:
-    """`compare` raises where what was seen of the fused step is wrong."""
+class Judges(Protocol):
+    """A `DeviationJudge`, or a row's twins on the ranks of one world."""
+
+    def judge(self, probe: Callable[[Library], Any], **sides: Any) -> None: ...
+
+
+def judge(
+    deviation: Judges,
+    probe: Callable[[Library], Any],
+    compare: Callable[[Any], None],
+    scaler: str = "amp.GradScaler",
+) -> None:
+    """torch has no such method; `compare` raises where what was seen of the subject's is wrong."""
 
     def asked(library: Library) -> Any:
-        return probe(library) if hasattr(library.amp.GradScaler, "fused_step") else LACKING
+        return probe(library) if hasattr(library.find(scaler), "fused_step") else LACKING
 
     def agrees(seen: Any) -> bool:
         if seen is LACKING:

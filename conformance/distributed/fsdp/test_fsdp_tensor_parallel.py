@@ -13,6 +13,7 @@ import torch
 from conformance.distributed.fsdp import tensor_parallel_cases as cases
 from conformance.distributed.fsdp.judging import assert_all_close, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.tensor_parallel_cases import Parallel
+from conformance.distributed.fsdp.twins import FULL, holds
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
@@ -20,7 +21,7 @@ from conformance.judge.outcome import Outcome
 from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankPool
 
-FULL, DEEP = pytest.mark.profile("full"), pytest.mark.profile("deep")
+DEEP = pytest.mark.profile("deep")
 Ranks = Callable[..., RankPool]
 
 FLAT, ORIGINALS = {"use_orig_params": False}, {"use_orig_params": True}
@@ -80,14 +81,6 @@ def assert_like_unsharded(got: Sequence[Outcome], expected: dict[str, Any]) -> N
     for outcome in got:
         assert outcome.raised is None, outcome.raised
         assert_all_close("parameters", expected["parameters"], values_of(outcome), TRAINED)
-
-
-def are_like_unsharded(got: Sequence[Outcome], expected: dict[str, Any]) -> bool:
-    try:
-        assert_like_unsharded(got, expected)
-    except AssertionError:
-        return False
-    return True
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.trains")
@@ -161,7 +154,7 @@ def test_training_is_resumed(deviation: DeviationJudge, ranks: Ranks, parallel: 
     def goes_on(got: Sequence[Outcome]) -> bool:
         return all(
             outcome.raised is None
-            and are_like_unsharded([Outcome({"parameters": outcome.value["resumed"]})], expected)
+            and holds(assert_like_unsharded, [Outcome({"parameters": outcome.value["resumed"]})], expected)
             for outcome in got
         )
 
@@ -181,7 +174,7 @@ def test_the_norm_counts_each_element_once(
     expected = cases.train_unsharded(parallel, norm=(0.5, norm_type), steps=1)
 
     def is_right(got: Sequence[Outcome]) -> bool:
-        if not are_like_unsharded(got, expected):
+        if not holds(assert_like_unsharded, got, expected):
             return False
         norms = [outcome.value["norm"].values for outcome in got]
         return all(TRAINED.excess(expected["norm"], norm) is None for norm in norms)
@@ -203,7 +196,7 @@ def test_originals_that_are_not_sharded_train(
     expected = cases.train_unsharded(parallel)
     deviation.judge(
         partial(_seen_by, ranks, cases.train, parallel),
-        we_do=lambda got: are_like_unsharded(got, expected),
+        we_do=lambda got: holds(assert_like_unsharded, got, expected),
         torch_does=_raises,
     )
 
@@ -216,7 +209,7 @@ def test_originals_accumulate(deviation: DeviationJudge, ranks: Ranks) -> None:
     expected = cases.train_unsharded(parallel, steps=1, backwards=2)
     deviation.judge(
         partial(_seen_by, ranks, cases.accumulate, parallel),
-        we_do=lambda got: are_like_unsharded(got, expected),
+        we_do=lambda got: holds(assert_like_unsharded, got, expected),
         torch_does=_raises,
     )
 

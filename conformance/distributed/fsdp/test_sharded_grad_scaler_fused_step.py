@@ -12,30 +12,21 @@ from conformance.distributed.fsdp.judging import assert_all_close
 from conformance.distributed.fsdp.scaler_cases import SCALER
 from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf, values_of
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
 from conformance.judge.tolerances import TRAINED
-
-ROW = pytest.mark.deviation("grad_scaler.fused_step")
-LACKING = "no such method"
+from conformance.strategies import fused_steps
+from conformance.strategies.fused_steps import ROW
 
 
 def judge(
     twins: Twins, program: Any, judged: Callable[[list[Any]], None], scaler: str = SCALER, **asked: Any
 ) -> None:
-    """torch has no such method; `judged` asserts what is right of what every rank returned."""
-
-    def probe(library: Library) -> Any:
-        if not hasattr(library.find(scaler), "fused_step"):
-            return LACKING
-        return values_of(twins.of(library, program, scaler=scaler, **asked))
-
-    def we_do(seen: Any) -> bool:
-        if seen is LACKING:
-            return False
-        judged(seen)
-        return True
-
-    twins.judge(probe, torch_does=lambda seen: seen is LACKING, we_do=we_do)
+    """`judged` asserts what is right of what every rank returned."""
+    fused_steps.judge(
+        twins,
+        lambda library: values_of(twins.of(library, program, scaler=scaler, **asked)),
+        judged,
+        scaler,
+    )
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.as_unsharded")
