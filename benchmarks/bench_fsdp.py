@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,9 +37,14 @@ def small_units(subject: str, parameters: int, kept: str, device: str) -> Worklo
         device_id=torch.device(device),
         use_orig_params=kept == "original",
     )
+    return forward_and_backward(wrap, parameters, device)
+
+
+def forward_and_backward(wrap: Callable[[nn.Module], nn.Module], parameters: int, device: str) -> Workload:
+    """Of a model of units in a unit, each made by `wrap`."""
     units = [wrap(nn.Sequential(*(nn.Linear(8, 8) for _ in range(parameters // 2)))) for _ in range(UNITS)]
     model = wrap(nn.Sequential(*units))
-    data = torch.randn(2, 8)
+    data = torch.randn(2, 8, device=device)
 
     def call() -> None:
         model(data).sum().backward()

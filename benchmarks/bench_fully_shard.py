@@ -5,10 +5,9 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks import comparison
-from benchmarks.bench_fsdp import UNITS, group_of_eight
+from benchmarks.bench_fsdp import forward_and_backward, group_of_eight
 from benchmarks.common import member, ranks
 from benchmarks.timing import Workload
 
@@ -21,19 +20,7 @@ def small_units(subject: str, parameters: int, device: str) -> Workload:
     """Forward and backward of units that compute next to nothing."""
     group_of_eight()
     torch.manual_seed(0)
-    fully_shard = member(subject, "distributed.fsdp.fully_shard")
-    units = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(parameters // 2))) for _ in range(UNITS)]
-    model = fully_shard(nn.Sequential(*(fully_shard(unit) for unit in units)))
-    data = torch.randn(2, 8, device=device)
-
-    def call() -> None:
-        model(data).sum().backward()
-
-    def clear() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    return Workload(call, clear)
+    return forward_and_backward(member(subject, "distributed.fsdp.fully_shard"), parameters, device)
 
 
 def _on_ranks(call: str, effect: str, subject: str, world_size: int, device: str) -> Workload:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import state_dict as helpers
-from torch.distributed.fsdp import fully_shard
 
 from benchmarks import memory
 from benchmarks.common import member
-from benchmarks.fsdp_ranks import Block, Transformer
+from benchmarks.fsdp_ranks import Block, Transformer, fully_sharded
 from impl.distributed.fsdp.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -28,7 +27,7 @@ from impl.distributed.fsdp.api import (
 def _stepped(subject: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model, and an optimizer that keeps two tensors for each parameter."""
     torch.manual_seed(0)
-    model = _fully_sharded() if subject == "FSDP2" else _wrapped(subject)
+    model = fully_sharded("torch") if subject == "FSDP2" else _wrapped(subject)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -43,13 +42,6 @@ def _wrapped(subject: str) -> nn.Module:
         auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({Block}),
         device_id=torch.device("cpu"),
     )
-
-
-def _fully_sharded() -> nn.Module:
-    model = Transformer()
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import memory
@@ -56,6 +55,11 @@ def trained(subject: str, use_orig_params: bool) -> tuple[Callable[[], None], Te
     torch.manual_seed(0)
     with warnings.catch_warnings(action="ignore"):  # a world of one is told to be NO_SHARD
         model = _PEERS[subject]() if subject in _PEERS else _sharded(subject, use_orig_params)
+    return stepping(model)
+
+
+def stepping(model: nn.Module) -> tuple[Callable[[], None], Tensor]:
+    """A step of any of these models, which has taken one; and logits after that."""
     words = torch.randint(
         0, WORDS, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank())
     )
@@ -81,14 +85,17 @@ def _sharded(subject: str, use_orig_params: bool) -> nn.Module:
     )
 
 
-def _fully_shard() -> nn.Module:
-    model = Transformer()
+def fully_sharded(subject: str) -> nn.Module:
+    model, fully_shard = Transformer(), member(subject, "distributed.fsdp.fully_shard")
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
 
 
-_PEERS = {"FSDP2": _fully_shard, "DDP": lambda: DistributedDataParallel(Transformer())}
+_PEERS: dict[str, Callable[[], nn.Module]] = {
+    "FSDP2": lambda: fully_sharded("torch"),
+    "DDP": lambda: DistributedDataParallel(Transformer()),
+}
 
 
 def step(rank: Any, *, subject: str, use_orig_params: bool) -> None:

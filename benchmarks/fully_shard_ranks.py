@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from benchmarks.common import member
-from benchmarks.fsdp_ranks import SEQUENCES, TOKENS, WORDS, Transformer
+from benchmarks.fsdp_ranks import fully_sharded, stepping
 
 
 @dataclass(frozen=True)
@@ -24,23 +23,8 @@ class Trained:
 @functools.lru_cache(maxsize=2)
 def trained(subject: str) -> Trained:
     torch.manual_seed(0)
-    model, fully_shard = Transformer(), member(subject, "distributed.fsdp.fully_shard")
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    words = torch.randint(
-        0, WORDS, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank())
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def take_step() -> None:
-        nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    take_step()
-    with torch.no_grad():
-        return Trained(model, take_step, model(words)[0, 0])
+    model = fully_sharded(subject)
+    return Trained(model, *stepping(model))
 
 
 def step(rank: Any, *, subject: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import fully_shard_construct_cases as cases
+from conformance.distributed.fsdp import fully_shard_extension_cases as extension_cases
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge, does_as
@@ -129,7 +130,7 @@ def test_tensors_say_how_they_are_gathered(
     subject: Library, reference: Library, rank_pool: RankPool, kind: str, policy: dict[str, Any]
 ) -> None:
     (actual, *_) = assert_probes_agree(
-        rank_pool, (reference, subject), cases.extended, kind=kind, policy=policy
+        rank_pool, (reference, subject), extension_cases.extended, kind=kind, policy=policy
     )
     assert actual.raised is None, actual.raised
 
@@ -139,7 +140,7 @@ def test_tensors_say_how_they_are_gathered(
 def test_refuses_half_an_extension(
     subject: Library, reference: Library, rank_pool: RankPool, kind: str
 ) -> None:
-    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.extended, kind=kind)
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), extension_cases.extended, kind=kind)
     assert actual.raised is not None
 
 
@@ -149,7 +150,7 @@ def test_refuses_what_is_gathered_without_padding(
     subject: Library, reference: Library, rank_pool: RankPool
 ) -> None:
     """Of the rank that it is missing on."""
-    *_, actual = assert_probes_agree(rank_pool, (reference, subject), cases.unpadded)
+    *_, actual = assert_probes_agree(rank_pool, (reference, subject), extension_cases.unpadded)
     assert actual.raised is None, actual.raised
 
 
@@ -162,10 +163,14 @@ def test_one_rank_is_handed_all_that_is_gathered(
 
     def probe(library: Library) -> list[Outcome]:
         return outcomes(
-            ranks(1), library, "fully_shard_construct_cases:probe", asks=cases.extended, kind="Halved"
+            ranks(1),
+            library,
+            "fully_shard_construct_cases:probe",
+            asks=extension_cases.extended,
+            kind="Halved",
         )
 
-    expected = cases.extended_by_hand()
+    expected = extension_cases.extended_by_hand()
     deviation.judge(
         probe,
         we_do=lambda seen: seen[0].raised is None and does_as(expected, seen[0].value["losses"][0].values),

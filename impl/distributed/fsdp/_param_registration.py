@@ -63,6 +63,10 @@ class ParamInfo:
         """What modules and users see over memory in the shape of what the unit shards."""
         return local if self.parallel is None else self.parallel.dtensor(local)
 
+    def local_part(self, grad: Tensor | None) -> Tensor | None:
+        """Of a gradient of what was shown, what the unit reduces."""
+        return grad if grad is None or self.parallel is None else self.parallel.local_part(grad)
+
 
 @dataclass(frozen=True)
 class ManagedParam:

@@ -25,7 +25,7 @@ class UnshardedBuffer:
     ) -> None:
         self.aliases_shard = over is not None
         self._slots = layout.slots
-        self._forms = [info.parallel for info in param_infos]
+        self._param_infos = param_infos
         self.flat = torch.empty(layout.padded_numel, dtype=dtype, device=device) if over is None else over
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
@@ -101,8 +101,7 @@ class UnshardedBuffer:
             view.grad = None
         if any(grad is not None and grad.requires_grad for grad in grads):
             raise RuntimeError("FSDP does not support gradients of gradients")
-        pairs = zip(grads, self._forms, strict=True)
-        grads = [grad if grad is None or form is None else form.local_part(grad) for grad, form in pairs]
+        grads = [info.local_part(grad) for info, grad in zip(self._param_infos, grads, strict=True)]
         return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
 
     def changed(self) -> str | None:

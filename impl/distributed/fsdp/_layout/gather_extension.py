@@ -37,6 +37,8 @@ class GatherExtension:
         self._policy = policy
         mesh: Any = param.mesh
         self._mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+        # The parameter's own may differ where a size is 1.
+        self._stride = torch.empty(param.shape, device="meta").stride()
         self._metadata: Any = None
         self._sizes: Sequence[torch.Size] = ()  # of what is gathered
         self._inner: Sequence[Tensor] = ()  # whose memory is what was unsharded
@@ -83,8 +85,7 @@ class GatherExtension:
         if len(signature.parameters) == 1:
             return (self._mesh,)
         param = self._param
-        stride = torch.empty(param.shape, device="meta").stride()
-        return self._mesh, param.shape, stride, param.info.locations[0].module, self._policy
+        return self._mesh, param.shape, self._stride, param.info.locations[0].module, self._policy
 
     def unsharded(self, dtype: torch.dtype) -> nn.Parameter:
         """Made of what was gathered; always the same object, over memory that comes and goes."""
@@ -92,8 +93,7 @@ class GatherExtension:
         gathered = tuple(one.view(-1, *size[1:]) for one, size in zip(self.outputs, self._sizes, strict=True))
         if self._unsharded is None:
             made, self._inner = after(gathered, self._metadata, dtype)
-            shape, stride = self._param.shape, torch.empty(self._param.shape, device="meta").stride()
-            made = torch.as_strided(made, shape, stride, storage_offset=0)
+            made = torch.as_strided(made, self._param.shape, self._stride, storage_offset=0)
             self._unsharded = nn.Parameter(made, requires_grad=self._param.sharded.requires_grad)
         else:
             self._allocate(self._inner)

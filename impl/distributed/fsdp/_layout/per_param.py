@@ -17,7 +17,7 @@ from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.dtensor_gradients import DTensorGradients
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension, has_extension
 from impl.distributed.fsdp._layout.group_options import GroupOptions
-from impl.distributed.fsdp._layout.sharded_param import ShardedParam
+from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._param_group import Gathering
 from impl.distributed.fsdp._param_registration import ParamRegistration
@@ -166,7 +166,7 @@ class DTensorGroup:
         unsharded.note_filled()
         if over is None:
             for one, (_, run) in zip(given, unsharded.runs, strict=True):
-                _beginning(run, one).copy_(one)
+                beginning_of(run, one.shape).copy_(one)
             unsharded.complete()
             return None
         gathering = self._packed(over, given, unsharded)
@@ -246,8 +246,3 @@ class DTensorGroup:
 def _is_in_backward() -> bool:
     number: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]  no stub
     return number() != -1
-
-
-def _beginning(run: Tensor, of: Tensor) -> Tensor:
-    """The view of a run that takes a tensor in its shape; behind it may lie padding."""
-    return run[: of.numel()].view(of.shape)

@@ -129,7 +129,7 @@ class ShardedParam:
         shape = (stop - start, *self.shape[1:])
         meta = cast("DTensor", self.sharded)._spec.tensor_meta
         spec = DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta)
-        made = made_dtensor(part[: prod(shape)].view(shape), spec)
+        made = made_dtensor(beginning_of(part, shape), spec)
         return nn.Parameter(made, requires_grad=self.sharded.requires_grad)
 
     def copy_out(self, parts: Tensor, unsharded: Tensor) -> None:
@@ -150,7 +150,7 @@ class ShardedParam:
 
     def part_in(self, run: Tensor) -> Tensor:
         """The view of a run [n] that has this rank's part, without padding."""
-        return run[: prod(self.local_shape)].view(self.local_shape)
+        return beginning_of(run, self.local_shape)
 
 
 def _origin_of(parameter: nn.Parameter) -> int:
@@ -160,6 +160,11 @@ def _origin_of(parameter: nn.Parameter) -> int:
         found = next(_numbers)
         setattr(parameter, _ORIGIN, found)
     return found
+
+
+def beginning_of(run: Tensor, shape: Sequence[int]) -> Tensor:
+    """The view of a run that has a tensor in this shape; behind it may lie padding."""
+    return run[: prod(shape)].view(shape)
 
 
 def offsets(numels: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension
-from impl.distributed.fsdp._layout.sharded_param import ShardedParam, offsets
+from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of, offsets
 
 _ALIGNMENT = 16  # bytes, so that any dtype may begin there
 
@@ -53,10 +53,8 @@ class Packing:
         """
         if is_own and [piece.shape for piece in self._pieces] == [one.shape for one in given]:
             return self._pieces
-        found = [
-            piece[: one.numel()].view(one.shape)
-            for piece, one in zip(mine.split(self.sizes), given, strict=True)
-        ]
+        pairs = zip(mine.split(self.sizes), given, strict=True)
+        found = [beginning_of(piece, one.shape) for piece, one in pairs]
         if is_own:
             self._pieces = found
         return found
@@ -200,11 +198,7 @@ class UnshardedParams:
         grads = [view.grad for view in self.views]
         for view in self.views:
             view.grad = None
-        forms = [param.info.parallel for param in self._params]
-        return [
-            grad if grad is None or form is None else form.local_part(grad)
-            for grad, form in zip(grads, forms, strict=True)
-        ]
+        return [param.info.local_part(grad) for param, grad in zip(self._params, grads, strict=True)]
 
     def changed(self) -> None:
         """Changes in place during a forward are the module's own, as in torch."""

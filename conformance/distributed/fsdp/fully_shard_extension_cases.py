@@ -1,0 +1,163 @@
+"""Tensors that say how they are gathered, and probes that shard parameters made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conformance.distributed.fsdp.fully_shard_calls import TREE
+from conformance.distributed.fsdp.fully_shard_cases import registered
+from conformance.distributed.fsdp.fully_shard_construct_cases import Site
+from conformance.distributed.fsdp.lab import tried
+from conformance.distributed.fsdp.module_trees import call, loss_of
+
+
+class Halved(torch.Tensor):
+    """Holds values that travel in float32, as halves of them, with their double as the factor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], *_: Any) -> Halved:
+        return Halved(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def bare(value: Any) -> Any:
+            return value.inner if isinstance(value, Halved) else value
+
+        made = func(
+            *torch.utils._pytree.tree_map(bare, args), **torch.utils._pytree.tree_map(bare, kwargs or {})
+        )
+        if func in _KEEPING:
+            made = torch.utils._pytree.tree_map_only(torch.Tensor, cls, made)
+            return args[0] if func is torch.ops.aten.copy_.default else made
+        return made
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return ((self.inner / 2).float(), torch.full_like(self.inner, 2.0)), tuple(outer_size)
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[torch.Tensor, ...],
+        metadata: Any,
+        dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        halves, factors = gathered
+        rows = metadata[0]
+        return _unsharded((halves.to(dtype) * factors.to(dtype))[:rows], out)
+
+
+def _unsharded(values: torch.Tensor, out: torch.Tensor | None) -> Any:
+    """The first time what was made, with the memory that it lies in; then `out` is to have it."""
+    if out is None:
+        return values, (values,)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(values)
+    return None
+
+
+class Quantised(Halved):
+    """Travels in 8 bits, with a scale for each rank's rows; is handed the mesh alone."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
+        scale = self.inner.abs().amax().clamp(min=1e-6) / 127
+        return ((self.inner / scale).round().to(torch.int8), scale.reshape(1)), mesh.size()
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[torch.Tensor, ...],
+        metadata: Any,
+        dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        bits, scales = gathered
+        values = bits.view(metadata, -1).to(dtype) * scales.to(dtype)[:, None]
+        return _unsharded(values.view(bits.shape), out)
+
+
+class OneMethod(Halved):
+    fsdp_post_all_gather = property()  # type: ignore[assignment]
+
+
+class TwoArguments(Halved):
+    def fsdp_pre_all_gather(self, mesh: Any, policy: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+_ATEN = torch.ops.aten
+_KEEPING = {
+    _ATEN.detach.default,
+    _ATEN.clone.default,
+    _ATEN.copy_.default,
+    _ATEN.view.default,
+    _ATEN.as_strided.default,
+    _ATEN.slice.Tensor,
+    _ATEN.split.Tensor,
+    _ATEN.new_zeros.default,
+    _ATEN._to_copy.default,
+    _ATEN.empty_like.default,
+}
+
+
+def extended(
+    site: Site, kind: str, policy: Mapping[str, Any] | None = None, steps: int = 2
+) -> dict[str, Any]:
+    inner = site.model.body.parts[0].inner
+    for name in ("weight", "bias"):
+        setattr(inner, name, nn.Parameter(globals()[kind](getattr(inner, name).detach())))
+    site.leaf_by_leaf(mp_policy=site.fsdp.MixedPrecisionPolicy(**(policy or {})))
+    optimizer = torch.optim.SGD(site.model.parameters(), 0.1)
+    losses, gradients = [], []
+    for number in range(steps):
+        loss = site.forward(number)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(
+            {
+                name: parameter.grad.to_local().clone()
+                for name, parameter in site.model.named_parameters()
+                if parameter.grad is not None
+            }
+        )
+        optimizer.step()
+    dist.barrier()
+    return {"losses": losses, "gradients": gradients, "registered": registered(site.model)}
+
+
+def extended_by_hand() -> torch.Tensor:
+    """The first loss of one rank whose first part has lost what halves in float32 do not hold."""
+    model = TREE.build()
+    inner = model.body.parts[0].inner
+    for parameter in (inner.weight, inner.bias):
+        parameter.data = (parameter.data / 2).float().double() * 2
+    return loss_of(call(model, TREE, TREE.batch(0, 0))).detach()
+
+
+def unpadded(site: Site) -> str:
+    """Three rows, of which the last rank has fewer; nobody goes on to gather."""
+    linear = nn.Linear(2, 3, bias=False)
+    linear.weight = nn.Parameter(Halved(linear.weight.detach()))
+    site.shard(linear)
+    if site.rank.rank < site.rank.world_size - 1:
+        return "not here"
+    return tried(lambda: linear(torch.ones(1, 2)))
