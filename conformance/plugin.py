@@ -311,7 +311,8 @@ def deviation(request: pytest.FixtureRequest, subject: Library, reference: Libra
     """Judges a probe against the row that the test's `deviation` mark names."""
     row = all_deviations()[request.node.get_closest_marker("deviation").args[0]]
     is_extension = clause_of(request.node) in claimed_extensions(subject.spec)
-    request.node.deviation_judge = DeviationJudge(subject, reference, row, is_promised=is_extension)
+    device = request.getfixturevalue("device") if "device" in request.fixturenames else None
+    request.node.deviation_judge = DeviationJudge(subject, reference, row, is_extension, device)
     return request.node.deviation_judge
 
 

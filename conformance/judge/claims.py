@@ -18,7 +18,7 @@ from conformance.judge.clauses import HERE, all_clauses
 from conformance.judge.environment import try_out
 from conformance.judge.errors import describe
 from conformance.judge.library import Library, LookupFailed, NotProvided, load_library, package_of
-from conformance.judge.rows import all_reference_limits
+from conformance.judge.rows import limited_clauses
 
 
 class NotClaimed(pytest.skip.Exception):
@@ -56,7 +56,7 @@ def _extensions(package: str) -> frozenset[str]:
 
 
 def _all_extensions() -> list[str]:
-    limited = {clause for limit in all_reference_limits().values() for clause in limit.clauses}
+    limited = limited_clauses()
     return [found.id for found in all_clauses().values() if found.level == "extension" or found.id in limited]
 
 

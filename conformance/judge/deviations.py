@@ -24,11 +24,20 @@ class DeviationJudge:
     """Runs one probe on both libraries and says which side of a row the subject takes."""
 
     def __init__(
-        self, subject: Library, reference: Library, row: Deviation, is_promised: bool = False
+        self,
+        subject: Library,
+        reference: Library,
+        row: Deviation,
+        is_promised: bool = False,
+        device: str | None = None,
     ) -> None:
-        """`is_promised` if the subject may not take torch's side, as an extension that it claims; `impl` never may."""
+        """`is_promised` if the subject may not take torch's side, as an extension that it claims; `impl` never may.
+
+        But nobody promises what a row promises on other devices alone.
+        """
         self.subject, self.reference, self.row = subject, reference, row
-        self._is_promised = is_promised or subject.package == "impl"
+        is_here = device is None or not row.promised_on or device in row.promised_on
+        self._is_promised = is_here and (is_promised or subject.package == "impl")
         self.subject_takes_torchs_side = False
 
     def judge(

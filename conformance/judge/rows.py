@@ -17,11 +17,17 @@ class Deviation:
     we_do: str
     why: str
     thread: str
+    promised_on: tuple[
+        str, ...
+    ] = ()  # device types beside which a subject may take torch's side; all, if empty
 
 
 @dataclass(frozen=True)
 class ReferenceLimit:
-    """Something that torch cannot do on some devices: a row of `reference_limits.toml`."""
+    """Something that torch cannot do on some devices: a row of `reference_limits.toml`.
+
+    Where the device lacks it, no subject can; else a subject may claim that it does better.
+    """
 
     id: str
     clauses: tuple[str, ...]  # whose tests meet it
@@ -29,6 +35,13 @@ class ReferenceLimit:
     torch_does: str
     error: str  # a pattern, found in how such a test fails
     thread: str
+    of_the_device: bool = False
+
+
+def limited_clauses() -> frozenset[str]:
+    """Clauses that a subject may claim beyond what torch can do."""
+    rows = all_reference_limits().values()
+    return frozenset(clause for row in rows if not row.of_the_device for clause in row.clauses)
 
 
 @functools.cache
@@ -43,4 +56,7 @@ def all_reference_limits() -> Mapping[str, ReferenceLimit]:
 @functools.cache
 def all_deviations() -> Mapping[str, Deviation]:
     rows = tomllib.loads((Path(__file__).parents[1] / "deviations.toml").read_text())
-    return {row_id: Deviation(id=row_id, **row) for row_id, row in rows.items()}
+    return {
+        row_id: Deviation(id=row_id, **row | {"promised_on": tuple(row.get("promised_on", ()))})
+        for row_id, row in rows.items()
+    }

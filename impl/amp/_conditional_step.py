@@ -26,8 +26,9 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> bool | None:
     That is its parameters, but for frozen ones without a gradient, its states, and the values of its groups and
     attributes. What lies on the device is copied first, which takes as much memory again and two more passes over it.
     The host has to know the flag, and the step is not called where it is set, while a parameter may yet get its state,
-    for parameters that lie on the host and the flag does not, and for states that do (numbers, and step counters of
-    optimizers that are not `capturable`). It asks
+    for parameters that lie on the host and the flag does not, for states that do (numbers, and step counters of
+    optimizers that are not `capturable`), and where somebody has put another function in the place of `step`, of which
+    may come what cannot be put back. It asks
     for the flag after a step that has changed what only the host can put back: numbers, and what there is. A list or an
     object that is changed in place is not seen.
 
@@ -66,7 +67,15 @@ def _stepped(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for param in _params(optimizer) if param.grad is not None)
 
 
+def _step_is_replaced(optimizer: Optimizer) -> bool:
+    """Wrappers of schedulers and profilers have the module of what they wrap."""
+    owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    return getattr(optimizer.step, "__module__", None) != owner.__module__
+
+
 def _must_be_known(optimizer: Optimizer, found_inf: Tensor) -> bool:
+    if _step_is_replaced(optimizer):
+        return True
     for param in _stepped(optimizer):
         state = optimizer.state.get(param)
         if param.is_cpu and not found_inf.is_cpu:

@@ -176,7 +176,7 @@ class FloorWatch:
 
     An update's scale and check result are copied to the host and read at a later update, when they have arrived.
     Far above the floor nothing is copied: n updates can lower the scale n times and not more. Devices without events
-    are not watched, nor are updates that a CUDA graph records.
+    are not watched, nor on a device updates that a graph records or a compiler traces.
     """
 
     PATIENCE = 3  # skipped steps on the floor before it says so: one or two may be a single bad batch

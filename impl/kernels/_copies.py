@@ -52,9 +52,14 @@ class HostCopy:
 
 
 def has_host_copies(device: torch.device) -> bool:
-    """Whether a `HostCopy` can be made: not without events, nor while a graph is captured, which would keep it."""
+    """Whether a `HostCopy` can be made: not without events, nor while a graph is captured, which would keep it.
+
+    Nor in traced code, whose writes come after the event that should stand behind them.
+    """
     if device.type == "cpu":
         return True
+    if torch.compiler.is_compiling():
+        return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and device.type == accelerator.type and not _is_capturing(device)
 

@@ -104,8 +104,11 @@ class Call {
  private:
   const std::string& name() const { return schema_.name(); }
 
-  // The CPU's keeps statistics in low precision; the meta kernel and CUDA's, in float32.
   bool is_layer_norm() const { return name().rfind("aten::native_layer_norm", 0) == 0; }
+
+  // Of halves, accelerators compute these in float32. The CPU keeps layer norm's statistics as it has the input, and its
+  // fused SGD leaves out what fills whole vectors of registers.
+  bool widens_halves() const { return is_layer_norm() || name().rfind("aten::_fused_sgd_", 0) == 0; }
 
   void find_device() {
     for (auto& arg : args_)
@@ -286,13 +289,18 @@ class Call {
       outs.emplace_back(i, mapped(out, [&](const Tensor& tensor) { return aliases_.of(tensor); }));
       results_.push_back(std::move(out));
     }
-    bool widen = is_layer_norm();
-    enqueue(stream_, name(), {[op = op_, cpu = std::move(cpu_), outs = std::move(outs), widen]() mutable {
+    enqueue(stream_, name(), {[op = op_, cpu = std::move(cpu_), outs = std::move(outs), widen = widens_halves(), writes = writes_]() mutable {
       Below below;
-      if (widen)
-        for (auto& value : cpu)
-          value = mapped(value, [](const Tensor& tensor) { return at::isReducedFloatingType(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor; });
+      std::vector<std::pair<Tensor, Tensor>> narrowed;
+      for (size_t i = 0; widen && i < cpu.size(); i++)
+        cpu[i] = mapped(cpu[i], [&](const Tensor& tensor) {
+          if (!at::isReducedFloatingType(tensor.scalar_type())) return tensor;
+          auto wide = tensor.to(at::kFloat);
+          if (writes[i]) narrowed.emplace_back(tensor, wide);
+          return wide;
+        });
       op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &cpu);
+      for (auto& [to, from] : narrowed) to.copy_(from);
       for (auto& [i, out] : outs) {
         if (out.isTensor()) {
           auto to = out.toTensor(), from = cpu[i].toTensor();

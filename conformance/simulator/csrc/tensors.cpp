@@ -5,6 +5,7 @@
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 
@@ -164,6 +165,7 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
+  at::assert_no_internal_overlap(to);
   auto source = from.sizes() == to.sizes() ? from : from.expand_as(to);
   c10::DeviceGuard guard(to.is_cpu() ? from.device() : to.device());
   if (source.is_cpu()) {
