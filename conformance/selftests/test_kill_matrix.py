@@ -64,10 +64,10 @@ def carried_out(worker: Worker, trial: Trial[Any]) -> Any:
 
 
 def faults() -> list[Any]:
-    """A tenth of them, always the same; the command and the deep profile have all, also those that take ranks."""
+    """A twentieth of them, always the same; the command and the deep profile have all, also those that take ranks."""
 
     def marks(one: str) -> Any:
-        return pytest.mark.profile("deep") if takes_ranks(one) or zlib.crc32(one.encode()) % 10 else ()
+        return pytest.mark.profile("deep") if takes_ranks(one) or zlib.crc32(one.encode()) % 20 else ()
 
     return [pytest.param(one, marks=marks(one)) for one in fault_ids()]
 
