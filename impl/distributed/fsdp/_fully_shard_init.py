@@ -32,7 +32,7 @@ def check_module(module: Any) -> None:
 def mesh_of_all() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
 
 
