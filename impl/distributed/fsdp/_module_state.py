@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ class ModuleState:
         for module in modules:
             vars(module)[_STATE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, always_call=True)
+            module.register_forward_hook(self.after_forward)
         for owner in {
             place.module for group in unit.param_groups for p in group.params for place in p.info.locations
         }:
@@ -161,10 +160,6 @@ class ModuleState:
     @dynamo_disable
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, once the last of the unit's modules has run, and cast the outputs."""
-        if output is None and sys.exc_info()[0] is not None:  # it raised
-            self._yet_to_run.clear()
-            self.unit.abandon_forward()
-            return None
         if len(self.modules) > 1 and self.unit.phase not in BACKWARDS:
             if module not in self._yet_to_run:
                 return self._cast_outputs(output)
@@ -178,6 +173,11 @@ class ModuleState:
                     state._yet_to_run.clear()
                     output = state._cast_outputs(state._end_forward(output))
         return self._cast_outputs(output)
+
+    def abandon_forward(self) -> None:
+        """The forward raised: as if it had not been called."""
+        self._yet_to_run.clear()
+        self.unit.abandon_forward()
 
     def _end_forward(self, output: Any) -> Any:
         if torch.is_grad_enabled() and self.unit.phase not in BACKWARDS:

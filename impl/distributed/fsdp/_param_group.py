@@ -80,7 +80,7 @@ class Gradients(Protocol):
         """Take aside what `.grad` holds, so that this backward is added to it."""
 
     def abandon_backward(self) -> None:
-        """It raised: `.grad` stays as it is, and counts."""
+        """It raised: what earlier ones have left stays as it is, and counts."""
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         """Add those of all parameters to what a backward that synchronises will reduce."""
@@ -167,6 +167,15 @@ class ParamGroup(Protocol):
 
     def free(self) -> None:
         """Free the memory of what is unsharded, in every dtype."""
+
+
+def partial_gradients(names: Sequence[str], cure: str) -> str:
+    """What is raised of gradients that a failed backward has added a part of its own to."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        "a backward without synchronisation raised when it had added some of its gradients to those of earlier ones, "
+        f"of {', '.join(names[:3])}{more}; {cure} before the next backward"
+    )
 
 
 @no_grad_fast

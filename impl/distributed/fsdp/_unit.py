@@ -63,6 +63,8 @@ class Unit(Generic[_Group]):
         self._input_hooks: list[RemovableHandle] = []
         self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
         self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
+        self._has_begun_backward = False
+        self._earlier_inputs = 0  # that were watched when the forward began
         self.register_params()
 
     @property
@@ -120,6 +122,7 @@ class Unit(Generic[_Group]):
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
+        self._earlier_inputs = len(self._input_hooks)
         with span("FSDP::pre_forward", self.name):
             self.root.note_begun(self)
             for group in self.param_groups:
@@ -177,10 +180,11 @@ class Unit(Generic[_Group]):
 
     def abandon_forward(self) -> None:
         """The forward raised: as if it had not been called."""
-        if self.phase in FORWARDS:
-            self._depth = 0
+        self._depth -= self.phase in FORWARDS
+        if self.phase in FORWARDS and self._depth == 0:  # else it may be caught in the forward around it
             self._move(Move.END_FORWARD)
             self.root.note_abandoned()
+            self._forget_inputs(self._earlier_inputs)
             self.reshard()
 
     # Backward
@@ -201,6 +205,7 @@ class Unit(Generic[_Group]):
                 one.refuse_backward(self.name)
             self.root.begin_backward()
             self.phase = after
+            self._has_begun_backward = True
             self.awaits_backward = False
             if not self.param_groups:
                 return
@@ -260,11 +265,11 @@ class Unit(Generic[_Group]):
         if self.phase in BACKWARDS:
             self._move(Move.END_BACKWARD)
         self.awaits_backward = False
-        for unsharded in self._in_graph:
+        for unsharded in self._in_graph if self._has_begun_backward else ():  # else they are of earlier ones
             for view in unsharded.trainable:
                 view.grad = None
         self.reshard()
-        self._forget_inputs()
+        self._forget_backward()
         for group in self.param_groups:
             group.gradients.abandon_backward()
 
@@ -279,14 +284,19 @@ class Unit(Generic[_Group]):
         for group in self.param_groups:
             if group.syncs and group.gradients.still_wait():
                 self._reduce_gradients(group, [None] * len(group.names))
-        self._forget_inputs()
+        self._forget_backward()
 
-    def _forget_inputs(self) -> None:
-        for hook in self._input_hooks:
-            hook.remove()
-        self._input_hooks.clear()
-        self._open_inputs = 0
+    def _forget_backward(self) -> None:
+        self._forget_inputs()
         self._finishes_at_end = False
+        self._has_begun_backward = False
+
+    def _forget_inputs(self, since: int = 0) -> None:
+        late = self._input_hooks[since:]
+        del self._input_hooks[since:]
+        for hook in late:
+            hook.remove()
+        self._open_inputs = max(0, self._open_inputs - len(late))
 
     def show_gradients(self) -> None:
         """Have `.grad` hold what this backward left."""

@@ -383,6 +383,17 @@ class FSDPModule:
         """Torch's name, which others call."""
         return self._state
 
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; hooks that are called always are not where a user has interrupted it."""
+        call_impl: Any = super()._call_impl  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
+        if torch.compiler.is_compiling():  # which would not trace a `try`
+            return call_impl(*args, **kwargs)
+        try:
+            return call_impl(*args, **kwargs)
+        except BaseException:
+            self._state.abandon_forward()
+            raise
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the shards."""
         self.reshard()
@@ -430,7 +441,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         try:
             output = original(*args, **kwargs)
         except BaseException:
-            state.unit.abandon_forward()
+            state.abandon_forward()
             raise
         return state.after_forward(self, args, output)
 

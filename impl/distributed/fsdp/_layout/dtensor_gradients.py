@@ -16,7 +16,7 @@ from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
-from impl.distributed.fsdp._param_group import NewBuffer
+from impl.distributed.fsdp._param_group import NewBuffer, partial_gradients
 
 
 class Reduced(Protocol):
@@ -45,6 +45,10 @@ class DTensorGradients:
         self._unreduced: list[Tensor | None] = []  # of all parameters, taken aside from the unsharded ones
         self._reduced: list[tuple[list[ShardedParam], Tensor]] = []  # of this backward, not shown yet
         self._on_the_way: list[ShardedParam] = []  # whose gradients the last input had
+        self._is_unreduced_on_the_way = False  # a reduction of this backward has had it
+        self._is_new = False  # this backward has made what is unreduced
+        self._is_added_to = False  # it has added to what was
+        self._is_partial = False  # what is unreduced has a part of a backward that raised
 
     def refuse_optimizers(self) -> None: ...
 
@@ -54,7 +58,8 @@ class DTensorGradients:
         return any(param.sharded.grad is not None for param in self._group.params)
 
     def still_wait(self) -> bool:
-        return any(grad is not None for grad in self._unreduced) or self.owes_zeros()
+        waits = any(grad is not None for grad in self._unreduced) and not self._is_unreduced_on_the_way
+        return waits or self.owes_zeros()
 
     def owes_zeros(self) -> bool:
         group = self._group
@@ -65,16 +70,24 @@ class DTensorGradients:
 
     def begin_backward(self) -> None:
         """What earlier backwards left unreduced goes aside, so that what is there came in this one."""
+        if self._is_partial:
+            names = [param.name for param in self._group.params]
+            raise RuntimeError(partial_gradients(names, "drop them by reset_iter_state() of the root"))
         unsharded = self._group.unsharded_params
         if unsharded is not None and any(view.grad is not None for view in unsharded.views):
-            self.accumulate_unreduced(unsharded.take_gradients())
+            self._add_to_unreduced(unsharded.take_gradients())
 
     def abandon_backward(self) -> None:
         self._reduced.clear()
+        self._is_unreduced_on_the_way = False
+        if self._is_new:
+            self._forget_unreduced()
+        self._is_partial |= self._is_added_to
+        self._is_new = self._is_added_to = False
 
     def forget(self) -> None:
         """Whatever was not shown, as after an exception."""
-        self._unreduced = []
+        self._forget_unreduced()
         self._reduced.clear()
         unsharded = self._group.unsharded_params
         if unsharded is not None:
@@ -82,6 +95,11 @@ class DTensorGradients:
         self._group.reduction.partial = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
+        self._is_new |= not self._unreduced
+        self._is_added_to = not self._is_new
+        self._add_to_unreduced(grads)
+
+    def _add_to_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         dtype = self._group.options.reduce_dtype
         earlier = self._unreduced or [None] * len(grads)
         self._unreduced = [
@@ -93,9 +111,9 @@ class DTensorGradients:
         self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
     ) -> Tensor:
         group = self._group
-        if self._unreduced:
+        if self._unreduced and not self._is_unreduced_on_the_way:
             grads = [_sum(one, grad) for one, grad in zip(self._unreduced, grads, strict=True)]
-            self._unreduced = []
+            self._is_unreduced_on_the_way = True  # should this backward raise, the other ones count
         if group.options.reduces_unused:
             grads = [
                 torch.zeros(param.shape, dtype=group.compute_dtype, device=group.device)
@@ -120,13 +138,21 @@ class DTensorGradients:
         self._reduced.append((self._on_the_way, reduced))
 
     def end_backward(self, synced: bool) -> None:
-        self._show_unreduced()
         del synced
+        self._is_new = self._is_added_to = False
+        if self._is_unreduced_on_the_way:
+            self._forget_unreduced()
+        self._show_unreduced()
         reduced, self._reduced = self._reduced, []
         for params, flat in reduced:
             self._show(params, flat.to(self._group.dtype))
         if self._group.options.reshards_after_backward:
             self._group.drop_parts()  # of what this backward did not use
+
+    def _forget_unreduced(self) -> None:
+        self._unreduced = []
+        self._is_unreduced_on_the_way = False
+        self._is_partial = False
 
     def _show_unreduced(self) -> None:
         """On the unsharded parameters, where torch leaves it too unless it is in another dtype."""

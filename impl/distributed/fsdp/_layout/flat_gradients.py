@@ -16,7 +16,7 @@ from torch import Tensor
 
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
-from impl.distributed.fsdp._param_group import NewBuffer
+from impl.distributed.fsdp._param_group import NewBuffer, partial_gradients
 
 # Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
 _OPTIMIZERS = "_in_backward_optimizers"
@@ -37,7 +37,8 @@ class GradientShard:
     def __init__(self, handle: FlatParamHandle, keeps_low_precision: bool) -> None:
         self._handle = handle
         self._keeps_low_precision = keeps_low_precision
-        self._averaged: Tensor | None = None  # [shard_numel], of this and earlier backwards, not shown yet
+        self._averaged: Tensor | None = None  # [shard_numel], of earlier backwards, taken aside
+        self._reduced: Tensor | None = None  # [shard_numel], of this backward, not shown yet
         self._shown: Tensor | None = (
             None  # [shard_numel], what the user's own parameters' `.grad` are made of
         )
@@ -45,7 +46,10 @@ class GradientShard:
         self._unreduced: Tensor | None = None  # [padded_numel], of backwards that did not synchronise
         self._unreduced_views: list[Tensor] = []
         self._shown_unreduced: list[_ShownUnreduced] = []
-        self._is_added_to = False  # in this backward
+        self._is_unreduced_on_the_way = False  # a reduction of this backward has had it
+        self._is_new = False  # this backward has made what is unreduced
+        self._is_added_to = False  # it has added to what was
+        self._is_partial = False  # what is unreduced has a part of a backward that raised
 
     def refuse_optimizers(self) -> None:
         """
@@ -63,7 +67,7 @@ class GradientShard:
         """Whether some are left of backwards that did not synchronise, where the one that does has not come by."""
         if self._unreduced is not None:
             self.begin_backward()
-        return self._unreduced is not None
+        return self._unreduced is not None and not self._is_unreduced_on_the_way
 
     def owes_zeros(self) -> bool:
         """What is not used counts as zero in any case."""
@@ -77,71 +81,89 @@ class GradientShard:
 
     def begin_backward(self) -> None:
         """Take aside what `.grad` holds, so that this backward is added to it."""
-        self._is_added_to = False
-        if self._unreduced is not None:
-            if self._is_cleared():
-                self._averaged = None
-                self._forget_unreduced()
-            else:
-                self._follow_unreduced()
-        elif self._averaged is None:
-            self._averaged = self._taken_from_grad()
+        if self._unreduced is None:
+            if self._averaged is None and self._reduced is None:
+                self._averaged = self._taken_from_grad()
+        elif self._is_cleared():
+            self._averaged = None
+            self._forget_unreduced()
+        elif not self._is_unreduced_on_the_way:
+            if self._is_partial and self._unreduced.any():
+                names = [slot.name for slot in self._handle.layout.slots]
+                raise RuntimeError(partial_gradients(names, "set them to None by zero_grad()"))
+            self._follow_unreduced()
 
     def abandon_backward(self) -> None:
         """`.grad` stays as it is, and counts; so do backwards that did not synchronise."""
+        self._reduced = None
+        self._is_unreduced_on_the_way = False
+        if self._is_new:
+            self._forget_unreduced()
+        self._is_partial |= self._is_added_to
+        self._is_new = self._is_added_to = False
         if self._unreduced is None:
             self._averaged = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         handle = self._handle
         if self._unreduced is None:
+            self._is_new = True
             dtype = next(grad.dtype for grad in grads if grad is not None)
             self._unreduced = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
             self._unreduced_views = handle.views_of(self._unreduced)
             _copy_in(handle.layout, grads, self._unreduced_views, self._unreduced)
         else:
+            self._is_added_to = not self._is_new
             self._shown_unreduced = []  # until the end of this backward
-            self._add_to_unreduced(grads)
+            _add(self._unreduced_views, grads)
 
     def reduce_input(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
     ) -> Tensor:
         """All that has not been averaged, with `grads` added, [padded_numel]."""
         unsharded, handle = self._unreduced, self._handle
-        if unsharded is not None:
-            self._add_to_unreduced(grads)
-            self._forget_unreduced()
-            return unsharded.to(dtype)
+        if unsharded is not None and not self._is_unreduced_on_the_way:
+            self._is_unreduced_on_the_way = True
+            total = unsharded.clone()  # should this backward raise, the other ones count
+            _add(handle.views_of(total), grads)
+            return total.to(dtype)
         buffer, views = new_buffer(handle.layout.padded_numel, dtype, handle.views_of)
         _copy_in(handle.layout, grads, views, buffer)
         return buffer
 
     def add(self, reduced: Tensor) -> None:
-        """Add an average [shard_numel] of any dtype to those of this backward and before."""
-        self._is_added_to = True
+        """Add an average [shard_numel] of any dtype to those of this backward."""
         handle = self._handle
         keeps = self._keeps_low_precision and not handle.is_sharded
         mine = reduced if keeps else reduced.to(handle.dtype)
         if handle.offloads:
             mine = mine.to("cpu")
-        if self._averaged is None:
-            self._averaged = mine if mine is not reduced or handle.is_sharded else mine.clone()
+        if self._reduced is None:
+            self._reduced = mine if mine is not reduced or handle.is_sharded else mine.clone()
         else:
-            self._averaged = self._averaged.to(mine.dtype).add_(mine)
+            self._reduced = self._reduced.to(mine.dtype).add_(mine)
 
     def end_backward(self, synced: bool) -> None:
         """Show what this backward left."""
+        self._is_new = self._is_added_to = False
         if not synced:
             if self._unreduced is not None:
                 self._show_unreduced()
             return
-        if self._averaged is None:
-            return
+        if self._is_unreduced_on_the_way:
+            self._forget_unreduced()
         averaged, self._averaged = self._averaged, None
+        reduced, self._reduced = self._reduced, None
+        if averaged is None:
+            averaged = reduced
+        elif reduced is not None:
+            averaged = averaged.to(reduced.dtype).add_(reduced)
+        if averaged is None:
+            return
         if self._keeps_low_precision and self._handle.is_sharded:
             averaged = averaged.to(self._handle.compute_dtype)
         self.show(averaged)
-        if self._is_added_to:
+        if reduced is not None:
             self._call_hooks()
 
     def _call_hooks(self) -> None:
@@ -241,13 +263,6 @@ class GradientShard:
                 part.copy_(grad)
         return shard
 
-    def _add_to_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        pairs = [
-            (view, grad) for view, grad in zip(self._unreduced_views, grads, strict=True) if grad is not None
-        ]
-        if pairs:
-            torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
-
     def _show_unreduced(self) -> None:
         assert self._unreduced is not None
         handle = self._handle
@@ -286,6 +301,14 @@ class GradientShard:
         self._unreduced = None
         self._unreduced_views = []
         self._shown_unreduced = []
+        self._is_unreduced_on_the_way = False
+        self._is_partial = False
+
+
+def _add(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    pairs = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
+    if pairs:
+        torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
 
 
 def _copy_in(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor) -> None:

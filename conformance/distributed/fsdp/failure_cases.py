@@ -1,0 +1,306 @@
+"""Training that meets an exception in a forward, a loss, a backward or a collective, drops that step, and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conformance.distributed.fsdp.fsdp_cases import LEARNING_RATE, MOMENTUM, gathered_parameters
+from conformance.distributed.fsdp.fully_shard_cases import Sharding, sharded, units_of, whole
+from conformance.distributed.fsdp.lab import Lab
+from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
+
+STEPS, FAILS_IN = 4, 1
+
+
+class Fault(Exception):
+    """Whatever goes wrong in a user's own code."""
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise Fault
+
+
+class Interruption(KeyboardInterrupt):
+    """Whatever a user stops it with."""
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise Fault
+
+
+def _interrupt(*_: Any, **__: Any) -> None:
+    raise Interruption
+
+
+def train(
+    lab: Lab,
+    *,
+    face: str,
+    fails: str = "",
+    accumulates: str = "",
+    clears: bool = True,
+) -> dict[str, Any]:
+    """Losses and whole parameters of the steps but for the second, whose last backward fails, or does not take place.
+
+    Args:
+        face: FSDP1, or fully_shard.
+        fails: where the second step does.
+        accumulates: in each step a backward comes before, `synchronised` or `not`; `throughout`: neither is the one
+            that fails.
+        clears: what the second step has left is cleared, else it counts in the third.
+    """
+    training = _Training(lab, face)
+    training.communicate(fails)
+    losses: list[torch.Tensor] = []
+    for number in range(STEPS):
+        if accumulates and (number != FAILS_IN or fails or not clears):
+            with training.synchronised(accumulates == "synchronised"):
+                training.backward(STEPS + number)
+        if number != FAILS_IN:
+            losses.append(training.backward(number))
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        elif fails:
+            with training.synchronised(accumulates != "throughout"):
+                training.fail(fails, number)
+            if clears:
+                training.clear(accumulates)
+    return {"losses": losses, "parameters": training.parameters()}
+
+
+class _Training:
+    def __init__(self, lab: Lab, face: str) -> None:
+        self.lab, self.face = lab, face
+        if face == "FSDP1":
+            self.model: Any = lab.model
+            self.units: list[Any] = [one for one in lab.units if one is not self.model]
+        else:
+            self.model = lab.plain
+            self.units = [*reversed(units_of(self.model, "leaves"))]
+            sharded(lab.rank, lab.library, self.model, Sharding())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE, MOMENTUM)
+        self.fails_in_loss = False
+        self.body = (self.model.module if face == "FSDP1" else self.model).body
+        self.inner = self.units[1].module.inner if face == "FSDP1" else self.units[1].inner
+
+    def communicate(self, fails: str) -> None:
+        """By what can be made to fail, of one unit, or in FSDP1 of all."""
+        if fails.startswith("gather"):
+            self.comm = _Gather()
+            self.units[1].set_custom_all_gather(self.comm)
+        elif fails == "reduction" and self.face == "FSDP1":
+            self.comm = _Failing()
+
+            def hook(state: _Failing, gradient: Any, output: Any) -> None:
+                state.count()
+                gradient.div_(self.lab.rank.world_size)
+                dist.reduce_scatter_tensor(output, gradient)
+
+            self.model.register_comm_hook(self.comm, hook)
+        elif fails == "reduction":
+            self.comm = _Scatter()
+            self.units[1].set_custom_reduce_scatter(self.comm)
+
+    def backward(self, number: int) -> torch.Tensor:
+        output = call(self.model, self.lab.tree, self.lab.tree.batch(number, self.lab.rank.rank))
+        loss = loss_of(output)
+        if self.fails_in_loss:
+            raise Fault
+        loss.backward()
+        return loss.detach()
+
+    def fail(self, where: str, number: int) -> None:
+        try:
+            with _FAULTS[where](self):
+                self.backward(number)
+        except (Fault, Interruption):
+            return
+        raise AssertionError(f"nothing failed in {where}")
+
+    def clear(self, accumulates: str) -> None:
+        self.optimizer.zero_grad()
+        if self.face == "fully_shard" and accumulates in ("not", "throughout"):
+            self.model.reset_iter_state()  # an optimizer does not know of what has not been synchronised
+
+    @contextlib.contextmanager
+    def synchronised(self, is_synchronised: bool) -> Generator[None]:
+        if is_synchronised:
+            yield
+            return
+        if self.face == "FSDP1":
+            with self.model.no_sync():
+                yield
+            return
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        if self.face == "FSDP1":
+            return gathered_parameters(self.lab.library, self.model)
+        return {name: whole(parameter) for name, parameter in self.model.named_parameters()}
+
+
+_Where = Callable[[_Training], "contextlib.AbstractContextManager[Any]"]
+
+
+@contextlib.contextmanager
+def _removed(*handles: Any) -> Generator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _forward(training: _Training) -> Any:
+    """In the module that a unit wraps."""
+    return _removed(training.inner.register_forward_pre_hook(_fail))
+
+
+def _pre_hook(training: _Training) -> Any:
+    return _removed(training.units[1].register_forward_pre_hook(_fail))
+
+
+def _post_hook(training: _Training) -> Any:
+    return _removed(training.units[1].register_forward_hook(_fail))
+
+
+def _behind_body(training: _Training) -> Any:
+    """When all inner units have run."""
+    return _removed(training.body.register_forward_hook(_fail))
+
+
+def _root_post_hook(training: _Training) -> Any:
+    return _removed(training.model.register_forward_hook(_fail))
+
+
+@contextlib.contextmanager
+def _loss(training: _Training) -> Generator[None]:
+    training.fails_in_loss = True
+    try:
+        yield
+    finally:
+        training.fails_in_loss = False
+
+
+def _hooking(module: nn.Module) -> Any:
+    return _removed(
+        module.register_forward_hook(lambda _, __, out: out_of_form(out).register_hook(_fail) and None)
+    )
+
+
+def _root_backward(training: _Training) -> Any:
+    return _hooking(training.model)
+
+
+def _unit_backward(training: _Training) -> Any:
+    return _hooking(training.units[1])
+
+
+def _inside_unit(training: _Training) -> Any:
+    return _removed(training.inner.register_forward_hook(lambda _, __, out: _FailsInBackward.apply(out)))
+
+
+def _first_unit(training: _Training) -> Any:
+    """The last one of the backward, behind which nothing comes."""
+    unit = training.units[0]
+    return _removed(unit.register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),)))
+
+
+def _interrupted(training: _Training) -> Any:
+    return _removed(training.inner.register_forward_pre_hook(_interrupt))
+
+
+def _recomputed(training: _Training) -> Any:
+    """In the second forward of a unit, of a backward, where activations are checkpointed."""
+    calls: list[None] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise Fault
+
+    return _removed(training.inner.register_forward_pre_hook(fail))
+
+
+class _Failing:
+    """Communication of the user's own that fails in its call number `at` of the step that fails."""
+
+    def __init__(self) -> None:
+        self.at = -1
+
+    def count(self) -> None:
+        self.at -= 1
+        if self.at == 0:
+            raise Fault
+
+    @contextlib.contextmanager
+    def failing(self, at: int) -> Generator[None]:
+        self.at = at
+        try:
+            yield
+        finally:
+            self.at = -1
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Failing):
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.count()
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Scatter(_Failing):
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        self.count()
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _gather(training: _Training) -> Any:
+    return training.comm.failing(1)
+
+
+def _gather_in_backward(training: _Training) -> Any:
+    return training.comm.failing(2)
+
+
+def _reduction(training: _Training) -> Any:
+    return training.comm.failing(1)
+
+
+_FAULTS: dict[str, _Where] = {
+    "interrupted": _interrupted,
+    "recomputed": _recomputed,
+    "gather": _gather,
+    "gather in backward": _gather_in_backward,
+    "reduction": _reduction,
+    "forward": _forward,
+    "pre hook": _pre_hook,
+    "post hook": _post_hook,
+    "behind body": _behind_body,
+    "root post hook": _root_post_hook,
+    "loss": _loss,
+    "root backward": _root_backward,
+    "unit backward": _unit_backward,
+    "inside unit": _inside_unit,
+    "first unit": _first_unit,
+}

@@ -1,0 +1,104 @@
+"""Training goes on behind an exception that was caught, in either face, or says that it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from conformance.distributed.fsdp import failure_cases
+from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.twins import FLAT, FULL, ORIGINALS, Seen, Twins, raises
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import does_as
+from conformance.judge.library import Library
+
+pytestmark = pytest.mark.world_sizes(fewest=2)
+
+
+@dataclass(frozen=True)
+class Face:
+    name: str
+    setup: Setup = FLAT
+
+    def trains(self, twins: Twins, library: Library, checkpointing: str = "none", **how: Any) -> Seen:
+        parts = (Leaf("affine", 4), Leaf("affine", 3), Leaf("normed"), Leaf("affine", 2))
+        tree = ModuleTree(Group(parts, checkpointing=checkpointing))
+        return twins.of(library, failure_cases.train, self.setup, tree=tree, face=self.name, **how)
+
+
+_FACES = {"flat": Face("FSDP1"), "originals": Face("FSDP1", ORIGINALS), "fully_shard": Face("fully_shard")}
+each_face = pytest.mark.parametrize("face", _FACES.values(), ids=_FACES)
+_FORWARDS = ["forward", "interrupted", "pre hook", "post hook", "behind body", "root post hook", "loss"]
+
+
+@clause("distributed.fsdp.failures.in_a_forward")
+@each_face
+def test_in_a_forward(twins: Twins, face: Face) -> None:
+    expected = face.trains(twins, twins.reference)
+    for fails in [*_FORWARDS, "gather"] if face.name == "fully_shard" else _FORWARDS:
+        for library in (twins.reference, twins.subject):
+            actual = face.trains(twins, library, fails=fails)
+            assert does_as(expected, actual), f"behind {fails} got {actual}, expected {expected}"
+
+
+@clause("distributed.fsdp.failures.in_a_backward")
+@pytest.mark.deviation("fsdp.behind_a_failed_backward")
+@pytest.mark.parametrize(
+    ("fails", "checkpointing"),
+    [
+        ("inside unit", "none"),
+        ("first unit", "none"),
+        pytest.param("root backward", "none", marks=FULL),
+        pytest.param("unit backward", "none", marks=FULL),
+        ("reduction", "none"),
+        ("recomputed", "plain"),
+        pytest.param("recomputed", "reentrant", marks=FULL),
+    ],
+)
+@each_face
+def test_in_a_backward(twins: Twins, face: Face, fails: str, checkpointing: str) -> None:
+    _judge(twins, face, fails=fails, checkpointing=checkpointing)
+
+
+@clause("distributed.fsdp.failures.in_a_backward")
+@pytest.mark.deviation("fsdp.behind_a_failed_backward")
+def test_in_a_gather_for_a_backward(twins: Twins) -> None:
+    _judge(twins, _FACES["fully_shard"], fails="gather in backward")
+
+
+@clause("distributed.fsdp.failures.earlier_gradients")
+@pytest.mark.deviation("fsdp.gradients_before_a_failed_backward")
+@pytest.mark.parametrize("accumulates", ["synchronised", "not"])
+@pytest.mark.parametrize("fails", ["unit backward", pytest.param("first unit", marks=FULL)])
+@each_face
+def test_gradients_of_earlier_backwards_count(twins: Twins, face: Face, accumulates: str, fails: str) -> None:
+    _judge(twins, face, fails=fails, accumulates=accumulates, clears=False)
+
+
+@clause("distributed.fsdp.failures.gradients_in_part")
+@pytest.mark.deviation("fsdp.gradients_in_part")
+@pytest.mark.parametrize("clears", [False, True])
+@each_face
+def test_gradients_that_have_a_part_of_a_failed_backward(twins: Twins, face: Face, clears: bool) -> None:
+    how = {"fails": "first unit", "accumulates": "throughout", "clears": clears}
+    if clears:
+        _judge(twins, face, **how)
+        return
+    twins.judge(
+        lambda library: face.trains(twins, library, **how),
+        we_do=raises(RuntimeError, "a backward without synchronisation raised"),
+    )
+
+
+def _judge(twins: Twins, face: Face, *, checkpointing: str = "none", **how: Any) -> None:
+    """We train on as torch does where nothing fails."""
+    without = {name: value for name, value in how.items() if name != "fails"}
+    expected = face.trains(twins, twins.reference, checkpointing, **without)
+    assert all(one.raised is None for one in expected), expected
+    twins.judge(
+        lambda library: face.trains(twins, library, checkpointing, **how),
+        we_do=lambda seen: does_as(expected, seen),
+    )
