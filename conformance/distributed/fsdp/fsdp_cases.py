@@ -215,7 +215,7 @@ def constructor_arguments(rank: Rank, library: Library, model: nn.Module, setup:
         arguments["mixed_precision"] = fsdp.MixedPrecision(**setup.mixed_precision)
     if (policy := _policy(library, setup.wrap)) is not None:
         arguments["auto_wrap_policy"] = policy
-    first = model.body.parts[0] if setup.ignored else None
+    first = model.body.parts[0].to(rank.device) if setup.ignored else None  # nobody else moves it
     if setup.ignored == "parameters":
         arguments["ignored_states"] = list(first.parameters())
     elif setup.ignored:
@@ -286,6 +286,8 @@ def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Te
         for parameter in parameters:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         gradients = gathered_parameters(library, model)
+        if torch.accelerator.is_available():  # offloaded ones may be on their way there, and are not to change on it
+            torch.accelerator.synchronize()
         for parameter, values in zip(parameters, kept, strict=True):
             parameter.copy_(values)
     return gradients

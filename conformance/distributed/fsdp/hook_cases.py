@@ -136,8 +136,7 @@ def comm_hook(lab: Lab, *, hook: str, backwards: int = 1, no_sync: bool = False)
 
 def _state_of(hook: str) -> Any:
     if hook.endswith("compress_hook"):
-        kind = torch.float16 if hook.startswith("fp16") else torch.bfloat16
-        return default_hooks.LowPrecisionState(dist.group.WORLD, parameter_type=kind)
+        return default_hooks.LowPrecisionState(dist.group.WORLD)
     return default_hooks.DefaultState(dist.group.WORLD)
 
 

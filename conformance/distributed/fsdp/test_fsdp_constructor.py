@@ -109,15 +109,18 @@ def test_torch_cannot_offload_parameters_on_a_cpu() -> None:
 @clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
 @both_kinds
 @each_strategy
-def test_trains_with_parameters_offloaded(twins: Twins, strategy: str, use_orig_params: bool) -> None:
-    """As without it: against torch, and against one process. Also where gradients accumulate in no_sync."""
+def test_trains_with_parameters_offloaded(
+    twins: Twins, device: str, strategy: str, use_orig_params: bool
+) -> None:
+    """Against torch, which on the CPU cannot and trains without, and one process. Also gradients of no_sync."""
     plain = leaf_by_leaf(strategy, use_orig_params)
     steps = (Step(), Step(forwards=2, order="no_sync"), Step(before="eval"))
     tree = replace(TREE, dtype=torch.float64)
     offloaded = Training(tree, replace(plain, offload_params=True), steps)
     actual = twins.trained(twins.subject, offloaded)
     assert_like_unsharded(actual, offloaded)
-    assert_ranks_agree(twins.trained(twins.reference, Training(tree, plain, steps)), actual)
+    as_torch = Training(tree, plain, steps) if device == "cpu" else offloaded
+    assert_ranks_agree(twins.trained(twins.reference, as_torch), actual)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
