@@ -28,6 +28,7 @@ from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 FSDP = "distributed.fsdp.FullyShardedDataParallel"
+CPU = torch.device("cpu")
 LEARNING_RATE, MOMENTUM = 0.05, 0.5
 COMPILER = "aot_eager"
 
@@ -97,7 +98,7 @@ def train(rank: Rank, *, library: str, training: Training) -> Outcome:
 
 def _trained(rank: Rank, library: Library, model: nn.Module, case: Training) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
-    progress = Progress(case, rank.rank)
+    progress = Progress(case, rank.rank, rank.device)
     shards = []
     for step in case.steps:
         dist.barrier()
@@ -124,8 +125,8 @@ def state_of(parameter: torch.Tensor) -> dict[str, Any]:
 class Progress:
     """One rank's way through the steps: each forward has data of its own."""
 
-    def __init__(self, case: Training, rank: int) -> None:
-        self.tree, self.rank, self.setup = case.tree, rank, case.setup
+    def __init__(self, case: Training, rank: int, device: torch.device = CPU) -> None:
+        self.tree, self.rank, self.setup, self.device = case.tree, rank, case.setup, device
         self.forwards = 0
         self.seen: dict[str, list[Any]] = {"outputs": [], "forms": [], "losses": [], "input_gradients": []}
 
@@ -161,6 +162,8 @@ class Progress:
 
     def _forward(self, model: nn.Module) -> tuple[torch.Tensor, Any]:
         batch = self.tree.batch(self.forwards, self.rank)
+        if self.tree.takes == "dataclass":  # into which no root looks for tensors to move
+            batch = batch.on(self.device)
         self.forwards += 1
         output = call(model, self.tree, batch)
         self.seen["outputs"].append(out_of_form(output).detach().clone())
@@ -286,7 +289,9 @@ def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Te
         for parameter in parameters:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         gradients = gathered_parameters(library, model)
-        if torch.accelerator.is_available():  # offloaded ones may be on their way there, and are not to change on it
+        if (
+            torch.accelerator.is_available()
+        ):  # offloaded ones may be on their way there, and are not to change on it
             torch.accelerator.synchronize()
         for parameter, values in zip(parameters, kept, strict=True):
             parameter.copy_(values)

@@ -71,7 +71,7 @@ def train(rank: Rank, *, library: str, training: ShardedTraining) -> Outcome:
 
 def _trained(rank: Rank, model: Any, case: ShardedTraining) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
-    progress = _ShardedProgress(case.plain, rank.rank)
+    progress = _ShardedProgress(case.plain, rank.rank, rank.device)
     shards = []
     whole_gradients: dict[str, torch.Tensor] = {}
     for step in case.steps:
@@ -99,8 +99,8 @@ def _trained(rank: Rank, model: Any, case: ShardedTraining) -> dict[str, Any]:
 class _ShardedProgress(Progress):
     """Also sees what the modules hold behind each forward."""
 
-    def __init__(self, case: Training, rank: int) -> None:
-        super().__init__(case, rank)
+    def __init__(self, case: Training, rank: int, device: torch.device) -> None:
+        super().__init__(case, rank, device)
         self.seen["registered"] = []
 
     def _forward(self, model: nn.Module) -> Any:
@@ -141,7 +141,9 @@ def arguments(rank: Rank, library: Library, model: Any, sharding: Sharding) -> d
     if sharding.offloads:
         given["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
     if sharding.ignores:
-        given["ignored_params"] = set(model.body.parts[0].to(rank.device).parameters())  # nobody else moves it
+        given["ignored_params"] = set(
+            model.body.parts[0].to(rank.device).parameters()
+        )  # nobody else moves it
     if sharding.places:
         ranks = rank.world_size if sharding.ranks != "replicas" else sharding.shards
         given["shard_placement_fn"] = lambda parameter: _place(parameter, ranks)
