@@ -221,16 +221,36 @@ _GATHER, _SCATTER = "set_custom_all_gather", "set_custom_reduce_scatter"
          setting(_BUFFERS, 1, max_input_buffers=2, recurse=False), *TRAIN),
         (setting(_MEMORY, enable=True), setting(_MEMORY, 0, enable=True), setting(_MEMORY, 0, enable=False),
          setting(_GATHER, 1, comm="an all-gather"), setting(_MEMORY, 1, enable=True), *TRAIN),
-        (setting("set_symm_mem_for_comm", 0, backend="NCCL"), setting("set_symm_mem_for_comm"), *TRAIN),
     ],
     ids=["factors", "hooks", "of one's own", "unused", "unused by the root", "unused by a rank", "event",
-         "event of a stream", "buffers", "memory", "symmetric memory"],
+         "event of a stream", "buffers", "memory"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
 def test_reduces_as_it_is_told(
     subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
 ) -> None:
     played(rank_pool, (reference, subject), calls)
+
+
+@clause("distributed.fsdp.fully_shard.symmetric_memory")
+@pytest.mark.deviation("fully_shard.symmetric_memory")
+@pytest.mark.world_sizes(fewest=2)
+def test_memory_that_there_is_not_is_refused_at_the_call(
+    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
+) -> None:
+    """And training goes on as if nobody had asked. So it does over torch where it was built without NCCL."""
+
+    def probe(library: Library, *before: Call) -> list[Any]:
+        calls = (*before, *TRAIN)
+        seen = outcomes(rank_pool, library, "fully_shard_calls:play", calls=calls, sharding=LEAVES)
+        return [one.raised or (one.value["seen"][0]["made"], one.value["held"]) for one in seen]
+
+    asked = setting("set_symm_mem_for_comm", backend="NCCL")
+    refusal = "RuntimeError: SymmetricMemory does not find allocation backend NCCL"
+    expected = [(refusal, held) for _, held in probe(reference)]
+    deviation.judge(
+        lambda library: probe(library, asked), we_do=lambda seen: does_as(expected, seen), may_agree=True
+    )
 
 
 @clause("distributed.fsdp.fully_shard.reduction_of_replicas")
