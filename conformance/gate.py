@@ -32,6 +32,8 @@ from conformance.judge.running import Stop, run
 from conformance.judge.terminal import begin, progress_on, say_broken, say_verdict
 from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
+from conformance.report.simulation import FILE as SIMULATION
+from conformance.report.simulation import read_simulation
 
 _NO_CHECKOUT = (
     "the gate times a subject too, by the folder benchmarks of a checkout, and this is an installed package: "
@@ -43,7 +45,7 @@ def main(words: Sequence[str]) -> int:
     if not CHECKOUT:
         print(_NO_CHECKOUT, file=sys.stderr)  # noqa: T201 the command's output
         return 2
-    options, baseline, kills = _options(words)
+    options, baseline, shown = _options(words)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -59,7 +61,7 @@ def main(words: Sequence[str]) -> int:
                 report[key] = (
                     _unless_unsafe(name, report) or run_part(options, out, progress, stop) if asked else {}
                 )
-        return _tell(report, out, console, baseline, kills)
+        return _tell(report | shown, out, console, baseline)
 
 
 def _unless_unsafe(part: str, report: dict[str, Any]) -> dict[str, Any]:
@@ -75,30 +77,32 @@ def _tell(
     out: Path,
     console: Console,
     baseline: dict[str, Any] | None,
-    kills: dict[str, Any] | None,
 ) -> int:
     """The verdict, in files and on the terminal, and as an exit code."""
     changes = compare(baseline, report) if baseline else None
     report["baseline"] = asdict(changes) if changes else None
-    report["kills"] = kills
     say = functools.partial(say_verdict, console, out=out, changes=sentences(changes) if changes else [])
     return conclude(report, out, say)
 
 
 def _options(
     words: Sequence[str],
-) -> tuple[argparse.Namespace, dict[str, Any] | None, dict[str, Any] | None]:
-    """The options, the baseline and the kill matrix: both are read before a run can overwrite them."""
+) -> tuple[argparse.Namespace, dict[str, Any] | None, dict[str, Any]]:
+    """The options, the baseline, and what else the report shows: read before a run can overwrite it."""
     parser = of_gate(__doc__)
     options = parser.parse_args(words)
     options.out = options.out or REPORT
     found = Path(options.out, "kills.json")
     kills = options.kills or (found if found.is_file() else None)
+    simulated = Path(options.out, SIMULATION)
     try:
         return (
             options,
             read_report(Path(options.baseline)) if options.baseline else None,
-            read_kills(Path(kills)) if kills else None,
+            {
+                "kills": read_kills(Path(kills)) if kills else None,
+                "simulation": read_simulation(simulated) if simulated.is_file() else None,
+            },
         )
     except ValueError as error:
         parser.error(str(error))

@@ -16,6 +16,7 @@ from conformance.faults.kills import read_kills
 from conformance.report.baseline import compare, read_report
 from conformance.report.page import write_page
 from conformance.report.side_by_side import write_side_by_side
+from conformance.report.simulation import read_simulation
 
 
 def main(words: Sequence[str]) -> int:
@@ -32,12 +33,17 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--baseline", type=Path, help="the report.json of an earlier run to compare with")
     parser.add_argument("--kills", type=Path, help="a kill matrix of python -m conformance.faults")
+    parser.add_argument(
+        "--simulation", type=Path, help="a simulated step of python -m conformance.simulator.cost"
+    )
     parser.add_argument("--out", type=Path, default=Path("index.html"))
     options = parser.parse_args(words)
     if not options.compare and len(options.report) > 1:
         parser.error(f"{len(options.report)} reports were given; --compare draws several side by side")
-    if options.compare and (options.baseline or options.kills):
-        parser.error("--compare draws whole reports; --baseline and --kills belong to the page of one")
+    if options.compare and (options.baseline or options.kills or options.simulation):
+        parser.error(
+            "--compare draws whole reports; --baseline, --kills and --simulation belong to the page of one"
+        )
     try:
         reports = [read_report(file) for file in options.report]
         if options.compare:
@@ -48,6 +54,8 @@ def main(words: Sequence[str]) -> int:
             report["baseline"] = asdict(compare(read_report(options.baseline), report))
         if options.kills:
             report["kills"] = read_kills(options.kills)
+        if options.simulation:
+            report["simulation"] = read_simulation(options.simulation)
     except ValueError as error:
         parser.error(str(error))
     write_page(report, options.out)

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 from conformance.judge.judgement import RED
 from conformance.judge.results import Broken, broken_clauses
-from conformance.report import speed
+from conformance.report import simulation, speed
 from conformance.report.kills import kill_matrix
 from conformance.report.matrix import MEANINGS, SIGNS, Area, matrix, ranked
 from conformance.report.text import legible
@@ -48,6 +48,7 @@ def write_page(report: dict[str, Any], file: Path) -> None:
             speed=speed.groups(report.get("speed") or {}),
             elsewhere=speed.elsewhere(report.get("speed") or {}),
             training_plots=_plots(report),
+            simulation_picture=simulation.drawn(report),
         )
     )
     file.write_text(page, encoding="utf-8")

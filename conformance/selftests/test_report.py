@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import unicodedata
 from collections import Counter
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from conformance.faults.kills import Idle, Kill, Kills, read_kills
 from conformance.report import speed, write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, matrix
+from conformance.report.simulation import FILE, read_simulation
 from conformance.report.text import legible
 from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
 
@@ -341,6 +343,31 @@ def test_another_file_is_no_kill_matrix(text: str | None, tmp_path: Path) -> Non
         file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"no kill matrix"):
         read_kills(file)
+
+
+def test_a_simulated_step_is_drawn_and_called_one(tmp_path: Path) -> None:
+    assert "simulated" not in draw(a_report(judged("passed")), tmp_path).text
+    step = {"name": "<b>", "seconds": 2.0, "says": "2 s", "memory": [[0, 1], [999, 2]]}
+    step["rows"] = [
+        {"role": "default stream", "boxes": {"other": [], "product": [[10, 5]], "collective": []}}
+    ]
+    file = tmp_path / FILE
+    file.write_text(
+        json.dumps(
+            {"title": "Simulated", "columns": ["ranks"], "rows": [["4096"]], "notes": [], "panels": [step]}
+        )
+    )
+    text = draw(a_report(judged("passed"), simulation=read_simulation(file)), tmp_path).text
+    for reported in ("Nothing of it was measured", "<b>", "default stream", "4096"):
+        assert reported in text
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"title": "x"}', "\xff"])
+def test_another_file_is_no_simulation(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / FILE).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"no simulation"):
+        read_simulation(tmp_path / FILE)
 
 
 ratios = st.floats(1e-6, 1e6)

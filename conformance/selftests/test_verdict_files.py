@@ -175,7 +175,10 @@ def test_reports_are_compared_by_a_command(tmp_path: Path, capsys: pytest.Captur
     assert "1 of 1 clauses differ" in re.sub(r"<[^>]*>", "", out.read_text())
     for words, reported in (
         (files, "2 reports were given; --compare draws several side by side"),
-        (["--compare", *files, "--baseline", files[0]], "--baseline and --kills belong to the page of one"),
+        (
+            ["--compare", *files, "--baseline", files[0]],
+            "--baseline, --kills and --simulation belong to the page of one",
+        ),
         (["--compare", files[0], str(out)], "is not JSON"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -92,43 +92,43 @@ def set_schedule(seed: int, rank: int = 0) -> None:
         rank: of several processes, each of which draws for itself.
     Sync: all devices.
     """
-    _needed().set_schedule(seed, rank)
+    needed().set_schedule(seed, rank)
     take_hazards()
 
 
 def log_hazards(on: bool = True) -> None:
     """Compare each operation with those that touched the same memory, and watch what the host reads."""
-    _needed().log_hazards(on)
+    needed().log_hazards(on)
 
 
 def take_hazards() -> list[Hazard]:
     """The hazards since the last call, each once; at most a thousand."""
-    return [Hazard(*fields) for fields in _needed().take_hazards()]
+    return [Hazard(*fields) for fields in needed().take_hazards()]
 
 
 def take_host_waits() -> list[HostWait]:
     """The lines where the host has waited since the last call."""
-    return [HostWait(*fields) for fields in _needed().take_waits()]
+    return [HostWait(*fields) for fields in needed().take_waits()]
 
 
 def take_unreplayable() -> list[str]:
     """What only the clock could decide since the last call: a run that has any is not the seed's alone."""
-    return list(_needed().take_unreplayable())
+    return list(needed().take_unreplayable())
 
 
 def course() -> str:
     """A digest of what the device has done since the schedule was set, and what memory it gave, in their order."""
-    return f"{_needed().counters()['course'] & (2**64 - 1):016x}"
+    return f"{needed().counters()['course'] & (2**64 - 1):016x}"
 
 
 def fail_allocation(nth: int) -> None:
     """Let the `nth` allocation of device memory from now raise `torch.OutOfMemoryError`; 0 takes it back."""
-    _needed().fail_allocation(nth)
+    needed().fail_allocation(nth)
 
 
 def synchronize() -> None:
     """Finish what is queued on all devices, without counting it as a wait of the program."""
-    _needed().drain()
+    needed().drain()
 
 
 def launch(
@@ -145,7 +145,7 @@ def launch(
         writes: likewise.
         name: how hazards call it.
     """
-    extension = _needed()
+    extension = needed()
     on = next(
         (tensor.device.index for tensor in (*writes, *reads) if tensor.device.type == "sim"),
         extension.current_device(),
@@ -164,7 +164,7 @@ def in_program(place: str) -> str:
     return shown + frames.split(" < ", maxsplit=1)[0]
 
 
-def _needed() -> ModuleType:
+def needed() -> ModuleType:
     if _extension is None:
         raise RuntimeError("the simulator is not enabled: call conformance.simulator.enable() first")
     return _extension

@@ -80,6 +80,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& wait : take_waits()) out.emplace_back(wait.why, wait.place, wait.count);
     return out;
   });
+  m.def("trace_by_shapes_alone", &trace_by_shapes_alone);
+  m.def("take_asked", [] {
+    py::list out;
+    for (auto& one : take_asked()) out.append(py::make_tuple(one.what, one.name, one.stream.second, one.number, one.reads, one.writes, one.sizes));
+    return out;
+  });
   m.def("default_generator", &default_generator);
   m.def("cpu_alias", &alias_of);
   m.def("launch", &launch);

@@ -208,7 +208,7 @@ class SimBackend final : public c10d::Backend {
     if (!streams_.count(device)) streams_[device] = new_stream(device, -1);
     StreamKey stream{device, streams_[device]};
     block(stream, record(current(device)));
-    enqueue(stream, name, task_of(std::move(asked), std::move(store)), ranges);
+    enqueue(stream, name, task_of(std::move(asked), std::move(store)), ranges, {{size_}});
     return c10::make_intrusive<SimWork>(record(stream), std::move(held), rank_, op);
   }
 

@@ -72,7 +72,9 @@ int64_t current_stream(int device);
 int64_t exchange_stream(int device, int64_t stream);
 int64_t new_stream(int device, int priority);
 
-void enqueue(StreamKey stream, std::string name, Task task, const std::vector<Range>& ranges);
+using Sizes = std::vector<std::vector<int64_t>>;
+// `sizes`: of the tensors that an operator was given; of a collective, how many ranks it has.
+void enqueue(StreamKey stream, std::string name, Task task, const std::vector<Range>& ranges, const Sizes& sizes = {});
 RecordingP record(StreamKey stream);
 void block(StreamKey stream, const RecordingP& recording);
 bool query(const RecordingP& recording);
@@ -92,6 +94,19 @@ std::vector<Wait> take_waits();
 std::vector<std::string> take_unreplayable();
 std::map<std::string, int64_t> counters();
 void note_course(uint64_t what);
+
+// -- trace.cpp: what was asked for, with nothing done
+struct Asked {
+  std::string what;  // run, record, wait, host_wait, allocate, free, use
+  StreamKey stream{0, 0};
+  int64_t number = 0, reads = 0, writes = 0;  // an address, or of a recording; bytes
+  std::string name;
+  Sizes sizes;
+};
+bool by_shapes_alone();
+void trace_by_shapes_alone(bool now);
+void note(Asked one);
+std::vector<Asked> take_asked();
 
 // -- memory.cpp: what an address belongs to
 struct Allocation {  // one life of a piece of memory, from being given out to being given back

@@ -171,6 +171,7 @@ void free_device(void* context) {
   auto& stats = m.stats[life->home.first];
   tally(stats.allocation, handle->block->small, -1);
   tally(stats.allocated_bytes, handle->block->small, -static_cast<int64_t>(life->size));
+  note({"free", life->home, reinterpret_cast<int64_t>(life->begin)});
   life->users.erase(life->home);
   if (life->users.empty()) {
     put_in_pool(handle->block);
@@ -212,6 +213,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     life->begin = block->begin;
     life->size = block->size;
     begin_life(life);
+    note({"allocate", life->home, reinterpret_cast<int64_t>(life->begin), 0, static_cast<int64_t>(life->size)});
     note_course(2 * life->size + life->stale);
     tally(stats.allocation, block->small, 1);
     tally(stats.allocated_bytes, block->small, static_cast<int64_t>(life->size));
@@ -292,7 +294,9 @@ c10::Allocator* pinned_allocator() {
   return one;
 }
 
-void poison(void* begin, size_t size) { std::memset(begin, 0xFF, size); }
+void poison(void* begin, size_t size) {
+  if (!by_shapes_alone()) std::memset(begin, 0xFF, size);
+}
 
 AllocationP allocation_at(const void* address) {
   auto life = find(memory().living, address);
@@ -304,7 +308,10 @@ bool is_pinned(const void* address) {
 }
 void record_use(const void* address, StreamKey stream) {
   Lock lock;
-  if (auto life = allocation_at(address)) life->users.insert(stream);
+  auto life = allocation_at(address);
+  if (!life) return;
+  life->users.insert(stream);
+  note({"use", stream, reinterpret_cast<int64_t>(life->begin)});
 }
 void forget_finished(const AllocationP& life) {
   auto& finishing = memory().finishing;

@@ -93,8 +93,8 @@ class Call {
     to_cpu();
     for (size_t i = 0; i < args_.size(); i++)
       each(args_[i], [&](const Tensor& tensor) { if (!tensor.is_cpu()) ranges_.push_back(range_of(tensor, writes_[i])); });
-    if (known_) try_once();
-    if (draws_in_place()) draw();
+    if (known_ && !by_shapes_alone()) try_once();
+    if (draws_in_place() && !by_shapes_alone()) draw();
     else if (known_) queue();
     else run_now();
     torch::jit::drop(*stack_, args_.size());
@@ -167,11 +167,11 @@ class Call {
       if (value.alias_info() != nullptr && value.alias_info()->isWrite()) continue;
       TORCH_CHECK(value.alias_info() == nullptr, "sim: ", name(), " is a view, and has no kernel of its own for sim");
       fresh = true;
-      if (value.type()->str().find("Tensor") == std::string::npos) known_ = false;
+      if (value.type()->str().find("Tensor") == std::string::npos) known_ = by_shapes_alone();
     }
     fresh_ = fresh;
     bool hidden_draw = generator_ < 0 && op_.hasTag(at::Tag::nondeterministic_seeded);
-    if (generator_ >= 0 || hidden_draw) known_ = false;
+    if ((generator_ >= 0 || hidden_draw) && !by_shapes_alone()) known_ = false;
     auto full_name = name() + "." + schema_.overload_name();
     if (!known_ || lacks_meta(full_name)) {
       known_ = known_ && !fresh;
@@ -216,7 +216,7 @@ class Call {
 
   void to_cpu() {
     bool of_cpu_alone = name().find("mkldnn") != std::string::npos;
-    TORCH_CHECK_NOT_IMPLEMENTED(!of_cpu_alone && op_.hasComputedKernelForDispatchKey(DispatchKey::CPU),
+    TORCH_CHECK_NOT_IMPLEMENTED(by_shapes_alone() || (!of_cpu_alone && op_.hasComputedKernelForDispatchKey(DispatchKey::CPU)),
         "sim runs ", name(), " by its kernel for the CPU, which it does not have");
     bool takes_host_indices = name().rfind("aten::index", 0) == 0 || name().rfind("aten::_index_put_impl_", 0) == 0 ||
         name().rfind("aten::_unsafe_index", 0) == 0;
@@ -289,6 +289,9 @@ class Call {
       outs.emplace_back(i, mapped(out, [&](const Tensor& tensor) { return aliases_.of(tensor); }));
       results_.push_back(std::move(out));
     }
+    Sizes sizes;
+    for (auto& arg : args_)
+      if (by_shapes_alone()) each(arg, [&](const Tensor& tensor) { sizes.push_back(tensor.sizes().vec()); });
     enqueue(stream_, name(), {[op = op_, cpu = std::move(cpu_), outs = std::move(outs), widen = widens_halves(), writes = writes_]() mutable {
       Below below;
       std::vector<std::pair<Tensor, Tensor>> narrowed;
@@ -312,11 +315,12 @@ class Call {
         for (size_t j = 0; j < to.size(); j++)
           if (to[j].defined()) to[j].copy_(from[j]);
       }
-    }, {}, {}}, ranges_);
+    }, {}, {}}, ranges_, sizes);
   }
 
   // What it returns depends on data, or on the CPU's word: the host waits.
   void run_now() {
+    TORCH_CHECK(!by_shapes_alone(), "sim: what ", name(), " returns depends on data, so its shapes alone do not say it");
     auto cpu = std::make_shared<Stack>(std::move(cpu_));
     auto error = std::make_shared<std::exception_ptr>();
     enqueue(stream_, name(), {[op = op_, cpu, error] {

@@ -291,7 +291,12 @@ void note_course(uint64_t what) {
   course ^= course >> 29;
 }
 
-void enqueue(StreamKey stream, std::string name, Task task, const std::vector<Range>& ranges) {
+void enqueue(StreamKey stream, std::string name, Task task, const std::vector<Range>& ranges, const Sizes& sizes) {
+  if (by_shapes_alone()) {
+    Asked one{"run", stream, 0, 0, 0, std::move(name), sizes};
+    for (auto& range : ranges) (range.write ? one.writes : one.reads) += range.end - range.begin;
+    return note(std::move(one));
+  }
   auto place = here();
   Lock lock;
   auto& r = runtime();
@@ -330,12 +335,14 @@ RecordingP record(StreamKey stream) {
   recording->stream = stream;
   recording->clock = queue.clock;
   recording->done = queue.entries.empty() && !queue.busy;
+  note({"record", stream, reinterpret_cast<int64_t>(recording.get())});
   if (!recording->done) queue.entries.push_back({Kind::Record, nullptr, {}, recording, {}});
   return recording;
 }
 
 void block(StreamKey stream, const RecordingP& recording) {
   Lock lock;
+  note({"wait", stream, reinterpret_cast<int64_t>(recording.get())});
   auto& queue = queue_of(stream);
   join(queue.clock, recording->clock);
   if (!recording->done) queue.entries.push_back({Kind::Wait, nullptr, {}, recording, {}});
@@ -363,6 +370,7 @@ void wait_on_host(const RecordingP& recording, const char* why) {
   Lock lock;
   auto& r = runtime();
   TORCH_CHECK(!r.depth || recording->done, "sim: a task on the device waits for the device");
+  note({"host_wait", recording->stream, reinterpret_cast<int64_t>(recording.get())});
   r.last_call = Time::now();
   auto since = Time::now();
   while (!recording->done) {

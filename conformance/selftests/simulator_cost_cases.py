@@ -1,0 +1,61 @@
+"""A program whose cost is known, and the real sharding of four layers: their costs, by a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.simulator.cost import training
+from conformance.simulator.cost.durations import hardware
+from conformance.simulator.cost.llama import LlamaConfig
+from conformance.simulator.cost.timeline import schedule, step_cost
+from conformance.simulator.cost.trace import Trace, tracing
+
+MIB = 1 << 20
+RANKS = 8
+SMALL = training.Training(LlamaConfig(layers=4), batch=1, length=2048)
+
+
+def cost(trace: Trace) -> dict[str, Any]:
+    on = hardware("h100")
+    return asdict(step_cost(schedule(trace.entries, on.seconds, on.host_s))) | {
+        "reserved": trace.reserved_bytes
+    }
+
+
+def known() -> Trace:
+    """Two buffers of 64 MiB, a third for as long as the sum takes, and a gather into 512 on the group's stream."""
+    with tracing(RANKS) as tracer:
+        tracer.mark()
+        x = torch.empty(16 * MIB, device="sim")
+        y = x + 1
+        (y * 2).sum().item()
+        out = torch.empty(128 * MIB, device="sim")
+        work = dist.all_gather_into_tensor(out, y, async_op=True)
+        for _ in range(4):
+            x.add_(1)
+        work.wait()
+        x.copy_(out[: x.numel()])
+        tracer.mark()
+        return tracer.trace()
+
+
+def main() -> None:
+    costs = {"known": cost(known())}
+    for name in list(training.SUBJECTS):
+        costs[name] = cost(training.traced(name, SMALL, RANKS))
+    subject = training.SUBJECTS["torch FSDP"]
+    unprefetched = functools.partial(subject.shard, backward_prefetch=None)
+    training.SUBJECTS["nothing prefetched"] = replace(subject, shard=unprefetched)
+    costs["nothing prefetched"] = cost(training.traced("nothing prefetched", SMALL, RANKS))
+    json.dump(costs, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The cost model: schedules, overlap and memory computed by hand; and what it says of the real sharding."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.judge.judgement import unavailable
+from conformance.simulator import Unavailable, ensure_built
+from conformance.simulator.cost.durations import bytes_of, flops_of, hardware
+from conformance.simulator.cost.timeline import merged, schedule, step_cost
+from conformance.simulator.cost.trace import MARK, Entry
+
+ROOT = Path(__file__).parents[2]
+_LIMIT_S = 500.0  # the extension is built, if it is not in the cache
+SECONDS = {"a": 2.0, "b": 3.0, "all_gather": 5.0, "c": 1.0}
+
+pytestmark = pytest.mark.deadline(_LIMIT_S + 60)
+
+
+def run(name: str, stream: int = 0) -> Entry:
+    return Entry("run", name, stream)
+
+
+def record(number: int, stream: int = 0) -> Entry:
+    return Entry("record", stream=stream, number=number)
+
+
+def wait(number: int, stream: int = 0) -> Entry:
+    return Entry("wait", stream=stream, number=number)
+
+
+def scheduled(*entries: Entry, host_s: float = 0.0):
+    end = [record(-1), Entry("host_wait", number=-1), record(-2, 1), Entry("host_wait", number=-2, stream=1)]
+    every = [Entry(MARK), *entries, *end, Entry(MARK)]
+    return schedule(every, lambda entry: SECONDS[entry.name], host_s)
+
+
+def test_five_operators_on_two_streams() -> None:
+    # stream 0  a a . . . . . b b b c        b waits for the gather, which waits for nobody
+    # stream 1  g g g g g a a
+    timeline = scheduled(
+        run("all_gather", 1), record(1, 1), run("a"), run("a", 1), wait(1), run("b"), run("c")
+    )
+    assert [(span.stream, span.begin, span.end) for span in timeline.spans] == [
+        (1, 0, 5),
+        (0, 0, 2),
+        (1, 5, 7),
+        (0, 5, 8),
+        (0, 8, 9),
+    ]
+    cost = step_cost(timeline)
+    assert (cost.seconds, cost.computing_s, cost.communicating_s, cost.exposed_s) == (9, 6, 5, 3)
+
+
+def test_a_gather_that_is_asked_for_earlier_is_hidden() -> None:
+    early = step_cost(scheduled(run("all_gather", 1), record(1, 1), run("b"), run("b"), wait(1), run("a")))
+    late = step_cost(
+        scheduled(
+            run("b"), run("b"), record(2), wait(2, 1), run("all_gather", 1), record(1, 1), wait(1), run("a")
+        )
+    )
+    assert (early.exposed_s, early.seconds) == (0, 8)
+    assert (late.exposed_s, late.seconds) == (5, 13)
+
+
+def test_the_host_asks_one_after_the_other_and_waits_where_the_program_does() -> None:
+    timeline = scheduled(
+        run("a"), record(1), run("c", 1), Entry("host_wait", number=1), run("c", 1), host_s=4.0
+    )
+    assert [(span.begin, span.end) for span in timeline.spans] == [(4, 6), (8, 9), (12, 13)]
+    timeline = scheduled(run("b"), record(1), Entry("host_wait", number=1), run("c", 1), host_s=1.0)
+    assert timeline.spans[-1].begin == 5
+
+
+def test_memory_that_another_stream_uses_is_taken_until_it_is_through() -> None:
+    def peak(*recorded: Entry) -> int:
+        return step_cost(
+            scheduled(
+                Entry("allocate", number=512, writes=100),
+                run("all_gather", 1),
+                *recorded,
+                Entry("free", number=512),
+                Entry("allocate", number=1024, writes=70),
+                host_s=1.0,
+            )
+        ).allocated_bytes
+
+    assert peak() == 100
+    assert peak(Entry("use", number=512, stream=1)) == 170
+
+
+def test_what_overlaps_counts_once() -> None:
+    assert merged([(3, 4), (0, 2), (1, 3)]) == [(0, 4)]
+    assert merged([(5, 6), (0, 2)]) == [(0, 2), (5, 6)]
+
+
+def test_durations() -> None:
+    on = hardware("h100")
+    product = Entry("run", "aten::mm", sizes=[[4096, 8192], [8192, 1024]], reads=8, writes=8)
+    assert flops_of(product) == 2 * 4096 * 8192 * 1024
+    reached = 989.4e12 * on.kernels["product_efficiency"]
+    assert on.seconds(product) == pytest.approx(2 * 4096 * 8192 * 1024 / reached + 2e-6)
+    assert bytes_of(Entry("run", "aten::add_", reads=3, writes=5)) == 13
+    assert bytes_of(Entry("run", "aten::zero_", writes=5)) == 5
+    assert bytes_of(Entry("run", "aten::add", reads=3, writes=5)) == 8
+    copy = Entry("run", "copy_", reads=3_350_000, writes=3_350_000)
+    assert on.seconds(copy) == pytest.approx(2e-6 / 0.9 + 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [(1, 8.4e-6), (8, 8.4e-6 + 7 * 3.4e-6 + 7e-3), (16, 8.4e-6 + 14 * 3.4e-6 + 14e-6 + 7.5e-3)],
+)
+def test_a_ring_takes_a_hop_for_each_rank(ranks: int, seconds: float) -> None:
+    gathered = Entry("run", "all_gather", writes=int(8e-3 * 370.8e9), sizes=[[ranks]])
+    assert hardware("h100").seconds(gathered) == pytest.approx(seconds)
+
+
+def test_an_unknown_accelerator_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"got accelerator 'abacus', but hardware.toml has h100_96gb"):
+        hardware("abacus")
+
+
+@pytest.fixture(scope="module")
+def costs() -> dict[str, dict[str, float]]:
+    try:
+        ensure_built()
+    except Unavailable as error:
+        unavailable(str(error))
+    command = [sys.executable, "-m", "conformance.selftests.simulator_cost_cases"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_the_device_tells_what_a_program_asks_of_it(costs: dict[str, dict[str, float]]) -> None:
+    known, on = costs["known"], hardware("h100")
+    mib = 1 << 20
+    bandwidth, latency, host = 3.35e12 * 0.9, on.kernels["latency_s"], on.host_s
+    gather = 8.4e-6 + 7 * 3.4e-6 + 448 * mib / 370.8e9
+    add = 2 * 64 * mib / bandwidth + latency
+    doubled = add + (64 * mib + 4) / bandwidth + latency  # and summed, which the host waits for
+    # The host asks for each before it can begin: once at first, and once more when it has waited.
+    assert known["seconds"] == pytest.approx(host + add + doubled + host + gather + add)
+    assert known["communicating_s"] == pytest.approx(gather)
+    assert known["exposed_s"] == pytest.approx(gather - 4 * add)
+    assert known["allocated_bytes"] == (64 + 64 + 512) * mib
+    assert known["reserved"] == (64 + 64 + 64 + 512) * mib + 2 * mib  # the sum is of the small ones
+
+
+@pytest.mark.parametrize("subject", ["torch fully_shard", "impl fully_shard", "torch FSDP", "impl FSDP"])
+def test_sharding_gathers_while_it_computes(costs: dict[str, dict[str, float]], subject: str) -> None:
+    cost = costs[subject]
+    assert 0 < cost["exposed_s"] < cost["communicating_s"]
+    assert cost["seconds"] >= cost["computing_s"] + cost["exposed_s"]
+    assert cost["allocated_bytes"] <= cost["reserved"]
+
+
+def test_what_is_not_prefetched_is_exposed(costs: dict[str, dict[str, float]]) -> None:
+    prefetched, alone = costs["torch FSDP"], costs["nothing prefetched"]
+    assert alone["exposed_s"] > prefetched["exposed_s"]
+    assert alone["seconds"] > prefetched["seconds"]

@@ -1,0 +1,114 @@
+"""python -m conformance.simulator.cost: what a step of each subject would cost, as a table and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conformance.simulator import Unavailable
+from conformance.simulator.cost.calibration import ACCELERATOR, fitted_efficiency, published
+from conformance.simulator.cost.durations import Hardware, hardware
+from conformance.simulator.cost.llama import LlamaConfig
+from conformance.simulator.cost.picture import panel, picture
+from conformance.simulator.cost.timeline import StepCost, schedule, step_cost
+from conformance.simulator.cost.training import SUBJECTS, Training, traced
+
+USAGE_ERROR = 2
+_COLUMNS = (
+    "ranks",
+    "subject",
+    "step, ms",
+    "tokens/s a rank",
+    "communication, ms",
+    "exposed, ms",
+    "allocated, GiB",
+    "reserved, GiB",
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a row for each subject and number of ranks, and how far it is off where something was published."""
+    asked = _parser().parse_args(arguments)
+    training = Training(LlamaConfig(asked.layers, fused=asked.fused), asked.batch, asked.length)
+    try:
+        simulation = _simulated(asked, training, hardware(asked.accelerator))
+    except (Unavailable, ValueError) as error:
+        print(error, file=sys.stderr)
+        return USAGE_ERROR
+    if asked.json:
+        Path(asked.json).write_text(json.dumps(simulation), encoding="utf-8")
+    if asked.picture:
+        Path(asked.picture).write_text(picture(simulation["title"], simulation["panels"]), encoding="utf-8")
+    return 0
+
+
+def _simulated(asked: argparse.Namespace, training: Training, on: Hardware) -> dict[str, Any]:
+    """All rows; and of the first number of ranks the panels of a picture."""
+    blocks = "fused" if asked.fused else "plain"
+    of_what = f"Llama 3.1, {asked.layers} {blocks} layers, {asked.batch} x {asked.length} tokens, {asked.accelerator}"
+    print(f"Simulated, not measured: {of_what}\n", _line(_COLUMNS), "|---" * len(_COLUMNS) + "|", sep="\n")
+    rows, notes, panels = [], [], []
+    for ranks in asked.ranks:
+        for subject in asked.subjects:
+            trace = traced(subject, training, ranks)
+            timeline = schedule(trace.entries, on.seconds, on.host_s)
+            tokens_per_s = training.tokens / step_cost(timeline).seconds
+            rows.append(
+                [str(ranks), subject, *_figures(step_cost(timeline), tokens_per_s, trace.reserved_bytes)]
+            )
+            print(_line(rows[-1]), flush=True)
+            if known := published(training, subject, ranks, asked.accelerator):
+                notes.append(
+                    f"{subject}, {ranks} ranks: {known.compared(tokens_per_s, trace.reserved_bytes)}"
+                )
+                if asked.calibrate:
+                    fitted = fitted_efficiency(trace.entries, on, training.tokens / known.tokens_per_s)
+                    notes.append(f"product_efficiency = {fitted:.4f} would give the published tokens/s")
+            if ranks == asked.ranks[0]:
+                panels.append(panel(subject, timeline))
+    print("", *notes, sep="\n")
+    title = f"Simulated, not measured: a step on {asked.ranks[0]} ranks; {of_what}"
+    return {"title": title, "columns": _COLUMNS, "rows": rows, "notes": notes, "panels": panels}
+
+
+def _figures(cost: StepCost, tokens_per_s: float, reserved_bytes: int) -> list[str]:
+    times = [f"{each * 1e3:.0f}" for each in (cost.communicating_s, cost.exposed_s)]
+    memory = [f"{each / 2**30:.1f}" for each in (cost.allocated_bytes, reserved_bytes)]
+    return [f"{cost.seconds * 1e3:.0f}", f"{tokens_per_s:.0f}", *times, *memory]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance.simulator.cost",
+        description="Simulate what a training step of Llama 3.1 costs, by shapes and a table of hardware.",
+    )
+    names = list(SUBJECTS)
+    parser.add_argument("--ranks", type=_numbers, default=[8], help="numbers of ranks, by commas (8)")
+    parser.add_argument("--subjects", nargs="+", choices=names, default=names, help="which of them (all)")
+    parser.add_argument("--accelerator", default=ACCELERATOR, help=f"one of hardware.toml ({ACCELERATOR})")
+    parser.add_argument("--layers", type=int, default=32, help="of the model (32)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences a rank (2)")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence (8192)")
+    parser.add_argument("--fused", action="store_true", help="blocks as torch.compile is taken to make them")
+    parser.add_argument("--picture", help="where to draw the timelines of the first number of ranks, as SVG")
+    parser.add_argument("--json", help="where to write all of it; in a report's folder, the report shows it")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="say which product_efficiency gives what was published"
+    )
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What a program asks of the device, written down with nothing done: shapes are real, memory and numbers are not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from conformance import simulator
+from conformance.simulator import control, device
+
+BACKEND = "simshapes"
+MARK = "mark"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that was asked for, in the order of the program."""
+
+    what: str  # run, record, wait, host_wait, allocate, free, use; and mark, which the tracer puts in
+    name: str = ""
+    stream: int = 0
+    number: int = 0  # an address: of memory, or of a recording of an event
+    reads: int = 0  # bytes
+    writes: int = 0
+    sizes: list[list[int]] | None = None  # of an operator's tensors; of a collective, how many ranks it has
+
+
+@dataclass(frozen=True)
+class Trace:
+    entries: list[Entry]
+    reserved_bytes: int  # what the device's allocator has taken at the most, as it is split and cached
+
+
+class Tracer:
+    """What was asked for so far."""
+
+    def __init__(self, extension: ModuleType) -> None:
+        self._extension = extension
+        self._entries: list[Entry] = []
+
+    def mark(self) -> None:
+        """Let the host wait for the device, and remember the moment."""
+        simulator.synchronize()
+        self.trace().entries.append(Entry(MARK))
+
+    def trace(self) -> Trace:
+        self._entries += [Entry(*fields) for fields in self._extension.take_asked()]
+        return Trace(self._entries, device.max_memory_reserved())
+
+
+@contextlib.contextmanager
+def tracing(ranks: int) -> Iterator[Tracer]:
+    """Trace what rank 0 of `ranks` does; the others are not there, and are taken to do the same at the same time.
+
+    What the host reads back from the device is zero. A program whose shapes depend on data is refused.
+    """
+    simulator.enable()
+    extension = control.needed()
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(
+            BACKEND,
+            lambda store, rank, size, timeout: extension.make_backend(
+                FakeProcessGroup._create_internal(rank, size)
+            ),
+            devices=[simulator.NAME, "cpu"],
+        )
+    device.empty_cache()
+    device.reset_peak_memory_stats()
+    extension.trace_by_shapes_alone(True)
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=ranks)
+    try:
+        yield Tracer(extension)
+    finally:
+        dist.destroy_process_group()
+        extension.trace_by_shapes_alone(False)
+        extension.take_asked()
+        device.empty_cache()  # nothing of it was ever touched
