@@ -246,7 +246,7 @@ def _train(library: ModuleType, way: Way, rank: Rank) -> str:
     generator = torch.Generator().manual_seed(rank.rank)
     losses = []
     for rows in ROWS:
-        for last in (False, True) if way.accumulate else (True,):
+        for last in (False, False, True) if way.accumulate else (True,):
             batch = torch.randn(rows, WIDTH, generator=generator).to(rank.device, non_blocking=True)
             with way.accumulate(model, last) if way.accumulate else contextlib.nullcontext():
                 losses.append(way.backward(model, batch))

@@ -70,7 +70,8 @@ def train(rank: Rank, *, library: str, training: ShardedTraining) -> Outcome:
 
 
 def _trained(rank: Rank, model: Any, case: ShardedTraining) -> dict[str, Any]:
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    # One by one: torch's lists take no tensors beside DTensors, and parameters that are ignored are such.
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM, foreach=False)
     progress = _ShardedProgress(case.plain, rank.rank, rank.device)
     shards = []
     whole_gradients: dict[str, torch.Tensor] = {}

@@ -123,18 +123,21 @@ class Root:
             Variable._execution_engine.queue_callback(ending)
 
     def end_backward(self) -> None:
-        """Close every unit; COMPUTE waits for the gradients."""
+        """Close every unit; COMPUTE waits for the gradients, or REDUCE goes on with them if others will be added."""
         for unit in self.units:
             unit.close_backward()
+        adds_up_on = StreamRole.REDUCE
         if self.settings.is_last_backward or self._offloads:
             self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
+            self.memory.forget_reduced()
+            adds_up_on = StreamRole.COMPUTE
         if self._offloads:
             self.streams.block(
                 self.streams.record(StreamRole.COMPUTE)
             )  # the host reads what was copied to it
-        self.memory.forget_reduced()
-        for unit in self.units:
-            unit.show_gradients()
+        with self.streams.on(adds_up_on):
+            for unit in self.units:
+                unit.show_gradients()
         self.memory.free_resharded()
         self.order.next_iteration()
         self._ending = None
