@@ -108,6 +108,8 @@ def test_durations() -> None:
     assert bytes_of(Entry("run", "aten::add_", reads=3, writes=5)) == 13
     assert bytes_of(Entry("run", "aten::zero_", writes=5)) == 5
     assert bytes_of(Entry("run", "aten::add", reads=3, writes=5)) == 8
+    assert bytes_of(Entry("run", "copy_", reads=4, writes=2)) == 6
+    assert bytes_of(Entry("run", "copy_", reads=80, writes=2)) == 4
     copy = Entry("run", "copy_", reads=3_350_000, writes=3_350_000)
     assert on.seconds(copy) == pytest.approx(2e-6 / 0.9 + 2e-6)
 
