@@ -57,7 +57,7 @@ WITHIN_SHARDING = (
     ("_param_group",),
     ("_layout", "_memory", "_module_init"),
     ("_shared",),
-    ("_unit",),
+    ("_unit", "_waiting_gradients"),
     ("_clip", "_contained", "_root", "_summon"),
     ("_module_state", "_wrapper"),
     ("_fully_shard_init",),

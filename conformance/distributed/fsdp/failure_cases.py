@@ -80,6 +80,26 @@ def train(
     return {"losses": losses, "parameters": training.parameters()}
 
 
+def step_unsynchronised(lab: Lab, *, face: str, clears: bool = False, detects: bool = True) -> dict[str, Any]:
+    """A step behind a backward without synchronisation."""
+    training = _Training(lab, face)
+    if not detects:
+        lab.api.set_detect_unsynchronized_step(False)
+    before = training.parameters()
+    try:
+        with training.synchronised(False):
+            training.backward(0)
+        if clears:
+            training.clear("not")
+        training.optimizer.step()
+    finally:
+        if not detects:
+            lab.api.set_detect_unsynchronized_step(True)
+    after = training.parameters()
+    training.optimizer.zero_grad()
+    return {"is moved": any(not torch.equal(after[name], one) for name, one in before.items())}
+
+
 class _Training:
     def __init__(self, lab: Lab, face: str) -> None:
         self.lab, self.face = lab, face

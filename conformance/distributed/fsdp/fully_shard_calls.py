@@ -61,6 +61,10 @@ class Scene:
         self.rank, self.library, self.model, self.tree = rank, library, model, tree
         self.units = [*reversed(units_of(model, "leaves")), model]
         self.optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.5)
+        inner = {id(p): number for number, unit in enumerate(self.units[:ROOT]) for p in unit.parameters()}
+        self.unit_of = {id(p): inner.get(id(p), ROOT) for p in model.parameters()}
+        self.unsynchronised: set[int] = set()  # units that are told not to synchronise
+        self.waiting: set[int] = set()  # those whose gradients may wait for it
         self.losses: list[torch.Tensor] = []
         self.handles: list[Any] = []
         self.reported: list[Any] = []
@@ -88,6 +92,15 @@ class Scene:
             return _OF_THE_SCENE[one.name](self, one)
         arguments = {name: self._real(value) for name, value in one.arguments.items()}
         made = getattr(self.units[one.unit], one.name)(**arguments)
+        if one.name == "set_requires_gradient_sync":
+            is_of_all = one.unit == ROOT and arguments.get("recurse", True)
+            units = set(range(ROOT + 1)) if is_of_all else {one.unit}
+            change = (
+                self.unsynchronised.difference
+                if arguments["requires_gradient_sync"]
+                else self.unsynchronised.union
+            )
+            self.unsynchronised = set(change(units))
         if made is not None:
             self.handles.append(made)
             return isinstance(made, self.library.distributed.fsdp.UnshardHandle)
@@ -134,6 +147,7 @@ def _backward(scene: Scene, one: Call) -> int:
     """Of all losses that are there."""
     losses, scene.losses = scene.losses, []
     if losses:
+        scene.waiting = set(scene.unsynchronised)
         torch.stack(losses).sum().backward()
     return len(losses)
 
@@ -167,7 +181,14 @@ def _hooked(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
 
 
 def _step(scene: Scene, one: Call) -> None:
-    scene.optimizer.step()
+    """Of parameters whose gradients do not wait: failures.waiting_step asks about the others."""
+    group = scene.optimizer.param_groups[0]
+    parameters = group["params"]
+    group["params"] = [p for p in parameters if scene.unit_of[id(p)] not in scene.waiting]
+    try:
+        scene.optimizer.step()
+    finally:
+        group["params"] = parameters
     scene.optimizer.zero_grad()
 
 

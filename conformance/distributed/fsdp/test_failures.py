@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,23 @@ import pytest
 from conformance.distributed.fsdp import failure_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.distributed.fsdp.twins import FLAT, FULL, ORIGINALS, Seen, Twins, raises
+from conformance.distributed.fsdp.twins import (
+    FLAT,
+    FULL,
+    ORIGINALS,
+    Seen,
+    Twins,
+    each,
+    leaf_by_leaf,
+    raises,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
 
 pytestmark = pytest.mark.world_sizes(fewest=2)
+
+TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("affine", 3), Leaf("normed"), Leaf("affine", 2))))
 
 
 @dataclass(frozen=True)
@@ -24,8 +36,7 @@ class Face:
     setup: Setup = FLAT
 
     def trains(self, twins: Twins, library: Library, checkpointing: str = "none", **how: Any) -> Seen:
-        parts = (Leaf("affine", 4), Leaf("affine", 3), Leaf("normed"), Leaf("affine", 2))
-        tree = ModuleTree(Group(parts, checkpointing=checkpointing))
+        tree = replace(TREE, body=replace(TREE.body, checkpointing=checkpointing))
         return twins.of(library, failure_cases.train, self.setup, tree=tree, face=self.name, **how)
 
 
@@ -91,6 +102,35 @@ def test_gradients_that_have_a_part_of_a_failed_backward(twins: Twins, face: Fac
         lambda library: face.trains(twins, library, **how),
         we_do=raises(RuntimeError, "a backward without synchronisation raised"),
     )
+
+
+@clause("distributed.fsdp.failures.waiting_step")
+@pytest.mark.deviation("fsdp.waiting_step")
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "fully_shard"])
+def test_a_step_by_gradients_that_wait(twins: Twins, strategy: str) -> None:
+    step: dict[str, Any] = {"program": failure_cases.step_unsynchronised, **_of(strategy)}
+
+    def is_named(seen: Seen) -> bool:
+        what = re.compile(r"inner\.\w+ of 'body\.parts\.\d'.* wait to be synchronised")
+        return raises(RuntimeError)(seen) and all(one.raised and what.search(one.raised.text) for one in seen)
+
+    # torch steps each rank by its own gradients, or by none.
+    is_moved = strategy == "NO_SHARD"
+    twins.deviate(torch_does=each(lambda seen: seen["is moved"] == is_moved), we_do=is_named, **step)
+    assert [one["is moved"] for one in twins.values(clears=True, **step)] == [False] * twins.world_size
+
+
+@clause("distributed.fsdp.failures.waiting_step_allowed")
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "fully_shard"])
+def test_a_step_by_gradients_that_wait_is_allowed(twins: Twins, strategy: str) -> None:
+    seen = twins.values(failure_cases.step_unsynchronised, **_of(strategy), detects=False)
+    assert [one["is moved"] for one in seen] == [strategy == "NO_SHARD"] * twins.world_size
+
+
+def _of(strategy: str) -> dict[str, Any]:
+    if strategy == "fully_shard":
+        return {"face": strategy, "tree": TREE}
+    return {"face": "FSDP1", "setup": leaf_by_leaf(strategy, use_orig_params=True), "tree": TREE}
 
 
 def _judge(twins: Twins, face: Face, *, checkpointing: str = "none", **how: Any) -> None:

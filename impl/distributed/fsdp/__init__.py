@@ -15,6 +15,7 @@ from impl.distributed.fsdp._policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from impl.distributed.fsdp._waiting_gradients import set_detect_unsynchronized_step
 from impl.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -67,6 +68,7 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "set_detect_unsynchronized_step",
     "share_comm_ctx",
 ]
 

@@ -69,6 +69,10 @@ class Gradients(Protocol):
         """Whether some are left of backwards that did not synchronise, where the one that does has not come by."""
         ...
 
+    def waiting(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """What the optimizer steps by gradients that are yet to be synchronised, by the names of these."""
+        ...
+
     def owes_zeros(self) -> bool:
         """Whether this backward has to reduce zeros for what it did not use, as other ranks may have used it."""
         ...

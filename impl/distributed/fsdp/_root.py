@@ -18,6 +18,7 @@ from impl.distributed.fsdp._memory import Memory
 from impl.distributed.fsdp._order import Order
 from impl.distributed.fsdp._streams import StreamRole, Streams, shards_were_written, streams_for
 from impl.distributed.fsdp._unit import Unit
+from impl.distributed.fsdp._waiting_gradients import note_waiting
 
 
 class _EndOfBackward:
@@ -138,6 +139,8 @@ class Root:
         with self.streams.on(adds_up_on):
             for unit in self.units:
                 unit.show_gradients()
+        for unit in self.units:
+            note_waiting(unit.param_groups, unit.name)
         self.memory.free_resharded()
         self.order.next_iteration()
         self._ending = None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from impl.distributed.fsdp._collectives import Reduction
 from impl.distributed.fsdp._groups import Groups
@@ -60,6 +60,20 @@ class DTensorGradients:
     def still_wait(self) -> bool:
         waits = any(grad is not None for grad in self._unreduced) and not self._is_unreduced_on_the_way
         return waits or self.owes_zeros()
+
+    def waiting(self) -> list[tuple[str, nn.Parameter]]:
+        group, unsharded = self._group, self._group.unsharded_params
+        if unsharded is None:
+            return []
+        aside = [] if self._is_unreduced_on_the_way else self._unreduced
+        waits = [view.grad is not None for view in unsharded.views]
+        for index, grad in enumerate(aside):
+            waits[index] |= grad is not None
+        if group.reduction.partial is not None:
+            waits = [param.sharded.requires_grad for param in group.params]
+        return [
+            (param.name, param.sharded) for param, is_so in zip(group.params, waits, strict=True) if is_so
+        ]
 
     def owes_zeros(self) -> bool:
         group = self._group

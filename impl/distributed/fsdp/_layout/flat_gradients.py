@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
@@ -68,6 +68,14 @@ class GradientShard:
         if self._unreduced is not None:
             self.begin_backward()
         return self._unreduced is not None and not self._is_unreduced_on_the_way
+
+    def waiting(self) -> list[tuple[str, nn.Parameter]]:
+        if self._unreduced is None or self._is_unreduced_on_the_way:
+            return []
+        handle = self._handle
+        names = [slot.name for slot in handle.layout.slots]
+        stepped = handle.stepped if handle.use_orig_params else [handle.flat_param] * len(names)
+        return [pair for pair in zip(names, stepped, strict=True) if pair[1].grad is not None]
 
     def owes_zeros(self) -> bool:
         """What is not used counts as zero in any case."""
