@@ -27,8 +27,8 @@ LAUNCH = {**SHAPE, **OPTIONS}
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current CUDA device, whatever device the arguments are on."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    """Triton launches on the accelerator's current device, whatever device the arguments are on."""
+    return nullcontext() if tensor.is_cpu else torch.accelerator.device_index(tensor.device.index)
 
 
 @triton.jit
