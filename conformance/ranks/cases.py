@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from conformance.judge.library import load_library
 from conformance.judge.outcome import Outcome, observe
@@ -34,19 +34,34 @@ def all_reduce(rank: Rank, *, values: Sequence[torch.Tensor], op: str) -> torch.
 
 @dataclass(frozen=True)
 class PlacedGradient:
-    """A gradient by its whole value. `shard_dim` says how it lies on the mesh; None is a copy on every rank."""
+    """A gradient by its whole value.
+
+    `shard_dim` says how it lies on a mesh of one dimension, None being a copy on every rank; `placements` how on
+    another one.
+    """
 
     value: torch.Tensor
     shard_dim: int | None
     is_dtensor: bool = True
+    placements: tuple[Placement, ...] = ()
 
     def on(self, mesh: DeviceMesh) -> torch.Tensor:
         value = self.value.to(mesh.device_type)
         if not self.is_dtensor:
             return value.clone()
-        placement = Replicate() if self.shard_dim is None else Shard(self.shard_dim)
+        placements = self.placements or (Replicate() if self.shard_dim is None else Shard(self.shard_dim),)
+        if not {*map(type, placements)} <= {Replicate, Shard}:
+            # What nothing is distributed as: a rows' part of each rank, or sums to take.
+            part = (
+                value
+                if any(one.is_partial() for one in placements)
+                else value.chunk(mesh.size())[mesh.get_rank()]
+            )
+            return DTensor.from_local(
+                part.clone(), mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
+            )
         # Every rank has the whole value, so nothing need be sent.
-        return distribute_tensor(value.clone(), mesh, [placement], src_data_rank=None)
+        return distribute_tensor(value.clone(), mesh, placements, src_data_rank=None)
 
 
 def clip(
@@ -56,12 +71,13 @@ def clip(
     function: str,
     gradients: Sequence[PlacedGradient],
     arguments: Mapping[str, Any],
+    mesh_shape: tuple[int, ...] = (),
 ) -> Outcome:
     """Call one of `nn.utils`' clipping functions on parameters that lie on a mesh of all ranks.
 
     The outcome's value is what came back, made whole; what is watched are this rank's parts of the gradients.
     """
-    mesh = _mesh_of_all(rank.device.type, rank.world_size)
+    mesh = _mesh_of_all(rank.device.type, mesh_shape or (rank.world_size,))
     placed = [gradient.on(mesh) for gradient in gradients]
     parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in placed]
     called = load_library(library).find(f"nn.utils.{function}")
@@ -70,9 +86,9 @@ def clip(
 
 
 @functools.cache
-def _mesh_of_all(device_type: str, world_size: int) -> DeviceMesh:
+def _mesh_of_all(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
     """One for all cases, as a training has: DTensors that meet another mesh find their shardings anew."""
-    return init_device_mesh(device_type, (world_size,))
+    return init_device_mesh(device_type, shape, mesh_dim_names=tuple("abc"[: len(shape)]))
 
 
 def _parameter(grad: torch.Tensor) -> torch.nn.Parameter:

@@ -35,6 +35,8 @@ LAYERS = (
 # Inside this package a module may import what stands in a row above its own, and nothing else of the package.
 SHARDING = "impl.distributed.fsdp"
 WITHIN_SHARDING = (
+    ("_policies",),
+    ("_whole_mesh",),
     ("_tensor_parallel", "_transport", "api"),
     ("_desync",),
     (
@@ -44,7 +46,6 @@ WITHIN_SHARDING = (
         "_nested",
         "_order",
         "_phase",
-        "_policies",
         "_streams",
     ),
     (

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -337,16 +336,61 @@ def shared_context(site: Site) -> dict[str, Any]:
     }
 
 
-def on_whole_mesh(site: Site, dims: dict[str, Any], sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    mesh = _one_mesh(names) if len(sizes) == 1 else init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    distribute_module(site.model, mesh)
-    site.leaf_by_leaf(mesh=mesh, dp_mesh_dims=site.fsdp.DataParallelMeshDims(**dims))
-    batch = TREE.batch(0, site.rank.rank)
-    inputs = distribute_tensor(batch.x.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
-    return {"registered": registered(site.model), "inputs": str(inputs.placements), "held": held(site.model)}
+def on_whole_mesh(
+    rank: Rank,
+    *,
+    library: str,
+    dims: dict[str, Any],
+    sizes: tuple[int, ...],
+    names: tuple[str, ...],
+    parallel: str | None,
+) -> Outcome:
+    """Two steps of a model whose weights the dimension `parallel` cuts; over the others ranks have different rows.
+
+    Its mesh serves all cases, and so do the groups that are made of it.
+    """
+    fsdp = load_library(library).distributed.fsdp
+    mesh, model = _one_mesh(sizes, names), _spread(_one_mesh(sizes, names), parallel)
+    rows = [Replicate() if name == parallel else Shard(0) for name in names]
+    inputs = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3)
+
+    def run() -> list[Any]:
+        given = {"mesh": mesh, "dp_mesh_dims": fsdp.DataParallelMeshDims(**dims)}
+        fsdp.fully_shard(model[2], **given)
+        fsdp.fully_shard(model, **given)
+        seen: list[Any] = [registered(model)]
+        batch = distribute_tensor(inputs, mesh, rows, src_data_rank=None)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            loss = model(batch).square().mean()
+            loss.backward()
+            seen += [loss.full_tensor().detach(), held(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*seen, registered(model), held(model)]
+
+    return observe(run)
+
+
+def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
+    """The rows of the first weight are cut, and the columns of the last one's."""
+
+    def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        if isinstance(module, nn.Linear):
+            weight: Any = module.weight
+            cut = Shard(0 if name == "0" else 1)
+            where = [cut if one == parallel else Replicate() for one in mesh.mesh_dim_names or ()]
+            spread = distribute_tensor(weight.detach(), mesh, where, src_data_rank=None)
+            module.register_parameter("weight", nn.Parameter(spread))
+
+    layers = [nn.Linear(3, 4, dtype=torch.float64), nn.Identity(), nn.Linear(4, 5, dtype=torch.float64)]
+    for number, parameter in enumerate(nn.ModuleList(layers).parameters()):
+        values = torch.linspace(-0.5, 0.5 + number, parameter.numel(), dtype=torch.float64)
+        parameter.data = values.view(parameter.shape)
+    return distribute_module(nn.Sequential(*layers), mesh, partition)
 
 
 @functools.cache
-def _one_mesh(names: tuple[str, ...]) -> DeviceMesh:
-    """Of all ranks, one for all cases: DTensor keeps the first of several equal ones, and torch asks for the same."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=names)
+def _one_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One for all cases: DTensor keeps the first of several equal ones, and torch asks for the same."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)

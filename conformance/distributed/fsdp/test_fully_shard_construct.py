@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -95,15 +96,16 @@ def test_two_models_share(subject: Library, reference: Library, rank_pool: RankP
 
 @clause("distributed.fsdp.fully_shard.dp_mesh_dims")
 @pytest.mark.parametrize(
-    ("dims", "sizes", "names"),
+    ("dims", "sizes", "names", "parallel"),
     [
-        ({"shard": "data"}, (2,), ("data",)),
-        ({"replicate": "data"}, (2,), ("data",)),
-        ({"shard": "data"}, (1, 2), ("model", "data")),
-        ({"shard": "data", "replicate": "copies"}, (1, 2), ("copies", "data")),
-        ({"shard": ("a", "b")}, (1, 2), ("a", "b")),
+        ({"shard": "data"}, (2,), ("data",), None),
+        ({"replicate": "data"}, (2,), ("data",), None),
+        ({"shard": "data"}, (2, 2), ("data", "model"), "model"),
+        ({"shard": "data"}, (2, 2), ("model", "data"), "model"),
+        ({"shard": "data", "replicate": "copies"}, (2, 2), ("copies", "data"), None),
+        ({"shard": ("a", "b")}, (2, 2), ("a", "b"), None),
     ],
-    ids=["sharded", "replicated", "beside another", "both", "flattened"],
+    ids=["sharded", "replicated", "before another", "behind another", "both", "flattened"],
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_over_named_dimensions(
@@ -113,12 +115,23 @@ def test_shards_over_named_dimensions(
     dims: dict[str, Any],
     sizes: tuple[int, ...],
     names: tuple[str, ...],
+    parallel: str | None,
     world_size: int,
 ) -> None:
-    (actual, *_) = assert_probes_agree(
-        ranks(2), (reference, subject), cases.on_whole_mesh, dims=dims, sizes=sizes, names=names
+    expected, actual = (
+        outcomes(
+            ranks(math.prod(sizes)),
+            library,
+            "fully_shard_construct_cases:on_whole_mesh",
+            dims=dims,
+            sizes=sizes,
+            names=names,
+            parallel=parallel,
+        )
+        for library in (reference, subject)
     )
-    assert actual.raised is None, actual.raised
+    assert_ranks_agree(expected, actual)
+    assert actual[0].raised is None, actual[0].raised
 
 
 @clause("distributed.fsdp.fully_shard.extensions")

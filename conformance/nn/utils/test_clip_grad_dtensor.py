@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from conformance.judge import seeding
 from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.judge.tolerances import EXACT, Tolerance, norm_of
@@ -43,7 +46,8 @@ def placed_gradients(
 def outcomes(
     pool: RankPool, library: Library, function: str, gradients: Sequence[PlacedGradient], **arguments: Any
 ) -> list[Outcome]:
-    """What every rank saw."""
+    """What every rank saw; `mesh_shape` may be among the arguments, for a mesh of several dimensions."""
+    mesh_shape = arguments.pop("mesh_shape", ())
     library.find(f"nn.utils.{function}")  # missing here rather than on the ranks, which is reported as such
     return pool.run(
         "conformance.ranks.cases:clip",
@@ -51,6 +55,7 @@ def outcomes(
         function=function,
         gradients=gradients,
         arguments=arguments,
+        mesh_shape=mesh_shape,
     )
 
 
@@ -153,6 +158,64 @@ def test_parts_make_up_the_clipped_whole(
         assert (excess := tolerance.excess(expected, actual)) is None, excess
 
 
+_STRIDED = _StridedShard(0, split_factor=2)
+LAYOUTS: dict[str, list[tuple[Placement, ...]]] = {
+    "sharded over both": [(Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0))],
+    "sharded over one of them": [(Replicate(), Shard(0)), (Shard(1), Replicate()), (Replicate(), Shard(1))],
+    "each in another way": [
+        (Shard(0), Shard(1)),
+        (Replicate(), Shard(0)),
+        (Replicate(), Replicate()),
+        (Shard(0), Replicate()),
+    ],
+    "as data and tensor parallelism leave them": [(_STRIDED, Shard(0)), (Shard(1), Shard(0))],
+    "with sums to take": [(Partial(), Replicate()), (Shard(0), Shard(1))],
+}
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.dtensor")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("function", ["clip_grad_norm_", "get_total_norm"])
+def test_meshes_of_two_dimensions(
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    device: str,
+    layout: str,
+    function: str,
+) -> None:
+    """Norms of order 0 and less count tensors or are led by their smallest elements, which parts do not tell."""
+    generator = seeding.generator(3)
+    gradients = [
+        PlacedGradient(torch.randn(8, 5, generator=generator), None, placements=placements)
+        for placements in LAYOUTS[layout]
+    ]
+    given: dict[str, Any] = {"max_norm": 1.0} if function == "clip_grad_norm_" else {}
+    for norm_type, foreach in (
+        (2.0, None),
+        (1.0, False),
+        (3.0, None),
+        (math.inf, None),
+        (0.0, None),
+        (-1.0, None),
+    ):
+        expected, actual = (
+            outcomes(
+                ranks(4, device),
+                library,
+                function,
+                gradients,
+                mesh_shape=(2, 2),
+                norm_type=norm_type,
+                foreach=foreach,
+                **given,
+            )
+            for library in (reference, subject)
+        )
+        assert all(outcome.raised is None for outcome in expected)
+        assert_ranks_agree_with(expected, actual, tolerance_of(gradients, norm_type))
+
+
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_collectives")
 @given(gradients=placed_gradients(), norm_type=st.sampled_from(NORM_TYPES))
 def test_issues_no_more_collectives_than_torch(
@@ -200,6 +263,26 @@ def test_nonfinite_on_one_rank_is_seen_by_all(
         return
     assert all(outcome.raised is not None for outcome in seen)
     assert are_unchanged(gradients, seen)
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.extreme_gradients_survive")
+@pytest.mark.deviation("clip_grad.true_norm_of_extreme_gradients")
+@pytest.mark.parametrize(("value", "dtype"), [(1e20, torch.float32), (6e4, torch.float16)], ids=str)
+def test_extreme_dtensors(
+    deviation: DeviationJudge, rank_pool: RankPool, value: float, dtype: torch.dtype
+) -> None:
+    """Four elements of one size, whose norm is the double of it."""
+    gradients = [PlacedGradient(torch.full((4,), value, dtype=dtype), 0)]
+
+    def has_true_norm(seen: list[Outcome]) -> bool:
+        norms = [norm_of_the_whole(outcome) for outcome in seen]
+        return all(norm.dtype == torch.float32 and norm.item() == pytest.approx(2 * value) for norm in norms)
+
+    deviation.judge(
+        lambda library: outcomes(rank_pool, library, "clip_grad_norm_", gradients, max_norm=1e30),
+        torch_does=lambda seen: all(norm_of_the_whole(outcome).isinf() for outcome in seen),
+        we_do=has_true_norm,
+    )
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_among_plain")
@@ -262,6 +345,14 @@ def test_total_norm_is_that_of_the_whole(
         outcomes(rank_pool, subject, "get_total_norm", gradients, norm_type=norm_type),
         tolerance_of(gradients, norm_type),
     )
+
+
+@clause("nn.utils.clip_grad.get_total_norm.dtensor")
+@pytest.mark.world_sizes(fewest=2)
+def test_the_largest_element_where_a_part_is_empty(subject: Library, rank_pool: RankPool) -> None:
+    gradients = [PlacedGradient(torch.tensor([-3.0]), 0), PlacedGradient(torch.tensor([2.0, 1.0]), None)]
+    for outcome in outcomes(rank_pool, subject, "get_total_norm", gradients, norm_type=math.inf):
+        assert norm_of_the_whole(outcome) == 3.0
 
 
 @clause("nn.utils.clip_grad.get_total_norm.dtensor")

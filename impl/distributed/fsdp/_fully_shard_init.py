@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from impl.distributed.fsdp._module_state import state_of
 from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._policies import DataParallelMeshDims
 from impl.distributed.fsdp._tensor_parallel import form_of, local_parameter
+from impl.distributed.fsdp._whole_mesh import DataDims
 
 # By the group that shards, which ends with them.
 _backward_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
@@ -52,8 +54,10 @@ def check_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
 
 
-def groups_of(mesh: DeviceMesh, backward_mesh: DeviceMesh | None) -> Groups:
+def groups_of(mesh: DeviceMesh, backward_mesh: DeviceMesh | None, data: DataDims | None) -> Groups:
     shard = mesh.get_group(mesh.ndim - 1)
+    if data is not None and not data.shard:
+        return Groups(None, shard if shard.size() > 1 else None)
     replicate = mesh.get_group(0) if mesh.ndim == 2 else None
     return Groups(
         shard if shard.size() > 1 else None,
@@ -62,8 +66,14 @@ def groups_of(mesh: DeviceMesh, backward_mesh: DeviceMesh | None) -> Groups:
     )
 
 
-def checked_reshard(asked: Any, world: int) -> bool | int | None:
+def checked_reshard(asked: Any, world: int, data: DataDims | None) -> bool | int | None:
     """A number only if it is neither one rank nor all."""
+    if data is not None and not data.shard:
+        return False  # nothing is freed of what is only copied
+    if data is not None and type(asked) is int:
+        raise NotImplementedError(
+            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
+        )
     if asked is None or isinstance(asked, bool):
         return asked
     if not isinstance(asked, int):
@@ -154,23 +164,23 @@ def managed_params(
     ]
 
 
-def refuse_dims(managed: Sequence[ManagedParam]) -> None:
-    """
+def on_whole_mesh(managed: Sequence[ManagedParam], data: DataDims) -> list[ManagedParam]:
+    """The parameters, which know of the dimensions of their mesh that are those of data parallelism.
+
     Raises:
-        ValueError: a parameter is plain.
-        NotImplementedError: all are DTensors.
+        ValueError: a parameter is plain, or lies otherwise than as copies over these dimensions.
     """
+    found: list[ManagedParam] = []
     for one in managed:
-        if one.info.parallel is None:
+        form = one.info.parallel
+        if form is None:
             raise ValueError(
                 "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
                 f"distribute_module). Got plain tensor for parameter '{one.info.locations[0].attribute}'."
             )
-    if managed:
-        raise NotImplementedError(
-            "dp_mesh_dims, of a mesh that parameters are DTensors on, is not there yet; leave the dimensions of data "
-            "parallelism to fully_shard, as mesh=mesh['dp']"
-        )
+        data.refuse_unfit(form.mesh, form.placements)
+        found.append(replace(one, info=replace(one.info, parallel=replace(form, data=data))))
+    return found
 
 
 def move_to_device(

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from impl.distributed.fsdp._whole_mesh import DataDims
+
 
 @dataclass(frozen=True)
 class ParallelForm:
@@ -24,6 +26,7 @@ class ParallelForm:
     placements: tuple[Placement, ...]
     shape: torch.Size  # of all of it
     stride: tuple[int, ...]
+    data: DataDims | None = None  # if data parallelism is over dimensions of the same mesh
 
     def dtensor(self, local: Tensor) -> Any:
         """A DTensor over a local tensor, whose memory it shares."""
@@ -33,11 +36,15 @@ class ParallelForm:
     def local_part(self, whole: Tensor) -> Tensor:
         """The part of this rank of a gradient, or of what is loaded, which are DTensors over the same mesh.
 
+        Sums over the dimensions of data parallelism are left to the unit.
         Collectives: of one that is laid out in another way, as sums that are still to be taken, what takes them.
         """
         dtensor = cast("DTensor", whole)
-        if dtensor.placements != self.placements:
-            dtensor = dtensor.redistribute(self.mesh, self.placements)
+        wanted = self.placements
+        if self.data is not None:
+            wanted = self.data.reduced(dtensor.placements, wanted)
+        if dtensor.placements != wanted:
+            dtensor = dtensor.redistribute(self.mesh, wanted)
         local = dtensor._local_tensor
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 

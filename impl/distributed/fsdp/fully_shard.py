@@ -25,8 +25,8 @@ from impl.distributed.fsdp._fully_shard_init import (
     managed_params,
     mesh_of_all,
     move_to_device,
+    on_whole_mesh,
     outermost,
-    refuse_dims,
     refuse_twice,
     sharded_dim,
 )
@@ -38,6 +38,7 @@ from impl.distributed.fsdp._module_state import ModuleState, state_of
 from impl.distributed.fsdp._phase import FORWARDS
 from impl.distributed.fsdp._policies import MixedPrecisionPolicy, OffloadPolicy
 from impl.distributed.fsdp._unit import Unit
+from impl.distributed.fsdp._whole_mesh import data_dims_of
 
 _classes: dict[type, type] = {}  # a sharded module's, by its own
 
@@ -67,18 +68,20 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         mp_policy: dtypes.
         offload_policy: a CPUOffloadPolicy keeps parameters, gradients and optimizer states on the CPU.
         ignored_params: parameters that stay as they are, each rank's own.
-        dp_mesh_dims: of a mesh that all parameters are DTensors on, which is not there yet.
+        dp_mesh_dims: `mesh` is one that all parameters are DTensors on, as copies over the dimensions that this names:
+            those to shard over, and those to replicate over.
 
     Returns:
         `module`.
     Raises:
-        ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit.
+        ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit; a parameter
+            that is no DTensor on a mesh with dp_mesh_dims, or not a copy over these.
         RuntimeError: a parameter is a DTensor, but not over a slice beside `mesh` of the same mesh.
-        NotImplementedError: a parameter is not contiguous; uneven columns; dp_mesh_dims.
+        NotImplementedError: a parameter is not contiguous; uneven columns; a number of ranks with dp_mesh_dims.
     Sync: none. Collectives: none, but those that make a mesh; in forward and backward of each unit an all-gather, and
         a reduce-scatter of the gradients; with replicas an all-reduce.
-    Source: torch.distributed.fsdp.fully_shard 2.13; differences: no dp_mesh_dims;
-        what says itself how it is gathered is resharded to all ranks, whatever number is given.
+    Source: torch.distributed.fsdp.fully_shard 2.13; differences: what says itself how it is gathered is resharded to
+        all ranks, whatever number is given.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -92,13 +95,11 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     check_module(module)
     mesh = mesh if mesh is not None else mesh_of_all()
     check_mesh(mesh, dp_mesh_dims)
-    if dp_mesh_dims is not None and type(reshard_after_forward) is int:
-        raise NotImplementedError(
-            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
-        )
-    reshards = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    data = None if dp_mesh_dims is None else data_dims_of(mesh, dp_mesh_dims)
+    mesh = mesh if data is None else data.mesh
+    reshards = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1), data)
     backward_mesh = backward_mesh_of(mesh, reshards)
-    groups = groups_of(mesh, backward_mesh)
+    groups = groups_of(mesh, backward_mesh, data)
     modules = [module] if isinstance(module, nn.Module) else outermost(module)
     for one in modules:
         refuse_twice(one)
@@ -108,8 +109,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     ignored = ignored_params or set()
     owners = managed_modules(modules, ignored)
     managed = managed_params(modules, owners, ignored)
-    if dp_mesh_dims is not None:
-        refuse_dims(managed)
+    if data is not None:
+        managed = on_whole_mesh(managed, data)
     offloads = hasattr(offload_policy, "pin_memory")
     move_to_device(managed, owners, device)
     rank, world = groups.shard_rank, groups.shard_size

@@ -3,10 +3,11 @@
 Two ways through every call
     Ordinary gradients (plain dense tensors of floats, each element at an address of its own) go to `impl.kernels`
     a device at a time: one pass for the norm, one for the change, and a two-norm that neither overflows nor
-    underflows on the way. All others (sparse, complex and integer gradients, tensor subclasses such as DTensor,
-    overlapping memory, gradients of no elements where the norm has no identity, everything under `torch.compile`)
-    take the torch operators that torch's own functions call, so they also fail with torch's errors. One
-    subclass in a list sends the whole list there.
+    underflows on the way. So do each rank's parts of gradients that are all DTensors over one mesh, with one exchange
+    of their norms. All others (sparse, complex and integer gradients, other tensor subclasses, DTensors over several
+    meshes or among plain tensors, overlapping memory, gradients of no elements where the norm has no identity,
+    everything under `torch.compile`) take the torch operators that torch's own functions call, so they also fail with
+    torch's errors. One subclass in a list sends the whole list there.
 
 All or nothing
     Ordinary gradients cannot refuse a change once it is known that their dtypes hold its numbers. So the others go
@@ -21,6 +22,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -43,6 +45,8 @@ from impl.kernels import (
     no_grad_fast,
     overlaps_itself,
 )
+from impl.nn.utils._dtensors import ShardedTensors, sharded_tensors
+from impl.optim._shards import is_distributed
 
 __all__ = ["clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"]
 
@@ -64,13 +68,16 @@ def get_total_norm(
 
     Returns:
         0-dim norm on the first tensor's device, in the dtype that the tensors' dtypes promote to, but float32 for
-        float16; `tensor(0.)` for no tensors.
+        float16; `tensor(0.)` for no tensors. Of DTensors a DTensor, replicated.
 
     Raises:
         RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set.
-    Sync: none, unless `error_if_nonfinite`. Collectives: those of DTensor, if the tensors are DTensors.
+    Sync: none, unless `error_if_nonfinite`. Collectives: if the tensors are DTensors, one all-gather of a few numbers
+        for each dimension of their mesh that cuts any; those of DTensor for norms of order 0 or less, and for sums
+        that are still to be taken.
     Source: torch.nn.utils.get_total_norm 2.13; differences: the two-norm of finite tensors is not inf or 0 because
-        a square on the way was, and float16 tensors give a float32 norm.
+        a square on the way was, and float16 tensors give a float32 norm. An infinity norm of DTensors is replicated
+        (torch hands out each rank's own, still to be reduced), also where a rank's part is empty (torch hangs).
 
     >>> get_total_norm([torch.tensor([3e20]), torch.tensor([4e20])])
     tensor(5.0000e+20)
@@ -97,7 +104,8 @@ def clip_grads_with_norm_(
     Raises:
         ValueError: `max_norm` is nan or -inf.
         RuntimeError: elements of a gradient share memory.
-    Sync: none where `total_norm` lies on the gradients' device. Collectives: none.
+    Sync: none where `total_norm` lies on the gradients' device. Collectives: none, but of a DTensor that is not
+        replicated, as torch's infinity norm is.
     Source: torch.nn.utils.clip_grads_with_norm_ 2.13; differences: the ValueError (torch overwrites every gradient
         with nan), and no plain gradient stays changed when one refuses.
 
@@ -135,7 +143,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set; or elements of a gradient share memory.
         ValueError: `max_norm` is nan or -inf, or `norm_type` is nan, and there are gradients.
-    Sync: none, unless `error_if_nonfinite`. Collectives: those of DTensor, if the gradients are DTensors.
+    Sync: none, unless `error_if_nonfinite`. Collectives: as `get_total_norm`.
     Source: torch.nn.utils.clip_grad_norm_ 2.13; differences: those of `get_total_norm` (finite float32 gradients of
         1e20 are clipped, where torch sets all of them to 0) and of `clip_grads_with_norm_`.
 
@@ -235,6 +243,8 @@ def clip_grad_value_(
     _change_others_(gradients, clamp_)
     for tensors in gradients.ordinary.values():
         kernels.clamp_(tensors, -high, high)
+    if gradients.sharded is not None:
+        gradients.sharded.note_written()
 
 
 def _refuse_unless_held(bound: float, gradients: _Gradients) -> None:
@@ -246,12 +256,13 @@ def _refuse_unless_held(bound: float, gradients: _Gradients) -> None:
 
 
 class _Gradients(NamedTuple):
-    """A list of tensors, and which way each of them goes."""
+    """A list of tensors, and which way each of them goes; where they are `sharded`, that are this rank's parts."""
 
     every: list[Tensor]
     ordinary: dict[torch.device, list[Tensor]]  # what kernels take, by device in order of first appearance
     others: list[Tensor]
     foreach: bool | None
+    sharded: ShardedTensors | None = None
 
 
 def _gradients_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -260,9 +271,11 @@ def _gradients_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
-    if torch.compiler.is_compiling() or not PLAIN_TYPES.issuperset(map(type, tensors)):
-        # Whether a subclass mixes with plain tensors is for its own implementation to say.
+    if torch.compiler.is_compiling():
         return _Gradients(tensors, {}, tensors, foreach)
+    if not PLAIN_TYPES.issuperset(map(type, tensors)):
+        # Whether a subclass mixes with plain tensors is for its own implementation to say.
+        return _parts_sorted_out(tensors, foreach) or _Gradients(tensors, {}, tensors, foreach)
     together = _together_if_ordinary(tensors, foreach)
     if together is not None:
         return _Gradients(tensors, {together[0].device: together}, [], foreach)
@@ -274,6 +287,21 @@ def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
         else:
             others.append(tensor)
     return _Gradients(tensors, ordinary, others, foreach)
+
+
+def _parts_sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients | None:
+    """Of DTensors over one mesh whose parts are ordinary; None of any others."""
+    if not is_distributed(tensors[0]):
+        return None
+    sharded = sharded_tensors(tensors)
+    if sharded is None or not PLAIN_TYPES.issuperset(map(type, sharded.parts)):
+        return None
+    parts = _sorted_out(sharded.parts, foreach)
+    if parts.others or len(parts.ordinary) > 1:
+        return None
+    # As kernels know it again: a list whose addresses and sizes have been looked at.
+    [listed] = parts.ordinary.values()
+    return parts._replace(sharded=replace(sharded, parts=listed))
 
 
 def _together_if_ordinary(tensors: list[Tensor], foreach: bool | None) -> list[Tensor] | None:
@@ -310,7 +338,16 @@ def _is_ordinary(tensor: Tensor) -> bool:
 def _norm_of(gradients: _Gradients, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     if not gradients.every:
         return torch.tensor(0.0)
-    if gradients.others or not _norm_is_defined(gradients.every, norm_type):
+    sharded = gradients.sharded
+    if sharded is not None:
+        if norm_type > 0.0 and not (norm_type == math.inf and sharded.has_empty):
+            norm = sharded.joint_norm(norm_type)
+            if error_if_nonfinite:
+                refuse_nonfinite(norm, norm_type)
+            return sharded.replicated(norm)
+        gradients = gradients._replace(every=list(sharded.dtensors))
+        total_norm = _norm_by_operators(gradients, norm_type)
+    elif gradients.others or not _norm_is_defined(gradients.every, norm_type):
         total_norm = _norm_by_operators(gradients, norm_type)
     else:
         total_norm = _norm_by_kernels(gradients.ordinary, norm_type)
@@ -361,6 +398,8 @@ def _scale_to_norm_(gradients: _Gradients, max_norm: float, total_norm: Tensor) 
         raise ValueError(
             f"max_norm is {max_norm}, which would overwrite every gradient; pass a number or inf"
         )
+    if gradients.sharded is not None:
+        gradients, total_norm = _beside(gradients, gradients.sharded, total_norm)
     coefficient = clip_coefficient(max_norm, total_norm)
     if type(coefficient) is not Tensor or coefficient.dim() > 0:
         # No kernel takes such a factor: whether it fits is for the operators to say.
@@ -377,6 +416,17 @@ def _scale_to_norm_(gradients: _Gradients, max_norm: float, total_norm: Tensor) 
     _change_others_(gradients, scale_)
     for device, tensors in gradients.ordinary.items():
         kernels.scale_(tensors, coefficient.to(device))
+    if gradients.sharded is not None:
+        gradients.sharded.note_written()
+
+
+def _beside(gradients: _Gradients, sharded: ShardedTensors, total_norm: Tensor) -> tuple[_Gradients, Tensor]:
+    """A norm that the parts may be scaled by; where there is none, the operators get the DTensors."""
+    local = sharded.part_of(total_norm)
+    if local is not None and local.dim() == 0:
+        return gradients, local
+    dtensors = list(sharded.dtensors)
+    return _Gradients(dtensors, {}, dtensors, gradients.foreach), total_norm
 
 
 def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ class ShardedParam:
             meta = TensorMeta(torch.Size(self.shape), self.stride, dtype)
             return DTensorSpec(mesh, (*replicas, Shard(self.dim)), tensor_meta=meta)
         meta = TensorMeta(parallel.shape, parallel.stride, dtype)
+        if parallel.data is not None:
+            return parallel.data.spec(parallel.placements, self.dim, meta)
         parts = parallel.parts_of(self.dim)
         mine = Shard(self.dim) if parts == 1 else _StridedShard(self.dim, split_factor=parts)
         placements = (*replicas, mine, *parallel.placements)
