@@ -97,6 +97,21 @@ def test_a_claims_file_may_name_it_as_the_device_that_is_judged_on(tmp_path: Pat
     assert ended.returncode == 0, ended.stdout
 
 
+# What of quick has shown most there: the whole of it takes minutes.
+SAMPLE = (
+    "nn/utils/test_clip_grad_parameters.py",
+    "amp/test_grad_scaler_unscale.py",
+    "distributed/fsdp/test_fully_shard.py::test_trains",
+)
+
+
+@pytest.mark.parametrize("tests", SAMPLE)
+def test_impl_is_green_there(tests: str) -> None:
+    options = ("--subject", "impl", "--device", "sim", "--world-sizes", 2, "--profile", "quick")
+    ended = run("-m", "pytest", "-n", 0, "-q", f"conformance/{tests}", *options)
+    assert ended.returncode == 0, ended.stdout
+
+
 def test_training_has_the_bits_of_the_cpu_under_every_schedule() -> None:
     ended = run("-m", "conformance.selftests.simulator_training", 7)
     assert ended.returncode == 0, ended.stderr
