@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from conformance.judge import surface
 from conformance.judge.rows import all_deviations
@@ -53,8 +52,8 @@ class Clause:
     @property
     def holds_here(self) -> bool:
         """Whether it is about the torch that is installed; one that is not known is asked everything."""
-        major, minor = torch.__version__.split(".")[:2]
-        return f"{major}.{minor}" in self.torch or f"{major}.{minor}" not in TORCH_VERSIONS
+        installed = surface.torch_version()
+        return installed in self.torch or installed not in TORCH_VERSIONS
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import torch
 import conformance
 from conformance.judge import global_state
 from conformance.judge.library import LookupFailed, NotProvided
+from conformance.judge.surface import torch_version
 from conformance.judge.tolerances import EXACT, Tolerance
 
 
@@ -91,7 +92,7 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
         except (NotProvided, LookupFailed):
             raise
         except Exception as error:
-            raised = Raised(type(error), plain_text(error))
+            raised = Raised(type(error), _text_of(error))
     moved = dict.fromkeys(generators.moved(), "moved")
     changed = global_state.put_back(global_state.SETTINGS, settings)
     names = _Names(named)
@@ -120,6 +121,12 @@ def plain_text(message: object) -> str:
     except Exception as error:
         text = f"none: asking for it raises {type(error).__name__}"
     return re.sub(r"0x[0-9a-f]{6,}", "0x…", text)
+
+
+def _text_of(error: Exception) -> str:
+    """In torch 2.11 sentences may stand there one by one, which later ones have joined."""
+    is_several = len(error.args) > 1 and all(isinstance(one, str) for one in error.args)
+    return plain_text(" ".join(error.args) if is_several and torch_version() == "2.11" else error)
 
 
 def assert_same_outcome(reference: Outcome, subject: Outcome, tolerance: Tolerance = EXACT) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+
 # Modules whose public names are covered; where a name has several spellings the first one counts.
 MODULES = (
     "amp",
@@ -50,6 +52,11 @@ class Item:
     def __str__(self) -> str:
         name = f"{self.path}.{self.method}" if self.method and self.method != "__init__" else self.path
         return f"{name}({self.parameter})" if self.parameter else name
+
+
+def torch_version() -> str:
+    """The installed torch's, such as `2.13`."""
+    return ".".join(torch.__version__.split(".")[:2])
 
 
 def resolve(path: str) -> Any:

@@ -52,7 +52,9 @@ def test_every_clause_is_asked(clause_id: str) -> None:
     assert clause_id in _ASKED, f"no test asks about {clause_id}: it is uncovered"
 
 
-@pytest.mark.parametrize("clause", list(all_clauses().values()), ids=lambda clause: clause.id)
+@pytest.mark.parametrize(
+    "clause", [clause for clause in all_clauses().values() if clause.holds_here], ids=lambda clause: clause.id
+)
 def test_clauses_cover_what_exists(clause: object) -> None:
     real = {str(item) for item in (*surface.items(), *surface.begun_items())}
     assert [name for name in clause.covers if name not in real] == []

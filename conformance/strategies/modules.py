@@ -18,14 +18,14 @@ def leaves(draw: st.DrawFn, *, frozen: tuple[str, ...] = ("none",), kinds: tuple
 
 
 def groups(
-    parts: st.SearchStrategy[Leaf | Group], checkpointing: tuple[str, ...]
+    parts: st.SearchStrategy[Leaf | Group], checkpointing: tuple[str, ...], forms: tuple[str, ...]
 ) -> st.SearchStrategy[Group]:
     return st.builds(
         Group,
         parts=st.lists(parts, min_size=1, max_size=3).map(tuple),
         kind=st.sampled_from(["chain", "chain", "branches"]),
         calls=st.sampled_from([1, 1, 1, 2]),
-        form=st.sampled_from(FORMS),
+        form=st.sampled_from(forms),
         checkpointing=st.sampled_from(checkpointing),
     )
 
@@ -37,13 +37,15 @@ def module_trees(
     frozen: tuple[str, ...] = ("none",),
     kinds: tuple[str, ...] = KINDS,
     checkpointing: tuple[str, ...] = CHECKPOINTING,
+    forms: tuple[str, ...] = FORMS,
     dtype: torch.dtype = torch.float64,
 ) -> ModuleTree:
     leaf = leaves(frozen=frozen, kinds=kinds)
+    inner = groups(leaf, checkpointing, forms)
     return ModuleTree(
-        body=draw(groups(st.one_of(leaf, leaf, groups(leaf, checkpointing)), checkpointing)),
-        takes=draw(st.sampled_from(FORMS)),
-        returns=draw(st.sampled_from(FORMS)),
+        body=draw(groups(st.one_of(leaf, leaf, inner), checkpointing, forms)),
+        takes=draw(st.sampled_from(forms)),
+        returns=draw(st.sampled_from(forms)),
         dtype=dtype,
         seed=draw(st.integers(0, 50)),
     )

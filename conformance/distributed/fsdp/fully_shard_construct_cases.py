@@ -68,7 +68,7 @@ def probe(rank: Rank, *, library: str, asks: Callable[..., Any], **arguments: An
 
 
 def refused(site: Site, way: str) -> Any:
-    made = WAYS[way](site)
+    made = (WAYS | LATER_WAYS)[way](site)
     return {"made": type(made).__name__, "registered": registered(site.model)}
 
 
@@ -123,15 +123,18 @@ WAYS: dict[str, Callable[[Site], Any]] = {
     "a scalar parameter": lambda site: _parameter(site, nn.Parameter(torch.tensor(1.0))),
     "a strided parameter": lambda site: _parameter(site, nn.Parameter(torch.ones(2, 3).t())),
     "two dtypes in a group": _two_dtypes,
-    "a placement that is none": lambda site: _placed(site, "a word"),
-    "a copy as a placement": lambda site: _placed(site, Replicate()),
     "a dimension that is not there": lambda site: _placed(site, Shard(3)),
-    "tied across groups": _tied_across,
     "a unit before its root": _within_first,
     "a group as the root": lambda site: (site.shard([site.model, site.model.head]), site.forward())[1],
     "two modules as the root": lambda site: site.shard(list(site.model.body.parts))[0](
         TREE.batch(0, 0).x, ids=TREE.batch(0, 0).ids
     ),
+}
+# Of torch 2.12 and later.
+LATER_WAYS: dict[str, Callable[[Site], Any]] = {
+    "a placement that is none": lambda site: _placed(site, "a word"),
+    "a copy as a placement": lambda site: _placed(site, Replicate()),
+    "tied across groups": _tied_across,
     "dimensions without names": lambda site: site.shard(
         mesh=_mesh(site), dp_mesh_dims=site.fsdp.DataParallelMeshDims(shard="data")
     ),
@@ -185,35 +188,40 @@ def attributes(site: Site) -> dict[str, Any]:
 def policies(library: Library) -> list[Any]:
     """Made from nothing and from what they take, compared, changed; without ranks."""
     fsdp = library.distributed.fsdp
-    mixed, offload, dims = fsdp.MixedPrecisionPolicy, fsdp.CPUOffloadPolicy, fsdp.DataParallelMeshDims
-
-    def reported(make: Callable[[], Any]) -> Any:
-        made = tried(make)
-        return made if isinstance(made, str) else {"is": repr(made).rpartition(".")[2], **vars(made)}
+    mixed, offload = fsdp.MixedPrecisionPolicy, fsdp.CPUOffloadPolicy
 
     def frozen() -> None:
         mixed().param_dtype = torch.float16
 
     return [
-        reported(mixed),
-        reported(lambda: mixed(torch.bfloat16, torch.float32, torch.float16, False)),
+        _plain(mixed),
+        _plain(lambda: mixed(torch.bfloat16, torch.float32, torch.float16, False)),
         tried(frozen),
         mixed() == mixed(None),
         hash(mixed()) == hash(mixed(None)),
-        reported(fsdp.OffloadPolicy),
-        reported(offload),
-        reported(lambda: offload(pin_memory=False)),
+        _plain(fsdp.OffloadPolicy),
+        _plain(offload),
+        _plain(lambda: offload(pin_memory=False)),
         offload() == offload(True),
         isinstance(offload(), fsdp.OffloadPolicy),
-        reported(dims),
-        reported(lambda: dims(shard="data")),
-        reported(lambda: dims(replicate=("a", "b"))),
-        *(getattr(dims(*given), name) for given in (("data", ("a", "b")), ((), "b")) for name in _NAMES),
         fsdp.UnshardHandle().wait(),
     ]
 
 
-_NAMES = ("shard_names", "replicate_names")
+def named_dimensions(library: Library) -> list[Any]:
+    dims = library.distributed.fsdp.DataParallelMeshDims
+    made = (dims("data", ("a", "b")), dims((), "b"))
+    return [
+        _plain(dims),
+        _plain(lambda: dims(shard="data")),
+        _plain(lambda: dims(replicate=("a", "b"))),
+        *(getattr(one, name) for one in made for name in ("shard_names", "replicate_names")),
+    ]
+
+
+def _plain(make: Callable[[], Any]) -> Any:
+    made = tried(make)
+    return made if isinstance(made, str) else {"is": repr(made).rpartition(".")[2], **vars(made)}
 
 
 # -- what is built late

@@ -80,10 +80,19 @@ def reported(trace: Trace) -> list[str]:
             *TRAIN,
         ),
         (setting("unshard"), setting("unshard", 3), Call("state_dict"), *TRAIN),
+        (setting("unshard", 3, async_op=True), Call("state_dict"), Call("wait"), *TRAIN),
         (FORWARD, setting("reshard"), setting("reshard", 1), BACKWARD, STEP, *TRAIN),
         (LOOK, FORWARD, FORWARD, setting("unshard", 2), BACKWARD, setting("reshard"), STEP, LOOK),
     ],
-    ids=["twice", "waited for", "not waited for", "state dict", "in the middle", "among others"],
+    ids=[
+        "twice",
+        "waited for",
+        "not waited for",
+        "state dict",
+        "state dict before it is waited for",
+        "in the middle",
+        "among others",
+    ],
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_unshards_and_reshards(
@@ -196,8 +205,7 @@ def test_units_are_gathered_when_torchs_are(
         )
 
 
-_FACTOR, _UNUSED = "set_gradient_divide_factor", "set_reduce_scatter_unused_params"
-_BUFFERS = "set_reduce_scatter_max_input_buffers"
+_FACTOR = "set_gradient_divide_factor"
 _MEMORY = "set_allocate_memory_from_process_group_for_comm"
 _GATHER, _SCATTER = "set_custom_all_gather", "set_custom_reduce_scatter"
 
@@ -211,24 +219,51 @@ _GATHER, _SCATTER = "set_custom_all_gather", "set_custom_reduce_scatter"
         (setting("set_all_reduce_hook", 1, hook="a doubling hook"),
          setting("set_all_reduce_hook", hook="a doubling hook", stream="a stream"), *TRAIN),
         (setting(_GATHER, 0, comm="an all-gather"), setting(_SCATTER, 2, comm="a reduce-scatter"), *TRAIN),
-        (Call("skip a unit", 1), STEP, setting(_UNUSED, reduce_scatter_unused_params=True), Call("skip a unit", 1),
-         setting(_UNUSED, reduce_scatter_unused_params=False), *TRAIN),
-        (setting(_UNUSED, reduce_scatter_unused_params=True, recurse=False), Call("skip a unit", 1), STEP),
-        (setting(_UNUSED, 1, reduce_scatter_unused_params=True), Call("skip a unit", 1, {"by": [0]}), STEP, *TRAIN),
         (setting("set_post_optim_event", event="an event"), *TRAIN, *TRAIN),
         (*TRAIN[:2], Call("step beside"), *TRAIN[:2], Call("step beside"), LOOK),
-        (*(setting(_BUFFERS, max_input_buffers=number) for number in (2, 3, 0, -1, True, 1.5)),
-         setting(_BUFFERS, 1, max_input_buffers=2, recurse=False), *TRAIN),
         (setting(_MEMORY, enable=True), setting(_MEMORY, 0, enable=True), setting(_MEMORY, 0, enable=False),
          setting(_GATHER, 1, comm="an all-gather"), setting(_MEMORY, 1, enable=True), *TRAIN),
     ],
-    ids=["factors", "hooks", "of one's own", "unused", "unused by the root", "unused by a rank", "event",
-         "event of a stream", "buffers", "memory"],
+    ids=["factors", "hooks", "of one's own", "event", "event of a stream", "memory"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
 def test_reduces_as_it_is_told(
     subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
 ) -> None:
+    played(rank_pool, (reference, subject), calls)
+
+
+_UNUSED = "set_reduce_scatter_unused_params"
+
+
+@clause("distributed.fsdp.fully_shard.unused_parameters")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (Call("skip a unit", 1), STEP, setting(_UNUSED, reduce_scatter_unused_params=True), Call("skip a unit", 1),
+         setting(_UNUSED, reduce_scatter_unused_params=False), *TRAIN),
+        (setting(_UNUSED, reduce_scatter_unused_params=True, recurse=False), Call("skip a unit", 1), STEP),
+        (setting(_UNUSED, 1, reduce_scatter_unused_params=True), Call("skip a unit", 1, {"by": [0]}), STEP, *TRAIN),
+    ],
+    ids=["by all ranks", "by the root", "by a rank"],
+)  # fmt: skip
+@pytest.mark.world_sizes(fewest=2)
+def test_parameters_may_be_unused(
+    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
+) -> None:
+    played(rank_pool, (reference, subject), calls)
+
+
+_BUFFERS = "set_reduce_scatter_max_input_buffers"
+
+
+@clause("distributed.fsdp.fully_shard.input_buffers")
+@pytest.mark.world_sizes(fewest=2)
+def test_inputs_of_reductions_may_wait(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    calls = (
+        *(setting(_BUFFERS, max_input_buffers=number) for number in (2, 3, 0, -1, True, 1.5)),
+        *(setting(_BUFFERS, 1, max_input_buffers=2, recurse=False), *TRAIN),
+    )
     played(rank_pool, (reference, subject), calls)
 
 
@@ -286,6 +321,18 @@ def assert_leaves(
 
     expected = probe(reference, like)
     deviation.judge(probe, we_do=lambda seen: does_as(expected, seen))
+
+
+@clause("distributed.fsdp.fully_shard.gathered_in_vain")
+@pytest.mark.deviation("fully_shard.gathered_in_vain")
+@pytest.mark.world_sizes(fewest=2)
+def test_what_was_gathered_in_vain_is_gathered_again(
+    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
+) -> None:
+    """Of a unit that had run, ahead of no backward."""
+    calls = (setting(_TO_FORWARD, 3, modules=[1]), LOOK, Call("load"), *TRAIN)
+    harmless = setting("set_is_last_backward", is_last_backward=True)
+    assert_leaves(deviation, reference, rank_pool, calls, (harmless, *calls[1:]))
 
 
 @clause("distributed.fsdp.fully_shard.factor_of_one_rank")
@@ -406,5 +453,6 @@ def test_parameters_may_be_replaced(
 @given(data=st.data())
 def test_in_any_order(subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject) -> None:
     # Of one rank torch divides twice: test_a_factor_divides_once_where_one_rank_has_all.
-    sharding, calls = data.draw(programs(factors=(1.0, 2.0, 3.0) if rank_pool.world_size > 1 else (1.0,)))
+    factors = (1.0, 2.0, 3.0) if rank_pool.world_size > 1 else (1.0,)
+    sharding, calls = data.draw(programs(reference.distributed.fsdp.FSDPModule, factors))
     played(rank_pool, (reference, subject), calls, sharding=sharding)

@@ -36,6 +36,14 @@ def test_refuses(subject: Library, reference: Library, rank_pool: RankPool, way:
     assert_probes_agree(rank_pool, (reference, subject), cases.refused, way=way)
 
 
+@clause("distributed.fsdp.fully_shard.later_refusals")
+@pytest.mark.parametrize("way", cases.LATER_WAYS)
+def test_refuses_what_torch_once_took(
+    subject: Library, reference: Library, rank_pool: RankPool, way: str
+) -> None:
+    assert_probes_agree(rank_pool, (reference, subject), cases.refused, way=way)
+
+
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.world_sizes(fewest=2)
 def test_refuses_uneven_columns(subject: Library, reference: Library, rank_pool: RankPool) -> None:
@@ -49,9 +57,18 @@ def test_modules_get_a_class_of_their_own(subject: Library, reference: Library, 
     assert actual.raised is None, actual.raised
 
 
-@clause("distributed.fsdp.fully_shard.policies")
-def test_policies_are_plain_objects(subject: Library, reference: Library) -> None:
-    expected, actual = (observe(cases.policies, library) for library in (reference, subject))
+@pytest.mark.parametrize(
+    "asks",
+    [
+        pytest.param(cases.policies, marks=clause("distributed.fsdp.fully_shard.policies")),
+        pytest.param(cases.named_dimensions, marks=clause("distributed.fsdp.fully_shard.named_dimensions")),
+    ],
+    ids=["policies", "dimensions"],
+)
+def test_policies_are_plain_objects(
+    subject: Library, reference: Library, asks: Callable[[Library], Any]
+) -> None:
+    expected, actual = (observe(asks, library) for library in (reference, subject))
     assert_same_outcome(expected, actual)
     assert actual.raised is None, actual.raised
 

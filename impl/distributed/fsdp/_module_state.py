@@ -57,8 +57,8 @@ class ModuleState:
         for owner in {
             place.module for group in unit.param_groups for p in group.params for place in p.info.locations
         }:
-            owner.register_state_dict_pre_hook(self._before_state_dict)
-            owner.register_load_state_dict_pre_hook(self._before_state_dict)
+            owner.register_state_dict_pre_hook(self._before_save)
+            owner.register_load_state_dict_pre_hook(self._before_load)
 
     @property
     def outermost(self) -> nn.Module:
@@ -68,7 +68,14 @@ class ModuleState:
     def groups(self) -> list[DTensorGroup]:
         return self.unit.param_groups
 
-    def _before_state_dict(self, *_: Any, **__: Any) -> None:
+    def _before_save(self, *_: Any, **__: Any) -> None:
+        """What was gathered ahead and does not show yet stays for who will use it."""
+        if any(group.is_shown for group in self.groups):
+            self.unit.reshard()
+        for group in self.groups:
+            group.drop_parts()
+
+    def _before_load(self, *_: Any, **__: Any) -> None:
         self.reshard()
 
     def reshard(self) -> None:

@@ -59,7 +59,7 @@ class DTensorGroup:
         self.unsharded_params: UnshardedParams | None = None
         self._backward_mesh = backward_mesh
         self._parts: list[Tensor] = []  # of what was unsharded, that this rank keeps for a backward
-        self._is_shown = False
+        self.is_shown = False
         self.use_sharded_views()
 
     # dtypes
@@ -101,7 +101,7 @@ class DTensorGroup:
     # what the user changes
 
     def write_back_changes(self) -> bool:
-        if self._is_shown or self._parts:
+        if self.is_shown or self._parts:
             return False
         was_changed = False
         for index, found in self._registration.registered():
@@ -208,9 +208,9 @@ class DTensorGroup:
     def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedParams:
         unsharded = self.unsharded(dtype)
         unsharded.follow_requires_grad()
-        if not self._is_shown:
+        if not self.is_shown:
             self._registration.register(unsharded.views)
-            self._is_shown = True
+            self.is_shown = True
             self._parts = []
         return unsharded
 
@@ -223,7 +223,7 @@ class DTensorGroup:
             )
         else:
             self._registration.register([param.sharded for param in self.params])
-        self._is_shown = False
+        self.is_shown = False
 
     def _parts_for_backward(self) -> list[Tensor]:
         unsharded, fewer = self.unsharded_params, self.groups.backward
