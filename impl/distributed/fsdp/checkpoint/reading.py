@@ -26,7 +26,19 @@ _RECORDS = (
     records._MEM_FORMAT_ENCODING,
     files._StorageInfo,
 )
+
+
+def _member(of: Any, name: str) -> records._MEM_FORMAT_ENCODING:
+    """What Python 3.11.0 to 3.11.3 write for a member of an enumeration, by `getattr`, which may give more."""
+    if of is not records._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(
+            f"the checkpoint's metadata asks for {name} of {of}, which no checkpoint does; nothing was run"
+        )
+    return records._MEM_FORMAT_ENCODING[name]
+
+
 _ALLOWED: dict[tuple[str, str], Any] = {(one.__module__, one.__qualname__): one for one in _RECORDS} | {
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     # A path is a name; what is read is checked for where it lies.

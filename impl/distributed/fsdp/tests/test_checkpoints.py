@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -380,6 +381,37 @@ def test_metadata_that_carries_a_payload(
     assert not witness.exists()
     dcp.FileSystemReader(copied).read_metadata()
     assert witness.exists(), "torch's own reader runs it no more: the documentation says it does"
+
+
+class GetattrPickler(pickle.Pickler):
+    """Writes members of enumerations, and what it is told to, as attributes: so did Python 3.11.0 to 3.11.3."""
+
+    attributes: tuple[tuple[Any, str], ...] = ()
+
+    def reducer_override(self, obj: Any) -> Any:
+        asked = [(of, name) for of, name in self.attributes if getattr(of, name) is obj]
+        if isinstance(obj, enum.Enum):
+            asked = [(type(obj), obj.name)]
+        return (getattr, asked[0]) if asked else NotImplemented
+
+
+def test_metadata_of_an_older_python(copied: Path) -> None:
+    metadata = copied / ".metadata"
+    expected = pickle.loads(metadata.read_bytes())
+    with metadata.open("wb") as file:
+        GetattrPickler(file).dump(expected)
+    assert b"getattr" in metadata.read_bytes()
+    assert Reader(copied).read_metadata().state_dict_metadata == expected.state_dict_metadata
+
+
+def test_attributes_of_other_classes(copied: Path) -> None:
+    metadata = copied / ".metadata"
+    with metadata.open("wb") as file:
+        pickler = GetattrPickler(file)
+        pickler.attributes = ((torch.Size, "numel"),)
+        pickler.dump(torch.Size.numel)
+    with pytest.raises(pickle.UnpicklingError, match=r"asks for numel of <class 'torch\.Size'>"):
+        Reader(copied).read_metadata()
 
 
 def test_values_that_carry_a_payload(tmp_path: Path) -> None:
