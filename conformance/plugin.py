@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import signal
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import hypothesis
-import numpy
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ from conformance.judge.clauses import AREAS, HERE, all_clauses, clause_of
 from conformance.judge.comparing import Compare
 from conformance.judge.deadlines import MOST_RESTARTS, Deadlines
 from conformance.judge.deviations import DeviationJudge
-from conformance.judge.environment import is_usable
+from conformance.judge.environment import is_usable, quieten_triton
 from conformance.judge.errors import Hang, stop_by_hand
 from conformance.judge.expectations import Expectations, unshrunk
 from conformance.judge.judgement import unavailable
@@ -113,9 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGTERM, stop_by_hand)
         config.pluginmanager.register(Recorder(config, notes, learned), "conformance-recorder")
 
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        # Triton's interpreter computes with NumPy, which warns about the inf and nan that kernels are asked about.
-        numpy.seterr(all="ignore")
+    quieten_triton()
 
 
 def _load_subject(config: pytest.Config, deadlines: Deadlines | None) -> trial.Learned:

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from conformance import simulator
@@ -97,3 +98,9 @@ def is_usable(device: str) -> bool:
     except Exception:
         return False
     return True
+
+
+def quieten_triton() -> None:
+    """Triton's interpreter computes with NumPy, which warns about zeros, inf and nan, as kernels meet them."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        numpy.seterr(all="ignore")

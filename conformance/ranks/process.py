@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from conformance import simulator
 from conformance.judge import seeding
+from conformance.judge.environment import quieten_triton
 from conformance.ranks import by_value
 from conformance.ranks.channel import Channel
 from conformance.ranks.errors import Failure
@@ -119,6 +120,7 @@ def _redirect_output(output: int) -> None:
 
 def _come_up(settings: Settings, channel: Channel) -> None:
     torch.set_num_threads(1)
+    quieten_triton()
     seeding.set_run_seed(settings.seed)
     device = _device(settings)
     # The group talks to itself on this machine only; gloo would look the host's own name up, which may not resolve.
