@@ -1,7 +1,6 @@
 // What Python sees.
 #include "headers.h"
 
-#include "memory.h"
 #include "tensors.h"
 
 namespace py = pybind11;

@@ -1,6 +1,7 @@
 // What the parts of the simulated device know of one another. How an operator travels is drawn in ../__init__.py.
 #pragma once
 #include <Python.h>
+#include <c10/core/CachingDeviceAllocator.h>
 
 #include <chrono>
 #include <cstdint>
@@ -128,6 +129,8 @@ void record_use(const void* address, StreamKey stream);
 void poison(void* begin, size_t size);
 void forget_finished(const AllocationP& allocation);  // called when its last task has run
 void empty_cache(int device);
+c10::DeviceAllocator* device_allocator();
+c10::Allocator* pinned_allocator();
 void fail_allocation(int64_t nth);
 
 // -- hazards.cpp: what is read or written without an order, whichever order it had this time

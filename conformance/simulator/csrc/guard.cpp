@@ -1,7 +1,6 @@
 // What torch asks any device for: a guard, hooks, a generator.
 #include "headers.h"
 
-#include "memory.h"
 #include "tensors.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -4,8 +4,6 @@
 // What is given out is poison (every byte 0xFF: NaN, -1, true). Freed memory stays as it is until it is given out
 // again, because programs rely on that: the stream whose memory it is may be made to wait between the two. Given out
 // while tasks of its former life are pending, it is poisoned by a task in front of the first new one that touches it.
-#include "memory.h"
-
 #include "device.h"
 
 #include <c10/util/Exception.h>

@@ -1,7 +1,6 @@
 // Tensors of the device: made, resized, viewed, copied.
 #include "headers.h"
 
-#include "memory.h"
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>
