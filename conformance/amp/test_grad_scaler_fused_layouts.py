@@ -293,9 +293,8 @@ def test_a_step_counter_that_two_groups_share(
             states = [harness.optimizer.state[param] for param in harness.parameters]
             if iteration == 0:
                 states[2]["step"] = states[0]["step"]
-            seen += [
-                float(state["step"]) for state in states
-            ]  # torch keeps it on the host unless it is fused
+            # torch keeps it on the host unless it is fused.
+            seen += [float(state["step"]) for state in states]
             seen += [param.detach().clone() for param in harness.parameters]
         return seen
 

@@ -17,9 +17,8 @@ class Deviation:
     we_do: str
     why: str
     thread: str
-    promised_on: tuple[
-        str, ...
-    ] = ()  # device types beside which a subject may take torch's side; all, if empty
+    # Device types beside which a subject may take torch's side; all, if empty.
+    promised_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

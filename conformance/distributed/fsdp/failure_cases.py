@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from conformance.distributed.fsdp.fsdp_cases import LEARNING_RATE, MOMENTUM, gathered_parameters
+from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
 from conformance.distributed.fsdp.fully_shard_cases import Sharding, sharded, units_of, whole
 from conformance.distributed.fsdp.lab import Lab
 from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
@@ -117,21 +118,19 @@ class _Training:
 
     def communicate(self, fails: str) -> None:
         """By what can be made to fail, of one unit, or in FSDP1 of all."""
+        self.comm = _Failing()
         if fails.startswith("gather"):
-            self.comm = _Gather()
-            self.units[1].set_custom_all_gather(self.comm)
+            self.units[1].set_custom_all_gather(ReportingAllGather(self.comm.count))
         elif fails == "reduction" and self.face == "FSDP1":
-            self.comm = _Failing()
 
             def hook(state: _Failing, gradient: Any, output: Any) -> None:
-                state.count()
+                state.count(["scatter"])
                 gradient.div_(self.lab.rank.world_size)
                 dist.reduce_scatter_tensor(output, gradient)
 
             self.model.register_comm_hook(self.comm, hook)
         elif fails == "reduction":
-            self.comm = _Scatter()
-            self.units[1].set_custom_reduce_scatter(self.comm)
+            self.units[1].set_custom_reduce_scatter(ReportingReduceScatter(self.comm.count))
 
     def backward(self, number: int) -> torch.Tensor:
         output = call(self.model, self.lab.tree, self.lab.tree.batch(number, self.lab.rank.rank))
@@ -259,13 +258,13 @@ def _recomputed(training: _Training) -> Any:
 
 
 class _Failing:
-    """Communication of the user's own that fails in its call number `at` of the step that fails."""
+    """Has communication of the user's own fail in its call number `at` of the step that fails."""
 
     def __init__(self) -> None:
         self.at = -1
 
-    def count(self) -> None:
-        self.at -= 1
+    def count(self, asked: list[Any]) -> None:
+        self.at -= asked[0] != "allocate"
         if self.at == 0:
             raise Fault
 
@@ -277,42 +276,21 @@ class _Failing:
         finally:
             self.at = -1
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _Gather(_Failing):
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        self.count()
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _Scatter(_Failing):
-    def __call__(
-        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        self.count()
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-def _gather(training: _Training) -> Any:
+def _first_call(training: _Training) -> Any:
     return training.comm.failing(1)
 
 
-def _gather_in_backward(training: _Training) -> Any:
+def _second_call(training: _Training) -> Any:
     return training.comm.failing(2)
-
-
-def _reduction(training: _Training) -> Any:
-    return training.comm.failing(1)
 
 
 _FAULTS: dict[str, _Where] = {
     "interrupted": _interrupted,
     "recomputed": _recomputed,
-    "gather": _gather,
-    "gather in backward": _gather_in_backward,
-    "reduction": _reduction,
+    "gather": _first_call,
+    "gather in backward": _second_call,
+    "reduction": _first_call,
     "forward": _forward,
     "pre hook": _pre_hook,
     "post hook": _post_hook,

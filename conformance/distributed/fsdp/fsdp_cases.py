@@ -289,9 +289,8 @@ def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Te
         for parameter in parameters:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         gradients = gathered_parameters(library, model)
-        if (
-            torch.accelerator.is_available()
-        ):  # offloaded ones may be on their way there, and are not to change on it
+        # Offloaded ones may be on their way there, and are not to change on it.
+        if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         for parameter, values in zip(parameters, kept, strict=True):
             parameter.copy_(values)

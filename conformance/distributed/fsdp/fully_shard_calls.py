@@ -95,12 +95,10 @@ class Scene:
         if one.name == "set_requires_gradient_sync":
             is_of_all = one.unit == ROOT and arguments.get("recurse", True)
             units = set(range(ROOT + 1)) if is_of_all else {one.unit}
-            change = (
-                self.unsynchronised.difference
-                if arguments["requires_gradient_sync"]
-                else self.unsynchronised.union
-            )
-            self.unsynchronised = set(change(units))
+            if arguments["requires_gradient_sync"]:
+                self.unsynchronised -= units
+            else:
+                self.unsynchronised |= units
         if made is not None:
             self.handles.append(made)
             return isinstance(made, self.library.distributed.fsdp.UnshardHandle)
@@ -262,13 +260,13 @@ _OF_THE_SCENE: dict[str, Callable[[Scene, Call], Any]] = {
 
 
 class _Reporting:
-    """Communication of our own: does what the default does, and says what it was asked for."""
+    """Communication of our own: does what the default does, and says before it what it was asked for."""
 
-    def __init__(self, scene: Scene) -> None:
-        self._scene = scene
+    def __init__(self, report: Callable[[list[Any]], object]) -> None:
+        self._report = report
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self._scene.reported.append(["allocate", list(size), str(dtype), str(device)])
+        self._report(["allocate", list(size), str(dtype), str(device)])
         return torch.empty(size, dtype=dtype, device=device)
 
 
@@ -276,7 +274,7 @@ class ReportingAllGather(_Reporting):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        self._scene.reported.append(["gather", input_tensor.numel(), async_op])
+        self._report(["gather", input_tensor.numel(), async_op])
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -289,7 +287,7 @@ class ReportingReduceScatter(_Reporting):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        self._scene.reported.append(["scatter", output_tensor.numel(), str(op), async_op])
+        self._report(["scatter", output_tensor.numel(), str(op), async_op])
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
@@ -312,8 +310,8 @@ def _event(scene: Scene) -> _Event:
 
 
 _OBJECTS: dict[str, Callable[[Scene], Any]] = {
-    "an all-gather": ReportingAllGather,
-    "a reduce-scatter": ReportingReduceScatter,
+    "an all-gather": lambda scene: ReportingAllGather(scene.reported.append),
+    "a reduce-scatter": lambda scene: ReportingReduceScatter(scene.reported.append),
     "a doubling hook": _doubling,
     "an event": _event,
     "a stream": lambda scene: torch.cpu.Stream(),

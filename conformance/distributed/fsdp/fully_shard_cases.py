@@ -142,9 +142,8 @@ def arguments(rank: Rank, library: Library, model: Any, sharding: Sharding) -> d
     if sharding.offloads:
         given["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
     if sharding.ignores:
-        given["ignored_params"] = set(
-            model.body.parts[0].to(rank.device).parameters()
-        )  # nobody else moves it
+        ignored = model.body.parts[0].to(rank.device)  # nobody else moves it
+        given["ignored_params"] = set(ignored.parameters())
     if sharding.places:
         ranks = rank.world_size if sharding.ranks != "replicas" else sharding.shards
         given["shard_placement_fn"] = lambda parameter: _place(parameter, ranks)

@@ -61,9 +61,13 @@ class Halved(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
+        return _unsharded(self.whole(gathered, metadata, dtype), out)
+
+    @staticmethod
+    def whole(gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype) -> torch.Tensor:
         halves, factors = gathered
         rows = metadata[0]
-        return _unsharded((halves.to(dtype) * factors.to(dtype))[:rows], out)
+        return (halves.to(dtype) * factors.to(dtype))[:rows]
 
 
 def _unsharded(values: torch.Tensor, out: torch.Tensor | None) -> Any:
@@ -82,17 +86,11 @@ class Quantised(Halved):
         scale = self.inner.abs().amax().clamp(min=1e-6) / 127
         return ((self.inner / scale).round().to(torch.int8), scale.reshape(1)), mesh.size()
 
-    def fsdp_post_all_gather(
-        self,
-        gathered: tuple[torch.Tensor, ...],
-        metadata: Any,
-        dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> Any:
+    @staticmethod
+    def whole(gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype) -> torch.Tensor:
         bits, scales = gathered
         values = bits.view(metadata, -1).to(dtype) * scales.to(dtype)[:, None]
-        return _unsharded(values.view(bits.shape), out)
+        return values.view(bits.shape)
 
 
 class OneMethod(Halved):

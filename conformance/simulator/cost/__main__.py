@@ -56,10 +56,9 @@ def _simulated(asked: argparse.Namespace, training: Training, on: Hardware) -> d
         for subject in asked.subjects:
             trace = traced(subject, training, ranks)
             timeline = schedule(trace.entries, on.seconds, on.host_s)
-            tokens_per_s = training.tokens / step_cost(timeline).seconds
-            rows.append(
-                [str(ranks), subject, *_figures(step_cost(timeline), tokens_per_s, trace.reserved_bytes)]
-            )
+            cost = step_cost(timeline)
+            tokens_per_s = training.tokens / cost.seconds
+            rows.append([str(ranks), subject, *_figures(cost, tokens_per_s, trace.reserved_bytes)])
             print(_line(rows[-1]), flush=True)
             if known := published(training, subject, ranks, asked.accelerator):
                 notes.append(

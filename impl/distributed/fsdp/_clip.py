@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._unit import Unit
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
+from impl.optim._shards import exchanged
 
 _EXCHANGED = torch.float64
 
@@ -36,20 +37,13 @@ def joint_norm(
         if grads or groups:
             norm = _norm(grads, norm_type, device)
             for group in groups:
-                norm = _gathered(norm, norm_type, group)
+                norm = torch.linalg.vector_norm(exchanged(norm.reshape(1), group), norm_type)
             norms.append(norm)
     return (
         torch.linalg.vector_norm(torch.stack(norms), norm_type)
         if norms
         else torch.zeros((), dtype=_EXCHANGED, device=device)
     )
-
-
-def _gathered(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """The norm of what the ranks of a group have between them."""
-    parts = norm.new_empty(group.size())
-    dist.all_gather(list(parts.split(1)), norm.reshape(1), group=group)
-    return torch.linalg.vector_norm(parts, norm_type)
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -173,15 +173,6 @@ class ParamGroup(Protocol):
         """Free the memory of what is unsharded, in every dtype."""
 
 
-def partial_gradients(names: Sequence[str], cure: str) -> str:
-    """What is raised of gradients that a failed backward has added a part of its own to."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        "a backward without synchronisation raised when it had added some of its gradients to those of earlier ones, "
-        f"of {', '.join(names[:3])}{more}; {cure} before the next backward"
-    )
-
-
 @no_grad_fast
 def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False) -> None:
     """Unshard a group of the unit `name`; anew, if it `is_kept` unsharded and its shards were written to.

@@ -40,11 +40,11 @@ class ParallelForm:
         Collectives: of one that is laid out in another way, as sums that are still to be taken, what takes them.
         """
         dtensor = cast("DTensor", whole)
-        wanted = self.placements
+        placements = self.placements
         if self.data is not None:
-            wanted = self.data.reduced(dtensor.placements, wanted)
-        if dtensor.placements != wanted:
-            dtensor = dtensor.redistribute(self.mesh, wanted)
+            placements = self.data.reduced(dtensor.placements, placements)
+        if dtensor.placements != placements:
+            dtensor = dtensor.redistribute(self.mesh, placements)
         local = dtensor._local_tensor
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 

@@ -15,8 +15,9 @@ from impl.distributed.fsdp._collectives import Reduction
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
+from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
-from impl.distributed.fsdp._param_group import NewBuffer, partial_gradients
+from impl.distributed.fsdp._param_group import NewBuffer
 
 
 class Reduced(Protocol):
@@ -45,10 +46,7 @@ class DTensorGradients:
         self._unreduced: list[Tensor | None] = []  # of all parameters, taken aside from the unsharded ones
         self._reduced: list[tuple[list[ShardedParam], Tensor]] = []  # of this backward, not shown yet
         self._on_the_way: list[ShardedParam] = []  # whose gradients the last input had
-        self._is_unreduced_on_the_way = False  # a reduction of this backward has had it
-        self._is_new = False  # this backward has made what is unreduced
-        self._is_added_to = False  # it has added to what was
-        self._is_partial = False  # what is unreduced has a part of a backward that raised
+        self._state = UnreducedState()
 
     def refuse_optimizers(self) -> None: ...
 
@@ -58,14 +56,14 @@ class DTensorGradients:
         return any(param.sharded.grad is not None for param in self._group.params)
 
     def still_wait(self) -> bool:
-        waits = any(grad is not None for grad in self._unreduced) and not self._is_unreduced_on_the_way
+        waits = any(grad is not None for grad in self._unreduced) and not self._state.is_on_the_way
         return waits or self.owes_zeros()
 
     def waiting(self) -> list[tuple[str, nn.Parameter]]:
         group, unsharded = self._group, self._group.unsharded_params
         if unsharded is None:
             return []
-        aside = [] if self._is_unreduced_on_the_way else self._unreduced
+        aside = [] if self._state.is_on_the_way else self._unreduced
         waits = [view.grad is not None for view in unsharded.views]
         for index, grad in enumerate(aside):
             waits[index] |= grad is not None
@@ -84,20 +82,17 @@ class DTensorGradients:
 
     def begin_backward(self) -> None:
         """What earlier backwards left unreduced goes aside, so that what is there came in this one."""
-        if self._is_partial:
+        if self._state.is_partial:
             names = [param.name for param in self._group.params]
-            raise RuntimeError(partial_gradients(names, "drop them by reset_iter_state() of the root"))
+            raise self._state.partial_gradients(names, "drop them by reset_iter_state() of the root")
         unsharded = self._group.unsharded_params
         if unsharded is not None and any(view.grad is not None for view in unsharded.views):
             self._add_to_unreduced(unsharded.take_gradients())
 
     def abandon_backward(self) -> None:
         self._reduced.clear()
-        self._is_unreduced_on_the_way = False
-        if self._is_new:
+        if self._state.abandon_backward():
             self._forget_unreduced()
-        self._is_partial |= self._is_added_to
-        self._is_new = self._is_added_to = False
 
     def forget(self) -> None:
         """Whatever was not shown, as after an exception."""
@@ -109,8 +104,7 @@ class DTensorGradients:
         self._group.reduction.partial = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        self._is_new |= not self._unreduced
-        self._is_added_to = not self._is_new
+        self._state.note_added(to_earlier=bool(self._unreduced))
         self._add_to_unreduced(grads)
 
     def _add_to_unreduced(self, grads: Sequence[Tensor | None]) -> None:
@@ -125,9 +119,9 @@ class DTensorGradients:
         self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
     ) -> Tensor:
         group = self._group
-        if self._unreduced and not self._is_unreduced_on_the_way:
+        if self._unreduced and not self._state.is_on_the_way:
             grads = [_sum(one, grad) for one, grad in zip(self._unreduced, grads, strict=True)]
-            self._is_unreduced_on_the_way = True  # should this backward raise, the other ones count
+            self._state.is_on_the_way = True  # should this backward raise, the other ones count
         if group.options.reduces_unused:
             grads = [
                 torch.zeros(param.shape, dtype=group.compute_dtype, device=group.device)
@@ -153,8 +147,7 @@ class DTensorGradients:
 
     def end_backward(self, synced: bool) -> None:
         del synced
-        self._is_new = self._is_added_to = False
-        if self._is_unreduced_on_the_way:
+        if self._state.end_backward():
             self._forget_unreduced()
         self._show_unreduced()
         reduced, self._reduced = self._reduced, []
@@ -165,8 +158,7 @@ class DTensorGradients:
 
     def _forget_unreduced(self) -> None:
         self._unreduced = []
-        self._is_unreduced_on_the_way = False
-        self._is_partial = False
+        self._state.forget()
 
     def _show_unreduced(self) -> None:
         """On the unsharded parameters, where torch leaves it too unless it is in another dtype."""

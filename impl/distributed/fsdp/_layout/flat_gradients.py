@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
-from impl.distributed.fsdp._param_group import NewBuffer, partial_gradients
+from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
+from impl.distributed.fsdp._param_group import NewBuffer
 
 # Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
 _OPTIMIZERS = "_in_backward_optimizers"
@@ -46,10 +47,7 @@ class GradientShard:
         self._unreduced: Tensor | None = None  # [padded_numel], of backwards that did not synchronise
         self._unreduced_views: list[Tensor] = []
         self._shown_unreduced: list[_ShownUnreduced] = []
-        self._is_unreduced_on_the_way = False  # a reduction of this backward has had it
-        self._is_new = False  # this backward has made what is unreduced
-        self._is_added_to = False  # it has added to what was
-        self._is_partial = False  # what is unreduced has a part of a backward that raised
+        self._state = UnreducedState()
 
     def refuse_optimizers(self) -> None:
         """
@@ -67,10 +65,10 @@ class GradientShard:
         """Whether some are left of backwards that did not synchronise, where the one that does has not come by."""
         if self._unreduced is not None:
             self.begin_backward()
-        return self._unreduced is not None and not self._is_unreduced_on_the_way
+        return self._unreduced is not None and not self._state.is_on_the_way
 
     def waiting(self) -> list[tuple[str, nn.Parameter]]:
-        if self._unreduced is None or self._is_unreduced_on_the_way:
+        if self._unreduced is None or self._state.is_on_the_way:
             return []
         handle = self._handle
         names = [slot.name for slot in handle.layout.slots]
@@ -95,33 +93,29 @@ class GradientShard:
         elif self._is_cleared():
             self._averaged = None
             self._forget_unreduced()
-        elif not self._is_unreduced_on_the_way:
-            if self._is_partial and self._unreduced.any():
+        elif not self._state.is_on_the_way:
+            if self._state.is_partial and self._unreduced.any():
                 names = [slot.name for slot in self._handle.layout.slots]
-                raise RuntimeError(partial_gradients(names, "set them to None by zero_grad()"))
+                raise self._state.partial_gradients(names, "set them to None by zero_grad()")
             self._follow_unreduced()
 
     def abandon_backward(self) -> None:
         """`.grad` stays as it is, and counts; so do backwards that did not synchronise."""
         self._reduced = None
-        self._is_unreduced_on_the_way = False
-        if self._is_new:
+        if self._state.abandon_backward():
             self._forget_unreduced()
-        self._is_partial |= self._is_added_to
-        self._is_new = self._is_added_to = False
         if self._unreduced is None:
             self._averaged = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         handle = self._handle
+        self._state.note_added(to_earlier=self._unreduced is not None)
         if self._unreduced is None:
-            self._is_new = True
             dtype = next(grad.dtype for grad in grads if grad is not None)
             self._unreduced = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
             self._unreduced_views = handle.views_of(self._unreduced)
             _copy_in(handle.layout, grads, self._unreduced_views, self._unreduced)
         else:
-            self._is_added_to = not self._is_new
             self._shown_unreduced = []  # until the end of this backward
             _add(self._unreduced_views, grads)
 
@@ -130,8 +124,8 @@ class GradientShard:
     ) -> Tensor:
         """All that has not been averaged, with `grads` added, [padded_numel]."""
         unsharded, handle = self._unreduced, self._handle
-        if unsharded is not None and not self._is_unreduced_on_the_way:
-            self._is_unreduced_on_the_way = True
+        if unsharded is not None and not self._state.is_on_the_way:
+            self._state.is_on_the_way = True
             total = unsharded.clone()  # should this backward raise, the other ones count
             _add(handle.views_of(total), grads)
             return total.to(dtype)
@@ -153,12 +147,12 @@ class GradientShard:
 
     def end_backward(self, synced: bool) -> None:
         """Show what this backward left."""
-        self._is_new = self._is_added_to = False
+        was_reduced = self._state.end_backward()
         if not synced:
             if self._unreduced is not None:
                 self._show_unreduced()
             return
-        if self._is_unreduced_on_the_way:
+        if was_reduced:
             self._forget_unreduced()
         averaged, self._averaged = self._averaged, None
         reduced, self._reduced = self._reduced, None
@@ -309,8 +303,7 @@ class GradientShard:
         self._unreduced = None
         self._unreduced_views = []
         self._shown_unreduced = []
-        self._is_unreduced_on_the_way = False
-        self._is_partial = False
+        self._state.forget()
 
 
 def _add(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
