@@ -5,14 +5,13 @@ A library travels as its spec, a gradient as its whole value and its placement.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from conformance.judge.library import load_library
@@ -77,18 +76,13 @@ def clip(
 
     The outcome's value is what came back, made whole; what is watched are this rank's parts of the gradients.
     """
-    mesh = _mesh_of_all(rank.device.type, mesh_shape or (rank.world_size,))
+    sizes = mesh_shape or (rank.world_size,)
+    mesh = rank.mesh(*sizes, names=tuple("abc"[: len(sizes)]))
     placed = [gradient.on(mesh) for gradient in gradients]
     parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in placed]
     called = load_library(library).find(f"nn.utils.{function}")
     takes = placed if function == "get_total_norm" else [_parameter(grad) for grad in placed]
     return observe(lambda: _whole(called(takes, **arguments)), watch=parts)
-
-
-@functools.cache
-def _mesh_of_all(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
-    """One for all cases, as a training has: DTensors that meet another mesh find their shardings anew."""
-    return init_device_mesh(device_type, shape, mesh_dim_names=tuple("abc"[: len(shape)]))
 
 
 def _parameter(grad: torch.Tensor) -> torch.nn.Parameter:

@@ -181,10 +181,19 @@ def leaves_torch_changed(rank: Rank, *, where: int) -> str:
     return was
 
 
-def leaves_a_group(rank: Rank, *, where: int) -> int:
+def leaves_groups(rank: Rank, *, where: int) -> int:
     groups = dist.get_pg_count()
-    dist.new_group(list(range(rank.world_size)))
+    for _ in range(60):
+        dist.new_group(list(range(rank.world_size)))
     return groups
+
+
+def sums_over_a_mesh(rank: Rank) -> float:
+    """By a group that only the mesh has, made of its two dimensions."""
+    group = rank.mesh(rank.world_size, 1, names=("a", "b"))._flatten("both").get_group()
+    mine = torch.tensor([1.0 + rank.rank])
+    dist.all_reduce(mine, group=group)
+    return mine.item()
 
 
 def dies_later(rank: Rank, *, where: int) -> float:

@@ -97,7 +97,7 @@ class RankPool:
 
         Arguments and results travel by value (pickle, tensors too); results should lie on the CPU. The deadline
         counts from when every rank has imported the case's module. A case that leaves torch's global state changed
-        or process groups behind costs the pool its ranks, not its result.
+        costs the pool its ranks, not its result, and so does one too many of the process groups that cases leave.
 
         Raises:
             RankRaised, RankDied, RankHung, RanksDiverged: as the package says; the ranks are gone then.

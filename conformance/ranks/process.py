@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import faulthandler
 import fcntl
+import functools
 import importlib
 import os
 import pickle
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance import simulator
 from conformance.judge import seeding
@@ -33,6 +35,9 @@ from conformance.ranks.trace import report_collectives
 
 # A group outlives every deadline of the parent, which is the one to end a case that hangs.
 _GROUP_TIMEOUT = datetime.timedelta(hours=1)
+# Groups that cases leave are kept: DTensor goes on with the first of several equal meshes. So many at once, with their
+# threads and files.
+_MOST_GROUPS = 50
 _LOOPBACK = "127.0.0.1"
 _LONGEST_TEXT = 20_000
 
@@ -44,6 +49,15 @@ class Rank:
     rank: int
     world_size: int
     device: torch.device
+
+    def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+        """All ranks, one mesh for all cases, as a training has: DTensor remembers the first of several equal ones."""
+        return _mesh(self.device.type, sizes, names)
+
+
+@functools.cache
+def _mesh(device: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
 @dataclass(frozen=True)
@@ -166,7 +180,7 @@ def _run_case(settings: Settings, channel: Channel, request: bytes) -> None:
         # Equal on all ranks and before every case; what shall differ by rank must do so by the rank's number.
         seeding.begin(settings.rank)
         result = by_value.dumps(case(rank, **arguments))
-        message = Done(result, is_clean=_lasting_state() == before)
+        message = Done(result, is_clean=_lasting_state() == before and _count_of_groups() <= _MOST_GROUPS)
     except BaseException as error:
         # Reported before the group is left, so that the cause is known whatever leaving it does.
         channel.send(_failure(settings.rank, error))
@@ -185,10 +199,14 @@ def resolve(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
+def _count_of_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage]
+
+
 def _lasting_state() -> tuple[Any, ...]:
     """What a case could leave behind for the next one."""
     return (
-        dist.is_initialized() and dist.get_pg_count(),
+        id(dist.group.WORLD),
         torch.get_default_dtype(),
         torch.get_num_threads(),
         torch.is_grad_enabled(),

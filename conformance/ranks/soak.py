@@ -42,7 +42,7 @@ EXPECTED: dict[str, type[RankFault] | None] = {
     "talks": None,
     "returns_much": None,
     "leaves_torch_changed": None,
-    "leaves_a_group": None,
+    "leaves_groups": None,
     "dies_later": None,
 }
 HANG_S = 0.5

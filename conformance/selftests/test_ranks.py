@@ -183,12 +183,19 @@ def test_diverging_collectives_are_compared_before_any_deadline(pair: RankPool) 
     assert "rank 1: none, its case ended after 0" in str(fault_of(pair, "skips_a_collective"))
 
 
-@pytest.mark.parametrize("fault", ["leaves_torch_changed", "leaves_a_group"])
+@pytest.mark.parametrize("fault", ["leaves_torch_changed", "leaves_groups"])
 def test_what_a_case_leaves_changed_costs_the_ranks(pair: RankPool, fault: str) -> None:
     first = pair.run(f"{CASES}:{fault}", where=0)
     starts = pair.starts
     assert pair.run(f"{CASES}:{fault}", where=0) == first
     assert pair.starts == starts + 1
+
+
+def test_a_mesh_and_its_groups_last(pair: RankPool) -> None:
+    first = pair.run(f"{CASES}:sums_over_a_mesh")
+    starts = pair.starts
+    assert pair.run(f"{CASES}:sums_over_a_mesh") == first == [3.0, 3.0]
+    assert pair.starts == starts
 
 
 def test_importing_is_not_counted_but_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

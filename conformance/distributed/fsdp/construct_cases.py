@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -61,7 +61,7 @@ def _hybrid(**arguments: Callable[[Lab], Any]) -> Callable[[Lab], Any]:
 
 
 def _mesh(lab: Lab) -> DeviceMesh:
-    return init_device_mesh("cpu", (lab.rank.world_size,))
+    return lab.rank.mesh(lab.rank.world_size)
 
 
 THE_ROOT_IGNORED = "the root ignored"
@@ -144,7 +144,7 @@ def _fill(module: nn.Module) -> None:
 def tensor_parallel(lab: Lab, *, use_orig_params: bool, ignored: bool) -> dict[str, Any]:
     """A step of a module of which one layer is parallel over a dimension of its own of the mesh."""
     plain = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
-    mesh = init_device_mesh("cpu", (lab.rank.world_size, 1), mesh_dim_names=("sharded", "parallel"))
+    mesh = lab.rank.mesh(lab.rank.world_size, 1, names=("sharded", "parallel"))
     parallelize_module(plain, mesh["parallel"], {"2": ColwiseParallel()})
     model = lab.wrap(
         plain,

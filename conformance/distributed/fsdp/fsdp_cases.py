@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.distributed.fsdp.module_trees import (
     LEAVES,
@@ -92,8 +92,7 @@ def train(rank: Rank, *, library: str, training: Training) -> Outcome:
     def run() -> dict[str, Any]:
         return _trained(rank, found, wrapped(rank, found, plain, training.setup), training)
 
-    with groups_put_back():
-        return observe(run)
+    return observe(run)
 
 
 def _trained(rank: Rank, library: Library, model: nn.Module, case: Training) -> dict[str, Any]:
@@ -247,7 +246,7 @@ def _ranks_arguments(rank: Rank, setup: Setup) -> dict[str, Any]:
     if setup.ranks == "group":
         return {"process_group": dist.group.WORLD}
     if setup.ranks == "mesh":
-        return {"device_mesh": init_device_mesh(rank.device.type, (rank.world_size,))}
+        return {"device_mesh": rank.mesh(rank.world_size)}
     mesh = mesh_of(rank, setup.shards)
     if setup.ranks == "meshes":
         return {"device_mesh": mesh}
@@ -256,18 +255,7 @@ def _ranks_arguments(rank: Rank, setup: Setup) -> dict[str, Any]:
 
 def mesh_of(rank: Rank, shards: int) -> DeviceMesh:
     """Replicas, each of which `shards` ranks share."""
-    shape = (rank.world_size // shards, shards)
-    return init_device_mesh(rank.device.type, shape, mesh_dim_names=("replicas", "shards"))
-
-
-@contextlib.contextmanager
-def groups_put_back() -> Generator[None]:
-    """Ends the process groups that are made inside, so that the ranks stay fit for the next case."""
-    groups = dist.distributed_c10d._world.pg_map
-    before = set(groups)
-    yield
-    for group in [group for group in groups if group not in before]:
-        dist.destroy_process_group(group)
+    return rank.mesh(rank.world_size // shards, shards, names=("replicas", "shards"))
 
 
 # -- what the ranks hold together

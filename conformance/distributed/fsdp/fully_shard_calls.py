@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_cases import groups_put_back
 from conformance.distributed.fsdp.fully_shard_cases import Sharding, held, registered, sharded, units_of
 from conformance.distributed.fsdp.lab import tried
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
@@ -50,8 +49,7 @@ def play(
         scene = Scene(rank, found, sharded(rank, found, model, sharding), tree)
         return {"seen": [scene.make(one) for one in calls], "held": held(model)}
 
-    with groups_put_back():
-        return observe(run)
+    return observe(run)
 
 
 class Scene:

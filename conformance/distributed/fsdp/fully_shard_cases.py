@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from conformance.distributed.fsdp.fsdp_cases import (
@@ -19,7 +19,6 @@ from conformance.distributed.fsdp.fsdp_cases import (
     Setup,
     Step,
     Training,
-    groups_put_back,
     mesh_of,
 )
 from conformance.distributed.fsdp.module_trees import LEAVES, Branches, Chain, ModuleTree
@@ -65,8 +64,7 @@ def train(rank: Rank, *, library: str, training: ShardedTraining) -> Outcome:
     def run() -> dict[str, Any]:
         return _trained(rank, sharded(rank, found, model, training.sharding), training)
 
-    with groups_put_back():
-        return observe(run)
+    return observe(run)
 
 
 def _trained(rank: Rank, model: Any, case: ShardedTraining) -> dict[str, Any]:
@@ -158,7 +156,7 @@ def _place(parameter: torch.Tensor, ranks: int) -> Shard | None:
 def mesh_for(rank: Rank, sharding: Sharding) -> DeviceMesh | None:
     match sharding.ranks:
         case "mesh":
-            return init_device_mesh(rank.device.type, (rank.world_size,), mesh_dim_names=("data",))
+            return rank.mesh(rank.world_size, names=("data",))
         case "replicas":
             return mesh_of(rank, sharding.shards)
     return None

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
-from conformance.distributed.fsdp.fsdp_cases import groups_put_back
 from conformance.distributed.fsdp.fully_shard_calls import TREE
 from conformance.distributed.fsdp.fully_shard_cases import FULLY_SHARD, held, registered
 from conformance.distributed.fsdp.lab import tried
@@ -60,8 +58,7 @@ class Site:
 def probe(rank: Rank, *, library: str, asks: Callable[..., Any], **arguments: Any) -> Outcome:
     """What `asks(site, **arguments)` does; `asks` is a function of a module."""
     site = Site(rank, load_library(library), TREE.build())
-    with groups_put_back():
-        return observe(lambda: asks(site, **arguments))
+    return observe(lambda: asks(site, **arguments))
 
 
 # -- what is refused
@@ -99,7 +96,7 @@ def _within_first(site: Site) -> Any:
 
 
 def _mesh(site: Site, *sizes: int, names: tuple[str, ...] | None = None) -> Any:
-    return init_device_mesh("cpu", (*sizes, site.rank.world_size), mesh_dim_names=names)
+    return site.rank.mesh(*sizes, site.rank.world_size, names=names)
 
 
 def _two_dtypes(site: Site) -> Any:
@@ -353,12 +350,10 @@ def on_whole_mesh(
     names: tuple[str, ...],
     parallel: str | None,
 ) -> Outcome:
-    """Two steps of a model whose weights the dimension `parallel` cuts; over the others ranks have different rows.
-
-    Its mesh serves all cases, and so do the groups that are made of it.
-    """
+    """Two steps of a model whose weights the dimension `parallel` cuts; over the others ranks have different rows."""
     fsdp = load_library(library).distributed.fsdp
-    mesh, model = _one_mesh(sizes, names), _spread(_one_mesh(sizes, names), parallel)
+    mesh = rank.mesh(*sizes, names=names)
+    model = _spread(mesh, parallel)
     rows = [Replicate() if name == parallel else Shard(0) for name in names]
     inputs = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3)
 
@@ -396,9 +391,3 @@ def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
         values = torch.linspace(-0.5, 0.5 + number, parameter.numel(), dtype=torch.float64)
         parameter.data = values.view(parameter.shape)
     return distribute_module(nn.Sequential(*layers), mesh, partition)
-
-
-@functools.cache
-def _one_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One for all cases: DTensor keeps the first of several equal ones, and torch asks for the same."""
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)

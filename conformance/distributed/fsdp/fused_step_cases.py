@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
@@ -82,7 +81,7 @@ def sharded(
 
 def _in_parts(lab: Lab, sharding: str) -> nn.Module:
     if sharding == "dtensor":
-        return fully_shard(plain_model(), mesh=init_device_mesh("cpu", (lab.rank.world_size,)))
+        return fully_shard(plain_model(), mesh=lab.rank.mesh(lab.rank.world_size))
     return lab.wrap(plain_model(), use_orig_params=sharding == "original")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, groups_put_back, wrapped
+from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, wrapped
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe
@@ -106,8 +106,7 @@ def run(
 ) -> Outcome:
     """What comes of a program on this rank."""
     lab = Lab(rank, load_library(library), setup, tree)
-    with groups_put_back():
-        return observe(lambda: program(lab, **arguments))
+    return observe(lambda: program(lab, **arguments))
 
 
 def tried(call: Callable[[], Any]) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -78,10 +78,8 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return out.square().sum()
 
 
-@functools.cache
-def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
-    """One for all cases: DTensor keeps the first of several equal ones."""
-    return init_device_mesh("cpu", sizes, mesh_dim_names=_NAMES[-len(sizes) :])
+def mesh_of(rank: Rank, sizes: tuple[int, ...]) -> DeviceMesh:
+    return rank.mesh(*sizes, names=_NAMES[-len(sizes) :])
 
 
 class Site:
@@ -91,7 +89,7 @@ class Site:
         self.parallel = parallel
         self.library = library
         self.fsdp: Any = library.find(FSDP)
-        mesh = mesh_of(parallel.sizes)
+        mesh = mesh_of(rank, parallel.sizes)
         names = _NAMES[-len(parallel.sizes) : -1]
         data = mesh[names if len(names) > 1 else names[0]]
         self._batch = rank.rank // parallel.sizes[-1]
@@ -172,7 +170,6 @@ def laid_out(tensor: Any) -> dict[str, Any]:
 def probe(rank: Rank, *, library: str, asks: Any, parallel: Parallel, **arguments: Any) -> Outcome:
     """What `asks(rank, library, parallel, **arguments)` sees; `asks` is a function of this module."""
     found = load_library(library)
-    mesh_of(parallel.sizes)
     return observe(lambda: asks(rank, found, parallel, **arguments))
 
 
@@ -219,8 +216,8 @@ def load_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, 
 def on_another_mesh(rank: Rank, library: Library, parallel: Parallel) -> None:
     """Parameters are DTensors over a mesh that has nothing to do with the one to shard over."""
     model = plain_model()
-    parallelize_module(model[0], mesh_of(parallel.sizes)["model"], {"up": ColwiseParallel()})
-    other = init_device_mesh("cpu", (rank.world_size,), mesh_dim_names=("elsewhere",))
+    parallelize_module(model[0], mesh_of(rank, parallel.sizes)["model"], {"up": ColwiseParallel()})
+    other = rank.mesh(rank.world_size, names=("elsewhere",))
     library.find(FULLY_SHARD)(model, mesh=other)
 
 
@@ -291,7 +288,6 @@ def reshard(rank: Rank, library: Library, parallel: Parallel, *, path: str, size
     trained = Site(rank, library, parallel)
     trained.step(0)
     dcp.save({"model": trained.state_dict(kind)}, checkpoint_id=path)
-    mesh_of(sizes)
     other = Site(rank, library, Parallel(sizes, parallel.arguments, parallel.leaves_last), seed=1)
     state = {"model": other.state_dict(kind)}
     dcp.load(state, checkpoint_id=path)
