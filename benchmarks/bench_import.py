@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import comparison
 from benchmarks.common import SUBJECTS
-from benchmarks.timing import FULL, Effort, Paired, Workload, summary
+from benchmarks.timing import FEWEST_PAIRS, FULL, Effort, Paired, Workload, summary
 
 # Prints the seconds of both imports in a fresh interpreter.
 PROGRAM = """
@@ -55,7 +55,7 @@ class RatioImport(comparison.Ratio):
 
     @classmethod
     def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
-        return summary(*import_seconds(subject, 15 if effort == FULL else 6))
+        return summary(*import_seconds(subject, 15 if effort == FULL else FEWEST_PAIRS))
 
     def setup_cache(self):
         return self.measure_all()

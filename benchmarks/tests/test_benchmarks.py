@@ -55,7 +55,7 @@ def test_history_has_what_the_dashboard_draws():
     assert all(hasattr(kind, "curve") for kind in tracked)
     cases = {kind.__name__: catalogue.cases(kind, LEFT_OUT_OF_HISTORY) for kind in tracked}
     assert {case[0] for case in cases["RatioFsdpStep"]} == {1, 2, 4}
-    assert {case[0] for case in catalogue.cases(FSDP_STEP, LEFT_OUT_OF_QUICK)} == {2, 4}
+    assert {case[0] for case in catalogue.cases(FSDP_STEP, LEFT_OUT_OF_QUICK)} == {2}
     assert {case[0] for case in cases["FsdpPeak"]} == {"impl", "torch"}
     assert all(set(catalogue.cases(kind, LEFT_OUT_OF_QUICK)) <= set(cases[kind.__name__]) for kind in RATIOS)
 
