@@ -52,11 +52,11 @@ class Rank:
 
     def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         """All ranks, one mesh for all cases, as a training has: DTensor remembers the first of several equal ones."""
-        return _mesh(self.device.type, sizes, names)
+        return _mesh(dist.group.WORLD, self.device.type, sizes, names)
 
 
 @functools.cache
-def _mesh(device: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+def _mesh(_: Any, device: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
     return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, groups_put_back, train, wrapped
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, train, wrapped
 from conformance.distributed.fsdp.fully_shard_cases import ShardedTraining, Sharding, sharded
 from conformance.distributed.fsdp.fully_shard_cases import train as train_sharded
 from conformance.distributed.fsdp.happens_before import Entry
@@ -48,7 +48,7 @@ Program = Callable[[], None]
 
 
 def log_of(program: Program, streams: RecordingStreams) -> list[Entry]:
-    with world_of(RANK.world_size), groups_put_back(), pytest.MonkeyPatch.context() as patch:
+    with world_of(RANK.world_size), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_root, "streams_for", lambda device: streams)
         with streams:
             program()
