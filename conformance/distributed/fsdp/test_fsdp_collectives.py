@@ -14,7 +14,13 @@ from conformance.distributed.fsdp import hook_cases, summon_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, gathers_before_barriers, steps_of
+from conformance.distributed.fsdp.traffic import (
+    bytes_by_kind,
+    counts,
+    gathers_before_barriers,
+    kind,
+    steps_of,
+)
 from conformance.distributed.fsdp.twins import FLAT, Twins, TwinsOf, each_strategy, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
@@ -118,6 +124,26 @@ def test_units_are_gathered_before_the_one_before_computes(
     for trace in cpu_twins.pool.traces:
         seen = gathers_before_barriers(trace)[8:]
         assert seen == [10 - 1 + before for before in (*forward, *(5 + before for before in backward))]
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.prefetching")
+@pytest.mark.parametrize(
+    ("backward_prefetch", "backward"),
+    [
+        ("BACKWARD_PRE", "gather gather scatter gather scatter scatter scatter"),
+        ("BACKWARD_POST", "gather gather scatter gather scatter scatter scatter"),
+        (None, "gather scatter gather scatter gather scatter scatter"),
+    ],
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_as_many_units_are_gathered_before_a_reduction_as_were_asked_for(
+    cpu_twins: Twins, backward_prefetch: str | None, backward: str
+) -> None:
+    """Of four units the root, which was gathered first, stays so for its backward."""
+    setup = Setup(wrap="leaves", backward_prefetch=backward_prefetch)
+    for rank, steps in enumerate(steps_of_all(cpu_twins, Training(TREE, setup, PLAIN))):
+        for step in steps:
+            assert " ".join(kind(call) for call in step[UNITS:]) == backward, f"rank {rank}"
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives")

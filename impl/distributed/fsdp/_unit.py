@@ -11,7 +11,7 @@ of backward closes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from impl.distributed.fsdp._autograd import next_node, register_first_hook
 from impl.distributed.fsdp._config import Config
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
 from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
@@ -32,8 +33,6 @@ from impl.kernels import no_grad_fast, span
 from impl.optim._shards import register_shard_groups
 
 _Group = TypeVar("_Group", bound=ParamGroup)
-# The number of the node that autograd makes next.
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  no stub
 
 
 class Unit(Generic[_Group]):
@@ -136,7 +135,7 @@ class Unit(Generic[_Group]):
             args, kwargs = self._cast(args, kwargs)
             if self.param_groups and torch.is_grad_enabled():
                 self._watch_inputs(args, kwargs)
-            self._first_node = _next_node()
+            self._first_node = next_node()
             return args, kwargs
 
     def after_forward(self, outputs: Any) -> Any:
@@ -254,11 +253,11 @@ class Unit(Generic[_Group]):
                 self.reshard()
             elif self.is_unsharded:
                 self._show_kept()
+        if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch_for_backward()
         for group, mine in zip(self.param_groups, grads, strict=False):
             if any(grad is not None for grad in mine) or group.gradients.owes_zeros():
                 self._reduce_gradients(group, mine)
-        if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._prefetch_for_backward()
 
     def abandon_backward(self) -> None:
         """The backward raised: drop what it has not shown in `.grad`. No collective, since peers may go on."""
@@ -433,7 +432,8 @@ class Unit(Generic[_Group]):
         for given in (args, kwargs):
             for tensor in tensors_in(given):
                 if tensor.requires_grad:
-                    self._input_hooks.append(tensor.register_hook(self.finish_if_complete))
+                    # First: the unit that made the tensor gathers by a hook of it, for which memory is to be free.
+                    self._input_hooks.append(register_first_hook(tensor, self.finish_if_complete))
                     self._open_inputs += 1
                     self._follow_gradients_of(tensor)
 
