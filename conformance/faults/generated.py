@@ -14,7 +14,7 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from conformance.faults.fault import Fault, subclass
@@ -58,7 +58,8 @@ def has_effect(item: surface.Item) -> bool:
     return item.parameter not in WITHOUT_EFFECT and str(item) not in WITHOUT_EFFECT
 
 
-def fault_ids() -> dict[str, surface.Item]:
+@functools.cache
+def fault_ids() -> Mapping[str, surface.Item]:
     """Every generated fault, and the surface item it breaks."""
     found: dict[str, surface.Item] = {}
     for item in (*surface.items(), *_claimed_items()):

@@ -47,7 +47,10 @@ def test_what_the_launchers_ask_for_compiles():
 
 @needs_triton
 @pytest.mark.deadline(900)
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability",
+    [90, *(pytest.param(other, marks=pytest.mark.profile("full")) for other in (80, 100))],
+)
 def test_kernels_compile_without_spills_and_with_wide_loads(capability):
     kernels = said_by("conformance.gpu.ahead_of_time", str(capability))
     assert {name: k["spilled"] for name, k in kernels.items()} == dict.fromkeys(kernels, 0)
