@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP
+from conformance.distributed.fsdp.fully_shard_cases import FULLY_SHARD
 from conformance.judge import seeding
 from conformance.judge.library import Library, load_library
 from conformance.ranks import Rank
@@ -49,33 +51,80 @@ class Blocks(nn.Module):
 
 @dataclass(frozen=True)
 class Program:
-    """`orders` are the steps: which blocks all ranks run. In step `parts_at` one rank runs `astray` instead."""
+    """`orders` are the steps: which blocks all ranks run. In step `parts_at` one rank runs `astray` instead, or from
+    there on does what `by` names in `DIFFERENCES`; or all ranks do.
+    """
 
     orders: tuple[tuple[int, ...], ...] = ((0, 1, 2),) * 4
     hidden: tuple[int, ...] = (8, 8, 8)
     mode: str = "train"  # train, eval, or mixed: an evaluation before each step of training, and no_sync
     astray: tuple[int, ...] = (0, 2, 1)
     parts_at: int | None = None
+    face: str = "FSDP1"  # or fully_shard
+    by: str = "order"
+    alike: bool = False
+
+
+def _unused(blocks: Any, is_astray: bool) -> None:
+    if is_astray:
+        _leave_out_bias(blocks.blocks[1][0])
+
+
+def _others_unused(blocks: Any, is_astray: bool) -> None:
+    _leave_out_bias(blocks.blocks[1][0 if is_astray else 2])
+
+
+def _leave_out_bias(layer: Any) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, layer.weight)
+
+    layer.forward = forward
+
+
+def _frozen(blocks: Any, is_astray: bool) -> None:
+    blocks.blocks[1][0].bias.requires_grad = not is_astray
+
+
+def _unsynchronised(blocks: Any, is_astray: bool) -> None:
+    blocks.blocks[1].set_requires_gradient_sync(not is_astray)
+
+
+def _kept(blocks: Any, is_astray: bool) -> None:
+    for block in blocks.blocks:
+        block.set_reshard_after_forward(not is_astray)
+
+
+# What one rank does otherwise than the others, besides the order of blocks.
+DIFFERENCES = {
+    "unused": _unused,
+    "others unused": _others_unused,
+    "frozen": _frozen,
+    "unsynchronised": _unsynchronised,
+    "kept": _kept,
+}
 
 
 def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
     """The outputs of each step and the parameters at the end. Whoever raises waits until the others do too."""
     torch.manual_seed(0)
-    model = _wrapped(load_library(library), Blocks(program.hidden))
+    blocks = Blocks(program.hidden)
+    model = _sharded(load_library(library), blocks, program.face)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     seen: list[torch.Tensor] = []
     step = 0
     try:
         for step, common in enumerate(program.orders):
             is_astray = rank.rank == ASTRAY and step == program.parts_at
-            model.module.order = program.astray if is_astray else common
+            blocks.order = program.astray if is_astray and program.by == "order" else common
+            if step == program.parts_at and program.by in DIFFERENCES:
+                DIFFERENCES[program.by](blocks, is_astray or program.alike)
             seen += _step(model, program.mode, seeding.generator(10 * step + rank.rank))
             optimizer.step()
             optimizer.zero_grad()
     except Exception as error:
         _wait_until_raised(rank.world_size)
         raise RuntimeError(f"in step {step}: {error}") from error
-    return seen + [parameter.detach().clone() for parameter in model.parameters()]
+    return seen + [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
 
 
 def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
@@ -103,6 +152,16 @@ def synchronise(rank: Rank, *, library: str) -> None:
     except Exception:
         _wait_until_raised(rank.world_size)
         raise
+
+
+def _sharded(library: Library, blocks: Blocks, face: str, group: dist.ProcessGroup | None = None) -> Any:
+    if face == "FSDP1":
+        return _wrapped(library, blocks, group)
+    mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
+    fully_shard = library.find(FULLY_SHARD)
+    for block in blocks.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(blocks, mesh=mesh)
 
 
 def _wrapped(library: Library, model: Blocks, group: dist.ProcessGroup | None = None, **options: Any) -> Any:
@@ -143,8 +202,15 @@ def _die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose_a_rank(rank: Rank, *, library: str, when: str, victim: int, hidden: int) -> None:
-    """Kill one rank: `before` it wraps, in the `middle` of a step, or in a `collective` that the others enter late.
+def _fail(*_: Any) -> None:
+    raise ValueError("it fails")
+
+
+def lose_a_rank(
+    rank: Rank, *, library: str, when: str, victim: int, hidden: int, face: str = "FSDP1"
+) -> None:
+    """Kill one rank: `before` it wraps, in the `middle` of a step, or in a `collective` that the others enter late;
+    or have it end by an `exception`.
 
     What the others raise, after how many seconds, is told by raising it.
     """
@@ -155,7 +221,8 @@ def lose_a_rank(rank: Rank, *, library: str, when: str, victim: int, hidden: int
     if is_victim and when == "before":
         _die()
     torch.manual_seed(0)
-    model = _wrapped(load_library(library), Blocks((hidden,) * 3), group)
+    blocks = Blocks((hidden,) * 3)
+    model = _sharded(load_library(library), blocks, face, group)
     began = time.monotonic()
     try:
         if when != "before":
@@ -163,10 +230,12 @@ def lose_a_rank(rank: Rank, *, library: str, when: str, victim: int, hidden: int
         if is_victim and when == "collective":
             threading.Timer(_PAUSE_S / 3, _die).start()
         elif is_victim:
-            model.module.blocks[1].register_forward_pre_hook(_die)
+            blocks.blocks[1].register_forward_pre_hook(_fail if when == "exception" else _die)
         elif when == "collective":
             time.sleep(_PAUSE_S)
         _step(model, "train", seeding.generator(1))
     except Exception as error:
+        if is_victim:
+            os._exit(1)
         _wait_until_raised(rank.world_size - 1)
         raise RuntimeError(f"{error} [after {time.monotonic() - began:.1f} s]") from error

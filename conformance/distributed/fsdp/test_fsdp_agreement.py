@@ -46,11 +46,15 @@ def seen_of(library: Library, program: Program) -> Seen:
     return Seen(is_right=all(torch.equal(*pair) for pair in pairs))
 
 
-def tells_both_names(seen: Seen) -> bool:
-    parted, reported = (re.escape(f"rank {rank} gathered") for rank in (ASTRAY, 1 - ASTRAY))
-    names = rf"{parted} 'blocks\.2' where {reported} 'blocks\.1'|{reported} 'blocks\.1' where {parted} 'blocks\.2'"
-    reported_as_torch = rf"Forward order differs across ranks: ({names})"
-    return len(seen.raised) == 2 and all(re.search(reported_as_torch, text) for text in seen.raised.values())
+def tells_both(
+    seen: Seen,
+    astray: str = "gathered 'blocks.2'",
+    other: str = "gathered 'blocks.1'",
+    what: str = "Forward order differs across ranks",  # torch's words
+) -> bool:
+    one, two = (re.escape(f"rank {rank} {did}") for rank, did in ((ASTRAY, astray), (1 - ASTRAY, other)))
+    reported = f"{what}: ({one} where {two}|{two} where {one});"
+    return len(seen.raised) == 2 and all(re.search(reported, text) for text in seen.raised.values())
 
 
 def steps_late(seen: Seen, program: Program) -> list[int]:
@@ -68,15 +72,24 @@ def is_wrong_in_silence(seen: Seen) -> bool:
 @pytest.mark.deviation("fsdp.order_of_equal_sizes")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize(("parts_at", "hidden"), [(0, 8), (2, 8), pytest.param(2, LARGE, marks=FULL)])
+@pytest.mark.parametrize(
+    ("face", "parts_at", "hidden"),
+    [
+        ("FSDP1", 0, 8),
+        ("FSDP1", 2, 8),
+        pytest.param("FSDP1", 2, LARGE, marks=FULL),
+        ("fully_shard", 2, 8),
+        pytest.param("fully_shard", 0, 8, marks=FULL),
+    ],
+)
 def test_equal_sizes_in_another_order(
-    deviation: DeviationJudge, mode: str, parts_at: int, hidden: int
+    deviation: DeviationJudge, mode: str, face: str, parts_at: int, hidden: int
 ) -> None:
-    program = Program(hidden=(hidden,) * 3, mode=mode, parts_at=parts_at)
+    program = Program(hidden=(hidden,) * 3, mode=mode, parts_at=parts_at, face=face)
     deviation.judge(
         lambda library: seen_of(library, program),
         torch_does=is_wrong_in_silence,
-        we_do=lambda seen: tells_both_names(seen) and max(steps_late(seen, program)) <= 1,
+        we_do=lambda seen: tells_both(seen) and max(steps_late(seen, program)) <= 1,
     )
 
 
@@ -85,17 +98,77 @@ def test_equal_sizes_in_another_order(
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
-    "hidden", [(8, 16, 24), (8, 24, 16), pytest.param((8, LARGE, 2 * LARGE), marks=FULL)]
+    ("face", "hidden"),
+    [
+        ("FSDP1", (8, 16, 24)),
+        ("FSDP1", (8, 24, 16)),
+        pytest.param("FSDP1", (8, LARGE, 2 * LARGE), marks=FULL),
+        pytest.param("fully_shard", (8, 16, 24), marks=FULL),
+    ],
 )
 @pytest.mark.parametrize("parts_at", [0, 2])
 def test_unequal_sizes_in_another_order(
-    deviation: DeviationJudge, mode: str, hidden: tuple[int, ...], parts_at: int
+    deviation: DeviationJudge, mode: str, face: str, hidden: tuple[int, ...], parts_at: int
 ) -> None:
-    program = Program(hidden=hidden, mode=mode, parts_at=parts_at)
+    program = Program(hidden=hidden, mode=mode, parts_at=parts_at, face=face)
     deviation.judge(
         lambda library: seen_of(library, program),
         torch_does=lambda seen: seen.diverged,
-        we_do=lambda seen: tells_both_names(seen) and steps_late(seen, program) == [0, 0],
+        we_do=lambda seen: tells_both(seen) and steps_late(seen, program) == [0, 0],
+    )
+
+
+LEFT = "left 'blocks.1' for the end of backward without blocks.1.{}.bias"
+
+
+@clause("distributed.fsdp.fsdp_agreement.parts_by_gradients")
+@pytest.mark.deviation("fully_shard.gradients_of_some_ranks")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL)])
+@pytest.mark.parametrize(
+    ("by", "astray", "other"),
+    [
+        pytest.param("unused", LEFT.format(0), "reduced 'blocks.1'", marks=FULL),
+        ("others unused", LEFT.format(0), LEFT.format(2)),
+        ("frozen", "reduced 'blocks.1' without blocks.1.0.bias", "reduced 'blocks.1'"),
+    ],
+    ids=["unused", "others unused", "frozen"],
+)
+def test_one_rank_alone_has_gradients(
+    deviation: DeviationJudge, parts_at: int, by: str, astray: str, other: str
+) -> None:
+    # Where it is 4 the biases of a block are alike.
+    program = Program(hidden=(4,) * 3, parts_at=parts_at, face="fully_shard", by=by)
+    are_alike = by == "others unused"
+    told = "the ranks have gradients of different parameters"
+    deviation.judge(
+        lambda library: seen_of(library, program),
+        torch_does=is_wrong_in_silence if are_alike else lambda seen: seen.diverged,
+        we_do=lambda seen: tells_both(seen, astray, other, told) and steps_late(seen, program) == [0, 0],
+    )
+
+
+@clause("distributed.fsdp.fsdp_agreement.parts_by_settings")
+@pytest.mark.deviation("fully_shard.settings_of_one_rank")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL)])
+@pytest.mark.parametrize(
+    ("by", "astray", "other"),
+    [
+        ("kept", "reduced 'blocks.2'", "gathered 'blocks.2'"),
+        pytest.param("unsynchronised", "reduced 'Blocks'", "reduced 'blocks.1'", marks=FULL),
+    ],
+    ids=["kept", "unsynchronised"],
+)
+def test_one_rank_alone_is_set(
+    deviation: DeviationJudge, parts_at: int, by: str, astray: str, other: str
+) -> None:
+    program = Program(parts_at=parts_at, face="fully_shard", by=by)
+    told = "the ranks issue different collectives"
+    deviation.judge(
+        lambda library: seen_of(library, program),
+        torch_does=lambda seen: seen.diverged,
+        we_do=lambda seen: tells_both(seen, astray, other, told) and steps_late(seen, program) == [0, 0],
     )
 
 
@@ -108,9 +181,7 @@ def test_alone_on_a_way_that_all_have_gone(deviation: DeviationJudge, mode: str)
     deviation.judge(
         lambda library: seen_of(library, program),
         torch_does=is_wrong_in_silence,
-        we_do=lambda seen: (
-            tells_both_names(seen) and steps_late(seen, program) in ([0, 0], [0, 1], [1, 1], [1, 2])
-        ),
+        we_do=lambda seen: tells_both(seen) and steps_late(seen, program) in ([0, 0], [0, 1], [1, 1], [1, 2]),
     )
 
 
@@ -155,12 +226,19 @@ def test_states_synchronised_in_another_order(subject: Library) -> None:
 
 @clause("distributed.fsdp.fsdp_agreement.changes_alike")
 @pytest.mark.deadline(90)
-@pytest.mark.parametrize("mode", ["train", "eval", "mixed"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(Program(DROPPED, (8, 5, 11), mode) for mode in ("train", "eval", "mixed")),
+        Program(DROPPED, (8, 5, 11), face="fully_shard"),
+        *(Program(parts_at=2, face="fully_shard", by=by, alike=True) for by in ("unused", "frozen", "kept")),
+    ],
+    ids=lambda program: f"{program.face} {program.by} {program.mode}",
+)
 @pytest.mark.world_sizes(fewest=2, also=[3])
-def test_orders_that_change_on_all_ranks(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], mode: str, world_size: int
+def test_what_changes_on_all_ranks(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], program: Program, world_size: int
 ) -> None:
-    program = Program(DROPPED, hidden=(8, 5, 11), mode=mode)
     expected, actual = (
         ranks(world_size).run(f"{CASES}:run", library=library.spec, program=program)
         for library in (reference, subject)
@@ -204,6 +282,7 @@ def is_named_in_time(reported: dict[int, str], victim: int, world_size: int = 3)
         ("collective", 8),
         pytest.param("middle", LARGE, marks=FULL),
         ("collective", LARGE),
+        pytest.param("exception", 8, marks=FULL),
     ],
 )
 @pytest.mark.parametrize("victim", [0, 2])
@@ -213,6 +292,23 @@ def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int,
         lambda library: losses_reported(library, when=when, victim=victim, hidden=hidden),
         torch_does=lambda reported: is_named_by_none(reported, victim),
         we_do=lambda reported: is_named_in_time(reported, victim),
+    )
+
+
+@clause("distributed.fsdp.fsdp_agreement.lost_rank")
+@pytest.mark.deviation("fsdp.lost_rank_is_named")
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize(
+    "when", ["middle", "exception", *(pytest.param(when, marks=FULL) for when in ("before", "collective"))]
+)
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=FULL)])
+def test_a_lost_rank_of_fully_shard_is_named(deviation: DeviationJudge, when: str, victim: int) -> None:
+    deviation.judge(
+        lambda library: losses_reported(
+            library, world_size=2, when=when, victim=victim, hidden=8, face="fully_shard"
+        ),
+        torch_does=lambda reported: is_named_by_none(reported, victim),
+        we_do=lambda reported: is_named_in_time(reported, victim, world_size=2),
     )
 
 

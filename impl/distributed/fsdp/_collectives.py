@@ -62,6 +62,7 @@ class Reduction:
         self.comm: Any = None  # a reduce-scatter of the user's own: `allocate`, and a call
         self.on_reduced: Callable[[Tensor], None] | None = None  # is given the sum before it is divided
         self.defers_all_reduce = False  # replicas add up what they have scattered
+        self.without = ""  # as an entry says it: parameters of the unit that have no gradients here
         self.partial: Tensor | None = None  # [S], of the reductions whose all-reduce was put off
 
     @property
@@ -75,19 +76,23 @@ class Reduction:
         Collectives: a reduce-scatter where parameters are sharded (over gloo an all-to-all, or what paces
             `SameHostPeers`), an all-reduce where they are replicated.
         """
-        entry = f"reduced '{name}'"
+        entry = f"reduced '{name}'{self.without}"
         if self.hook is None:
             return self._averaged(buffer, entry)
         if self.hook in _LOW_PRECISION:
             return self._averaged(buffer.to(_LOW_PRECISION[self.hook]), entry)
-        for group, order_checker in self.groups.order_checkers.items():
-            order_checker.note(entry, group, buffer.is_cpu)
+        self.note(entry, buffer.is_cpu)
         if self.groups.shard is None:
             self.hook(self.hook_state, buffer)
             return buffer
         output = buffer.new_empty(buffer.numel() // self.groups.shard_size)
         self.hook(self.hook_state, buffer, output)
         return output
+
+    def note(self, entry: str, on_host: bool) -> None:
+        """Have the ranks compare what this one does where it issues no collective itself."""
+        for group, order_checker in self.groups.order_checkers.items():
+            order_checker.note(entry, group, on_host)
 
     def _averaged(self, buffer: Tensor, entry: str) -> Tensor | None:
         groups = self.groups

@@ -121,7 +121,7 @@ class ModuleState:
         names = {id(p): name for name, p in self.outermost.named_parameters(remove_duplicate=False)}
         seen: set[int] = set()
         for state, name in found.items():
-            state.unit.name = name or type(self.outermost).__name__
+            state.unit.name = name or state.unit.name
             for group in state.groups:
                 _name_parameters(group, names)
                 _refuse_shared(group, seen)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._collectives import Reduction, all_gather_into
-from impl.distributed.fsdp._desync.monitor import GATHERED, GATHERED_ANEW
+from impl.distributed.fsdp._desync.monitor import GATHERED, GATHERED_ANEW, WITHOUT
 from impl.distributed.fsdp._groups import Groups
 from impl.kernels import no_grad_fast
 
@@ -29,6 +29,12 @@ class Unsharded(Protocol):
 
     aliases_shard: bool  # the memory of the shards serves, and is not freed
     is_given_up: bool  # since the shards were moved or cast: a graph made of it cannot be differentiated
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        """As modules see them, one for each of the group's names."""
+        ...
+
     trainable: list[Tensor]  # those in whose `.grad` autograd leaves a gradient
     has_frozen: bool
 
@@ -192,3 +198,15 @@ def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = 
             error.add_note(f"This rank gathers {name} anew since {names} of it was written to.")
         raise
     group.end_gather(gathering)
+
+
+def note_unreduced(group: ParamGroup, unsharded: Unsharded, name: str) -> None:
+    """Gradients of the unit `name` that this rank has to wait for until the end of its backward, others may reduce now.
+
+    Collectives: none.
+    """
+    pairs = zip(group.names, unsharded.views, strict=True)
+    missing = [one for one, view in pairs if view.requires_grad and view.grad is None]
+    if missing and group.syncs:
+        entry = f"left '{name}' for the end of backward{WITHOUT}{', '.join(missing)}"
+        group.reduction.note(entry, group.device.type == "cpu")

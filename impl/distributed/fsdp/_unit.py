@@ -24,7 +24,7 @@ from impl.distributed.fsdp._autograd import next_node, register_first_hook
 from impl.distributed.fsdp._config import Config
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
 from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
-from impl.distributed.fsdp._param_group import ParamGroup, Unsharded, gather
+from impl.distributed.fsdp._param_group import ParamGroup, Unsharded, gather, note_unreduced
 from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS, Move, Phase, advance
 from impl.distributed.fsdp._shared import Shared, SummonedParams
 from impl.distributed.fsdp._streams import StreamRole, shards_were_written
@@ -240,8 +240,13 @@ class Unit(Generic[_Group]):
         """An input has its gradient: finish as soon as nothing in the graph will read the views again."""
         del gradient
         self._open_inputs -= 1
-        if self.phase in BACKWARDS and not self._finishes_at_end and self._has_all_gradients():
+        if self.phase not in BACKWARDS or self._finishes_at_end:
+            return
+        if self._has_all_gradients():
             self.finish_backward()
+        elif self._open_inputs == 0:
+            for group, unsharded in zip(self.param_groups, self._in_graph, strict=False):
+                note_unreduced(group, unsharded, self.name)
 
     def finish_backward(self) -> None:
         """Reduce the gradients that came, reshard the parameters. Called again, it does what is left to do."""

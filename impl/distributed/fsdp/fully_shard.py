@@ -76,7 +76,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     Raises:
         ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit; a parameter
             that is no DTensor on a mesh with dp_mesh_dims, or not a copy over these.
-        RuntimeError: a parameter is a DTensor, but not over a slice beside `mesh` of the same mesh.
+        RuntimeError: a parameter is a DTensor, but not over a slice beside `mesh` of the same mesh. In forward and
+            backward: ranks run other modules, have gradients of other parameters, or are lost; it names these.
         NotImplementedError: a parameter is not contiguous; uneven columns; a number of ranks with dp_mesh_dims.
     Sync: none. Collectives: none, but those that make a mesh; in forward and backward of each unit an all-gather, and
         a reduce-scatter of the gradients; with replicas an all-reduce.

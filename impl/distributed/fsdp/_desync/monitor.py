@@ -24,6 +24,7 @@ from impl.distributed.fsdp._desync.group_store import STORE_IS_GONE, GroupStore
 _log = logging.getLogger(__name__)
 
 GATHERED = "gathered"  # how an all-gather's entry begins: where ranks differ in these, torch has words for it
+WITHOUT = " without "  # behind the unit that is reduced: its parameters that have no gradients on this rank
 # Of a unit whose parameters were kept unsharded, and written to since.
 GATHERED_ANEW = "gathered anew, since its shard was written to,"
 
@@ -273,6 +274,13 @@ def _difference(entries: tuple[str, str]) -> tuple[str, str]:
             "parameters that were kept unsharded were written to on some ranks alone",
             "write to them on every rank or on none, and between a forward and its backward on none",
         )
-    gathers = any(entry.startswith(GATHERED) for entry in entries)
+    units = {entry.partition("'")[2].partition("'")[0] for entry in entries}
+    if len(units) == 1 and any(WITHOUT in entry for entry in entries):
+        return (
+            "the ranks have gradients of different parameters",
+            "every rank must freeze the same parameters, and use the same ones; with fully_shard, "
+            "set_reduce_scatter_unused_params(True) reduces zeros for those that a rank does not use",
+        )
+    gathers = all(entry.startswith(GATHERED) for entry in entries)
     what = "Forward order differs across ranks" if gathers else "the ranks issue different collectives"
-    return what, "every rank must run the wrapped modules in the same order"
+    return what, "every rank must run the same wrapped modules in the same order, with the same settings"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._collectives import Reduction
+from impl.distributed.fsdp._desync.monitor import WITHOUT
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
@@ -45,7 +46,7 @@ class DTensorGradients:
         self._group = group
         self._unreduced: list[Tensor | None] = []  # of all parameters, taken aside from the unsharded ones
         self._reduced: list[tuple[list[ShardedParam], Tensor]] = []  # of this backward, not shown yet
-        self._on_the_way: list[ShardedParam] = []  # whose gradients the last input had
+        self._on_the_way = group.params  # whose gradients the last input had
         self._state = UnreducedState()
 
     def refuse_optimizers(self) -> None: ...
@@ -130,7 +131,7 @@ class DTensorGradients:
                 for param, grad in zip(group.params, grads, strict=True)
             ]
         pairs = [(param, grad) for param, grad in zip(group.params, grads, strict=True) if grad is not None]
-        self._on_the_way = [param for param, _ in pairs]
+        self._note_reduced([param for param, _ in pairs])
         world = group.groups.shard_size
         numel = world * sum(param.padded_numel for param, _ in pairs)
         custom = group.reduction.comm
@@ -141,6 +142,14 @@ class DTensorGradients:
         rows = [param.rows(grad) for param, grad in pairs]
         torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
         return buffer
+
+    def _note_reduced(self, params: list[ShardedParam]) -> None:
+        """Ranks whose gradients are of other parameters would add up what does not belong together."""
+        if params != self._on_the_way:
+            self._on_the_way = params
+            came = set(params)
+            missing = [param.name for param in self._group.params if param not in came]
+            self._group.reduction.without = WITHOUT + ", ".join(missing) if missing else ""
 
     def add(self, reduced: Tensor) -> None:
         self._reduced.append((self._on_the_way, reduced))
