@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 from conformance.distributed.fsdp.fsdp_cases import (
@@ -41,6 +42,7 @@ class Sharding:
     policy: Mapping[str, Any] | None = None  # arguments of MixedPrecisionPolicy
     offloads: bool = False
     places: bool = False  # matrices by their last dimension where that can be dealt evenly
+    meshes: bool = False  # matrices over replicas that `shards` ranks share
     ignores: bool = False  # the parameters of the body's first part
 
 
@@ -145,7 +147,15 @@ def arguments(rank: Rank, library: Library, model: Any, sharding: Sharding) -> d
     if sharding.places:
         ranks = rank.world_size if sharding.ranks != "replicas" else sharding.shards
         given["shard_placement_fn"] = lambda parameter: _place(parameter, ranks)
+    if sharding.meshes:
+        given["shard_placement_fn"] = _over_mesh(mesh_of(rank, sharding.shards))
     return given
+
+
+def _over_mesh(mesh: DeviceMesh) -> Callable[[torch.Tensor], Any]:
+    replicas = _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    placed: Any = _fsdp_common.ShardPlacementResult(None, replicas)  # which torch has from 2.13 on
+    return lambda parameter: placed if parameter.dim() > 1 else None
 
 
 def _place(parameter: torch.Tensor, ranks: int) -> Shard | None:

@@ -126,6 +126,22 @@ def test_other_dimensions_are_sharded(
     assert_trains(rank_pool, reference, subject, training)
 
 
+@clause("distributed.fsdp.fully_shard.mesh_per_parameter")
+@pytest.mark.parametrize(("all_ranks", "shards"), [(2, 1), pytest.param(4, 2, marks=FULL)])
+@share_of_examples(0.1)
+@given(data=st.data())
+def test_parameters_over_a_mesh_of_their_own(
+    subject: Library,
+    reference: Library,
+    ranks: Callable[..., RankPool],
+    all_ranks: int,
+    shards: int,
+    data: st.DataObject,
+) -> None:
+    training = data.draw(sharded_trainings(meshes=True, shards=shards, units=("root", "leaves", "groups")))
+    assert_trains(ranks(all_ranks), reference, subject, training)
+
+
 @clause("distributed.fsdp.fully_shard.offload_policy")
 @share_of_examples(0.2)
 @given(training=sharded_trainings(offloads=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -192,10 +192,49 @@ def move_to_device(
             tensor.data = tensor.data.to(device)
 
 
-def sharded_dim(parameter: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None) -> int:
-    placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
-    if placement is None:
-        return 0
-    if not isinstance(placement, Shard):
-        raise ValueError(f"Invalid shard_placement_fn result: {placement}")
-    return placement.dim
+class Placed(NamedTuple):
+    """A parameter, the mesh that it is cut over, and the dimension by which it is."""
+
+    managed: ManagedParam
+    mesh: DeviceMesh
+    dim: int
+
+
+def by_groups(
+    managed: Sequence[ManagedParam],
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    mesh: DeviceMesh,
+    data: DataDims | None,
+) -> list[list[Placed]]:
+    """The parameters by the groups of ranks that they are sharded and replicated over: `mesh`'s, unless they have own.
+
+    Raises:
+        ValueError: one is placed by something else than a Shard.
+        NotImplementedError: a mesh of its own has dimensions for something else, or is beside dp_mesh_dims.
+    """
+    found: dict[tuple[dist.ProcessGroup, ...], list[Placed]] = {}
+    for one in managed:
+        placement: Any = None if shard_placement_fn is None else shard_placement_fn(one.original)
+        own = mesh
+        if hasattr(placement, "mesh_info"):  # torch's ShardPlacementResult
+            if data is not None:
+                raise NotImplementedError(
+                    f"{one.info.name} has a mesh of its own, beside dp_mesh_dims; leave one out"
+                )
+            own, placement = _mesh_of(placement.mesh_info), placement.placement
+        if placement is not None and not isinstance(placement, Shard):
+            raise ValueError(f"Invalid shard_placement_fn result: {placement}")
+        dim = 0 if placement is None else placement.dim
+        found.setdefault(tuple(own.get_all_groups()), []).append(Placed(one, own, dim))
+    return list(found.values())
+
+
+def _mesh_of(mesh_info: Any) -> DeviceMesh:
+    mesh: DeviceMesh = mesh_info.mesh
+    dims = (mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim)
+    if (mesh.ndim, *dims) not in ((1, None, 0), (2, 0, 1)):
+        raise NotImplementedError(
+            f"shard_placement_fn gave a mesh of {mesh.ndim} dimensions, to replicate and to shard over {dims}; give "
+            "one of one dimension to shard over, or of two: to replicate over the first and to shard over the second"
+        )
+    return mesh

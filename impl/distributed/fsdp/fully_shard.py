@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl.distributed.fsdp._config import Config
 from impl.distributed.fsdp._fully_shard_init import (
     backward_mesh_of,
+    by_groups,
     check_mesh,
     check_module,
     checked_reshard,
@@ -28,7 +29,6 @@ from impl.distributed.fsdp._fully_shard_init import (
     on_whole_mesh,
     outermost,
     refuse_twice,
-    sharded_dim,
 )
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
@@ -64,7 +64,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         mesh: of one dimension to shard over, or two: to replicate and to shard over; by default all ranks.
         reshard_after_forward: whether parameters are freed between forward and backward; None: but for the root's. A
             number: each rank keeps what as many ranks gather again for the backward.
-        shard_placement_fn: the dimension by which a parameter is sharded, as a `Shard`; None: the first.
+        shard_placement_fn: the dimension by which a parameter is sharded, as a `Shard`; None: the first. torch's
+            `ShardPlacementResult` names a mesh too; parameters over other ranks are gathered apart.
         mp_policy: dtypes.
         offload_policy: a CPUOffloadPolicy keeps parameters, gradients and optimizer states on the CPU.
         ignored_params: parameters that stay as they are, each rank's own.
@@ -78,11 +79,12 @@ def fully_shard(  # noqa: PLR0913  torch's eight
             that is no DTensor on a mesh with dp_mesh_dims, or not a copy over these.
         RuntimeError: a parameter is a DTensor, but not over a slice beside `mesh` of the same mesh. In forward and
             backward: ranks run other modules, have gradients of other parameters, or are lost; it names these.
-        NotImplementedError: a parameter is not contiguous; uneven columns; a number of ranks with dp_mesh_dims.
+        NotImplementedError: a parameter is not contiguous; uneven columns; a number of ranks with dp_mesh_dims; a mesh
+            of a parameter's own with dp_mesh_dims, or with other dimensions than `mesh` may have.
     Sync: none. Collectives: none, but those that make a mesh; in forward and backward of each unit an all-gather, and
         a reduce-scatter of the gradients; with replicas an all-reduce.
     Source: torch.distributed.fsdp.fully_shard 2.13; differences: what says itself how it is gathered is resharded to
-        all ranks, whatever number is given.
+        all ranks, whatever number is given; meshes of the same ranks are one, whichever object says so.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -98,9 +100,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     check_mesh(mesh, dp_mesh_dims)
     data = None if dp_mesh_dims is None else data_dims_of(mesh, dp_mesh_dims)
     mesh = mesh if data is None else data.mesh
-    reshards = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1), data)
-    backward_mesh = backward_mesh_of(mesh, reshards)
-    groups = groups_of(mesh, backward_mesh, data)
+    checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1), data)
     modules = [module] if isinstance(module, nn.Module) else outermost(module)
     for one in modules:
         refuse_twice(one)
@@ -114,13 +114,16 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         managed = on_whole_mesh(managed, data)
     offloads = hasattr(offload_policy, "pin_memory")
     move_to_device(managed, owners, device)
-    rank, world = groups.shard_rank, groups.shard_size
-    params = [
-        ShardedParam(one, mesh, sharded_dim(one.original, shard_placement_fn), rank, world, offloads=offloads)
-        for one in managed
-    ]
-    options = GroupOptions(mp_policy.param_dtype, mp_policy.reduce_dtype, reshards, policy=mp_policy)
-    param_groups = [DTensorGroup(params, groups, options, device, offloads, backward_mesh)] if params else []
+    param_groups: list[DTensorGroup] = []
+    for placed in by_groups(managed, shard_placement_fn, mesh, data):
+        own = placed[0].mesh
+        reshards = checked_reshard(reshard_after_forward, own.size(own.ndim - 1), data)
+        backward_mesh = backward_mesh_of(own, reshards)
+        groups = groups_of(own, backward_mesh, data)
+        rank, world = groups.shard_rank, groups.shard_size
+        params = [ShardedParam(*one, rank, world, offloads=offloads) for one in placed]
+        options = GroupOptions(mp_policy.param_dtype, mp_policy.reduce_dtype, reshards, policy=mp_policy)
+        param_groups.append(DTensorGroup(params, groups, options, device, offloads, backward_mesh))
     unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
     ModuleState(modules, unit, mp_policy, device)
     mark_modules(owners)
