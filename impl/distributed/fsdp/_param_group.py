@@ -7,7 +7,7 @@ rank's part of what travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -200,13 +200,14 @@ def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = 
     group.end_gather(gathering)
 
 
-def note_unreduced(group: ParamGroup, unsharded: Unsharded, name: str) -> None:
+def note_unreduced(groups: Iterable[ParamGroup], in_graph: Iterable[Unsharded], name: str) -> None:
     """Gradients of the unit `name` that this rank has to wait for until the end of its backward, others may reduce now.
 
     Collectives: none.
     """
-    pairs = zip(group.names, unsharded.views, strict=True)
-    missing = [one for one, view in pairs if view.requires_grad and view.grad is None]
-    if missing and group.syncs:
-        entry = f"left '{name}' for the end of backward{WITHOUT}{', '.join(missing)}"
-        group.reduction.note(entry, group.device.type == "cpu")
+    for group, unsharded in zip(groups, in_graph, strict=False):
+        pairs = zip(group.names, unsharded.views, strict=True)
+        missing = [one for one, view in pairs if view.requires_grad and view.grad is None]
+        if missing and group.syncs:
+            entry = f"left '{name}' for the end of backward{WITHOUT}{', '.join(missing)}"
+            group.reduction.note(entry, group.device.type == "cpu")

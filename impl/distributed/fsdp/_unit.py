@@ -236,17 +236,15 @@ class Unit(Generic[_Group]):
         self._finishes_at_end = True
         self.before_backward(gradient)
 
-    def finish_if_complete(self, gradient: Tensor | None) -> None:
+    def finish_if_complete(self, _: Tensor | None) -> None:
         """An input has its gradient: finish as soon as nothing in the graph will read the views again."""
-        del gradient
         self._open_inputs -= 1
         if self.phase not in BACKWARDS or self._finishes_at_end:
             return
         if self._has_all_gradients():
             self.finish_backward()
         elif self._open_inputs == 0:
-            for group, unsharded in zip(self.param_groups, self._in_graph, strict=False):
-                note_unreduced(group, unsharded, self.name)
+            note_unreduced(self.param_groups, self._in_graph, self.name)
 
     def finish_backward(self) -> None:
         """Reduce the gradients that came, reshard the parameters. Called again, it does what is left to do."""
@@ -461,10 +459,8 @@ class Unit(Generic[_Group]):
         """
         if self._open_inputs == 0 and any(group.gradients.owes_zeros() for group in self.param_groups):
             return True
-        for unsharded in self._in_graph:
-            for view in unsharded.trainable:
-                if view.grad is None:
-                    return False
+        if any(view.grad is None for unsharded in self._in_graph for view in unsharded.trainable):
+            return False
         return self._open_inputs == 0 or not any(unsharded.has_frozen for unsharded in self._in_graph)
 
     @no_grad_fast
@@ -489,8 +485,7 @@ class Unit(Generic[_Group]):
     def _refuse_changes(self) -> None:
         """Nobody would ever see a change to a view: the next gather writes over it."""
         for group, dtype in zip(self.param_groups, self._dtypes or (), strict=False):
-            name = group.unsharded(dtype).changed()
-            if name is not None:
+            if (name := group.unsharded(dtype).changed()) is not None:
                 self.reshard()
                 raise RuntimeError(
                     f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "
