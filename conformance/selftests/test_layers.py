@@ -40,6 +40,7 @@ WITHIN_SHARDING = (
     ("_tensor_parallel", "_transport", "api"),
     ("_desync",),
     (
+        "_autograd",
         "_param_assignment",
         "_flat_param",
         "_config",

@@ -30,7 +30,7 @@ SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # 
 TORCH_ALONE = "conformance/distributed/fsdp/test_fsdp_summon.py::test_torch_cannot_offload_on_a_cpu"
 EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
 _AGREEMENT = "conformance/distributed/fsdp/test_fsdp_agreement.py"
-ON_RANKS = f"{_AGREEMENT}::test_orders_that_change_on_all_ranks"  # asks nothing of the subject but on ranks
+ON_RANKS = f"{_AGREEMENT}::test_what_changes_on_all_ranks"  # asks nothing of the subject but on ranks
 WRITING = f"{_AGREEMENT}::test_equal_sizes_in_another_order"  # which compares what ranks raised
 # Imported once for all subjects: each is judged in a fork, where telling torch's names needs all of these.
 _PRELOAD = [
@@ -178,7 +178,7 @@ def test_an_extension_is_asked_of_those_alone_that_claim_it(tmp_path: Path) -> N
 
 
 def test_what_only_ranks_find_lacking_is_not_provided(tmp_path: Path) -> None:
-    report = judged("lacks_what_ranks_ask_for", tmp_path, f"{ON_RANKS}[2-train]")
+    report = judged("lacks_what_ranks_ask_for", tmp_path, f"{ON_RANKS}[2-FSDP1 order train]")
     [entry] = report["tests"]
     lacking = "lacks_what_ranks_ask_for does not provide distributed.fsdp.wrap.ModuleWrapPolicy"
     assert (entry["outcome"], entry["reason"]) == ("not provided", lacking)
