@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.ranks.channel import Channel
-from conformance.ranks.process import Rank
+from conformance.ranks.process import MOST_GROUPS, Rank
 
 _FOREVER_S = 3600.0
 
@@ -183,7 +183,7 @@ def leaves_torch_changed(rank: Rank, *, where: int) -> str:
 
 def leaves_groups(rank: Rank, *, where: int) -> int:
     groups = dist.get_pg_count()
-    for _ in range(60):
+    for _ in range(MOST_GROUPS):  # beside the one of all ranks
         dist.new_group(list(range(rank.world_size)))
     return groups
 

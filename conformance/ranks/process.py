@@ -37,7 +37,7 @@ from conformance.ranks.trace import report_collectives
 _GROUP_TIMEOUT = datetime.timedelta(hours=1)
 # Groups that cases leave are kept: DTensor goes on with the first of several equal meshes. So many at once, with their
 # threads and files.
-_MOST_GROUPS = 50
+MOST_GROUPS = 50
 _LOOPBACK = "127.0.0.1"
 _LONGEST_TEXT = 20_000
 
@@ -180,7 +180,7 @@ def _run_case(settings: Settings, channel: Channel, request: bytes) -> None:
         # Equal on all ranks and before every case; what shall differ by rank must do so by the rank's number.
         seeding.begin(settings.rank)
         result = by_value.dumps(case(rank, **arguments))
-        message = Done(result, is_clean=_lasting_state() == before and _count_of_groups() <= _MOST_GROUPS)
+        message = Done(result, is_clean=_lasting_state() == before)
     except BaseException as error:
         # Reported before the group is left, so that the cause is known whatever leaving it does.
         channel.send(_failure(settings.rank, error))
@@ -199,14 +199,11 @@ def resolve(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def _count_of_groups() -> int:
-    return len(dist.distributed_c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage]
-
-
 def _lasting_state() -> tuple[Any, ...]:
     """What a case could leave behind for the next one."""
     return (
         id(dist.group.WORLD),
+        len(dist.distributed_c10d._world.pg_map) > MOST_GROUPS,  # pyright: ignore[reportPrivateUsage]
         torch.get_default_dtype(),
         torch.get_num_threads(),
         torch.is_grad_enabled(),

@@ -68,6 +68,15 @@ def is_wrong_in_silence(seen: Seen) -> bool:
     return not seen.raised and not seen.diverged and not seen.is_right
 
 
+def judge_at_once(deviation: DeviationJudge, program: Program, *told: str, are_alike: bool = False) -> None:
+    """Both raise what `tells_both` takes in the step in which they part; torch's diverge, unless sizes are alike."""
+    deviation.judge(
+        lambda library: seen_of(library, program),
+        torch_does=is_wrong_in_silence if are_alike else lambda seen: seen.diverged,
+        we_do=lambda seen: tells_both(seen, *told) and steps_late(seen, program) == [0, 0],
+    )
+
+
 @clause("distributed.fsdp.fsdp_agreement.parts_with_equal_sizes")
 @pytest.mark.deviation("fsdp.order_of_equal_sizes")
 @pytest.mark.deadline(90)
@@ -110,12 +119,7 @@ def test_equal_sizes_in_another_order(
 def test_unequal_sizes_in_another_order(
     deviation: DeviationJudge, mode: str, face: str, hidden: tuple[int, ...], parts_at: int
 ) -> None:
-    program = Program(hidden=hidden, mode=mode, parts_at=parts_at, face=face)
-    deviation.judge(
-        lambda library: seen_of(library, program),
-        torch_does=lambda seen: seen.diverged,
-        we_do=lambda seen: tells_both(seen) and steps_late(seen, program) == [0, 0],
-    )
+    judge_at_once(deviation, Program(hidden=hidden, mode=mode, parts_at=parts_at, face=face))
 
 
 LEFT = "left 'blocks.1' for the end of backward without blocks.1.{}.bias"
@@ -139,13 +143,8 @@ def test_one_rank_alone_has_gradients(
 ) -> None:
     # Where it is 4 the biases of a block are alike.
     program = Program(hidden=(4,) * 3, parts_at=parts_at, face="fully_shard", by=by)
-    are_alike = by == "others unused"
-    told = "the ranks have gradients of different parameters"
-    deviation.judge(
-        lambda library: seen_of(library, program),
-        torch_does=is_wrong_in_silence if are_alike else lambda seen: seen.diverged,
-        we_do=lambda seen: tells_both(seen, astray, other, told) and steps_late(seen, program) == [0, 0],
-    )
+    told = (astray, other, "the ranks have gradients of different parameters")
+    judge_at_once(deviation, program, *told, are_alike=by == "others unused")
 
 
 @clause("distributed.fsdp.fsdp_agreement.parts_by_settings")
@@ -164,12 +163,7 @@ def test_one_rank_alone_is_set(
     deviation: DeviationJudge, parts_at: int, by: str, astray: str, other: str
 ) -> None:
     program = Program(parts_at=parts_at, face="fully_shard", by=by)
-    told = "the ranks issue different collectives"
-    deviation.judge(
-        lambda library: seen_of(library, program),
-        torch_does=lambda seen: seen.diverged,
-        we_do=lambda seen: tells_both(seen, astray, other, told) and steps_late(seen, program) == [0, 0],
-    )
+    judge_at_once(deviation, program, astray, other, "the ranks issue different collectives")
 
 
 @clause("distributed.fsdp.fsdp_agreement.parts_where_orders_change")

@@ -100,7 +100,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     check_mesh(mesh, dp_mesh_dims)
     data = None if dp_mesh_dims is None else data_dims_of(mesh, dp_mesh_dims)
     mesh = mesh if data is None else data.mesh
-    checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1), data)
+    checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1), data)  # before anything is moved
     modules = [module] if isinstance(module, nn.Module) else outermost(module)
     for one in modules:
         refuse_twice(one)
