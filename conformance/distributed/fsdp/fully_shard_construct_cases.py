@@ -79,14 +79,6 @@ def _placed(site: Site, where: Any) -> Any:
     return site.shard(site.model.head, shard_placement_fn=lambda parameter: where)
 
 
-def _tied_across(site: Site) -> Any:
-    site.model.head.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
-    site.model.body.parts[2].inner.weight = nn.Parameter(torch.ones(2, 4, dtype=torch.float64))
-    site.model.body.parts[0].inner.weight = site.model.body.parts[2].inner.weight
-    site.leaf_by_leaf()
-    return site.forward()
-
-
 def _within_first(site: Site) -> Any:
     site.leaf_by_leaf()
     first = site.model.body.parts[0]
@@ -131,7 +123,6 @@ WAYS: dict[str, Callable[[Site], Any]] = {
 LATER_WAYS: dict[str, Callable[[Site], Any]] = {
     "a placement that is none": lambda site: _placed(site, "a word"),
     "a copy as a placement": lambda site: _placed(site, Replicate()),
-    "tied across groups": _tied_across,
     "dimensions without names": lambda site: site.shard(
         mesh=_mesh(site), dp_mesh_dims=site.fsdp.DataParallelMeshDims(shard="data")
     ),

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._layout.sharded_param import ShardedParam, sharded_as
 from impl.distributed.fsdp._module_state import state_of
 from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._policies import DataParallelMeshDims
@@ -162,6 +163,21 @@ def managed_params(
         ManagedParam(ParamInfo(names[p], tuple(where), form_of(p)), local_parameter(p), p)
         for p, where in places.items()
     ]
+
+
+def borrowed_apart(
+    managed: Iterable[ManagedParam],
+) -> tuple[list[ManagedParam], list[tuple[ManagedParam, ShardedParam]]]:
+    """Those to shard, and those that an earlier call has sharded in other modules, with what it has made of them."""
+    own: list[ManagedParam] = []
+    borrowed: list[tuple[ManagedParam, ShardedParam]] = []
+    for one in managed:
+        param = sharded_as(one.original)
+        if param is None:
+            own.append(one)
+        else:
+            borrowed.append((one, param))
+    return own, borrowed
 
 
 def on_whole_mesh(managed: Sequence[ManagedParam], data: DataDims) -> list[ManagedParam]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
+from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._nested import cast_floats, replaced, tensors_in
+from impl.distributed.fsdp._param_registration import ParamLocation
 from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS
 from impl.distributed.fsdp._policies import MixedPrecisionPolicy
 from impl.distributed.fsdp._root import Root, StepSettings
@@ -54,11 +57,25 @@ class ModuleState:
             vars(module)[_STATE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.after_forward)
-        for owner in {
-            place.module for group in unit.param_groups for p in group.params for place in p.info.locations
-        }:
+        params = [param for group in unit.param_groups for param in group.params]
+        for param in params:
+            param.unit_state = weakref.ref(self)
+        self._watch({place.module for param in params for place in param.info.locations})
+
+    def _watch(self, owners: Iterable[nn.Module]) -> None:
+        """Modules that have the unit's parameters show the shards where they are saved or loaded."""
+        for owner in owners:
             owner.register_state_dict_pre_hook(self._before_save)
             owner.register_load_state_dict_pre_hook(self._before_load)
+
+    def lend(
+        self, param: ShardedParam, locations: tuple[ParamLocation, ...], borrower: Unit[DTensorGroup]
+    ) -> None:
+        """Have the modules of another unit, which had the same parameter, see it too."""
+        self.reshard()
+        next(group for group in self.groups if param in group.params).show_at(param, locations)
+        self._watch({place.module for place in locations})
+        borrower.borrow_from(self.unit)
 
     @property
     def outermost(self) -> nn.Module:
@@ -99,7 +116,7 @@ class ModuleState:
 
         Raises:
             RuntimeError: it is one of several of its unit, or a forward inside of it has come before.
-            ValueError: two units have one parameter.
+            ValueError: a parameter is one of a unit's elsewhere.
         """
         if self.is_root is not None:
             return
@@ -118,18 +135,18 @@ class ModuleState:
                 )
             state.is_root = state is self
             found[state] = name
-        names = {id(p): name for name, p in self.outermost.named_parameters(remove_duplicate=False)}
-        seen: set[int] = set()
+        names = {id(p): name for name, p in self.outermost.named_parameters()}
         for state, name in found.items():
             state.unit.name = name or state.unit.name
             for group in state.groups:
                 _name_parameters(group, names)
-                _refuse_shared(group, seen)
+        units = [state.unit for state in found]
+        for unit in units:
+            _refuse_lenders_elsewhere(unit, units)
         for state in found:
             state._check_groups()
             state.has_root = True
             state.settings = self.settings
-        units = [state.unit for state in found]
         self._root = root = Root(self.unit, units, self.device, False, self.settings)
         if self.comm.streams is None:
             self.comm.streams = root.streams
@@ -246,18 +263,23 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return vars(module).get(_STATE)
 
 
+def lender_of(param: ShardedParam) -> ModuleState:
+    found = None if param.unit_state is None else param.unit_state()
+    assert found is not None
+    return found
+
+
 def _name_parameters(group: DTensorGroup, names: dict[int, str]) -> None:
     for param in group.params:
         param.name = names.get(id(param.sharded), param.name)
     group.names = [param.name for param in group.params]
 
 
-def _refuse_shared(group: DTensorGroup, seen: set[int]) -> None:
-    for param in group.params:
-        if param.origin in seen:
+def _refuse_lenders_elsewhere(unit: Unit[DTensorGroup], units: Sequence[Unit[Any]]) -> None:
+    for lender in unit.lenders:
+        if lender not in units:
             raise ValueError(
-                f"Parameter '{param.name}' is shared with a parameter already managed by another FSDP group. "
-                "For shared/tied parameters, use fully_shard([module_a, module_b]) to place them in "
-                "the same FSDP group."
+                f"{unit.name} has parameters that {lender.name} has sharded, which is in another model; use "
+                "fully_shard([module_a, module_b]) to place them in the same FSDP group, or shard a module that "
+                "contains both"
             )
-        seen.add(param.origin)

@@ -200,6 +200,20 @@ def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = 
     group.end_gather(gathering)
 
 
+def have_all_gradients(
+    groups: Iterable[ParamGroup], in_graph: Sequence[Unsharded], have_inputs_theirs: bool
+) -> bool:
+    """Every node that reads a trainable view leads to its gradient; those that read frozen ones lead to inputs.
+
+    Where zeros stand for what is not used, all ranks go by their inputs.
+    """
+    if have_inputs_theirs and any(group.gradients.owes_zeros() for group in groups):
+        return True
+    if any(view.grad is None for unsharded in in_graph for view in unsharded.trainable):
+        return False
+    return have_inputs_theirs or not any(unsharded.has_frozen for unsharded in in_graph)
+
+
 def note_unreduced(groups: Iterable[ParamGroup], in_graph: Iterable[Unsharded], name: str) -> None:
     """Gradients of the unit `name` that this rank has to wait for until the end of its backward, others may reduce now.
 

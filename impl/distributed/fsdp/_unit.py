@@ -17,14 +17,20 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.distributed.fsdp._autograd import next_node, register_first_hook
+from impl.distributed.fsdp._autograd import next_node
 from impl.distributed.fsdp._config import Config
+from impl.distributed.fsdp._input_gradients import InputGradients
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
 from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
-from impl.distributed.fsdp._param_group import ParamGroup, Unsharded, gather, note_unreduced
+from impl.distributed.fsdp._param_group import (
+    ParamGroup,
+    Unsharded,
+    gather,
+    have_all_gradients,
+    note_unreduced,
+)
 from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS, Move, Phase, advance
 from impl.distributed.fsdp._shared import Shared, SummonedParams
 from impl.distributed.fsdp._streams import StreamRole, shards_were_written
@@ -50,6 +56,8 @@ class Unit(Generic[_Group]):
         self.prefetches_in_forward: Sequence[Unit[Any]] = ()  # besides the order of the iteration before
         self.prefetches_in_backward: Sequence[Unit[Any]] = ()  # instead of the order of forwards
         self.unshards_in_backward = True  # whether gradients are computed from the parameters
+        self.lenders: list[Unit[Any]] = []  # whose parameters this one's modules have too
+        self._borrowers: list[Unit[Any]] = []
         self._depth = 0  # of calls of the module inside its own forward
         self._first_node = 0  # of the graph that the forward builds, by autograd's count
         self._dtypes: list[torch.dtype] | None = None  # of what is unsharded
@@ -58,13 +66,18 @@ class Unit(Generic[_Group]):
         self.awaits_backward = False
         self._in_graph: list[Unsharded] = []  # whose views the last graph was built from
         self._lost_graph = False  # since they were given up
-        self._open_inputs = 0  # differentiable inputs whose gradients have not come yet
-        self._input_hooks: list[RemovableHandle] = []
+        self._inputs = InputGradients()
         self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
+        self._earlier_inputs = 0  # that were watched when the forward began
         self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
         self._has_begun_backward = False
-        self._earlier_inputs = 0  # that were watched when the forward began
         self.register_params()
+
+    def borrow_from(self, lender: Unit[Any]) -> None:
+        """Have its parameters in each forward and backward too; it reduces their gradients, which autograd adds up."""
+        if lender not in self.lenders:
+            self.lenders.append(lender)
+            lender._borrowers.append(self)
 
     @property
     def is_unsharded(self) -> bool:
@@ -121,12 +134,14 @@ class Unit(Generic[_Group]):
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        self._earlier_inputs = len(self._input_hooks)
+        self._earlier_inputs = self._inputs.watched
         with span("FSDP::pre_forward", self.name):
             self.root.note_begun(self)
             for group in self.param_groups:
                 group.gradients.forget_if_cleared()
             self.unshard()
+            for lender in self.lenders:
+                lender.unshard()
             self._lost_graph = False
             if self.config.forward_prefetch:
                 self._prefetch(self.root.order.after_in_forward(self))
@@ -134,7 +149,8 @@ class Unit(Generic[_Group]):
                 self._prefetch(named)
             args, kwargs = self._cast(args, kwargs)
             if self.param_groups and torch.is_grad_enabled():
-                self._watch_inputs(args, kwargs)
+                for tensor in self._inputs.watch((args, kwargs), self.finish_if_complete):
+                    self._follow_gradients_of(tensor)
             self._first_node = next_node()
             return args, kwargs
 
@@ -143,11 +159,12 @@ class Unit(Generic[_Group]):
 
         What is returned of parameters is a copy.
         """
-        outputs = apart_from({address for one in self._in_graph for address in one.memory}, outputs)
+        in_graph = [one for unit in (self, *self.lenders) for one in unit._in_graph]
+        outputs = apart_from({address for one in in_graph for address in one.memory}, outputs)
         held: Sequence[Tensor] = ()
         if not isinstance(outputs, Tensor) and (objects := held_in(outputs)):
             # What lasts is the user's, which objects may hold as such.
-            comes_and_goes = (one.memory for one in self._in_graph if not one.aliases_shard)
+            comes_and_goes = (one.memory for one in in_graph if not one.aliases_shard)
             held = set_apart({address for memory in comes_and_goes for address in memory}, objects)
         if self.phase in BACKWARDS:
             return outputs
@@ -162,12 +179,19 @@ class Unit(Generic[_Group]):
                 output.register_hook(self.before_backward)
             self.awaits_backward |= bool(watched)
             self._refuse_changes()
-            kept = self.root.is_root(self), bool(watched)
-            if all(group.keeps_after_forward(*kept) for group in self.param_groups):
-                self._show_kept()
-            else:
-                self.reshard(behind_forward=True)
+            for unit in (self, *self.lenders):
+                unit._end_use(awaits_backward=bool(watched))
             return outputs
+
+    def _end_use(self, *, awaits_backward: bool) -> None:
+        """Reshard what is not kept for a backward, once no forward uses it."""
+        if self.phase in FORWARDS or any(unit.phase in FORWARDS for unit in self._borrowers):
+            return
+        kept = self.root.is_root(self), awaits_backward
+        if all(group.keeps_after_forward(*kept) for group in self.param_groups):
+            self._show_kept()
+        else:
+            self.reshard(behind_forward=True)
 
     def _entries(self, outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
         """By what a backward enters the unit. Objects may go from unit to unit, and hold what others have made."""
@@ -183,8 +207,10 @@ class Unit(Generic[_Group]):
         if self.phase in FORWARDS and self._depth == 0:  # else it may be caught in the forward around it
             self._move(Move.END_FORWARD)
             self.root.note_abandoned()
-            self._forget_inputs(self._earlier_inputs)
+            self._inputs.forget(self._earlier_inputs)
             self.reshard()
+            for lender in self.lenders:
+                lender._end_use(awaits_backward=False)
 
     # Backward
 
@@ -198,22 +224,28 @@ class Unit(Generic[_Group]):
         if self.phase in BACKWARDS:
             return
         with span("FSDP::pre_backward", self.name):
-            after = advance(self.phase, Move.BEGIN_BACKWARD, self.name)
-            self._refuse_lost_graph()
-            for one in self.summoned:
-                one.refuse_backward(self.name)
-            self.root.begin_backward()
-            self.phase = after
-            self._has_begun_backward = True
-            self.awaits_backward = False
-            if not self.param_groups:
-                return
-            if self.unshards_in_backward:
-                self.unshard()
-            for group in self.param_groups:
-                group.gradients.begin_backward()
-            if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._begin_backward()
+            for lender in self.lenders:
+                if lender.phase not in BACKWARDS:
+                    lender._begin_backward()
+            if self.param_groups and self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
                 self._prefetch_for_backward()
+
+    def _begin_backward(self) -> None:
+        after = advance(self.phase, Move.BEGIN_BACKWARD, self.name)
+        self._refuse_lost_graph()
+        for one in self.summoned:
+            one.refuse_backward(self.name)
+        self.root.begin_backward()
+        self.phase = after
+        self._has_begun_backward = True
+        self.awaits_backward = False
+        if not self.param_groups:
+            return
+        if self.unshards_in_backward:
+            self.unshard()
+        for group in self.param_groups:
+            group.gradients.begin_backward()
 
     def _refuse_lost_graph(self) -> None:
         if self._lost_graph:
@@ -227,9 +259,16 @@ class Unit(Generic[_Group]):
         if gradient is None or not gradient.requires_grad:
             return
         if gradient.is_leaf:  # the very tensor that a backward was begun with
-            self._follow_leaf(gradient)
+            self._follow_gradients_of(gradient)
         else:
             gradient.register_hook(self.before_backward_of_backward)
+
+    def _follow_gradients_of(self, tensor: Tensor) -> None:
+        """Of whatever order, for as long as there is a graph."""
+        if not tensor.is_leaf:
+            tensor.register_hook(self.follow)
+        elif tensor not in self._followed:  # once: it may come in every step, and outlive the unit
+            self._followed[tensor] = tensor.register_hook(partial(_follow_in, weakref.ref(self)))
 
     def before_backward_of_backward(self, gradient: Tensor | None) -> None:
         """A gradient is differentiated: what made it reads the views, and nothing tells when it has."""
@@ -238,12 +277,12 @@ class Unit(Generic[_Group]):
 
     def finish_if_complete(self, _: Tensor | None) -> None:
         """An input has its gradient: finish as soon as nothing in the graph will read the views again."""
-        self._open_inputs -= 1
+        self._inputs.note_gradient()
         if self.phase not in BACKWARDS or self._finishes_at_end:
             return
-        if self._has_all_gradients():
+        if have_all_gradients(self.param_groups, self._in_graph, self._inputs.are_complete):
             self.finish_backward()
-        elif self._open_inputs == 0:
+        elif self._inputs.are_complete:
             note_unreduced(self.param_groups, self._in_graph, self.name)
 
     def finish_backward(self) -> None:
@@ -289,16 +328,9 @@ class Unit(Generic[_Group]):
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._forget_inputs()
+        self._inputs.forget()
         self._finishes_at_end = False
         self._has_begun_backward = False
-
-    def _forget_inputs(self, since: int = 0) -> None:
-        late = self._input_hooks[since:]
-        del self._input_hooks[since:]
-        for hook in late:
-            hook.remove()
-        self._open_inputs = max(0, self._open_inputs - len(late))
 
     def show_gradients(self) -> None:
         """Have `.grad` hold what this backward left."""
@@ -430,38 +462,6 @@ class Unit(Generic[_Group]):
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
     # Gradients
-
-    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for given in (args, kwargs):
-            for tensor in tensors_in(given):
-                if tensor.requires_grad:
-                    # First: the unit that made the tensor gathers by a hook of it, for which memory is to be free.
-                    self._input_hooks.append(register_first_hook(tensor, self.finish_if_complete))
-                    self._open_inputs += 1
-                    self._follow_gradients_of(tensor)
-
-    def _follow_gradients_of(self, tensor: Tensor) -> None:
-        """Of whatever order, for as long as there is a graph."""
-        if tensor.is_leaf:
-            self._follow_leaf(tensor)
-        else:
-            tensor.register_hook(self.follow)
-
-    def _follow_leaf(self, tensor: Tensor) -> None:
-        """Once: it may come in every step, and outlive the unit."""
-        if tensor not in self._followed:
-            self._followed[tensor] = tensor.register_hook(partial(_follow_in, weakref.ref(self)))
-
-    def _has_all_gradients(self) -> bool:
-        """Every node that reads a trainable view leads to its gradient; those that read frozen ones lead to inputs.
-
-        Where zeros stand for what is not used, all ranks go by their inputs.
-        """
-        if self._open_inputs == 0 and any(group.gradients.owes_zeros() for group in self.param_groups):
-            return True
-        if any(view.grad is None for unsharded in self._in_graph for view in unsharded.trainable):
-            return False
-        return self._open_inputs == 0 or not any(unsharded.has_frozen for unsharded in self._in_graph)
 
     @no_grad_fast
     def _reduce_gradients(self, group: _Group, grads: list[Tensor | None]) -> None:

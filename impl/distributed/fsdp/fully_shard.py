@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl.distributed.fsdp._config import Config
 from impl.distributed.fsdp._fully_shard_init import (
     backward_mesh_of,
+    borrowed_apart,
     by_groups,
     check_mesh,
     check_module,
@@ -34,7 +35,7 @@ from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._managed import mark_modules
-from impl.distributed.fsdp._module_state import ModuleState, state_of
+from impl.distributed.fsdp._module_state import ModuleState, lender_of, state_of
 from impl.distributed.fsdp._phase import FORWARDS
 from impl.distributed.fsdp._policies import MixedPrecisionPolicy, OffloadPolicy
 from impl.distributed.fsdp._unit import Unit
@@ -56,8 +57,9 @@ def fully_shard(  # noqa: PLR0913  torch's eight
 ) -> Any:
     """Shard the parameters of a module, or of several as one group, over ranks, in place.
 
-    Those that an earlier call has taken over below it stay with that one, so inner modules come first. The modules get
-    a class of their own beside `FSDPModule`, and their parameters become DTensors.
+    Those that an earlier call has taken over below it stay with that one, so inner modules come first. So does a
+    parameter that modules of both have, which is gathered for either of them. The modules get a class of their own
+    beside `FSDPModule`, and their parameters become DTensors.
 
     Args:
         module: one, or a list of them that are gathered together.
@@ -84,7 +86,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     Sync: none. Collectives: none, but those that make a mesh; in forward and backward of each unit an all-gather, and
         a reduce-scatter of the gradients; with replicas an all-reduce.
     Source: torch.distributed.fsdp.fully_shard 2.13; differences: what says itself how it is gathered is resharded to
-        all ranks, whatever number is given; meshes of the same ranks are one, whichever object says so.
+        all ranks, whatever number is given; meshes of the same ranks are one, whichever object says so; torch refuses
+        a parameter that modules of two calls have.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -109,7 +112,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         device = torch.device(device.type, torch.accelerator.current_device_index())
     ignored = ignored_params or set()
     owners = managed_modules(modules, ignored)
-    managed = managed_params(modules, owners, ignored)
+    managed, borrowed = borrowed_apart(managed_params(modules, owners, ignored))
     if data is not None:
         managed = on_whole_mesh(managed, data)
     offloads = hasattr(offload_policy, "pin_memory")
@@ -126,6 +129,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         param_groups.append(DTensorGroup(params, groups, options, device, offloads, backward_mesh))
     unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
     ModuleState(modules, unit, mp_policy, device)
+    for one, param in borrowed:
+        lender_of(param).lend(param, one.info.locations, unit)
     mark_modules(owners)
     for one in modules:
         one.__class__ = _class_for(type(one))

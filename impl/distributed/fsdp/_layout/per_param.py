@@ -6,6 +6,7 @@ W = ranks that the group is sharded over, S = elements of one rank's part of wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._param_group import Gathering
-from impl.distributed.fsdp._param_registration import ParamRegistration
+from impl.distributed.fsdp._param_registration import ParamLocation, ParamRegistration
 
 
 class DTensorGroup:
@@ -232,6 +233,12 @@ class DTensorGroup:
         if not is_asked or fewer is None or unsharded is None or any(self._extends):
             return []
         return [run.view(fewer.size(), -1)[fewer.rank()].clone() for _, run in unsharded.runs]
+
+    def show_at(self, param: ShardedParam, locations: tuple[ParamLocation, ...]) -> None:
+        """Have other modules, which had the same parameter, see it too; nothing is unsharded."""
+        param.info = replace(param.info, locations=(*param.info.locations, *locations))
+        self._registration = ParamRegistration([one.info for one in self.params], as_parameters=True)
+        self.use_sharded_views()
 
     def drop_parts(self) -> None:
         """The modules see the shards, and the next gather is of these."""

@@ -6,6 +6,7 @@ n = elements of a rank's part, padded so that all ranks' parts are as long; W = 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
@@ -20,8 +21,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from impl.distributed.fsdp._param_registration import ManagedParam
 from impl.distributed.fsdp._tensor_parallel import made_dtensor, mesh_beside
 
-_ORIGIN = "_fsdp_orig_uid"
-_numbers = itertools.count()
+_SHARDED_AS = (
+    "_fsdp_sharded_param"  # where a parameter keeps what was made of it, for other modules that have it
+)
 
 
 def rows_of(rows: int, rank: int, world: int) -> tuple[int, int]:
@@ -52,8 +54,9 @@ class ShardedParam:
                 f"param.shape={parameter.shape} param.stride()={parameter.stride()}"
             )
         self.info = managed.info
+        self.unit_state: weakref.ref[Any] | None = None  # that it is a parameter of
+        setattr(managed.original, _SHARDED_AS, weakref.ref(self))
         self.name = managed.info.name
-        self.origin = _origin_of(managed.original)
         self.mesh = mesh
         self.replicates = mesh.ndim == 2
         self.shape, self.stride = parameter.shape, parameter.stride()
@@ -155,13 +158,10 @@ class ShardedParam:
         return beginning_of(run, self.local_shape)
 
 
-def _origin_of(parameter: nn.Parameter) -> int:
-    """One number for each parameter there ever was, by which one that two groups have cut is known."""
-    found = getattr(parameter, _ORIGIN, None)
-    if found is None:
-        found = next(_numbers)
-        setattr(parameter, _ORIGIN, found)
-    return found
+def sharded_as(original: nn.Parameter) -> ShardedParam | None:
+    """What fully_shard has made of a parameter; None if nothing, or if its modules are gone."""
+    made: weakref.ref[ShardedParam] | None = getattr(original, _SHARDED_AS, None)
+    return None if made is None else made()
 
 
 def beginning_of(run: Tensor, shape: Sequence[int]) -> Tensor:

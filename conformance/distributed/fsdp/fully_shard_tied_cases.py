@@ -1,0 +1,81 @@
+"""Training by fully_shard where modules of different units have one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from conformance.distributed.fsdp.fully_shard_cases import whole
+from conformance.distributed.fsdp.fully_shard_construct_cases import Site
+
+_ROWS, _WIDTH = 7, 3
+_STEPS = ("plain", "accumulated", "checkpointed", "reentrant")
+
+
+class Tied(nn.Module):
+    """A lookup whose table is the last layer's weight as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(_ROWS, _WIDTH)
+        self.body = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _ROWS))
+        self.body[2].weight = self.embed.weight
+        self.double()
+        for number, parameter in enumerate(self.parameters()):
+            values = torch.linspace(-0.5, 0.5 + number, parameter.numel(), dtype=torch.float64)
+            parameter.data = values.view(parameter.shape)
+
+    def forward(self, ids: torch.Tensor, step: str) -> torch.Tensor:
+        x: torch.Tensor = self.embed(ids)
+        if step in ("checkpointed", "reentrant"):
+            return checkpoint(self.body, x, use_reentrant=step == "reentrant")
+        return self.body(x)
+
+
+def _model() -> Any:
+    with torch.random.fork_rng([]):
+        return Tied()
+
+
+def tied(site: Site, units: Sequence[str]) -> dict[str, Any]:
+    """`units` are sharded in this order, and at last the model."""
+    model = _model()
+    for name in units:
+        site.shard(model.get_submodule(name))
+    site.shard(model)
+    seen = _trained(model, [site.rank.rank], model.set_requires_gradient_sync)
+    loss = _loss(model, 0, site.rank.rank, "plain")
+    is_freed = isinstance(model.embed.weight, DTensor)
+    loss.backward()
+    return seen | {"keys": list(model.state_dict()), "is freed": is_freed}
+
+
+def tied_by_hand(world: int) -> dict[str, Any]:
+    """What each rank sees of a model that one process trains on the data of all."""
+    model = _model()
+    seen = _trained(model, range(world), lambda syncs: None)
+    return seen | {"keys": list(model.state_dict()), "is freed": True}
+
+
+def _trained(model: Any, ranks: Sequence[int], set_sync: Any) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, foreach=False)
+    gradients: list[Any] = []
+    for number, step in enumerate(_STEPS):
+        for part in range(2 if step == "accumulated" else 1):
+            set_sync(step != "accumulated" or part == 1)
+            losses = [_loss(model, 2 * number + part, rank, step) for rank in ranks]
+            torch.stack(losses).mean().backward()
+        gradients.append({name: whole(each.grad) for name, each in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"gradients": gradients, "after": {name: whole(each) for name, each in model.named_parameters()}}
+
+
+def _loss(model: Any, number: int, rank: int, step: str) -> torch.Tensor:
+    ids = (torch.arange(4) * (rank + 2) + number) % _ROWS
+    return model(ids, step).square().mean()

@@ -1,0 +1,39 @@
+"""Parameters that modules of different units of fully_shard have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.distributed.fsdp import fully_shard_tied_cases as cases
+from conformance.distributed.fsdp.judging import outcomes
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge, does_as
+from conformance.judge.library import Library
+from conformance.judge.outcome import Outcome, observe
+from conformance.ranks import RankPool
+
+
+@clause("distributed.fsdp.fully_shard.tied_across_groups")
+@pytest.mark.deviation("fully_shard.tied_across_groups")
+@pytest.mark.parametrize(
+    "units",
+    [
+        ("embed", "body.2"),
+        ("body.2", "embed"),
+        ("embed",),
+        pytest.param(("body",), marks=pytest.mark.profile("full")),
+        pytest.param(("embed", "body"), marks=pytest.mark.profile("full")),
+        ("body.2", "body"),
+    ],
+    ids=" ".join,
+)
+def test_tied_weights_stay_tied(
+    deviation: DeviationJudge, rank_pool: RankPool, units: tuple[str, ...]
+) -> None:
+    """The unit that is sharded first is the owner."""
+
+    def probe(library: Library) -> list[Outcome]:
+        return outcomes(rank_pool, library, "fully_shard_construct_cases:probe", asks=cases.tied, units=units)
+
+    expected = observe(cases.tied_by_hand, rank_pool.world_size)
+    deviation.judge(probe, we_do=lambda seen: all(does_as(expected, each) for each in seen))
