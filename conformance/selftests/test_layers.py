@@ -66,7 +66,7 @@ WITHIN_SHARDING = (
     ("_fully_shard_init",),
     ("_buffers", "_private_names", "_state_dict"),
     ("fully_shard", "fully_sharded_data_parallel", "sharded_grad_scaler"),
-    ("_common_utils", "checkpoint"),
+    ("_common_utils", "_param_precisions", "checkpoint"),
 )
 
 # (module, what it does): why it may. A line that nothing needs any more fails.

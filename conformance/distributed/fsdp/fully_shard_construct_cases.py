@@ -91,12 +91,6 @@ def _mesh(site: Site, *sizes: int, names: tuple[str, ...] | None = None) -> Any:
     return site.rank.mesh(*sizes, site.rank.world_size, names=names)
 
 
-def _two_dtypes(site: Site) -> Any:
-    site.model.body.parts[0].inner.bias.data = site.model.body.parts[0].inner.bias.data.float()
-    site.leaf_by_leaf()
-    return site.forward()
-
-
 WAYS: dict[str, Callable[[Site], Any]] = {
     "a list of modules": lambda site: site.shard(nn.ModuleList([nn.Linear(2, 2)])),
     "a dict of modules": lambda site: site.shard(nn.ModuleDict({"one": nn.Linear(2, 2)})),
@@ -111,7 +105,6 @@ WAYS: dict[str, Callable[[Site], Any]] = {
     "ranks as a word": lambda site: site.shard(reshard_after_forward="all"),
     "a scalar parameter": lambda site: _parameter(site, nn.Parameter(torch.tensor(1.0))),
     "a strided parameter": lambda site: _parameter(site, nn.Parameter(torch.ones(2, 3).t())),
-    "two dtypes in a group": _two_dtypes,
     "a dimension that is not there": lambda site: _placed(site, Shard(3)),
     "a unit before its root": _within_first,
     "a group as the root": lambda site: (site.shard([site.model, site.model.head]), site.forward())[1],

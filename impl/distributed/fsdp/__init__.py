@@ -9,11 +9,14 @@ The words used here:
 """
 
 from impl._after_dynamo import import_after_dynamo
+from impl.distributed.fsdp._param_precisions import param_precisions
 from impl.distributed.fsdp._policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ParamPrecision,
+    PerParamPrecisionPolicy,
 )
 from impl.distributed.fsdp._waiting_gradients import set_detect_unsynchronized_step
 from impl.distributed.fsdp.api import (
@@ -58,6 +61,8 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ParamPrecision",
+    "PerParamPrecisionPolicy",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -67,6 +72,7 @@ __all__ = [
     "StateDictType",
     "UnshardHandle",
     "fully_shard",
+    "param_precisions",
     "register_fsdp_forward_method",
     "set_detect_unsynchronized_step",
     "share_comm_ctx",

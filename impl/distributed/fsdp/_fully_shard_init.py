@@ -17,7 +17,12 @@ from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, sharded_as
 from impl.distributed.fsdp._module_state import state_of
 from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
-from impl.distributed.fsdp._policies import DataParallelMeshDims
+from impl.distributed.fsdp._policies import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    ParamPrecision,
+    precision_by,
+)
 from impl.distributed.fsdp._tensor_parallel import form_of, local_parameter
 from impl.distributed.fsdp._whole_mesh import DataDims
 
@@ -209,11 +214,16 @@ def move_to_device(
 
 
 class Placed(NamedTuple):
-    """A parameter, the mesh that it is cut over, and the dimension by which it is."""
+    """A parameter, the mesh that it is cut over, the dimension by which it is, and its dtypes."""
 
     managed: ManagedParam
     mesh: DeviceMesh
     dim: int
+    precision: ParamPrecision
+
+    @property
+    def stepped_dtype(self) -> torch.dtype:
+        return self.precision.master_dtype or self.managed.parameter.dtype
 
 
 def by_groups(
@@ -221,14 +231,16 @@ def by_groups(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     mesh: DeviceMesh,
     data: DataDims | None,
+    policy: MixedPrecisionPolicy,
 ) -> list[list[Placed]]:
-    """The parameters by the groups of ranks that they are sharded and replicated over: `mesh`'s, unless they have own.
+    """The parameters by the groups of ranks that they are sharded and replicated over, `mesh`'s unless they have own,
+    and by the dtypes to gather, to reduce and to step them in.
 
     Raises:
         ValueError: one is placed by something else than a Shard.
         NotImplementedError: a mesh of its own has dimensions for something else, or is beside dp_mesh_dims.
     """
-    found: dict[tuple[dist.ProcessGroup, ...], list[Placed]] = {}
+    found: dict[Any, list[Placed]] = {}
     for one in managed:
         placement: Any = None if shard_placement_fn is None else shard_placement_fn(one.original)
         own = mesh
@@ -241,7 +253,19 @@ def by_groups(
         if placement is not None and not isinstance(placement, Shard):
             raise ValueError(f"Invalid shard_placement_fn result: {placement}")
         dim = 0 if placement is None else placement.dim
-        found.setdefault(tuple(own.get_all_groups()), []).append(Placed(one, own, dim))
+        precision = precision_by(policy, one.info.name, one.original)
+        key = (*own.get_all_groups(), precision)
+        found.setdefault(key, []).append(Placed(one, own, dim, precision))
+    return [same for placed in found.values() for same in _by_dtype(placed)]
+
+
+def _by_dtype(placed: list[Placed]) -> list[list[Placed]]:
+    """Only if those that are trained have several: what is frozen may travel with anything."""
+    if len({one.stepped_dtype for one in placed if one.managed.original.requires_grad}) < 2:
+        return [placed]
+    found: dict[torch.dtype, list[Placed]] = {}
+    for one in placed:
+        found.setdefault(one.stepped_dtype, []).append(one)
     return list(found.values())
 
 

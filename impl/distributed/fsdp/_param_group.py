@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._collectives import Reduction, all_gather_into
 from impl.distributed.fsdp._desync.monitor import GATHERED, GATHERED_ANEW, WITHOUT
 from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._param_registration import ParamInfo
+from impl.distributed.fsdp._policies import ParamPrecision
 from impl.kernels import no_grad_fast
 
 ViewsOf = Callable[[Tensor], list[Tensor]]
@@ -133,6 +135,12 @@ class ParamGroup(Protocol):
     def compute_dtype(self) -> torch.dtype: ...
     @property
     def reduce_dtype(self) -> torch.dtype: ...
+    def precision_of(self, index: int) -> ParamPrecision:
+        """The dtypes that one of the parameters really has."""
+        ...
+
+    @property
+    def param_infos(self) -> Sequence[ParamInfo]: ...
     @property
     def stepped(self) -> Sequence[nn.Parameter]:
         """What the optimizer steps."""

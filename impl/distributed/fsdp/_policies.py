@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,75 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class ParamPrecision:
+    """Dtypes of one floating-point parameter.
+
+    Args:
+        param_dtype: it is computed with and gathered in; None: its own.
+        reduce_dtype: its gradients are reduced in; None: as computed.
+        master_dtype: of the shards that the optimizer steps, and of `.grad`; None: its own.
+
+    Source: torch has no such thing.
+
+    >>> ParamPrecision(param_dtype=torch.bfloat16, master_dtype=torch.float32).reduce_dtype is None
+    True
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class PerParamPrecisionPolicy(MixedPrecisionPolicy):
+    """A policy of fully_shard that also says in what dtype the optimizer steps, and may say other dtypes per parameter.
+
+    Where there is a master dtype, parameters are cast to it as they are sharded, and without a `param_dtype` are
+    computed with in the dtype that they had. A forward behind something that has cast or replaced the masters since
+    raises a RuntimeError that names them.
+
+    Args:
+        master_dtype: of the shards that the optimizer steps, and of `.grad`; None: the parameters' own.
+        precision_of: called with the name of each floating-point parameter, below the module that is sharded, and the
+            parameter; returns all dtypes of that one, or None for those of the policy.
+
+    Source: torch has no such thing.
+
+    >>> norms = lambda name, parameter: ParamPrecision(torch.float32) if "norm" in name else None
+    >>> PerParamPrecisionPolicy(torch.bfloat16, master_dtype=torch.float32, precision_of=norms).param_dtype
+    torch.bfloat16
+    """
+
+    master_dtype: torch.dtype | None = None
+    precision_of: Callable[[str, nn.Parameter], ParamPrecision | None] | None = None
+
+
+def precision_by(policy: MixedPrecisionPolicy, name: str, parameter: nn.Parameter) -> ParamPrecision:
+    """
+    Args:
+        policy: it or torch's.
+
+    Raises:
+        ValueError: a master dtype would round the parameter.
+    """
+    if not parameter.is_floating_point():
+        return ParamPrecision(policy.param_dtype, policy.reduce_dtype)
+    own = policy.precision_of if isinstance(policy, PerParamPrecisionPolicy) else None
+    found = own(name, parameter) if own is not None else None
+    if found is None:
+        master = getattr(policy, "master_dtype", None)
+        found = ParamPrecision(policy.param_dtype, policy.reduce_dtype, master)
+    if found.master_dtype is None:
+        return found
+    if torch.promote_types(found.master_dtype, parameter.dtype) != found.master_dtype:
+        raise ValueError(
+            f"{name} is {parameter.dtype}, which its master_dtype {found.master_dtype} would round; give a wider "
+            "master_dtype, or cast the parameter before it is sharded"
+        )
+    return replace(found, param_dtype=found.param_dtype or parameter.dtype)
 
 
 @dataclass

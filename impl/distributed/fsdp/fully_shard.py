@@ -68,7 +68,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
             number: each rank keeps what as many ranks gather again for the backward.
         shard_placement_fn: the dimension by which a parameter is sharded, as a `Shard`; None: the first. torch's
             `ShardPlacementResult` names a mesh too; parameters over other ranks are gathered apart.
-        mp_policy: dtypes.
+        mp_policy: dtypes; a PerParamPrecisionPolicy says them per parameter.
         offload_policy: a CPUOffloadPolicy keeps parameters, gradients and optimizer states on the CPU.
         ignored_params: parameters that stay as they are, each rank's own.
         dp_mesh_dims: `mesh` is one that all parameters are DTensors on, as copies over the dimensions that this names:
@@ -118,14 +118,17 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     offloads = hasattr(offload_policy, "pin_memory")
     move_to_device(managed, owners, device)
     param_groups: list[DTensorGroup] = []
-    for placed in by_groups(managed, shard_placement_fn, mesh, data):
+    for placed in by_groups(managed, shard_placement_fn, mesh, data, mp_policy):
         own = placed[0].mesh
         reshards = checked_reshard(reshard_after_forward, own.size(own.ndim - 1), data)
         backward_mesh = backward_mesh_of(own, reshards)
         groups = groups_of(own, backward_mesh, data)
         rank, world = groups.shard_rank, groups.shard_size
-        params = [ShardedParam(*one, rank, world, offloads=offloads) for one in placed]
-        options = GroupOptions(mp_policy.param_dtype, mp_policy.reduce_dtype, reshards, policy=mp_policy)
+        params = [
+            ShardedParam(one.managed, own, one.dim, rank, world, one.stepped_dtype, offloads=offloads)
+            for one in placed
+        ]
+        options = GroupOptions(placed[0].precision, reshards, policy=mp_policy)
         param_groups.append(DTensorGroup(params, groups, options, device, offloads, backward_mesh))
     unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
     ModuleState(modules, unit, mp_policy, device)

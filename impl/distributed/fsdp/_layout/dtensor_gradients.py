@@ -109,7 +109,7 @@ class DTensorGradients:
         self._add_to_unreduced(grads)
 
     def _add_to_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        dtype = self._group.options.reduce_dtype
+        dtype = self._group.options.precision.reduce_dtype
         earlier = self._unreduced or [None] * len(grads)
         self._unreduced = [
             _sum(one, grad if grad is None or dtype is None else grad.to(dtype))

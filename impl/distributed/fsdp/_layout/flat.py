@@ -16,6 +16,7 @@ from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, aligned_elements, layout_of
 from impl.distributed.fsdp._param_group import Gathering
 from impl.distributed.fsdp._param_registration import ManagedParam
+from impl.distributed.fsdp._policies import ParamPrecision
 from impl.kernels import copy_into_, placed
 
 # An unsharded buffer that is needed elsewhere is gathered in so many parts at most, each of so many bytes at least.
@@ -54,6 +55,10 @@ class FlatParamGroup(FlatParamHandle):
         self.syncs = True
         self.names = [slot.name for slot in layout.slots]
         self._config = config
+
+    def precision_of(self, index: int) -> ParamPrecision:
+        del index
+        return ParamPrecision(self.compute_dtype, self.reduce_dtype, self.dtype)
 
     def keeps_after_forward(self, is_outermost: bool, awaits_backward: bool) -> bool:
         # For a backward alone: what is written to a parameter's `.data` meanwhile moves no version counter.

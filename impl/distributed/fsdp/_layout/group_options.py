@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from impl.distributed.fsdp._policies import ParamPrecision
 
 
 @dataclass
 class GroupOptions:
-    """What may be changed between steps; dtypes are None where the parameters' own serve."""
+    """What may be changed between steps, but for the dtypes, which are None where the parameters' own serve."""
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    precision: ParamPrecision
     # None: unless it is the root's. A number: to as many ranks, which gather it again for a backward.
     reshards_after_forward: bool | int | None = None
     reshards_after_backward: bool = True

@@ -21,7 +21,8 @@ from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._param_group import Gathering
-from impl.distributed.fsdp._param_registration import ParamLocation, ParamRegistration
+from impl.distributed.fsdp._param_registration import ParamInfo, ParamLocation, ParamRegistration
+from impl.distributed.fsdp._policies import ParamPrecision
 
 
 class DTensorGroup:
@@ -55,7 +56,7 @@ class DTensorGroup:
         self.reduction = Reduction(groups)
         self.gradients = DTensorGradients(self)
         self.names = [param.name for param in params]
-        self._registration = ParamRegistration([param.info for param in params], as_parameters=True)
+        self._registration = ParamRegistration(self.param_infos, as_parameters=True)
         self._extends = [has_extension(param) for param in params]
         self.unsharded_params: UnshardedParams | None = None
         self._backward_mesh = backward_mesh
@@ -72,11 +73,19 @@ class DTensorGroup:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return self.options.param_dtype or self.dtype
+        return self.options.precision.param_dtype or self.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return self.options.reduce_dtype or self.compute_dtype
+        return self.options.precision.reduce_dtype or self.compute_dtype
+
+    def precision_of(self, index: int) -> ParamPrecision:
+        param = self.params[index]
+        return ParamPrecision(self._dtype_of(param), self.reduce_dtype, param.dtype)
+
+    @property
+    def param_infos(self) -> list[ParamInfo]:
+        return [param.info for param in self.params]
 
     @property
     def stepped(self) -> list[nn.Parameter]:
@@ -84,7 +93,7 @@ class DTensorGroup:
 
     def _dtype_of(self, param: ShardedParam) -> torch.dtype:
         """That it is computed with: integers keep their own."""
-        asked = self.options.param_dtype
+        asked = self.options.precision.param_dtype
         return asked if asked is not None and param.dtype.is_floating_point else param.dtype
 
     # when it is unsharded
@@ -143,6 +152,17 @@ class DTensorGroup:
         if len(dtypes) > 1:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {dtypes}")
 
+    def _refuse_lost_masters(self) -> None:
+        master = self.options.precision.master_dtype
+        if master is None:
+            return
+        lost = [p.name for p in self.params if p.dtype.is_floating_point and p.dtype is not master]
+        if lost:
+            raise RuntimeError(
+                f"{', '.join(lost)} should be {master}, their master_dtype, but have been cast or replaced since they "
+                f"were sharded, which has rounded them; load them again behind module.to({master})"
+            )
+
     # gathering
 
     def unsharded(self, dtype: torch.dtype) -> UnshardedParams:
@@ -159,6 +179,7 @@ class DTensorGroup:
         return found
 
     def begin_gather(self, dtype: torch.dtype) -> Gathering | None:
+        self._refuse_lost_masters()
         unsharded = self.unsharded(dtype)
         is_split = bool(self._parts) and unsharded.is_filled()
         over = self.groups.backward if is_split else self.groups.shard
@@ -237,7 +258,7 @@ class DTensorGroup:
     def show_at(self, param: ShardedParam, locations: tuple[ParamLocation, ...]) -> None:
         """Have other modules, which had the same parameter, see it too; nothing is unsharded."""
         param.info = replace(param.info, locations=(*param.info.locations, *locations))
-        self._registration = ParamRegistration([one.info for one in self.params], as_parameters=True)
+        self._registration = ParamRegistration(self.param_infos, as_parameters=True)
         self.use_sharded_views()
 
     def drop_parts(self) -> None:

@@ -38,6 +38,7 @@ class ShardedParam:
         managed: the parameter and where its modules keep it; replaced there by the sharded one.
         mesh: of one dimension to shard over, behind one to replicate over if there are two.
         dim: that is cut; any but the first has to be cut evenly.
+        dtype: of the part.
 
     Raises:
         NotImplementedError: the parameter is not contiguous, or would be cut unevenly in another than its first
@@ -45,7 +46,15 @@ class ShardedParam:
     """
 
     def __init__(  # noqa: PLR0913  where it is cut, and where it is kept
-        self, managed: ManagedParam, mesh: DeviceMesh, dim: int, rank: int, world: int, *, offloads: bool
+        self,
+        managed: ManagedParam,
+        mesh: DeviceMesh,
+        dim: int,
+        rank: int,
+        world: int,
+        dtype: torch.dtype,
+        *,
+        offloads: bool,
     ) -> None:
         parameter = managed.parameter
         if not parameter.is_contiguous():
@@ -75,8 +84,8 @@ class ShardedParam:
         self.local_shape = self._cut_to(stop - start)
         self.padded_shape = self._cut_to(-(-size // world))
         self.padded_numel = prod(self.padded_shape)
-        spec = self._spec_over(mesh, parameter.dtype)
-        local = self._part_of(parameter.detach(), rank, stop - start)
+        spec = self._spec_over(mesh, dtype)
+        local = self._part_of(parameter.detach(), rank, stop - start).to(dtype)
         if offloads and not local.is_meta:
             local = local.cpu()
         self.sharded = nn.Parameter(made_dtensor(local, spec), requires_grad=parameter.requires_grad)

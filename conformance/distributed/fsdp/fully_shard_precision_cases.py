@@ -1,0 +1,185 @@
+"""Units of fully_shard whose parameters differ in dtype: their own, or that of a policy per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conformance.distributed.fsdp.fully_shard_cases import whole
+from conformance.distributed.fsdp.fully_shard_construct_cases import Site
+from conformance.distributed.fsdp.lab import tried
+
+_LEARNING_RATE = 0.25
+_STEPS = 2
+LOW, FULL = torch.bfloat16, torch.float32
+# Of a parameter: to compute, to reduce and to step in.
+Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
+
+
+class Mixed(nn.Module):
+    """Each layer casts its input to what its weight shows; notes what that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.router = nn.LayerNorm(4), nn.Linear(4, 5), nn.Linear(5, 3)
+        self.shown: list[str] = []
+        for number, parameter in enumerate(self.parameters()):
+            parameter.data = torch.linspace(0.3, 1 - number / 3, parameter.numel()).view(parameter.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.norm, self.inner, self.router):
+            x = layer(x.to(layer.weight.dtype)).sin()
+            self.shown.append(str(layer.weight.dtype))
+        return x.float()
+
+
+def _model(cast: Callable[[Mixed], Any]) -> Mixed:
+    with torch.random.fork_rng([]):
+        model = Mixed()
+    cast(model)
+    return model
+
+
+def _batch(rank: int, number: int) -> Tensor:
+    return torch.linspace(-1 - rank, 1 + number, 12).view(3, 4)
+
+
+# -- parameters of several dtypes
+
+
+def _of_two(model: Mixed) -> None:
+    model.inner.double()
+
+
+def of_two_dtypes(site: Site) -> dict[str, Any]:
+    model = _model(_of_two)
+    site.shard(model)
+    return _trained(model, lambda number: model(_batch(site.rank.rank, number)).square().mean())
+
+
+def of_two_dtypes_by_hand(world: int) -> dict[str, Any]:
+    model = _model(_of_two)
+
+    def loss(number: int) -> Tensor:
+        return torch.stack([model(_batch(rank, number)).square().mean() for rank in range(world)]).mean()
+
+    return _trained(model, loss)
+
+
+def _trained(model: Mixed, loss_of: Callable[[int], Tensor]) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
+    gradients: list[Any] = []
+    for number in range(_STEPS):
+        loss_of(number).backward()
+        gradients.append({name: whole(each.grad) for name, each in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"gradients": gradients, "after": {name: whole(each) for name, each in model.named_parameters()}}
+
+
+# -- a policy per parameter
+
+
+def _policy(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> Any:
+    def own(name: str, parameter: Tensor) -> Any:
+        dtypes = apart.get(name.partition(".")[0])
+        return None if dtypes is None else site.fsdp.ParamPrecision(*dtypes)
+
+    compute, reduce, master = everywhere
+    return site.fsdp.PerParamPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=reduce, master_dtype=master, precision_of=own
+    )
+
+
+def by_policy(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
+    """A model that is made in low precision."""
+    model = _model(lambda made: made.to(LOW))
+    site.shard(model, mp_policy=_policy(site, everywhere, apart))
+    seen = _trained(model, lambda number: model(_batch(site.rank.rank, number)).square().mean())
+    has = {name: astuple(one) for name, one in site.fsdp.param_precisions(model).items()}
+    return seen | {"shown": model.shown, "has": {name: str(has[name]) for name in sorted(has)}}
+
+
+def by_policy_by_hand(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
+    """With masters, copies of them to compute with, and gradients that are averaged one by one."""
+    model = _model(lambda made: made.to(LOW))
+    dtypes = {
+        name: _in_full(apart.get(name.partition(".")[0], everywhere)) for name, _ in model.named_parameters()
+    }
+    masters = {name: each.detach().to(dtypes[name][2]) for name, each in model.named_parameters()}
+    gradients: list[dict[str, Tensor]] = []
+    for number in range(_STEPS):
+        batches = [_batch(rank, number).to(everywhere[0]) for rank in range(site.rank.world_size)]
+        ranks = [_gradients(model, masters, dtypes, each) for each in batches]
+        gradients.append(
+            {
+                name: _average([one[name].to(reduce) for one in ranks]).to(master)
+                for name, (_, reduce, master) in dtypes.items()
+            }
+        )
+        masters = {name: each - _LEARNING_RATE * gradients[-1][name] for name, each in masters.items()}
+    return {
+        "gradients": gradients,
+        "after": masters,
+        "shown": [str(dtypes[f"{layer}.weight"][0]) for layer in ("norm", "inner", "router")] * _STEPS,
+        "has": {name: str(dtypes[name]) for name in sorted(dtypes)},
+    }
+
+
+def _in_full(dtypes: Dtypes) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Of a parameter that is made in low precision."""
+    compute, reduce, master = dtypes
+    return compute or LOW, reduce or compute or LOW, master or LOW
+
+
+def _gradients(
+    model: Mixed, masters: Mapping[str, Tensor], dtypes: Mapping[str, Any], x: Tensor
+) -> dict[str, Tensor]:
+    shown = {name: each.to(dtypes[name][0], copy=True).requires_grad_() for name, each in masters.items()}
+    loss: Tensor = torch.func.functional_call(model, shown, (x,)).square().mean()
+    return dict(zip(shown, torch.autograd.grad(loss, list(shown.values())), strict=True))
+
+
+def _average(grads: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(grads)).sum(0) / len(grads)
+
+
+# -- masters that would be lost
+
+
+def lost_masters(site: Site) -> dict[str, Any]:
+    model = _model(lambda made: made.to(LOW))
+    site.shard(model, mp_policy=site.fsdp.PerParamPrecisionPolicy(LOW, master_dtype=FULL))
+    x = _batch(site.rank.rank, 0)
+    model(x).sum().backward()
+    low = {name: each.to(LOW) for name, each in model.state_dict().items()}
+    model.load_state_dict(low)
+    loaded = sorted({str(each.dtype) for each in model.parameters()})
+    model.router.to(LOW)
+    narrow = site.fsdp.PerParamPrecisionPolicy(master_dtype=LOW)
+    return {
+        "loaded": loaded,
+        "cast": tried(lambda: model(x)),
+        "narrow": tried(lambda: site.shard(_model(lambda made: None), mp_policy=narrow)),
+    }
+
+
+# -- the report
+
+
+def reported(site: Site) -> dict[str, Any]:
+    """Of the other face, and of a model that is not sharded."""
+    fsdp = site.fsdp
+    mixed = fsdp.MixedPrecision(param_dtype=LOW, reduce_dtype=FULL)
+    wrapped = fsdp.FullyShardedDataParallel(
+        _model(_of_two), mixed_precision=mixed, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    models = {"wrapped": wrapped, "plain": _model(_of_two)}
+    return {
+        kind: {name: str(astuple(one)) for name, one in fsdp.param_precisions(model).items()}
+        for kind, model in models.items()
+    }
