@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conformance.distributed.fsdp.fully_shard_cases import whole
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
+from conformance.distributed.fsdp.lab import tried
 
 _ROWS, _WIDTH = 7, 3
 _STEPS = ("plain", "accumulated", "checkpointed", "reentrant")
@@ -53,6 +54,17 @@ def tied(site: Site, units: Sequence[str]) -> dict[str, Any]:
     is_freed = isinstance(model.embed.weight, DTensor)
     loss.backward()
     return seen | {"keys": list(model.state_dict()), "is freed": is_freed}
+
+
+def tied_in_two_models(site: Site) -> str:
+    """Their first forwards."""
+    models = [_model(), _model()]
+    models[1].embed.weight = models[0].embed.weight
+    for model in models:
+        model.body[2].weight = nn.Parameter(model.embed.weight.detach().clone())
+    for model in models:
+        site.shard(model)
+    return tried(lambda: [_loss(model, 0, site.rank.rank, "plain").item() for model in models])
 
 
 def tied_by_hand(world: int) -> dict[str, Any]:

@@ -37,3 +37,14 @@ def test_tied_weights_stay_tied(
 
     expected = observe(cases.tied_by_hand, rank_pool.world_size)
     deviation.judge(probe, we_do=lambda seen: all(does_as(expected, each) for each in seen))
+
+
+@clause("distributed.fsdp.fully_shard.tied_in_two_models")
+@pytest.mark.deviation("fully_shard.tied_in_two_models")
+def test_models_do_not_part_in_silence(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+    def probe(library: Library) -> list[Outcome]:
+        return outcomes(
+            rank_pool, library, "fully_shard_construct_cases:probe", asks=cases.tied_in_two_models
+        )
+
+    deviation.judge(probe, we_do=lambda seen: all(str(one.value).startswith("ValueError") for one in seen))

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._param_registration import ManagedParam
 from impl.distributed.fsdp._tensor_parallel import made_dtensor, mesh_beside
 
-_SHARDED_AS = (
-    "_fsdp_sharded_param"  # where a parameter keeps what was made of it, for other modules that have it
-)
+# What was made of a parameter, for other modules that have it. Not an attribute, which would be saved with it.
+_sharded_as = WeakTensorKeyDictionary()
 
 
 def rows_of(rows: int, rank: int, world: int) -> tuple[int, int]:
@@ -64,7 +64,7 @@ class ShardedParam:
             )
         self.info = managed.info
         self.unit_state: weakref.ref[Any] | None = None  # that it is a parameter of
-        setattr(managed.original, _SHARDED_AS, weakref.ref(self))
+        _sharded_as[managed.original] = weakref.ref(self)
         self.name = managed.info.name
         self.mesh = mesh
         self.replicates = mesh.ndim == 2
@@ -85,7 +85,9 @@ class ShardedParam:
         self.padded_shape = self._cut_to(-(-size // world))
         self.padded_numel = prod(self.padded_shape)
         spec = self._spec_over(mesh, dtype)
-        local = self._part_of(parameter.detach(), rank, stop - start).to(dtype)
+        local = self._part_of(parameter.detach(), rank, stop - start)
+        if local.dtype is not dtype:
+            local = local.to(dtype)
         if offloads and not local.is_meta:
             local = local.cpu()
         self.sharded = nn.Parameter(made_dtensor(local, spec), requires_grad=parameter.requires_grad)
@@ -169,7 +171,7 @@ class ShardedParam:
 
 def sharded_as(original: nn.Parameter) -> ShardedParam | None:
     """What fully_shard has made of a parameter; None if nothing, or if its modules are gone."""
-    made: weakref.ref[ShardedParam] | None = getattr(original, _SHARDED_AS, None)
+    made: weakref.ref[ShardedParam] | None = _sharded_as.get(original)
     return None if made is None else made()
 
 
