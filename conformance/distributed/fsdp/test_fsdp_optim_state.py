@@ -94,7 +94,7 @@ def test_there_and_back(twins: Twins, ways: Sequence[Way], data: st.DataObject) 
     ("all_ranks", "ranks_are"),
     [(3, "default"), pytest.param(4, "groups", marks=FULL), pytest.param(4, "meshes", marks=FULL)],
 )
-@share_of_examples(0.03)  # making groups takes a second
+@share_of_examples(0.03)
 @given(
     data=st.data(), way=st.sampled_from([_SCATTERED, _DEALT, *_TYPES]), kind=st.sampled_from(_OF_ONE_TENSOR)
 )

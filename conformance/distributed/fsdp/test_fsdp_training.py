@@ -52,7 +52,7 @@ def test_trains_units_of_real_sizes(twins_of: TwinsOf, setup: Setup, more_ranks:
 @pytest.mark.parametrize(
     ("all_ranks", "shards"), [(4, 2), pytest.param(2, 2, marks=FULL), pytest.param(4, 4, marks=FULL)]
 )
-@share_of_examples(0.1)  # making groups takes a second
+@share_of_examples(0.1)
 @given(data=st.data())
 def test_trains_replicas(
     twins_of: TwinsOf, strategy: str, all_ranks: int, shards: int, data: st.DataObject

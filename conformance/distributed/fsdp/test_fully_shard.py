@@ -76,7 +76,7 @@ def test_trains_on_more_ranks_than_some_parameters_have_rows(
     ("all_ranks", "shards"),
     [(4, 2), (2, 1), pytest.param(2, 2, marks=FULL), pytest.param(4, 1, marks=FULL)],
 )
-@share_of_examples(0.1)  # making groups takes a second
+@share_of_examples(0.1)
 @given(data=st.data())
 def test_trains_replicas(
     subject: Library,
