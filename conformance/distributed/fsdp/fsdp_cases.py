@@ -82,6 +82,13 @@ class Training:
         frozen = {leaf.frozen for leaf in self.tree.body.leaves()}
         return self.setup.uses_orig_params and (frozen != {"none"} or self.tree.head == "frozen")
 
+    def accumulates_what_thawed(self, world_size: int) -> bool:
+        """Where torch may lose gradients: the row fsdp.accumulates_what_thawed."""
+        is_whole = self.setup.strategy == "NO_SHARD" or world_size == 1
+        thaws = [number for number, step in enumerate(self.steps) if step.before == "thaw"]
+        behind = self.steps[thaws[0] :] if thaws and is_whole and self.setup.uses_orig_params else ()
+        return any(step.order == "no_sync" and step.forwards > 1 for step in behind)
+
 
 def train(rank: Rank, *, library: str, training: Training) -> Outcome:
     """Wrap and train; the outcome's value is what this rank saw. Barriers stand around each step."""

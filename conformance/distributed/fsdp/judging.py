@@ -88,10 +88,12 @@ def assert_like_unsharded(
             assert_all_close(f"{what} of rank {rank}", expected[what], outcome.value[what], tolerance)
 
 
-def trains_like_unsharded(seen: Sequence[Outcome] | RankFault, training: Training) -> bool:
+def trains_like_unsharded(
+    seen: Sequence[Outcome] | RankFault, training: Training, tolerance: Tolerance = TRAINED
+) -> bool:
     try:
         if not isinstance(seen, RankFault):
-            assert_like_unsharded(seen, training)
+            assert_like_unsharded(seen, training, tolerance)
     except AssertionError:
         return False
     return not isinstance(seen, RankFault)

@@ -7,7 +7,7 @@ import torch
 
 from conformance.distributed.fsdp import torch_limit_removed_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.judging import assert_like_unsharded
+from conformance.distributed.fsdp.judging import assert_like_unsharded, trains_like_unsharded
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
 from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import averaged_gradients, gave
@@ -72,4 +72,17 @@ def test_gradients_in_low_precision_are_shown_at_both_places_of_a_parameter(
         lambda library: cpu_twins.trained(library, training),
         torch_does=raises(RuntimeError, "attempting to assign a gradient with dtype"),
         we_do=lambda seen: holds(assert_like_unsharded, seen, training, tolerance_of(policy)),
+    )
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.accumulates_what_thawed")
+@pytest.mark.deviation("fsdp.accumulates_what_thawed")
+def test_gradients_of_what_thawed_add_up(cpu_twins: Twins) -> None:
+    """Without sharding, and behind a step of several backwards in which the parameter was frozen."""
+    setup = Setup("NO_SHARD", arguments={"use_orig_params": True})
+    steps = (Step(forwards=2), Step(forwards=2, order="no_sync", before="thaw"))
+    training = Training(ModuleTree(Group((Leaf("affine", 2, frozen="first"),))), setup, steps)
+    cpu_twins.judge(
+        lambda library: cpu_twins.trained(library, training),
+        we_do=lambda seen: trains_like_unsharded(seen, training),
     )
