@@ -333,6 +333,7 @@ def on_whole_mesh(
     sizes: tuple[int, ...],
     names: tuple[str, ...],
     parallel: str | None,
+    policies: str = "",
 ) -> Outcome:
     """Two steps of a model whose weights the dimension `parallel` cuts; over the others ranks have different rows."""
     fsdp = load_library(library).distributed.fsdp
@@ -343,6 +344,10 @@ def on_whole_mesh(
 
     def run() -> list[Any]:
         given = {"mesh": mesh, "dp_mesh_dims": fsdp.DataParallelMeshDims(**dims)}
+        if policies == "mixed":
+            given["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if policies == "offloaded":
+            given["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
         fsdp.fully_shard(model[2], **given)
         fsdp.fully_shard(model, **given)
         seen: list[Any] = [registered(model)]

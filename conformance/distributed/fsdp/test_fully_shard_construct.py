@@ -121,18 +121,34 @@ def test_two_models_share(subject: Library, reference: Library, rank_pool: RankP
         ({"shard": "data"}, (2, 2), ("model", "data"), "model"),
         ({"shard": "data", "replicate": "copies"}, (2, 2), ("copies", "data"), None),
         ({"shard": ("a", "b")}, (2, 2), ("a", "b"), None),
+        pytest.param(
+            {"shard": "data", "replicate": "copies"},
+            (2, 2, 2),
+            ("copies", "data", "model"),
+            "model",
+            marks=pytest.mark.profile("deep"),
+        ),
     ],
-    ids=["sharded", "replicated", "before another", "behind another", "both", "flattened"],
+    ids=["sharded", "replicated", "before another", "behind another", "both", "flattened", "three"],
+)
+@pytest.mark.parametrize(
+    "policies",
+    [
+        pytest.param("", id="plain"),
+        *(pytest.param(one, marks=pytest.mark.profile("full")) for one in ("mixed", "offloaded")),
+    ],
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_over_named_dimensions(
     subject: Library,
     reference: Library,
     ranks: Callable[..., RankPool],
+    *,
     dims: dict[str, Any],
     sizes: tuple[int, ...],
     names: tuple[str, ...],
     parallel: str | None,
+    policies: str,
     world_size: int,
 ) -> None:
     expected, actual = (
@@ -144,6 +160,7 @@ def test_shards_over_named_dimensions(
             sizes=sizes,
             names=names,
             parallel=parallel,
+            policies=policies,
         )
         for library in (reference, subject)
     )
