@@ -18,7 +18,6 @@ What it does not reach
     that stand in their places now. Install between two steps, not between `unscale_` and `step`.
     Classes already derived from torch's, which stay so.
     Processes started afresh, as by multiprocessing's "spawn": they begin with torch's names. Forked ones inherit.
-    Pipeline schedules over modules of `fully_shard`, which ask for the insides of torch's.
     `torch.jit.script`, which knows torch's autocast by its name in the source.
 """
 

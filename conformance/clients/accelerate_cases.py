@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import Trainer, TrainingArguments
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -18,19 +18,20 @@ from conformance.clients import tiny
 from conformance.clients.adapters import accelerate_on_the_cpu
 from conformance.ranks import Rank
 
+_BY_BLOCK = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["GPT2Block"]}
+
 
 @accelerate_on_the_cpu()
 def train(
     rank: Rank, *, folder: str, state_dict_type: str, use_orig_params: bool, dtype: torch.dtype, lora: bool
 ) -> dict[str, Any]:
-    """In bfloat16, clipped, two batches a step; saved in the middle, and loaded after more steps."""
+    """By FullyShardedDataParallel, in bfloat16, clipped, two batches a step; saved in the middle, loaded after more."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
         reshard_after_forward="FULL_SHARD",
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["GPT2Block"],
-        state_dict_type=state_dict_type,
         use_orig_params=use_orig_params,
+        **_BY_BLOCK,
+        state_dict_type=state_dict_type,
     )
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin)
     made = tiny.lora() if lora else tiny.gpt2(dtype)
@@ -38,6 +39,35 @@ def train(
         plugin.auto_wrap_policy = peft.utils.other.fsdp_auto_wrap_policy(made)
     model = accelerator.prepare(made)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), **tiny.ADAM))
+    seen = _trained(rank, accelerator, model, optimizer, folder)
+    return {"sharded": isinstance(model, FullyShardedDataParallel), "weights": tiny.whole(model), **seen}
+
+
+@accelerate_on_the_cpu()
+def train_version_2(
+    rank: Rank, *, folder: str, state_dict_type: str, lora: bool, from_the_first_rank: bool
+) -> dict[str, Any]:
+    """The same by fully_shard, upcast; the first rank's weights may be those of all, and blocks be recomputed."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        **_BY_BLOCK,
+        state_dict_type=state_dict_type,
+        cpu_ram_efficient_loading=from_the_first_rank,
+        activation_checkpointing=from_the_first_rank,
+    )
+    made = tiny.lora() if lora else tiny.gpt2(torch.bfloat16)
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    model, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters(), **tiny.ADAM))
+    seen = _trained(rank, accelerator, model, optimizer, folder)
+    return {
+        "sharded": isinstance(model, FSDPModule),
+        "weights": tiny.gathered(dict(model.named_parameters())),
+        **seen,
+    }
+
+
+def _trained(rank: Rank, accelerator: Accelerator, model: Any, optimizer: Any, folder: str) -> dict[str, Any]:
     losses, norms = [], []
 
     def steps(batches: Iterable[torch.Tensor]) -> None:
@@ -46,7 +76,9 @@ def train(
                 loss = model(input_ids=batch, labels=batch).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    norms.append(accelerator.clip_grad_norm_(model.parameters(), tiny.MAX_NORM))
+                    norms.append(
+                        tiny.gathered(accelerator.clip_grad_norm_(model.parameters(), tiny.MAX_NORM))
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.detach())
@@ -57,13 +89,8 @@ def train(
     steps(data[4:6])
     accelerator.load_state(folder)
     steps(data[4:])
-    return {
-        "sharded": isinstance(model, FullyShardedDataParallel),
-        "losses": losses,
-        "norms": norms,
-        "weights": tiny.whole(model),
-        "saved": accelerator.get_state_dict(model),  # whole on the first rank, empty on others
-    }
+    saved = accelerator.get_state_dict(model)  # whole on the first rank, empty on others
+    return {"losses": losses, "norms": norms, "saved": saved}
 
 
 @accelerate_on_the_cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ def optimizer(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture
+def _torchtitan() -> None:
+    if importlib.util.find_spec("torchtitan") is None:
+        unavailable("no torchtitan: pip install --no-deps -r conformance/clients/requirements.txt")
+
+
 def assert_sharded(returned: list[dict[str, Any]]) -> None:
     """Else a library has gone another way, and both sides have trained without sharding."""
     assert all(one["sharded"] for one in returned)
@@ -54,6 +61,17 @@ def test_accelerate(sides: Sides, tmp_path: Path, state_dict_type: str, use_orig
     assert_sharded(
         sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.float32, lora=False)
     )
+
+
+@clause("clients.libraries.accelerate_version_2")
+@IN_BOTH_KINDS
+@pytest.mark.parametrize("lora", [False, True], ids=["all_trained", "adapters"])
+@pytest.mark.parametrize("from_the_first_rank", [False, True], ids=["own_weights", "first_rank's_weights"])
+def test_accelerate_version_2(
+    sides: Sides, tmp_path: Path, from_the_first_rank: bool, lora: bool, state_dict_type: str
+) -> None:
+    asked = {"state_dict_type": state_dict_type, "from_the_first_rank": from_the_first_rank, "lora": lora}
+    assert_sharded(sides.assert_alike("accelerate_cases:train_version_2", tmp_path, **asked))
 
 
 @clause("clients.libraries.accelerate_upcasts")
@@ -73,6 +91,17 @@ def test_peft(sides: Sides, tmp_path: Path, state_dict_type: str, use_orig_param
     assert_sharded(actual)
     # Two at each of three layers in each of two blocks.
     assert sum(".lora_" in name for name in actual[0]["saved"]) == 12
+
+
+@clause("clients.libraries.torchtitan")
+@pytest.mark.usefixtures("_torchtitan")
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["whole_loss", "chunked_loss"])
+@pytest.mark.parametrize(
+    ("is_tied", "reshards"), [(False, "always"), (True, "default")], ids=["apart", "tied"]
+)
+def test_torchtitan(sides: Sides, is_tied: bool, reshards: str, is_chunked: bool) -> None:
+    asked = {"is_tied": is_tied, "reshards": reshards, "is_chunked": is_chunked, "recomputes": is_tied}
+    assert_sharded(sides.assert_alike("torchtitan_cases:train", **asked, dtype=torch.bfloat16))
 
 
 @clause("clients.libraries.transformers_trainer")
@@ -113,6 +142,17 @@ def test_distributed_checkpoint(
     writer, reader = (sides.reference, sides.subject) if torch_writes else (sides.subject, sides.reference)
     wrote = sides.run(writer, "checkpoint_cases:write", **way)
     assert_same(wrote, sides.run(reader, "checkpoint_cases:read", **way), EXACT)
+
+
+@clause("clients.libraries.pipelining")
+@pytest.mark.parametrize(
+    "schedule",
+    ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"],
+)
+@pytest.mark.parametrize("reshards", [False, True], ids=["kept", "resharded"])
+def test_pipelining(sides: Sides, reshards: bool, schedule: str) -> None:
+    asked = {"schedule": schedule, "reshards": reshards}
+    assert_sharded(sides.assert_alike("pipelining_cases:train", tolerance=EXACT, **asked))
 
 
 @clause("clients.libraries.quantized_optimizers")

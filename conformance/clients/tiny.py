@@ -8,9 +8,10 @@ from typing import Any
 import peft
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-_VOCABULARY, _LENGTH = 64, 16
+_VOCABULARY, LENGTH = 64, 16
 # With so large an eps no element's step hangs on the last bits of a gradient that is next to nothing.
 ADAM: Mapping[str, float] = {"lr": 1e-2, "eps": 1e-3}
 MAX_NORM = 0.05  # below the norms that there are
@@ -19,13 +20,13 @@ MAX_NORM = 0.05  # below the norms that there are
 def tokens(rank: int, batches: int) -> torch.Tensor:
     """Batches of four rows for one rank, of others for each."""
     drawn = torch.Generator().manual_seed(1 + rank)
-    return torch.randint(0, _VOCABULARY, (batches, 4, _LENGTH), generator=drawn)
+    return torch.randint(0, _VOCABULARY, (batches, 4, LENGTH), generator=drawn)
 
 
 def gpt2(dtype: torch.dtype = torch.float32) -> Any:
     """Two blocks; the head's weight is the embedding's. Without dropout, whose draws are not what is compared."""
     torch.manual_seed(0)
-    sizes = {"n_positions": _LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    sizes = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=_VOCABULARY, **sizes, **dropouts)).to(dtype)
 
@@ -63,3 +64,12 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter of a sharded model, on every rank."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def gathered(value: Any) -> Any:
+    """The tensors of ranks put together, on every rank: of a DTensor, and of all in a dictionary or a list."""
+    if isinstance(value, Mapping):
+        return {name: gathered(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [gathered(each) for each in value]
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value

@@ -41,7 +41,9 @@ def test_each_expected_failure_leads_to_its_proof_and_each_proof_is_of_one(name:
 
 
 def test_what_is_noted_was_judged_at_the_pinned_versions() -> None:
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (HERE / "requirements.txt").read_text(), re.MULTILINE))
+    files = (HERE / "requirements.txt", HERE.parent / "clients" / "requirements.txt")
+    text = "".join(file.read_text() for file in files)
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", text, re.MULTILINE))
     assert NOTED.keys() == set(SUBJECTS)
     assert {distribution: version for distribution, _, version in NOTED.values()}.items() <= pins.items()
 

@@ -1,4 +1,4 @@
-"""Probes of what fully_shard stands beside: compiled blocks, replicas, torch's checkpoint helpers."""
+"""Probes of what fully_shard stands beside: compiled blocks, replicas, losses in chunks, torch's checkpoint helpers."""
 
 from __future__ import annotations
 
@@ -55,6 +55,59 @@ def compiled(site: Site, how: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "held": held(model)}
+
+
+class _Headed(nn.Module):
+    """Whose head is left to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = _blocks(2), nn.LayerNorm(6).double(), nn.Linear(6, 6).double()
+        with torch.no_grad():
+            self.head.weight.copy_(torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6))
+            self.head.bias.fill_(0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x))
+
+
+def in_chunks(site: Site, keeps: bool) -> dict[str, Any]:
+    """The head is called behind the forward, for two rows each time, with a backward each time; before all that, once.
+
+    Args:
+        keeps: it is gathered once for all rows, and its gradients are reduced with the last ones.
+    """
+    model: Any = _Headed()
+    for block in model.body:
+        site.shard(block)
+    site.shard([model.norm, model.head])
+    site.shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen: dict[str, Any] = {"losses": [], "held": []}
+    with torch.no_grad():
+        seen["evaluated"] = model.head(model(_batch(site, 9)))
+    for number in range(2):
+        hidden = model(_batch(site, number))
+        chunks = [chunk.requires_grad_() for chunk in hidden.detach().split(2)]
+        if keeps:
+            model.head.set_reshard_after_forward(False)
+            model.head.set_reshard_after_backward(False)
+            model.head.unshard()
+        for index, chunk in enumerate(chunks):
+            if keeps:
+                model.head.set_requires_gradient_sync(index == len(chunks) - 1, recurse=False)
+            loss = model.head(chunk).square().sum()
+            loss.backward()
+            seen["losses"].append(loss.detach())
+        if keeps:
+            model.head.set_reshard_after_forward(True)
+            model.head.set_reshard_after_backward(True)
+            model.head.reshard()
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
+        seen["held"].append(held(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
 
 
 def replicated(site: Site) -> dict[str, Any]:

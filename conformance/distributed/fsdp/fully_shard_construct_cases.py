@@ -166,6 +166,28 @@ def attributes(site: Site) -> dict[str, Any]:
     }
 
 
+def states(site: Site) -> dict[str, Any]:
+    """What the function says that it keeps of modules, before and behind the call."""
+    state = site.fsdp.fully_shard.state
+    pair: Any = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    before = [state(one) for one in (site.model, *pair)]
+    model = site.leaf_by_leaf()
+    site.shard(pair)
+    kept = [state(one) for one in (model, model.body.parts[0], *pair)]
+    return {
+        "before": before,
+        "is there": [one is not None for one in kept],
+        "is the module's own": [
+            one is module._get_fsdp_state()
+            for one, module in zip(kept, (model, model.body.parts[0], *pair), strict=True)
+        ],
+        "is one for all of a call": kept[2] is kept[3],
+        "are different": len({id(one) for one in kept[:3]}),
+        "of what lies inside": state(model.body.parts[0].inner),
+        "of no module": tried(lambda: state(None)),
+    }
+
+
 def policies(library: Library) -> list[Any]:
     """Made from nothing and from what they take, compared, changed; without ranks."""
     fsdp = library.distributed.fsdp

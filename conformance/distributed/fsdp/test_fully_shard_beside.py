@@ -1,4 +1,4 @@
-"""fully_shard beside what else users train with: compiled blocks, replicas, torch's checkpoint helpers."""
+"""fully_shard beside what else users train with: compiled blocks, replicas, losses in chunks, checkpoint helpers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from conformance.ranks import RankPool
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_blocks_may_be_compiled(subject: Library, reference: Library, rank_pool: RankPool, how: str) -> None:
     (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.compiled, how=how)
+    assert actual.raised is None, actual.raised
+
+
+@clause("distributed.fsdp.fully_shard.loss_in_chunks")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_loss_may_call_a_part(
+    subject: Library, reference: Library, rank_pool: RankPool, keeps: bool
+) -> None:
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.in_chunks, keeps=keeps)
     assert actual.raised is None, actual.raised
 
 

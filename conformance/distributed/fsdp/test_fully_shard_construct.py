@@ -57,6 +57,12 @@ def test_modules_get_a_class_of_their_own(subject: Library, reference: Library, 
     assert actual.raised is None, actual.raised
 
 
+@clause("distributed.fsdp.fully_shard.state")
+def test_tells_what_it_keeps_of_a_module(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.states)
+    assert actual.raised is None, actual.raised
+
+
 @pytest.mark.parametrize(
     "asks",
     [

@@ -32,8 +32,17 @@ class CommContext:
     streams: Streams | None = None
 
 
+@dataclass(frozen=True)
+class _StatesToReduce:
+    """Whose groups torch's pipeline stages have reduce before they end a backward; ours do so at its end."""
+
+    all_states: tuple[()] = ()
+
+
 class ModuleState:
     """One unit, of one module or of several that are gathered together; found on each of them."""
+
+    _state_ctx = _StatesToReduce()  # torch's name
 
     def __init__(
         self,
@@ -175,7 +184,8 @@ class ModuleState:
         if len(self.modules) > 1:
             if self._yet_to_run:
                 return self._cast_inputs(args, kwargs)
-            self._yet_to_run = set(self.modules)
+            # Behind the root's forward it is called for itself, as for a loss that is computed in chunks.
+            self._yet_to_run = set(self.modules) if unit.root.is_in_forward() else {module}
         if self.device.type != "cpu" and unit.root.is_root(unit) and unit.phase not in FORWARDS:
             args, kwargs = (replaced(each, self._moved) for each in (args, kwargs))
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -258,9 +268,18 @@ class ModuleState:
                 group.gradients.forget()
         self._root.reset()
 
+    def _root_post_backward_final_callback(self) -> None:
+        """Torch's name: its pipeline stages have the root reduce what their microbatches have added up."""
+        if self._root is not None:
+            self._root.end_backward()
+
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    return vars(module).get(_STATE)
+    """What the call that has sharded a module keeps of it; None if none has.
+
+    >>> state_of(nn.Linear(2, 2))
+    """
+    return module.__dict__.get(_STATE)
 
 
 def lender_of(param: ShardedParam) -> ModuleState:

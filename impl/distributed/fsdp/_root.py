@@ -171,6 +171,9 @@ class Root:
         if not self.is_in_backward:
             self._leave_forward()
 
+    def is_in_forward(self) -> bool:
+        return self._forwards > 0
+
     def is_idle(self) -> bool:
         return self._forwards == 0 and not self.is_in_backward
 

@@ -57,6 +57,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
 ) -> Any:
     """Shard the parameters of a module, or of several as one group, over ranks, in place.
 
+    What the call keeps of a module, `fully_shard.state(module)` gives; None of one that it has not taken over.
     Those that an earlier call has taken over below it stay with that one, so inner modules come first. So does a
     parameter that modules of both have, which is gathered for either of them. The modules get a class of their own
     beside `FSDPModule`, and their parameters become DTensors.
@@ -141,6 +142,9 @@ def fully_shard(  # noqa: PLR0913  torch's eight
             RegistryItem()
         )  # torch's `replicate` looks there
     return module
+
+
+fully_shard.state = state_of  # pyright: ignore[reportFunctionMemberAccess]  by which torch's pipeline stages find it
 
 
 def _class_for(cls: type) -> type:

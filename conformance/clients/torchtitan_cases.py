@@ -1,0 +1,83 @@
+"""Trainings with torchtitan's own sharding of its decoders, which is all of it that asks for no accelerator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import Llama3Model, llama3_configs
+
+from conformance.clients import tiny
+from conformance.ranks import Rank
+
+_MAX_NORM = (
+    100.0  # above the norms that there are: weights in bfloat16 would make much of the last bits of a norm
+)
+
+
+def train(
+    rank: Rank, *, dtype: torch.dtype, reshards: str, is_tied: bool, is_chunked: bool, recomputes: bool
+) -> dict[str, Any]:
+    """Two blocks of its debug model, made on the meta device; the loss in chunks has a backward for each."""
+    with torch.device("meta"):
+        model: Any = _config(is_tied).build()
+    if recomputes:
+        FullAC.Config().build(dump_folder="").apply(model)
+    mesh = rank.mesh(rank.world_size, names=("fsdp",))
+    apply_fsdp_to_decoder(
+        model, mesh, dtype, torch.float32, pp_enabled=False, reshard_after_forward_policy=reshards
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(
+                True
+            )  # torch multiplies in the collective, which gloo does not
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_states()
+    loss_of: Any = (
+        ChunkedLossWrapper.Config(num_chunks=4) if is_chunked else CrossEntropyLoss.Config()
+    ).build()
+    if is_chunked:
+        loss_of.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+    optimizer = torch.optim.AdamW(model.parameters(), **tiny.ADAM)
+    losses, norms = [], []
+    for batch in tiny.tokens(rank.rank, 4):
+        labels = torch.roll(batch, -1, 1)
+        loss, _ = loss_of(model(batch), labels, torch.tensor(batch.numel() * rank.world_size))
+        loss.backward()
+        norms.append(clip_grad_norm_(list(model.parameters()), _MAX_NORM))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return {
+        "sharded": isinstance(model, FSDPModule),
+        "losses": losses,
+        "norms": tiny.gathered(norms),
+        "weights": tiny.gathered(dict(model.named_parameters())),
+    }
+
+
+def _config(is_tied: bool) -> Llama3Model.Config:
+    """Its masks want a compiled attention, which on a CPU has no backward: causal without them."""
+    made = llama3_configs["debugmodel"]("flex")
+    attention = made.layers[0].attention
+    attention = replace(
+        attention,
+        inner_attention=ScaledDotProductAttention.Config(),
+        rope=replace(attention.rope, max_seq_len=tiny.LENGTH),
+    )
+    return replace(
+        made,
+        layers=[replace(one, attention=attention) for one in made.layers[:2]],
+        enable_weight_tying=is_tied,
+    )
