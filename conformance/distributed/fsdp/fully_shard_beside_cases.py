@@ -9,10 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.checkpoint import state_dict as checkpoints
+from torch.distributed.tensor import Shard
 
 from conformance.distributed.fsdp.fully_shard_cases import described, held, registered
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
+
+_HELPERS = "distributed.checkpoint.state_dict"
 
 
 class Block(nn.Module):
@@ -116,6 +119,42 @@ def replicated(site: Site) -> dict[str, Any]:
     refused = tried(lambda: replicate(first))
     replicate(site.model)
     return {"refused": refused.partition(" but ")[0], **site.train(), "registered": registered(site.model)}
+
+
+def whole_states(site: Site, offloads: bool, flat: bool) -> dict[str, Any]:
+    """By the library's own helpers, where it has any: of parameters cut by rows, unevenly, and by columns.
+
+    Args:
+        offloads: the first rank alone keeps them, on the CPU.
+        flat: one dictionary of the optimizer's states.
+    """
+    from_library = site.library.provides(f"{_HELPERS}.get_state_dict")
+    helpers: Any = site.library.find(_HELPERS) if from_library else checkpoints
+    model = _blocks(2)
+    model.append(nn.Linear(6, 5).double())
+    model[-1].register_buffer("seen", torch.arange(3))
+    site.shard(model[0], shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    site.shard(model[1], mesh=site.rank.mesh(1, site.rank.world_size, names=("copies", "parts")))
+    site.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model(_batch(site, 0)).square().mean().backward()
+    optimizer.step()
+    options = checkpoints.StateDictOptions(
+        full_state_dict=True, cpu_offload=offloads, flatten_optimizer_state_dict=flat
+    )
+    both = helpers.get_state_dict(model, optimizer, options=options)
+    return {
+        "model": _described(helpers.get_model_state_dict(model, options=options)),
+        "optimizer": _described(helpers.get_optimizer_state_dict(model, optimizer, options=options)),
+        "both": [_described(one) for one in both],
+        "held": held(model),
+    }
+
+
+def _described(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _described(value) for name, value in state.items()}
+    return [_described(value) for value in state] if isinstance(state, list) else described(state)
 
 
 def checkpointed(site: Site, whole: bool) -> dict[str, Any]:

@@ -40,3 +40,15 @@ def test_torchs_helpers_save_and_load(
 ) -> None:
     (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.checkpointed, whole=whole)
     assert actual.raised is None, actual.raised
+
+
+@clause("distributed.fsdp.fully_shard.whole_states")
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_states_are_put_together(
+    subject: Library, reference: Library, rank_pool: RankPool, flat: bool, offloads: bool
+) -> None:
+    (actual, *_) = assert_probes_agree(
+        rank_pool, (reference, subject), cases.whole_states, flat=flat, offloads=offloads
+    )
+    assert actual.raised is None, actual.raised

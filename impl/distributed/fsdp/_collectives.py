@@ -43,7 +43,8 @@ def all_gather_into(
     """
 
     def steps(complete: Complete) -> None:
-        transport_for(groups.collectives[group], unsharded, complete).all_gather(unsharded, mine, complete)
+        transport = transport_for(groups.collectives[group], unsharded.nbytes, unsharded.is_cpu, complete)
+        transport.all_gather(unsharded, mine, complete)
 
     groups.order_checkers[group].exchange(entry, group, unsharded.is_cpu, steps)
 
@@ -133,7 +134,8 @@ class Reduction:
         collectives = self.groups.collectives.get(group) or GroupCollectives(group)
 
         def steps(complete: Complete) -> None:
-            transport_for(collectives, buffer, complete).reduce_scatter(shard, buffer, complete)
+            transport = transport_for(collectives, buffer.nbytes, buffer.is_cpu, complete)
+            transport.reduce_scatter(shard, buffer, complete)
 
         order_checker_of(group).exchange(entry, group, buffer.is_cpu, steps)
         return shard

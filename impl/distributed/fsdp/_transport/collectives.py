@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,16 @@ class GroupCollectives:
 
     def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
         complete(_all_gather(self.group, output, mine))
+
+    def all_gather_rows(self, outputs: Sequence[Tensor], complete: Complete) -> None:
+        rank, sizes = self.group.rank(), [output.shape[1] for output in outputs]
+        together = outputs[0]
+        if len(outputs) > 1:
+            together = together.new_empty(len(together), sum(sizes))
+            torch.cat([output[rank] for output in outputs], out=together[rank])
+        self.all_gather(together.view(-1), together[rank], complete)
+        if len(outputs) > 1:
+            torch.split_with_sizes_copy(together, sizes, dim=1, out=list(outputs))
 
     def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
         """Over gloo this rank adds up itself what it is sent, with one rounding where buffers are in low precision.

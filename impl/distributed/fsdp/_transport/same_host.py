@@ -54,21 +54,25 @@ class SameHostPeers:
     def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
         parts = output.view(len(self.pids), -1)
         parts[self.rank].copy_(mine)
-        with self._offered(mine, complete) as addresses:
+        self.all_gather_rows([parts], complete)
+
+    def all_gather_rows(self, outputs: Sequence[Tensor], complete: Complete) -> None:
+        with self._offered([output[self.rank] for output in outputs], complete) as addresses:
             for peer in self._peers():
-                self._read(peer, addresses[peer], parts[peer])
+                for address, output in zip(addresses[peer], outputs, strict=True):
+                    self._read(peer, address, output[peer])
 
     def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
         mine = buffer.view(len(self.pids), -1)[self.rank]
         length = _CHUNK_BYTES // shard.itemsize
         terms = shard.new_empty(len(self.pids), min(length, shard.numel()))
-        with self._offered(buffer, complete) as addresses:
+        with self._offered([buffer], complete) as addresses:
             for start in range(0, shard.numel(), length):
                 total = shard[start : start + length]
                 now = terms[:, : total.numel()]
                 offset = self.rank * shard.nbytes + start * shard.itemsize
                 for peer in self._peers():
-                    self._read(peer, addresses[peer] + offset, now[peer])
+                    self._read(peer, addresses[peer][0] + offset, now[peer])
                 _add_up(now, self.rank, mine[start : start + length], total)
 
     def _peers(self) -> Iterator[int]:
@@ -77,13 +81,14 @@ class SameHostPeers:
         return ((self.rank + distance) % size for distance in range(1, size))
 
     @contextmanager
-    def _offered(self, offered: Tensor, complete: Complete) -> Generator[list[int]]:
+    def _offered(self, offered: Sequence[Tensor], complete: Complete) -> Generator[list[list[int]]]:
         """Where lies what each rank offers; left when all have read."""
-        rows = _exchanged(self.group, [offered.data_ptr(), offered.nbytes], complete)
-        for peer, (_, nbytes) in enumerate(rows):
-            if nbytes != offered.nbytes:
-                raise OwnFault(f"rank {peer} of the group offers {nbytes} bytes, this one {offered.nbytes}")
-        yield [address for address, _ in rows]
+        addresses, nbytes = [each.data_ptr() for each in offered], sum(each.nbytes for each in offered)
+        rows = _exchanged(self.group, [nbytes, *addresses], complete)
+        for peer, (theirs, *_) in enumerate(rows):
+            if theirs != nbytes:
+                raise OwnFault(f"rank {peer} of the group offers {theirs} bytes, this one {nbytes}")
+        yield [row[1:] for row in rows]
         _exchanged(self.group, [0], complete)
 
     def _read(self, peer: int, address: int, into: Tensor) -> None:

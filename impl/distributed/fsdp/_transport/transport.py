@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -21,6 +21,9 @@ class Transport(Protocol):
 
     def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
         """Fill `output` with every rank's `mine`, one behind the other."""
+
+    def all_gather_rows(self, outputs: Sequence[Tensor], complete: Complete) -> None:
+        """Fill each of several [W, n] of one dtype with every rank's row; this rank's is there."""
 
     def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
         """Fill `shard` with the sum of this rank's part of every rank's `buffer`, which may be overwritten."""

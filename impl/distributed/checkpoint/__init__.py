@@ -1,0 +1,1 @@
+"""Mirrors `torch.distributed.checkpoint`: of its helpers, those that gather."""

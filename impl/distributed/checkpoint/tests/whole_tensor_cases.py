@@ -1,0 +1,67 @@
+"""What ranks put together of a state's tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from conformance.ranks import Rank
+from impl.distributed.checkpoint import _whole_tensors
+
+# A shape and how it is cut, by what it is called.
+CUT: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
+    "rows": ((4, 3), torch.float32, 0),
+    "an odd row": ((5, 2), torch.float32, 0),
+    "a row for the first": ((1, 7), torch.float32, 0),
+    "columns": ((3, 6, 2), torch.float32, 1),
+    "low precision": ((6,), torch.bfloat16, 0),
+    "whole numbers": ((8, 8), torch.int64, 0),
+    "nothing": ((0, 3), torch.float32, 0),
+    "the last ones": ((2, 6), torch.float32, -1),
+}
+
+
+def whole(rank: Rank, *, exchange_bytes: int) -> dict[str, Any]:
+    mesh = rank.mesh(rank.world_size)
+
+    def spread(values: torch.Tensor, placement: Any) -> DTensor:
+        return distribute_tensor(values, mesh, [placement], src_data_rank=None)
+
+    values = {
+        name: torch.arange(torch.Size(shape).numel()).add(number).view(shape).to(dtype)
+        for number, (name, (shape, dtype, _)) in enumerate(CUT.items())
+    }
+    cut = {name: spread(values[name], Shard(dim)) for name, (_, _, dim) in CUT.items()}
+    others = {
+        "copies": spread(torch.ones(2), Replicate()),
+        "odd columns": spread(torch.ones(2, 5), Shard(1)),
+        "plain": torch.ones(2),
+        "no tensor": [1, None, "one"],
+    }
+    kept: list[int] = []
+    seen, earlier = [], _whole_tensors._EXCHANGE_BYTES
+    gather = _whole_tensors._gathered
+    _whole_tensors._EXCHANGE_BYTES = exchange_bytes
+    _whole_tensors._gathered = lambda cuts: (seen.append(len(cuts)), gather(cuts))[1]
+    try:
+        state = _whole_tensors.with_whole_tensors(
+            {"cut": cut, "others": others}, lambda tensor: (kept.append(len(seen)), tensor)[1]
+        )
+    finally:
+        _whole_tensors._EXCHANGE_BYTES, _whole_tensors._gathered = earlier, gather
+    return {
+        "wrong": [
+            name
+            for name, value in state["cut"].items()
+            if type(value) is not torch.Tensor
+            or value.dtype is not values[name].dtype
+            or value.untyped_storage().nbytes() != value.nbytes
+            or not (value.is_contiguous() and torch.equal(value, values[name]))
+        ],
+        "left": all(state["others"][name] is other for name, other in others.items() if name != "no tensor"),
+        "no tensor": state["others"]["no tensor"],
+        "exchanges": seen,
+        "kept after": kept,
+    }
