@@ -77,6 +77,14 @@ def per_parameter(**options: Any) -> Callable[[ModuleType, nn.Sequential, Rank],
     return shard
 
 
+def in_replicas(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
+    """Each rank has the whole: what is reduced is memory of the computation."""
+    mesh = rank.mesh(rank.world_size, 1, names=("replicas", "shards"))
+    for layer in model:
+        library.fully_shard(layer, mesh=mesh)
+    return library.fully_shard(model, mesh=mesh)
+
+
 def replicated(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model.to(rank.device), bucket_cap_mb=0.001)
 
@@ -93,6 +101,11 @@ def without_syncing(model: nn.Module, last: bool) -> contextlib.AbstractContextM
     if hasattr(model, "no_sync"):
         return contextlib.nullcontext() if last else model.no_sync()
     model.set_requires_gradient_sync(last)
+    return contextlib.nullcontext()
+
+
+def without_all_reduce(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+    model.set_requires_all_reduce(last)
     return contextlib.nullcontext()
 
 
@@ -200,6 +213,7 @@ PER_PARAMETER_WAYS = {
     "fully_shard, prefetched": Way(prefetching),
     "fully_shard, accumulated": Way(per_parameter(), accumulate=without_syncing),
     "fully_shard, a backward that is not the last": Way(per_parameter(), accumulate=not_the_last),
+    "fully_shard, replicas that add up": Way(in_replicas, accumulate=without_all_reduce),
     "fully_shard, gathered ahead": Way(per_parameter(), between=gather_ahead),
     "fully_shard, an optimizer on a stream of its own": Way(
         per_parameter(), step=step_on_a_stream_of_its_own

@@ -111,9 +111,10 @@ class Reduction:
         if groups.replicate is not None:
             earlier, self.partial = self.partial, None
             if earlier is not None:
-                output.add_(earlier)
+                output = earlier.add_(output)
             if self.defers_all_reduce:
-                self.partial = output
+                # The buffer is COMPUTE's memory, and kept no longer than its own reduction.
+                self.partial = output.clone() if output is buffer else output
                 return None
             groups.order_checkers[groups.replicate].run(entry, _all_reduce, groups.replicate, [output])
         if self.on_reduced is not None:
