@@ -44,6 +44,18 @@ def whole(lab: Lab, *, options: Mapping[str, Any]) -> dict[str, Any]:
         return {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}
 
 
+def changed_behind(lab: Lab) -> dict[str, torch.Tensor]:
+    """What was shown of parameters that are 0 right behind it: the second time, when they lie where they stay."""
+    shown: dict[str, torch.Tensor] = {}
+    for _ in range(2):
+        with lab.fsdp.summon_full_params(lab.model, writeback=False):
+            shown = named(lab.model)
+    with torch.no_grad():
+        for parameter in lab.model.parameters():
+            parameter.zero_()
+    return shown
+
+
 def computes(
     lab: Lab, *, options: Mapping[str, Any], by: str = "unit", backward: str = "", adds: float = 0.0
 ) -> dict[str, Any]:

@@ -230,3 +230,23 @@ def test_offloads_what_it_gathers(
     assert_ranks_agree(
         *([replace(outcome, warned=()) for outcome in seen] for seen in (expected, actual)), TRAINED
     )
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.offloaded_and_changed")
+@pytest.mark.deviation("fsdp.offloaded_and_changed")
+@both_kinds
+@each_strategy
+def test_what_is_changed_behind_was_shown_before(twins: Twins, strategy: str, use_orig_params: bool) -> None:
+    setup = replace(leaf_by_leaf(strategy, use_orig_params), offload_params=True)
+    plain = dict(TREE.build().named_parameters())
+
+    def is_right(seen: dict[str, Any]) -> bool:
+        return all(torch.equal(seen[name].values, parameter) for name, parameter in plain.items())
+
+    twins.deviate(
+        summon_cases.changed_behind,
+        setup,
+        torch_does=lambda seen: not each(is_right)(seen),
+        we_do=each(is_right),
+        may_agree=True,  # where the copy is done before the host writes
+    )
