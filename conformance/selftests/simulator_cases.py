@@ -9,9 +9,13 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
+from torch.distributed import ReduceOp
+from torch.testing._internal.distributed import multi_threaded_pg
 
 from conformance import simulator
 from conformance.simulator.device import host_view
@@ -174,6 +178,33 @@ def wait_for_a_copy_between_devices(right: bool) -> float:
     if right:
         torch.accelerator.current_stream("sim:1").wait_stream(side)
     return y.sum().item()
+
+
+@program
+def wait_around_a_sum_of_threads(right: bool) -> float:
+    """torch's own: of ranks that are threads the first does the work for all, on its stream, and waits for none."""
+    streams, parts = [torch.Stream("sim"), torch.Stream("sim")], []
+    for stream in streams:
+        with stream:
+            parts.append(filled(3.0))
+    group = SimpleNamespace(_terminate=threading.Event())
+    total = multi_threaded_pg.Collective(2, multi_threaded_pg.AllReduce(ReduceOp(ReduceOp.SUM)), group)
+
+    def join(rank: int) -> None:
+        with streams[rank]:
+            total.join(rank, [parts[rank]])
+
+    if right:
+        streams[0].wait_stream(streams[1])
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if right:
+        streams[1].wait_stream(streams[0])
+    main_stream().wait_stream(streams[1])
+    return parts[1].sum().item()
 
 
 def _floats_at(address: int) -> torch.Tensor:

@@ -235,14 +235,18 @@ class Course:
 
 def course(rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, int] | None = None) -> Course:
     """What a training came to under one schedule; with `dropped`, without the wait that a line of a file asks for."""
+    with _dropped(*dropped) if dropped else contextlib.nullcontext():
+        return course_of(rank, library, WAYS[way], seed)
+
+
+def course_of(rank: Rank, library: str, way: Way, seed: int) -> Course:
     loaded = importlib.import_module(LIBRARIES[library])
     gc.collect()  # what earlier trainings left is not to be freed in the middle of this one
     if not gc.get_freeze_count():
         gc.freeze()  # what was imported need not be looked through again
     simulator.log_hazards()
     simulator.set_schedule(seed, rank.rank)
-    with _dropped(*dropped) if dropped else contextlib.nullcontext():
-        bits = _train(loaded, WAYS[way], rank)
+    bits = _train(loaded, way, rank)
     simulator.synchronize()
     return Course(
         bits,

@@ -30,10 +30,6 @@ DRAWN = 4  # from this seed on
 SPARED = {
     ("_memory.py", "self.streams.block(self._resharded[oldest])"): "how far the host runs ahead is no number",
     (
-        "_memory.py",
-        "self.streams.wait(StreamRole.COMPUTE, self._being_reduced.pop(0)[1])",
-    ): "in no program here is the memory that is freed then used again before the gradients are shown",
-    (
         "_root.py",
         "self.streams.block(self.streams.record(StreamRole.COMPUTE))",
     ): "copies to the host hold it up by themselves; this is for when they do not",

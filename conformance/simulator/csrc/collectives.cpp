@@ -19,33 +19,33 @@ using Tensors = std::vector<Tensor>;
 
 class SimWork final : public Work {
  public:
-  SimWork(RecordingP recording, Tensors held, int rank, OpType op)
-      : Work(rank, op), recording_(std::move(recording)), held_(std::move(held)) {}
+  SimWork(RecordingP recording, Tensors inputs, Tensors outputs, int rank, OpType op)
+      : Work(rank, op), recording_(std::move(recording)), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
   bool isCompleted() override { return query(recording_); }
   bool isSuccess() const override { return true; }
   void synchronize() override {
     int device = recording_->stream.first;
     block(current(device), recording_);
+    inputs_.clear();  // as nccl's: who frees them from here on has been made to wait
   }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
     return true;
   }
   void blockCurrentStream() override { synchronize(); }
-  std::vector<Tensor> result() override { return held_; }
+  std::vector<Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto [device, stream] = recording_->stream;
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_of(device)});
     auto former = exchange_stream(device, stream);  // recorded on the group's stream, so that callbacks wait for it
-    future->markCompleted(c10::IValue(held_));
+    future->markCompleted(c10::IValue(outputs_));
     exchange_stream(device, former);
     return future;
   }
 
  private:
   RecordingP recording_;
-  Tensors held_;  // inputs and outputs, as long as the work is
-  bool released_ = false;
+  Tensors inputs_, outputs_;  // those until it is waited for, these as long as it is there
 };
 
 struct Collective {  // one that has been asked for: how it begins on memory of its own, and what becomes of that
@@ -193,12 +193,10 @@ class SimBackend final : public c10d::Backend {
     auto& tensors = asked.outputs.empty() ? asked.inputs : asked.outputs;
     TORCH_CHECK(!tensors.empty(), "simccl: ", name, " got no tensors");
     int device = tensors[0].device().index();
-    auto held = asked.outputs;
     std::vector<Range> ranges;
     for (auto& tensor : asked.inputs) {
       TORCH_CHECK(tensor.device().type() == kSim, "simccl: ", name, " got a tensor on ", tensor.device());
       ranges.push_back(range_of(tensor, false));
-      held.push_back(tensor);
     }
     for (auto& tensor : asked.outputs) {
       TORCH_CHECK(tensor.device().type() == kSim, "simccl: ", name, " got a tensor on ", tensor.device());
@@ -208,26 +206,27 @@ class SimBackend final : public c10d::Backend {
     if (!streams_.count(device)) streams_[device] = new_stream(device, -1);
     StreamKey stream{device, streams_[device]};
     block(stream, record(current(device)));
-    enqueue(stream, name, task_of(std::move(asked), std::move(store)), ranges, {{size_}});
-    return c10::make_intrusive<SimWork>(record(stream), std::move(held), rank_, op);
+    enqueue(stream, name, task_of(asked, std::move(store)), ranges, {{size_}});
+    return c10::make_intrusive<SimWork>(record(stream), std::move(asked.inputs), std::move(asked.outputs), rank_, op);
   }
 
-  static Task task_of(Collective asked, std::function<void(Tensors& in, Tensors& out)> store) {
+  // It does not keep the tensors: memory that is freed too early is to be seen.
+  static Task task_of(const Collective& asked, std::function<void(Tensors& in, Tensors& out)> store) {
     struct Going {
       Tensors in, out;
       WorkP work;
     };
     auto going = std::make_shared<Going>();
     auto in = aliases(asked.inputs), out = aliases(asked.outputs);
-    auto start = [going, in, out, asked] {
+    auto start = [going, in, out, begin = asked.start, in_place = asked.in_place] {
       Below below;
       for (auto& tensor : in) going->in.push_back(tensor.clone(at::MemoryFormat::Contiguous));
       for (size_t i = 0; i < out.size(); i++) {
-        going->out.push_back(asked.in_place ? going->in[i] : at::empty(out[i].sizes(), out[i].options()));
+        going->out.push_back(in_place ? going->in[i] : at::empty(out[i].sizes(), out[i].options()));
         auto range = range_of(out[i], true);
         poison(const_cast<char*>(range.begin), static_cast<size_t>(range.end - range.begin));
       }
-      going->work = asked.start(going->in, going->out);
+      going->work = begin(going->in, going->out);
     };
     auto finish = [going, out, store = std::move(store), divide_by = asked.divide_by] {
       Below below;
