@@ -297,12 +297,15 @@ def _doubling(scene: Scene) -> Callable[[torch.Tensor], None]:
     return double
 
 
-class _Event(torch.cpu.Event):
+class _CpuEvent(torch.cpu.Event): ...
+
+
+class _DeviceEvent(torch.Event): ...
+
+
+def _event(scene: Scene) -> Any:
     """Recorded behind an optimizer's step; a reference to it tells whether somebody still has it."""
-
-
-def _event(scene: Scene) -> _Event:
-    made = _Event()
+    made = _CpuEvent() if scene.rank.device.type == "cpu" else _DeviceEvent(scene.rank.device)
     scene.event = weakref.ref(made)
     return made
 
@@ -312,5 +315,7 @@ _OBJECTS: dict[str, Callable[[Scene], Any]] = {
     "a reduce-scatter": lambda scene: ReportingReduceScatter(scene.reported.append),
     "a doubling hook": _doubling,
     "an event": _event,
-    "a stream": lambda scene: torch.cpu.Stream(),
+    "a stream": lambda scene: (
+        torch.cpu.Stream() if scene.rank.device.type == "cpu" else torch.Stream(scene.rank.device)
+    ),
 }

@@ -328,7 +328,7 @@ def _has_values_of_other(lab: Lab) -> bool:
     """Whether the parameters are those of the model that `state_dict_of` takes the dict of."""
     actual = gathered_parameters(lab.library, lab.model)
     expected = lab.tree.build(1).named_parameters()
-    return all(torch.equal(actual[name], parameter.detach()) for name, parameter in expected)
+    return all(torch.equal(actual[name].cpu(), parameter.detach()) for name, parameter in expected)
 
 
 def outlived(lab: Lab, *, form: Form) -> list[str]:

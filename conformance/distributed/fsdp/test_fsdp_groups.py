@@ -1,4 +1,7 @@
-"""Process groups of other kinds: made by hand, written in Python, whose ranks are threads, without a default one."""
+"""Process groups of other kinds: made by hand, written in Python, whose ranks are threads, without a default one.
+
+Those that train are of the CPU: gloo's alone, or torch's of threads, which on a device waits for no stream.
+"""
 
 from __future__ import annotations
 
@@ -35,24 +38,24 @@ def assert_same(twins: Twins, program: Any, at: Path, **asked: Any) -> None:
     [("by hand", True), ("by hand", False), ("in Python", True), ("of threads", True)],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_trains(twins: Twins, kind: str, has_default: bool, tmp_path: Path) -> None:
+def test_trains(cpu_twins: Twins, kind: str, has_default: bool, tmp_path: Path) -> None:
     if kind == "of threads" and not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):
         unavailable(f"torch {torch.__version__} cannot end groups of threads")
-    assert_same(twins, group_cases.train, tmp_path, kind=kind, has_default=has_default)
+    assert_same(cpu_twins, group_cases.train, tmp_path, kind=kind, has_default=has_default)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.backend_as_group")
 @pytest.mark.deviation("fsdp.backend_as_group")
 @pytest.mark.world_sizes(fewest=2)
-def test_a_backend_in_the_place_of_a_group(twins: Twins, tmp_path: Path) -> None:
+def test_a_backend_in_the_place_of_a_group(cpu_twins: Twins, tmp_path: Path) -> None:
     paths = (str(tmp_path / str(number)) for number in itertools.count())
 
     def probe(library: Library, kind: str = "a backend") -> Seen:
-        return twins.of(library, group_cases.train, kind=kind, path=next(paths))
+        return cpu_twins.of(library, group_cases.train, kind=kind, path=next(paths))
 
-    twins.judge(
+    cpu_twins.judge(
         probe,
-        we_do=lambda seen: holds(assert_ranks_agree, probe(twins.reference, "by hand"), seen),
+        we_do=lambda seen: holds(assert_ranks_agree, probe(cpu_twins.reference, "by hand"), seen),
         may_agree=not hasattr(dist.ProcessGroup, "all_gather_single"),
     )
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, sharded_as
@@ -209,7 +210,16 @@ def move_to_device(
 ) -> None:
     buffers = (buffer for module in modules for buffer in module.buffers(recurse=False))
     for tensor in (*(one.parameter for one in managed), *buffers):
-        if tensor.device not in (device, torch.device("meta")):
+        if tensor.device in (device, torch.device("meta")):
+            continue
+        if is_traceable_wrapper_subclass(tensor):  # what it wraps moves too
+            with torch.no_grad():
+                moved = tensor.to(device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            torch.utils.swap_tensors(
+                tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+            )
+        else:
             tensor.data = tensor.data.to(device)
 
 
