@@ -112,6 +112,15 @@ def test_impl_is_green_there(tests: str) -> None:
     assert ended.returncode == 0, ended.stdout
 
 
+def test_another_name_is_a_device_like_any() -> None:
+    """Of those that torch does not bring: what works there is not made for `sim`."""
+    test, name = "conformance/distributed/fsdp/test_fully_shard.py::test_trains", "elsewhere"
+    options = ("--device", name, "--world-sizes", 2, "--profile", "quick")
+    ended = run("-m", "pytest", "-n", 0, "-q", test, *options, TANDEM_SIMULATOR_NAME=name)
+    assert ended.returncode == 0, ended.stdout
+    assert "1 passed" in ended.stdout
+
+
 def test_training_has_the_bits_of_the_cpu_under_every_schedule() -> None:
     ended = run("-m", "conformance.selftests.simulator_training", 7)
     assert ended.returncode == 0, ended.stderr

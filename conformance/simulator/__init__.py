@@ -7,7 +7,7 @@
     for hazard in simulator.take_hazards(): print(hazard)
 
 `python -m conformance.simulator train.py --seeds 100` runs a script under a hundred of them. It stands on torch 2.13
-and needs a C++ compiler once; nothing else of this project.
+and needs a C++ compiler once; nothing else of this project. The variable TANDEM_SIMULATOR_NAME gives it another name.
 
 How an operator travels, and the file of csrc that it passes:
 

@@ -147,7 +147,7 @@ def launch(
     """
     extension = needed()
     on = next(
-        (tensor.device.index for tensor in (*writes, *reads) if tensor.device.type == "sim"),
+        (tensor.device.index for tensor in (*writes, *reads) if tensor.device.type == device.NAME),
         extension.current_device(),
     )
     extension.launch(name, function, list(reads), list(writes), on)

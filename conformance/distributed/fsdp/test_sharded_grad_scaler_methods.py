@@ -275,7 +275,7 @@ def test_growth_and_backoff(twins: Twins, interval: int) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.update.as_grad_scalers")
 @pytest.mark.deviation("sharded_grad_scaler.scale_moves_as_grad_scalers")
-def test_the_largest_scale(twins: Twins) -> None:
+def test_the_largest_scale(twins: Twins, device: str) -> None:
     small = (Gradient((3,), scale=1e-3),)
     plan = Plan(
         ((small,),) * twins.world_size,
@@ -287,6 +287,7 @@ def test_the_largest_scale(twins: Twins) -> None:
         lambda library: scales(played(twins, plan, library)),
         torch_does=lambda seen: seen == [math.inf] * twins.world_size,
         we_do=lambda seen: seen == [held] * twins.world_size,
+        may_agree=device != "cpu",
     )
 
 
@@ -308,4 +309,4 @@ def test_a_factor_that_float32_does_not_hold(twins: Twins, device: str, factor: 
     def probe(library: Library) -> tuple[set[float], set[float]]:
         return {*scales(played(twins, plan, library))}, {of_a_grad_scaler(library)}
 
-    twins.judge(probe, we_do=lambda seen: seen[0] == seen[1])
+    twins.judge(probe, we_do=lambda seen: seen[0] == seen[1], may_agree=device != "cpu")

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.simulator.cost.llama import Block, Llama, LlamaConfig, loss
 from conformance.simulator.cost.trace import Trace, tracing
+from conformance.simulator.device import NAME
 
-_DEVICE = "sim:0"
+_DEVICE = f"{NAME}:0"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Training:
 
 
 def fully_sharded(library: ModuleType, model: Llama, ranks: int) -> nn.Module:
-    mesh = init_device_mesh("sim", (ranks,))
+    mesh = init_device_mesh(NAME, (ranks,))
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
