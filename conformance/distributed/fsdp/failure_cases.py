@@ -133,7 +133,9 @@ class _Training:
             self.units[1].set_custom_reduce_scatter(ReportingReduceScatter(self.comm.count))
 
     def backward(self, number: int) -> torch.Tensor:
-        output = call(self.model, self.lab.tree, self.lab.tree.batch(number, self.lab.rank.rank))
+        # Behind a forward that failed, torch's fully_shard moves no inputs.
+        batch = self.lab.tree.batch(number, self.lab.rank.rank).on(self.lab.rank.device)
+        output = call(self.model, self.lab.tree, batch)
         loss = loss_of(output)
         if self.fails_in_loss:
             raise Fault

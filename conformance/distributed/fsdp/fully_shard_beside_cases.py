@@ -117,7 +117,7 @@ def replicated(site: Site) -> dict[str, Any]:
     """A part is sharded, what is around it replicated."""
     first = site.shard(site.model.body.parts[0], reshard_after_forward=True)
     refused = tried(lambda: replicate(first))
-    replicate(site.model)
+    replicate(site.model.to(site.rank.device))
     return {"refused": refused.partition(" but ")[0], **site.train(), "registered": registered(site.model)}
 
 

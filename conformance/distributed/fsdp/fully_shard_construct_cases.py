@@ -47,7 +47,8 @@ class Site:
     def train(self, model: nn.Module | None = None) -> dict[str, Any]:
         """A step by SGD; what this rank has behind it."""
         model = self.model if model is None else model
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        # One by one: DTensors may stand beside tensors.
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
         loss = self.forward()
         loss.backward()
         seen = held(model)

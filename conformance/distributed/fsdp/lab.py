@@ -81,7 +81,10 @@ class Lab:
         return self.fsdp.fsdp_modules(self.model)
 
     def forward(self, number: int = 0) -> Any:
-        return call(self.model, self.tree, self.tree.batch(number, self.rank.rank))
+        batch = self.tree.batch(number, self.rank.rank)
+        if self.tree.takes == "dataclass":  # into which no root looks for tensors to move
+            batch = batch.on(self.rank.device)
+        return call(self.model, self.tree, batch)
 
     def backward(self, number: int = 0) -> torch.Tensor:
         loss = loss_of(self.forward(number))
