@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from impl.distributed.fsdp import fully_shard
 from impl.distributed.fsdp._fully_shard_init import by_groups, mesh_of_all
+from impl.distributed.fsdp._policies import MixedPrecisionPolicy
 from impl.distributed.fsdp.tests.streamed import world_of
 
 
@@ -40,4 +41,10 @@ def test_a_parameters_mesh_beside_named_dimensions_of_all_is_refused() -> None:
     with pytest.raises(
         NotImplementedError, match="weight has a mesh of its own, beside dp_mesh_dims; leave one out"
     ):
-        by_groups(managed, lambda _: SimpleNamespace(placement=None, mesh_info=given), given, given)
+        by_groups(
+            managed,
+            lambda _: SimpleNamespace(placement=None, mesh_info=given),
+            given,
+            given,
+            MixedPrecisionPolicy(),
+        )
