@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]  no stub
 # The number of the node that autograd makes next.
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  no stub
 
@@ -21,3 +22,8 @@ def register_first_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Remov
     for earlier in [key for key in hooks if key != handle.id]:
         hooks[earlier] = hooks.pop(earlier)
     return handle
+
+
+def runs_backward() -> bool:
+    """Whether this thread is running a part of a backward."""
+    return _graph_task() != -1

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from impl.distributed.fsdp._autograd import runs_backward
 from impl.distributed.fsdp._memory import Memory
 from impl.distributed.fsdp._order import Order
 from impl.distributed.fsdp._streams import StreamRole, Streams, shards_were_written, streams_for
@@ -80,8 +81,11 @@ class Root:
         return self._ending is not None
 
     def handle_failed_backward(self) -> None:
-        """A backward that raised is over without having ended: autograd has let go of what it was to call."""
-        if self._ending is not None and self._ending() is None:
+        """A backward that raised is over without having ended: autograd has let go of what it was to call.
+
+        Or will: who called it goes on before a device's own thread lets go.
+        """
+        if self._ending is not None and (self._ending() is None or not runs_backward()):
             self._ending = None
             for unit in self.units:
                 unit.abandon_backward()

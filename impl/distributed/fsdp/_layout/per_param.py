@@ -5,7 +5,7 @@ W = ranks that the group is sharded over, S = elements of one rank's part of wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from impl.distributed.fsdp._autograd import runs_backward
 from impl.distributed.fsdp._collectives import Reduction
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.dtensor_gradients import DTensorGradients
@@ -100,7 +101,7 @@ class DTensorGroup:
 
     def keeps_after_forward(self, is_outermost: bool, awaits_backward: bool) -> bool:
         del awaits_backward
-        if _is_in_backward():  # recomputed for it, which will want the parameters
+        if runs_backward():  # recomputed for it, which will want the parameters
             return True
         reshards = self.options.reshards_after_forward
         return is_outermost if reshards is None else not reshards
@@ -269,8 +270,3 @@ class DTensorGroup:
     def free(self) -> None:
         if self.unsharded_params is not None:
             self.unsharded_params.free()
-
-
-def _is_in_backward() -> bool:
-    number: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]  no stub
-    return number() != -1
