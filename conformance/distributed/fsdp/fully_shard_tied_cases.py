@@ -53,7 +53,63 @@ def tied(site: Site, units: Sequence[str]) -> dict[str, Any]:
     loss = _loss(model, 0, site.rank.rank, "plain")
     is_freed = isinstance(model.embed.weight, DTensor)
     loss.backward()
-    return seen | {"keys": list(model.state_dict()), "is freed": is_freed}
+    return seen | {"keys": list(model.state_dict()), "is freed": is_freed, "assigned": _assigned(model)}
+
+
+def _assigned(model: Any) -> bool:
+    """Whether a parameter that was put in one of its places is in the other one from the next forward on."""
+    state = {"embed.weight": model.embed.weight.detach() * 2}
+    model.load_state_dict(state, strict=False, assign=True)
+    model(torch.arange(2), "plain").sum().backward()
+    return model.body[2].weight is model.embed.weight and bool(
+        (model.body[2].weight == state["embed.weight"]).all()
+    )
+
+
+class Around(nn.Module):
+    """Has the weight of a module inside for itself too, behind it and before it in the backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.inner, self.own = nn.Linear(3, 3), inner, nn.Linear(3, 3)
+        self.own.weight = self.inner.weight
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            self.inner(x[:, :2])
+        except RuntimeError:  # too narrow
+            x = self.own(x)
+        return self.inner(self.own(self.before(x)).sin())
+
+
+def around(site: Site, trained: bool, zeros: bool) -> dict[str, Any]:
+    """Gradients where the owner's backward ends before that of the unit around it, which has its weight too."""
+    model = _around(trained)
+    site.shard(model.inner)
+    site.shard(model)
+    if zeros:
+        model.set_reduce_scatter_unused_params(True)
+    return _gradients_of(model)
+
+
+def around_by_hand(trained: bool) -> dict[str, Any]:
+    return _gradients_of(_around(trained))
+
+
+def _around(trained: bool) -> Any:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(5)
+        model = Around(nn.Linear(3, 3))
+    model.inner.weight.requires_grad_(trained)
+    return model
+
+
+def _gradients_of(model: Around) -> dict[str, Any]:
+    for _ in range(2):
+        model(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)).square().sum().backward()
+    grads = ((name, each.grad) for name, each in model.named_parameters())
+    return {name: None if grad is None else whole(grad) for name, grad in grads}
 
 
 def tied_in_two_models(site: Site) -> str:
@@ -71,7 +127,7 @@ def tied_by_hand(world: int) -> dict[str, Any]:
     """What each rank sees of a model that one process trains on the data of all."""
     model = _model()
     seen = _trained(model, range(world), lambda syncs: None)
-    return seen | {"keys": list(model.state_dict()), "is freed": True}
+    return seen | {"keys": list(model.state_dict()), "is freed": True, "assigned": True}
 
 
 def _trained(model: Any, ranks: Sequence[int], set_sync: Any) -> dict[str, Any]:

@@ -48,3 +48,27 @@ def test_models_do_not_part_in_silence(deviation: DeviationJudge, rank_pool: Ran
         )
 
     deviation.judge(probe, we_do=lambda seen: all(str(one.value).startswith("ValueError") for one in seen))
+
+
+@clause("distributed.fsdp.fully_shard.tied_across_groups")
+@pytest.mark.deviation("fully_shard.tied_across_groups")
+@pytest.mark.parametrize(
+    ("trained", "zeros"), [(True, False), (False, False), (True, True)], ids=["trained", "frozen", "zeros"]
+)
+def test_owners_wait_for_what_is_around_them(
+    deviation: DeviationJudge, rank_pool: RankPool, trained: bool, zeros: bool
+) -> None:
+    """In the backward, and where their own forward fails and is caught."""
+
+    def probe(library: Library) -> list[Outcome]:
+        return outcomes(
+            rank_pool,
+            library,
+            "fully_shard_construct_cases:probe",
+            asks=cases.around,
+            trained=trained,
+            zeros=zeros,
+        )
+
+    expected = observe(cases.around_by_hand, trained)
+    deviation.judge(probe, we_do=lambda seen: all(does_as(expected, each) for each in seen))

@@ -56,12 +56,15 @@ class _Cut:
 
 
 def with_whole_tensors(state: Any, keep: Callable[[Tensor], Tensor]) -> Any:
-    """A nested state with whole tensors in place of DTensors, but of those that are laid out otherwise than `_Cut`.
+    """A nested state with whole tensors in place of DTensors.
+
+    DTensors stay that several dimensions of a mesh cut, or one does unevenly beyond their first dimension.
 
     Args:
         keep: what of a whole tensor stays in the state, called before the next ones are gathered.
 
-    Collectives: for each 64 MiB of the whole tensors an all-gather, or what paces `SameHostPeers`.
+    Collectives: for each 64 MiB of the whole tensors an all-gather; on one host, where ranks read each other's memory,
+        what tells them when.
     """
     leaves, spec = tree_flatten(state)
     cuts = [cut for index, leaf in enumerate(leaves) if (cut := _cut_of(index, leaf)) is not None]

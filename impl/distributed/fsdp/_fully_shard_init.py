@@ -270,12 +270,14 @@ def by_groups(
 
 
 def _by_dtype(placed: list[Placed]) -> list[list[Placed]]:
-    """Only if those that are trained have several: what is frozen may travel with anything."""
-    if len({one.stepped_dtype for one in placed if one.managed.original.requires_grad}) < 2:
+    """Those that may be trained by their dtypes; integers travel with any."""
+    dtypes = [one.stepped_dtype for one in placed]
+    trainable = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    if len({*trainable}) < 2:
         return [placed]
-    found: dict[torch.dtype, list[Placed]] = {}
-    for one in placed:
-        found.setdefault(one.stepped_dtype, []).append(one)
+    found: dict[torch.dtype, list[Placed]] = {dtype: [] for dtype in trainable}
+    for one, dtype in zip(placed, dtypes, strict=True):
+        found.get(dtype, found[trainable[0]]).append(one)
     return list(found.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -46,3 +47,10 @@ class InputGradients:
         for hook in late:
             hook.remove()
         self._open = max(0, self._open - len(late))
+
+
+def follow_in_backward(unit: weakref.ref[Any], gradient: Tensor | None) -> None:
+    """If the backward in which a leaf gets its gradient has reached the unit's model at all."""
+    found = unit()
+    if found is not None and found.root.is_in_backward:
+        found.follow(gradient)

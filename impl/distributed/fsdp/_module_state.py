@@ -34,7 +34,7 @@ class CommContext:
 
 @dataclass(frozen=True)
 class _StatesToReduce:
-    """Whose groups torch's pipeline stages have reduce before they end a backward; ours do so at its end."""
+    """What torch's pipeline stages reduce by themselves: nothing, since ours reduces at the end of the backward."""
 
     all_states: tuple[()] = ()
 

@@ -56,13 +56,13 @@ class PerParamPrecisionPolicy(MixedPrecisionPolicy):
     """A policy of fully_shard that also says in what dtype the optimizer steps, and may say other dtypes per parameter.
 
     Where there is a master dtype, parameters are cast to it as they are sharded, and without a `param_dtype` are
-    computed with in the dtype that they had. A forward behind something that has cast or replaced the masters since
-    raises a RuntimeError that names them.
+    computed with in the dtype that they had. A forward that finds masters in another dtype raises a RuntimeError that
+    names them.
 
     Args:
         master_dtype: of the shards that the optimizer steps, and of `.grad`; None: the parameters' own.
-        precision_of: called with the name of each floating-point parameter, below the module that is sharded, and the
-            parameter; returns all dtypes of that one, or None for those of the policy.
+        precision_of: called with the name of each floating-point parameter, below the module that is sharded (of
+            several: below each), and the parameter; returns all dtypes of that one, or None for those of the policy.
 
     Source: torch has no such thing.
 

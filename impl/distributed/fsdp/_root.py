@@ -6,6 +6,7 @@ its units ends it.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Root:
         self.units = list(units)
         self._outermost = outermost
         self._forwards = 0  # that are under way, one inside the other
+        self._thread = 0  # of the last forward, which calls its backward too
         self._ending: weakref.ref[_EndOfBackward] | None = None  # what autograd holds while a backward runs
         groups = [group for unit in units for group in unit.param_groups]
         self._order_checkers = list(
@@ -83,9 +85,13 @@ class Root:
     def handle_failed_backward(self) -> None:
         """A backward that raised is over without having ended: autograd has let go of what it was to call.
 
-        Or will: who called it goes on before a device's own thread lets go.
+        On a device its caller goes on before autograd's own thread has let go: where that caller runs no backward, it
+        is over.
         """
-        if self._ending is not None and (self._ending() is None or not runs_backward()):
+        if self._ending is None:
+            return
+        has_gone_on = threading.get_ident() == self._thread and not runs_backward()
+        if self._ending() is None or has_gone_on:
             self._ending = None
             for unit in self.units:
                 unit.abandon_backward()
@@ -159,6 +165,7 @@ class Root:
         if self.is_in_backward:
             return
         self._forwards += 1
+        self._thread = threading.get_ident()
         if self._forwards == 1:
             self._begin_iteration()
         self.order.begin_forward(unit)

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._autograd import next_node
 from impl.distributed.fsdp._config import Config
-from impl.distributed.fsdp._input_gradients import InputGradients
+from impl.distributed.fsdp._input_gradients import InputGradients, follow_in_backward
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
 from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._param_group import (
@@ -74,10 +74,11 @@ class Unit(Generic[_Group]):
         self.register_params()
 
     def borrow_from(self, lender: Unit[Any]) -> None:
-        """Have its parameters in each forward and backward too; it reduces their gradients, which autograd adds up."""
+        """Have its parameters in each forward and backward too; it reduces their gradients once, at the end."""
         if lender not in self.lenders:
             self.lenders.append(lender)
             lender._borrowers.append(self)
+            lender._finishes_at_end = True
 
     @property
     def is_unsharded(self) -> bool:
@@ -183,9 +184,12 @@ class Unit(Generic[_Group]):
                 unit._end_use(awaits_backward=bool(watched))
             return outputs
 
+    def _is_lent(self) -> bool:
+        return any(unit.phase in FORWARDS for unit in self._borrowers)
+
     def _end_use(self, *, awaits_backward: bool) -> None:
         """Reshard what is not kept for a backward, once no forward uses it."""
-        if self.phase in FORWARDS or any(unit.phase in FORWARDS for unit in self._borrowers):
+        if self.phase in FORWARDS or self._is_lent():
             return
         kept = self.root.is_root(self), awaits_backward
         if all(group.keeps_after_forward(*kept) for group in self.param_groups):
@@ -208,7 +212,8 @@ class Unit(Generic[_Group]):
             self._move(Move.END_FORWARD)
             self.root.note_abandoned()
             self._inputs.forget(self._earlier_inputs)
-            self.reshard()
+            if not self._is_lent():
+                self.reshard()
             for lender in self.lenders:
                 lender._end_use(awaits_backward=False)
 
@@ -268,7 +273,7 @@ class Unit(Generic[_Group]):
         if not tensor.is_leaf:
             tensor.register_hook(self.follow)
         elif tensor not in self._followed:  # once: it may come in every step, and outlive the unit
-            self._followed[tensor] = tensor.register_hook(partial(_follow_in, weakref.ref(self)))
+            self._followed[tensor] = tensor.register_hook(partial(follow_in_backward, weakref.ref(self)))
 
     def before_backward_of_backward(self, gradient: Tensor | None) -> None:
         """A gradient is differentiated: what made it reads the views, and nothing tells when it has."""
@@ -329,7 +334,7 @@ class Unit(Generic[_Group]):
 
     def _forget_backward(self) -> None:
         self._inputs.forget()
-        self._finishes_at_end = False
+        self._finishes_at_end = bool(self._borrowers)
         self._has_begun_backward = False
 
     def show_gradients(self) -> None:
@@ -491,10 +496,3 @@ class Unit(Generic[_Group]):
                     f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "
                     "parameter is resharded; change it inside summon_full_params()"
                 )
-
-
-def _follow_in(unit: weakref.ref[Unit[Any]], gradient: Tensor | None) -> None:
-    """If the backward in which the leaf gets its gradient has reached the unit's model at all."""
-    found = unit()
-    if found is not None and found.root.is_in_backward:
-        found.follow(gradient)

@@ -59,7 +59,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
 
     What the call keeps of a module, `fully_shard.state(module)` gives; None of one that it has not taken over.
     Those that an earlier call has taken over below it stay with that one, so inner modules come first. So does a
-    parameter that modules of both have, which is gathered for either of them. The modules get a class of their own
+    parameter that modules of both have, with the mesh and the dtypes of the earlier call; forwards and backwards of
+    either gather it. The modules get a class of their own
     beside `FSDPModule`, and their parameters become DTensors.
 
     Args:
@@ -88,7 +89,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         a reduce-scatter of the gradients; with replicas an all-reduce.
     Source: torch.distributed.fsdp.fully_shard 2.13; differences: what says itself how it is gathered is resharded to
         all ranks, whatever number is given; meshes of the same ranks are one, whichever object says so; torch refuses
-        a parameter that modules of two calls have.
+        a parameter that modules of two calls have, and trained parameters of several dtypes in one call.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -215,7 +216,9 @@ class FSDPModule:
         return all(group.keeps_after_forward(unit.root.is_root(unit), True) for group in unit.param_groups)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module. Collectives: one all-gather, unless they are there.
+        """Gather the parameters of this module, but for those that it has from an earlier call for other modules.
+
+        Collectives: one all-gather, unless they are there.
 
         Args:
             async_op: return a handle; what is gathered shows when it is waited for, or in the next forward.

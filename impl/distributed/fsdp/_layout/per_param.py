@@ -114,13 +114,11 @@ class DTensorGroup:
     def write_back_changes(self) -> bool:
         if self.is_shown or self._parts:
             return False
-        was_changed = False
+        before = [param.sharded for param in self.params]
         for index, found in self._registration.registered():
-            param = self.params[index]
-            if found is not param.sharded and isinstance(found, nn.Parameter):
-                param.sharded = found
-                was_changed = True
-        return was_changed
+            if found is not before[index] and isinstance(found, nn.Parameter):
+                self.params[index].sharded = found
+        return any(param.sharded is not former for param, former in zip(self.params, before, strict=True))
 
     def is_up_to_date(self, dtype: torch.dtype) -> bool:
         del dtype
@@ -157,11 +155,12 @@ class DTensorGroup:
         master = self.options.precision.master_dtype
         if master is None:
             return
-        lost = [p.name for p in self.params if p.dtype.is_floating_point and p.dtype is not master]
+        floating = (p for p in self.params if p.dtype.is_floating_point)
+        lost = [f"{p.name} ({p.dtype})" for p in floating if p.dtype is not master]
         if lost:
             raise RuntimeError(
-                f"{', '.join(lost)} should be {master}, their master_dtype, but have been cast or replaced since they "
-                f"were sharded, which has rounded them; load them again behind module.to({master})"
+                f"{', '.join(lost)} should be {master}, the master_dtype of the policy, but have been cast or "
+                f"replaced; call module.to({master}), and where they have been rounded load them again"
             )
 
     # gathering
