@@ -30,6 +30,16 @@ def assert_probes_agree(
     return actual
 
 
+def judge_by_hand(
+    deviation: DeviationJudge, pool: RankPool, expected: Outcome, asks: Callable[..., Any], **arguments: Any
+) -> None:
+    """By a row: we do on every rank as one process does without sharding."""
+    deviation.judge(
+        lambda library: outcomes(pool, library, "fully_shard_construct_cases:probe", asks=asks, **arguments),
+        we_do=lambda seen: all(does_as(expected, each) for each in seen),
+    )
+
+
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.parametrize("way", cases.WAYS)
 def test_refuses(subject: Library, reference: Library, rank_pool: RankPool, way: str) -> None:

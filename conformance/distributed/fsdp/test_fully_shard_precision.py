@@ -10,10 +10,11 @@ import torch
 from conformance.distributed.fsdp import fully_shard_precision_cases as cases
 from conformance.distributed.fsdp.fully_shard_precision_cases import FULL, LOW, Dtypes
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
+from conformance.distributed.fsdp.test_fully_shard_construct import judge_by_hand
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge, does_as
+from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, observe
+from conformance.judge.outcome import observe
 from conformance.ranks import RankPool
 
 _PROBE = "fully_shard_construct_cases:probe"
@@ -23,11 +24,8 @@ _WHOLE: Dtypes = (FULL, None, FULL)
 @clause("distributed.fsdp.fully_shard.dtypes_in_a_group")
 @pytest.mark.deviation("fully_shard.dtypes_in_a_group")
 def test_trains_parameters_of_two_dtypes(deviation: DeviationJudge, rank_pool: RankPool) -> None:
-    def probe(library: Library) -> list[Outcome]:
-        return outcomes(rank_pool, library, _PROBE, asks=cases.of_two_dtypes)
-
     expected = observe(cases.of_two_dtypes_by_hand, rank_pool.world_size)
-    deviation.judge(probe, we_do=lambda seen: all(does_as(expected, each) for each in seen))
+    judge_by_hand(deviation, rank_pool, expected, cases.of_two_dtypes)
 
 
 @clause("distributed.fsdp.fully_shard.precision_per_parameter")

@@ -6,8 +6,9 @@ import pytest
 
 from conformance.distributed.fsdp import fully_shard_tied_cases as cases
 from conformance.distributed.fsdp.judging import outcomes
+from conformance.distributed.fsdp.test_fully_shard_construct import judge_by_hand
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge, does_as
+from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import RankPool
@@ -31,12 +32,8 @@ def test_tied_weights_stay_tied(
     deviation: DeviationJudge, rank_pool: RankPool, units: tuple[str, ...]
 ) -> None:
     """The unit that is sharded first is the owner."""
-
-    def probe(library: Library) -> list[Outcome]:
-        return outcomes(rank_pool, library, "fully_shard_construct_cases:probe", asks=cases.tied, units=units)
-
     expected = observe(cases.tied_by_hand, rank_pool.world_size)
-    deviation.judge(probe, we_do=lambda seen: all(does_as(expected, each) for each in seen))
+    judge_by_hand(deviation, rank_pool, expected, cases.tied, units=units)
 
 
 @clause("distributed.fsdp.fully_shard.tied_in_two_models")
@@ -59,16 +56,5 @@ def test_owners_wait_for_what_is_around_them(
     deviation: DeviationJudge, rank_pool: RankPool, trained: bool, zeros: bool
 ) -> None:
     """In the backward, and where their own forward fails and is caught."""
-
-    def probe(library: Library) -> list[Outcome]:
-        return outcomes(
-            rank_pool,
-            library,
-            "fully_shard_construct_cases:probe",
-            asks=cases.around,
-            trained=trained,
-            zeros=zeros,
-        )
-
     expected = observe(cases.around_by_hand, trained)
-    deviation.judge(probe, we_do=lambda seen: all(does_as(expected, each) for each in seen))
+    judge_by_hand(deviation, rank_pool, expected, cases.around, trained=trained, zeros=zeros)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from impl.distributed.fsdp._desync.collective_order import order_checker_of
 from impl.distributed.fsdp._desync.monitor import GATHERED
-from impl.distributed.fsdp._layout.sharded_param import beginning_of
+from impl.distributed.fsdp._layout.sharded_param import beginning_of, cut_to, side_by_side
 from impl.distributed.fsdp._transport.choosing import transport_for
 from impl.distributed.fsdp._transport.collectives import GroupCollectives
 from impl.distributed.fsdp._transport.transport import Complete
@@ -39,8 +39,7 @@ class _Cut:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        width = -(-self.shape[self.dim] // self.group.size())
-        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
+        return cut_to(self.shape, self.dim, -(-self.shape[self.dim] // self.group.size()))
 
     @property
     def run_numel(self) -> int:
@@ -49,7 +48,7 @@ class _Cut:
     def whole(self, run: Tensor) -> Tensor:
         """Of the parts that all ranks gave, [W * n]."""
         if self.dim:
-            parts = run.view(self.group.size(), *self.padded_shape).movedim(0, self.dim)
+            parts = side_by_side(run, self.group.size(), self.padded_shape, self.dim)
             return parts.reshape(self.shape).contiguous()
         whole = beginning_of(run, self.shape)
         return whole if whole.numel() == run.numel() else whole.clone()

@@ -28,10 +28,10 @@ def param_precisions(module: nn.Module) -> dict[str, ParamPrecision]:
     for one in prefixes:
         for group in _groups_of(one):
             for index, info in enumerate(group.param_infos):
-                places = [place for place in info.locations if place.module in prefixes]
-                for place in places:
-                    name = clean_name(prefixes[place.module] + place.attribute)
-                    found[name] = group.precision_of(index)
+                for place in info.locations:
+                    if place.module in prefixes:
+                        name = clean_name(prefixes[place.module] + place.attribute)
+                        found[name] = group.precision_of(index)
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, FlatParameter):
             found.setdefault(clean_name(name), ParamPrecision(parameter.dtype, None, parameter.dtype))

@@ -85,11 +85,10 @@ def precision_by(policy: MixedPrecisionPolicy, name: str, parameter: nn.Paramete
     """
     if not parameter.is_floating_point():
         return ParamPrecision(policy.param_dtype, policy.reduce_dtype)
-    own = policy.precision_of if isinstance(policy, PerParamPrecisionPolicy) else None
-    found = own(name, parameter) if own is not None else None
-    if found is None:
-        master = getattr(policy, "master_dtype", None)
-        found = ParamPrecision(policy.param_dtype, policy.reduce_dtype, master)
+    found = ParamPrecision(policy.param_dtype, policy.reduce_dtype)
+    if isinstance(policy, PerParamPrecisionPolicy):
+        own = None if policy.precision_of is None else policy.precision_of(name, parameter)
+        found = own or replace(found, master_dtype=policy.master_dtype)
     if found.master_dtype is None:
         return found
     if torch.promote_types(found.master_dtype, parameter.dtype) != found.master_dtype:

@@ -114,11 +114,12 @@ class DTensorGroup:
     def write_back_changes(self) -> bool:
         if self.is_shown or self._parts:
             return False
-        before = [param.sharded for param in self.params]
+        before, was_changed = self.stepped, False
         for index, found in self._registration.registered():
             if found is not before[index] and isinstance(found, nn.Parameter):
                 self.params[index].sharded = found
-        return any(param.sharded is not former for param, former in zip(self.params, before, strict=True))
+                was_changed = True
+        return was_changed
 
     def is_up_to_date(self, dtype: torch.dtype) -> bool:
         del dtype

@@ -81,8 +81,8 @@ class ShardedParam:
             )
         self.world = world
         start, stop = rows_of(size, rank, world)
-        self.local_shape = self._cut_to(stop - start)
-        self.padded_shape = self._cut_to(-(-size // world))
+        self.local_shape = cut_to(self.shape, self.dim, stop - start)
+        self.padded_shape = cut_to(self.shape, self.dim, -(-size // world))
         self.padded_numel = prod(self.padded_shape)
         spec = self._spec_over(mesh, dtype)
         local = self._part_of(parameter.detach(), rank, stop - start)
@@ -118,9 +118,6 @@ class ShardedParam:
             part.copy_(whole.chunk(self.world, self.dim)[rank])
         return part
 
-    def _cut_to(self, width: int) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
-
     @property
     def dtype(self) -> torch.dtype:
         return self.sharded.dtype
@@ -151,7 +148,7 @@ class ShardedParam:
     def copy_out(self, parts: Tensor, unsharded: Tensor) -> None:
         """Into the unsharded parameter what all ranks have, [W, n], of one that is not cut in its first dimension."""
         unsharded.view(self._split_shape()).copy_(
-            parts.view(self.world, *self.padded_shape).movedim(0, self.dim)
+            side_by_side(parts, self.world, self.padded_shape, self.dim)
         )
 
     def rows(self, grad: Tensor) -> Tensor:
@@ -173,6 +170,15 @@ def sharded_as(original: nn.Parameter) -> ShardedParam | None:
     """What fully_shard has made of a parameter; None if nothing, or if its modules are gone."""
     made: weakref.ref[ShardedParam] | None = _sharded_as.get(original)
     return None if made is None else made()
+
+
+def cut_to(shape: Sequence[int], dim: int, width: int) -> tuple[int, ...]:
+    return (*shape[:dim], width, *shape[dim + 1 :])
+
+
+def side_by_side(parts: Tensor, world: int, shape: Sequence[int], dim: int) -> Tensor:
+    """The view of all ranks' parts, each in this shape, that has the ranks just before the dimension that is cut."""
+    return parts.view(world, *shape).movedim(0, dim)
 
 
 def beginning_of(run: Tensor, shape: Sequence[int]) -> Tensor:
