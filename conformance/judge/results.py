@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import textwrap
 import time
@@ -70,6 +71,21 @@ class Recorder:
             (directory / "report.json").unlink(missing_ok=True)
             # One line a test, as they end: what is known survives whatever happens to this process.
             self._log = (directory / "judgements.jsonl").open("w", buffering=1)
+
+    @staticmethod
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(node: Any) -> None:
+        """Let tests be sent to a worker that has died unnoticed: when that is noticed, others get them.
+
+        By itself pytest-xdist 3.8 ends the run there, as when two workers die at about the same time.
+        """
+        send = node.sendcommand
+
+        def send_if_alive(name: str, **arguments: object) -> None:
+            with contextlib.suppress(OSError):
+                send(name, **arguments)
+
+        node.sendcommand = send_if_alive
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from conformance.judge.claims import claims, is_claimed
 from conformance.judge.judgement import _axes
 from conformance.judge.library import NotProvided, load_library
 from conformance.judge.outcome import observe
-from conformance.judge.results import BAD_INPUT, broken_clauses
+from conformance.judge.results import BAD_INPUT, Recorder, broken_clauses
 from conformance.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,19 @@ def test_clauses_that_are_broken_alike_are_reported_as_they_stand() -> None:
 )
 def test_a_failure_in_a_line(reason: str, why: str) -> None:
     assert broken_clauses([entry("a", FIRST, "failed") | {"reason": reason}])[0].why == why
+
+
+def test_what_is_sent_to_a_worker_that_died_unnoticed_ends_no_run() -> None:
+    sent: list[str] = []
+
+    def sendcommand(name: str, **_: object) -> None:
+        sent.append(name)
+        raise OSError("cannot send (already closed?)")
+
+    node = SimpleNamespace(sendcommand=sendcommand)
+    Recorder.pytest_configure_node(node)
+    node.sendcommand("runtests", indices=[7])
+    assert sent == ["runtests"]
 
 
 def test_nothing_red_is_nothing_broken() -> None:
