@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
@@ -59,7 +58,7 @@ def ensure_built() -> Path:
     """Where the extension lies, built if it is not in the cache, without loading it; raises as `load`."""
     cache = _cache()
     compiler = _compiler()
-    path = cache / f"{MODULE}-{_digest(*_sources(), compiler=compiler or _any_built(cache))}.so"
+    path = cache / f"{MODULE}-{_digest(compiler or _any_built(cache))}.so"
     if path.exists():
         return path
     if compiler is None:
@@ -93,9 +92,9 @@ def _sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
 
-def _digest(*sources: Path, compiler: str) -> str:
+def _digest(compiler: str) -> str:
     parts = [torch.__version__, sys.version, compiler, *FLAGS]
-    parts += [path.read_text() for path in (*sorted(SOURCES.glob("*.h")), *sources)]
+    parts += [path.read_text() for path in (*sorted(SOURCES.glob("*.h")), *_sources())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -114,53 +113,25 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _build(compiler: str, cache: Path, path: Path) -> None:
-    print("building the simulator, once: a minute or two", file=sys.stderr, flush=True)  # noqa: T201 - else it seems to hang
+    """All in one go: most of the time goes into torch's headers, which are read once."""
+    print("building the simulator, once: a minute", file=sys.stderr, flush=True)  # noqa: T201 - else it seems to hang
     (cache / "compiler").write_text(compiler)
-    objects = {
-        source: cache / f"{source.stem}-{_digest(source, compiler=compiler)}.o" for source in _sources()
-    }
-    missing = [source for source in objects if not objects[source].exists()]
-    jobs = int(os.environ.get("MAX_JOBS") or min(4, os.cpu_count() or 1))
-    with (
-        tempfile.TemporaryDirectory(dir=cache) as folder,
-        concurrent.futures.ThreadPoolExecutor(jobs) as pool,
-    ):
-        include = _include_flags()
-        heavy = [source for source in missing if '#include "headers.h"' in source.read_text()]
-        light = [source for source in missing if source not in heavy]
-        compiled = [pool.submit(_compile, compiler, include, source, objects[source]) for source in light]
-        if len(heavy) > 2 and "clang" not in _run([compiler, "--version"]):
-            include = [*_precompiled(compiler, include, Path(folder)), *include]
-        compiled += [pool.submit(_compile, compiler, include, source, objects[source]) for source in heavy]
-        for one in compiled:
-            one.result()
-        library = Path(folder) / "library.so"
-        _run([compiler, "-shared", *map(str, objects.values()), "-o", str(library), *_link_flags()])
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        together, library = Path(folder) / "together.cpp", Path(folder) / "library.so"
+        together.write_text("".join(f'#include "{source}"\n' for source in _sources()))
+        _run(
+            [
+                compiler,
+                "-shared",
+                *FLAGS,
+                *_include_flags(),
+                str(together),
+                "-o",
+                str(library),
+                *_link_flags(),
+            ]
+        )
         os.replace(library, path)
-
-
-def _compile(compiler: str, include: list[str], source: Path, target: Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".o", delete=False) as file:
-        pass
-    _run([compiler, "-c", *FLAGS, *include, str(source), "-o", file.name])
-    os.replace(file.name, target)
-
-
-def _precompiled(compiler: str, include: list[str], folder: Path) -> list[str]:
-    shutil.copy(SOURCES / "headers.h", folder)
-    _run(
-        [
-            compiler,
-            "-x",
-            "c++-header",
-            *FLAGS,
-            *include,
-            str(folder / "headers.h"),
-            "-o",
-            str(folder / "headers.h.gch"),
-        ]
-    )
-    return ["-iquote", str(folder), "-include", str(folder / "headers.h")]
 
 
 def _include_flags() -> list[str]:

@@ -8,6 +8,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -77,6 +78,10 @@ def enable(devices: int = 1) -> None:
     _extension = _build.load()
     _extension.set_device_count(devices)
     device.register(_extension)
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        from conformance.simulator import triton_kernels  # noqa: PLC0415  slow to import, and few programs have kernels
+
+        triton_kernels.serve(launch)
     atexit.register(_drain_at_exit)
 
 

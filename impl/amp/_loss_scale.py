@@ -183,6 +183,7 @@ class FloorWatch:
 
     def __init__(self) -> None:
         self.skipped = 0  # in a row, on the floor, as far as read
+        self._has_told = False
         self._updates = 0
         self._next_look = 0  # counted in updates
         self._under_way: deque[tuple[int, HostCopy]] = deque()
@@ -199,10 +200,12 @@ class FloorWatch:
     def tell(self, backoff_factor: float, min_scale: float, raises: bool, stacklevel: int) -> None:
         """Warn once when steps are skipped on the floor, or raise each time. Sync: none."""
         skipped = self._read(backoff_factor, min_scale)
-        if skipped >= self.PATIENCE and raises:
+        is_stuck = skipped >= self.PATIENCE
+        if is_stuck and raises:
             raise RuntimeError(_stuck(skipped, min_scale))
-        if skipped == self.PATIENCE:
+        if is_stuck > self._has_told:  # of a device that lags behind several steps may be heard at once
             warnings.warn(_stuck(skipped, min_scale), RuntimeWarning, stacklevel=stacklevel + 1)
+        self._has_told = is_stuck
 
     def _read(self, backoff_factor: float, min_scale: float) -> int:
         """Skipped steps in a row on the floor, counting what has arrived. Sync: none."""

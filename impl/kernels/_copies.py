@@ -1,11 +1,11 @@
 """Copies from device to device; nothing else of ours asks for one that does not block.
 
 What a copy from a device to the host returns, if it does not block, is memory that is still being filled: who reads it
-before an event that was recorded behind the copy reads what was there before. So a copy to the host blocks, and
-`HostCopy`, whose numbers cannot be had before their event, is the one that does not. Towards a device nothing has to
-wait: memory of the host that is not pinned has been read when the copy returns, and pinned memory that is freed by then
-is kept by torch's allocator for as long as the copy takes. Pinned memory that is written to meanwhile is not safe;
-nothing of ours does that.
+before an event that was recorded behind the copy reads what was there before. So a copy to the host blocks, but for
+`HostCopy`, whose numbers cannot be had before their event, and `sent_to_host`, whose callers wait for many at once.
+Towards a device nothing has to wait: memory of the host that is not pinned has been read when the copy returns, and
+pinned memory that is freed by then is kept by torch's allocator for as long as the copy takes. Pinned memory that is
+written to meanwhile is not safe; nothing of ours does that.
 """
 
 import torch
@@ -30,6 +30,14 @@ def copy_into_(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=not target.is_cpu)
 
 
+def sent_to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host that is still being filled: nobody may read it before the host has waited for this stream.
+
+    Sync: none.
+    """
+    return tensor.to("cpu", non_blocking=True)
+
+
 class HostCopy:
     """A tensor's numbers on their way to the host; where `has_host_copies`."""
 
@@ -45,7 +53,7 @@ class HostCopy:
         """None while they are on their way, as far as may be asked. Sync: none."""
         if self._arrived is not None:
             # Such a question ends the capture.
-            if _is_capturing(self._device) or not self._arrived.query():
+            if is_capturing(self._device) or not self._arrived.query():
                 return None
             self._arrived = None
         return self._numbers.tolist()
@@ -61,8 +69,8 @@ def has_host_copies(device: torch.device) -> bool:
     if torch.compiler.is_compiling():
         return False
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and device.type == accelerator.type and not _is_capturing(device)
+    return accelerator is not None and device.type == accelerator.type and not is_capturing(device)
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

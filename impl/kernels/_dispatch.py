@@ -1,6 +1,7 @@
 """Which code carries an operation out: torch's operators, the CPU fast path, or Triton."""
 
 import os
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from impl.kernels._copies import is_capturing
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES
 from impl.kernels._native import Library, library
 from impl.kernels._native.memory import KnownLayoutList
@@ -37,13 +39,16 @@ _asked: ContextVar[str] = ContextVar("_asked", default=_DEFAULT)
 def backend(name: Backend) -> Generator[None]:
     """Carry the kernels called inside the block, in this thread, by `name`.
 
-    What a backend cannot take (tensor subclasses, traced code, other dtypes) "torch" takes, whatever was asked for.
+    What a backend cannot take (tensor subclasses, traced code, other dtypes; for Triton what a CUDA graph captures)
+    "torch" takes, whatever was asked for.
 
     Args:
         name: "torch" is torch's own operators; "cpu_blocked" the same on pieces that stay in the CPU's cache; "native"
-            that, with the CPU library for what it has; "triton" the Triton kernels, on CUDA, or in Triton's interpreter
-            on CPU tensors where TRITON_INTERPRET=1 was set before Triton was imported; "auto" the fastest that takes
-            the tensors at hand. Outside any block the environment variable TANDEM_KERNELS holds, read at import.
+            that, with the CPU library for what it has; "triton" the Triton kernels, on CUDA and wherever else Triton
+            launches them, or in Triton's interpreter on CPU tensors where TRITON_INTERPRET=1 was set before Triton was
+            imported; "auto" the fastest that takes the tensors at hand: on CUDA Triton's kernels, or, where none can
+            be launched there, torch's operators after one warning. Outside any block the environment variable
+            TANDEM_KERNELS holds, read at import.
 
     Raises:
         ValueError: there is no such backend.
@@ -89,17 +94,18 @@ def one_of_each_kind(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _fastest(asked: str, tensor: Tensor) -> _Chosen:
-    if asked == "triton":
-        _demand_triton(tensor.device.type)
-    if tensor.is_cuda:
+    if asked == "triton" or (tensor.is_cuda and asked != "cpu_blocked" and _has_triton()):
         # A captured graph would outlive the table of addresses that a Triton launch reads.
-        takes_triton = (
-            asked != "cpu_blocked" and _has_triton() and not torch.cuda.is_current_stream_capturing()
-        )
-        return "triton" if takes_triton else "torch"
-    if tensor.is_cpu:
-        return "triton" if asked == "triton" else "cpu_blocked"
-    return "torch"
+        if is_capturing(tensor.device):
+            return "torch"
+        why_not = _why_not_triton(tensor.device)
+        if why_not is None:
+            return "triton"
+        if asked == "triton":
+            raise RuntimeError(f"the kernel backend is 'triton' but {why_not}, or ask for 'auto'")
+        _warn_without_triton(why_not)
+        return "torch"
+    return "cpu_blocked" if tensor.is_cpu else "torch"
 
 
 def cpu_library(tensors: Sequence[Tensor] | None = None) -> Library | None:
@@ -142,13 +148,37 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _demand_triton(device: str) -> None:
+def _why_not_triton(device: torch.device) -> str | None:
+    """Why Triton's kernels do not run there, and the cure; None where they do. The first question launches one."""
     if not _has_triton():
-        raise RuntimeError(
-            "the kernel backend is 'triton' but Triton is not installed; install it or ask for 'auto'"
-        )
-    if device != "cuda" and not (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-        raise RuntimeError(
-            f"the kernel backend is 'triton' but the tensors are on {device}; move them to CUDA, ask for 'auto', or "
-            "for CPU tensors set TRITON_INTERPRET=1 before Triton is imported"
-        )
+        return "Triton is not installed; install it"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the tensors are on cpu; for these set TRITON_INTERPRET=1 before Triton is imported, move them to CUDA"
+    return _failure_of_a_launch(device)
+
+
+@cache
+def _failure_of_a_launch(device: torch.device) -> str | None:
+    one, factor = torch.ones(1, device=device), torch.ones((), device=device)
+    try:
+        from impl.kernels._triton.scale import launch_scale  # noqa: PLC0415  optional, and slow to import
+
+        if launch_scale([one], factor):
+            return None
+        failure = "it has no memory to write to"
+    except Exception as error:  # a driver, a compiler, Python's headers: what lacks has many types
+        if "out of memory" in str(error):  # which passes
+            raise
+        failure = f"{type(error).__name__}: {error}"
+    return (
+        f"Triton cannot launch a kernel on {device.type} ({failure}); it needs a driver, a C compiler and the headers "
+        "of Python: install what is missing"
+    )
+
+
+@cache
+def _warn_without_triton(why_not: str) -> None:
+    warnings.warn(
+        f"torch's operators do the work of impl's kernels: {why_not}, or ask for the backend 'torch'",
+        stacklevel=2,
+    )

@@ -1,8 +1,8 @@
 """The table from which one launch finds its way through a list of tensors of mixed sizes and dtypes."""
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from threading import RLock
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from impl.kernels._storage_order import are_dense
 CHUNK = 1 << 15
 # Addresses divisible by this are read 128 bits at a time.
 _ALIGNED = 16
+# What tables that are kept may take: of 7 billion elements five, of groups of a hundred tensors thousands.
+_MOST_BYTES = 1 << 26
+_KEY_BYTES = 256  # a tensor's addresses and size, on the host
 
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _ITEM_BYTES = (2, 2, 4, 8)
@@ -42,7 +45,7 @@ def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
     Returns:
         None if a tensor has gaps or two share memory, for order and number of writes then matter; or if memory is
         not what a tensor holds, as that of a view that negates. No kernel can take them.
-    Sync: none; on CUDA a new table is copied there from pinned memory.
+    Sync: none; a new table is copied to a device from pinned memory.
     """
     if not are_dense(tensors) or any(map(Tensor.is_neg, tensors)):
         return None
@@ -59,10 +62,46 @@ def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
 
 
 def stream_of(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
 
 
-@lru_cache(maxsize=64)
+class _TableKey(Protocol):
+    @property
+    def numels(self) -> tuple[int, ...]: ...
+
+
+_K = TypeVar("_K", bound=_TableKey)
+
+
+class KeptTables(Generic[_K]):
+    """Tables by what they depend on. Those asked for longest ago go when all take more than `most_bytes`.
+
+    So hundreds of small groups keep theirs from step to step, and of a large model, whose tensors have moved, few that
+    nobody will ask for again stay on the device.
+    """
+
+    def __init__(self, make: Callable[[_K], ChunkTable | None], most_bytes: int = _MOST_BYTES) -> None:
+        self._make = make
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        # Asked for longest ago first; with its bytes.
+        self._kept: dict[_K, tuple[ChunkTable | None, int]] = {}
+        self._lock = RLock()  # a finalizer may ask for a table while one is made
+
+    def __call__(self, key: _K) -> ChunkTable | None:
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None:
+                table = self._make(key)
+                found = table, _KEY_BYTES * len(key.numels) + (0 if table is None else table.rows.nbytes)
+                self._bytes += found[1] - self._kept.get(key, (None, 0))[1]
+            self._kept[key] = found
+            while self._bytes > self._most_bytes and len(self._kept) > 1:
+                self._bytes -= self._kept.pop(next(iter(self._kept)))[1]
+        return found[0]
+
+
+@KeptTables
 def _table_of(key: _Key) -> ChunkTable | None:
     address_T = on_host(key.addresses)  # T = tensors, C = chunks
     numel_T = on_host(key.numels)

@@ -1,14 +1,13 @@
 """The table from which one launch finds its way through parameters and all that is read and written beside them."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from impl.kernels._table import ChunkTable, chunks_of, lie_apart, on_host, sent_to, stream_of
+from impl.kernels._table import ChunkTable, KeptTables, chunks_of, lie_apart, on_host, sent_to, stream_of
 
 # The first columns of a row; an address for each list follows.
 COUNT, WHOLE, STEP, ADDRESSES = range(4)
@@ -36,7 +35,7 @@ def update_table(lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> 
         [chunks, 3 + lists] i64: elements, whole, address of the counter or 0, address of the first element in each
         list. `whole` is 1 for full chunks that are aligned in every list. None where no kernel can take the tensors:
         two share memory, or memory is not what one holds, or those of one place are not dense and laid out alike.
-    Sync: none; on CUDA a new table is copied there from pinned memory.
+    Sync: none; a new table is copied to a device from pinned memory.
     """
     if not _are_laid_out_alike(lists) or any(map(Tensor.is_neg, chain(*lists, steps))):
         return None
@@ -66,7 +65,7 @@ def _are_laid_out_alike(lists: Sequence[Sequence[Tensor]]) -> bool:
     )
 
 
-@lru_cache(maxsize=64)
+@KeptTables
 def _table_of(key: _Key) -> ChunkTable | None:
     address_LT = torch.stack([on_host(addresses) for addresses in key.addresses])  # L = lists, T = places
     bytes_L1 = on_host(key.item_bytes)[:, None]

@@ -102,6 +102,7 @@ def modules() -> list[str]:
     return [name for name in names if has_triton or "._triton" not in name]
 
 
+@pytest.mark.profile("full")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.deadline(DEADLINE_S + 20)
 def test_each_module_may_come_first() -> None:

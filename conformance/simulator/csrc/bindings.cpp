@@ -10,7 +10,7 @@ void bind_collectives(py::module_& m);
 
 namespace {
 // A function of Python as work of a stream, with the tensors that it reads and writes.
-void launch(const std::string& name, py::object function, const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes, int device) {
+void launch_function(const std::string& name, py::object function, const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes, int device) {
   struct Held {
     py::object function;
     ~Held() {
@@ -87,5 +87,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("default_generator", &default_generator);
   m.def("cpu_alias", &alias_of);
-  m.def("launch", &launch);
+  m.def("launch", &launch_function);
 }

@@ -203,6 +203,8 @@ class SimBackend final : public c10d::Backend {
       TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "simccl: ", name, " got an output that is not contiguous");
       ranges.push_back(range_of(tensor, true));
     }
+    auto dtype = tensors[0].scalar_type();  // told at the call, as nccl does
+    for (auto& tensor : asked.inputs) TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, "simccl: ", name, " got inputs of ", tensor.scalar_type(), " for ", dtype);
     if (!streams_.count(device)) streams_[device] = new_stream(device, -1);
     StreamKey stream{device, streams_[device]};
     block(stream, record(current(device)));

@@ -94,7 +94,7 @@ def _numbers(lr: float | Tensor, settings: tuple[float, ...], device: torch.devi
     return numbers, numbers
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1 << 12)  # a few numbers for each group
 def _on_device(numbers: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
     """f64, kept while a group's numbers stay the same; `stream` is the one it is copied on."""
     return sent_to(device, torch.tensor(numbers, dtype=torch.float64, device="cpu"))

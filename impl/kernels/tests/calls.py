@@ -1,7 +1,6 @@
 """One call of a kernel by one backend, on tensors built from a description that travels between processes."""
 
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor
 
 from impl import kernels
-from impl.kernels import _table
 
 
 class Spec(NamedTuple):
@@ -174,18 +172,3 @@ def address_reuse(backend: str, sizes: list[tuple[int, torch.dtype]]) -> list[bo
         rest = storage.view(dtype)[numel:]
         right.append(bool((tensor == 6.0).all()) and not rest.any())
     return right
-
-
-def cache_traffic(backend: str) -> tuple[int, int, int]:
-    """Hits and misses for the same list twice and then a longer one; and gradients the cache keeps alive."""
-    grads = [torch.ones(5), torch.ones(7)]
-    alive = weakref.ref(grads[0])
-    before = _table._table_of.cache_info()
-    with kernels.backend(backend):
-        for _ in range(2):
-            kernels.scale_(grads, torch.tensor(2.0))
-        grads.append(torch.ones(3))
-        kernels.scale_(grads, torch.tensor(2.0))
-    after = _table._table_of.cache_info()
-    del grads
-    return after.hits - before.hits, after.misses - before.misses, int(alive() is not None)

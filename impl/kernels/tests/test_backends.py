@@ -5,7 +5,10 @@ import math
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impl import kernels
+from impl.kernels import _dispatch
 from impl.kernels._table import CHUNK, chunk_table
 from impl.kernels.tests.calls import (
     VIEWS,
@@ -21,7 +25,6 @@ from impl.kernels.tests.calls import (
     address_reuse,
     assert_same_bits,
     build,
-    cache_traffic,
     call,
     checked_norm_by,
     clamped_by,
@@ -332,11 +335,6 @@ def test_the_default_device_does_not_matter(backend):
         assert by(backend, norm_elsewhere_by_default, tensors) == pytest.approx(norm, rel=1e-6)
 
 
-def test_the_table_is_kept_while_addresses_stay_and_keeps_no_gradient():
-    hits, misses, alive = the_interpreter().call(cache_traffic, "triton")
-    assert (hits, misses, alive) == (1, 2, 0)
-
-
 @many
 @given(
     st.lists(st.sampled_from(EDGES) | st.integers(0, 4 * CHUNK), min_size=1, max_size=6),
@@ -419,6 +417,41 @@ def test_compiled_code_takes_torchs_operators(p):
 def test_an_unknown_route_is_refused():
     with pytest.raises(ValueError, match="no kernel backend 'fast'"), kernels.backend("fast"):
         pass
+
+
+def test_where_triton_launches_nothing_torch_does_the_work_and_one_warning_says_so():
+    """As on a machine without a C compiler, which Triton finds out at its first launch; no memory serves here."""
+    pytest.importorskip("triton")
+    tensor = SimpleNamespace(device=torch.device("meta"), is_cuda=True, is_cpu=False)
+    _dispatch._warn_without_triton.cache_clear()
+    with pytest.warns(
+        UserWarning, match="Triton cannot launch a kernel on meta .*; it needs a driver"
+    ) as warned:
+        assert [_dispatch._fastest("auto", tensor) for _ in range(3)] == ["torch"] * 3
+    assert len(warned) == 1
+    with pytest.raises(RuntimeError, match="'triton' but Triton cannot launch a kernel on meta"):
+        _dispatch._fastest("triton", tensor)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), FileNotFoundError("gcc")])
+def test_what_a_first_launch_raises_is_told(monkeypatch, error):
+    def launch_scale(*_):
+        raise error
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setitem(sys.modules, "impl.kernels._triton.scale", SimpleNamespace(launch_scale=launch_scale))
+    why_not = _dispatch._failure_of_a_launch.__wrapped__(torch.device("cpu"))
+    assert f"({type(error).__name__}: {error})" in why_not
+
+
+def test_a_first_launch_that_had_no_memory_is_tried_again(monkeypatch):
+    failing = Mock(side_effect=[RuntimeError("Triton Error [CUDA]: out of memory"), True])
+    monkeypatch.setitem(sys.modules, "impl.kernels._triton.scale", SimpleNamespace(launch_scale=failing))
+    monkeypatch.setattr(_dispatch, "_failure_of_a_launch", cache(_dispatch._failure_of_a_launch.__wrapped__))
+    monkeypatch.setattr(_dispatch, "_has_triton", lambda: True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        _dispatch._why_not_triton(torch.device("meta"))
+    assert _dispatch._why_not_triton(torch.device("meta")) is None
 
 
 def test_triton_on_the_cpu_wants_the_interpreter(monkeypatch):

@@ -377,7 +377,7 @@ def _norm_by_kernels(ordinary: dict[torch.device, list[Tensor]], norm_type: floa
         return norms[0]
     home = norms[0].device
     # Norms of order 0 are counts, which add up; all others combine as elements of one more vector.
-    return kernels.total_norm([norm.to(home) for norm in norms], norm_type or 1.0)
+    return kernels.total_norm([kernels.placed(norm, home) for norm in norms], norm_type or 1.0)
 
 
 def _norm_by_operators(gradients: _Gradients, norm_type: float) -> Tensor:

@@ -111,7 +111,7 @@ def with_profile(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("script", list(SCRIPTS))
-@pytest.mark.parametrize("kind", map(with_profile, (*LISTED, *EAGER)))
+@pytest.mark.parametrize("kind", [*map(with_profile, (*LISTED, *EAGER))])
 def test_a_step_is_the_plain_one(kind: str, script: str) -> None:
     play(Twins(kind), SCRIPTS[script])
 

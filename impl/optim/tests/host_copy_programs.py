@@ -1,7 +1,7 @@
-"""What users do with tensors on two devices, `late` and the host: run by `test_host_copies`, in a process of its own.
+"""What users do with tensors on two devices, the simulated one and the host: run by `test_host_copies`.
 
 Each program is given the device of what lies on the device. What it returns has to be the same where that is the host
-too, and it must not read a number before it has arrived.
+too, and nothing of it may be read or written before its time: the device does all as late as the host allows.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,20 +22,29 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._pytree import tree_map_only
 
+from conformance import simulator
 from impl.amp import GradScaler
 from impl.distributed.fsdp import ShardedGradScaler
-from impl.kernels import HostCopy, copy_into_, placed
-from impl.nn.utils import clip_grad_norm_
+from impl.kernels import HostCopy, _table, copy_into_, placed
+from impl.nn.utils import clip_grad_norm_, get_total_norm
 from impl.optim import capture
 from impl.optim._shards import register_shard_groups
-from impl.optim.tests import late_device
-from impl.optim.tests.late_device import HOST, LATE, Event, capturing
 from impl.optim.tests.patches import Patches
 
 Program = Callable[[torch.device], Any]
+IN_ORDER, LATEST = 0, 1  # schedules
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+simulator.enable()  # for good: a process of its own imports this
+if INTERPRETED:
+    from impl.kernels.tests import on_simulator
+
+    on_simulator.tell()
+LATE, HOST = torch.device(simulator.NAME, 0), torch.device("cpu")
+BACKENDS = {LATE: simulator.BACKEND, HOST: "gloo"}
 SCALE = 1024.0
 PROGRAMS: dict[str, Program] = {}
-FAULTS = Patches()
+FAULTS, TABLE_FAULTS = Patches(), Patches()  # the latter of what Triton's kernels find their way by
 
 
 class Plain(Optimizer):
@@ -152,16 +161,29 @@ def clipping_on_both(device: torch.device) -> Any:
 @named
 def a_scale_on_its_floor(device: torch.device) -> Any:
     """The watch tells of it once the numbers have come, and asks no event while a graph is captured."""
+
+    class Event(torch.Event):
+        is_forbidden = False
+
+        def query(self) -> bool:
+            assert not self.is_forbidden, "an event was asked while a graph was captured"
+            return super().query()
+
     param = torch.nn.Parameter(torch.ones(3, device=device))
-    optimizer, scaler = SGD([param], 0.5), GradScaler(device.type, init_scale=2.0, min_scale=2.0)
-    with warnings.catch_warnings(record=True) as warned:
+    optimizer = SGD([param], 0.5, fused=True)  # which nothing waits for
+    scaler = GradScaler(device.type, init_scale=2.0, min_scale=2.0)
+    with warnings.catch_warnings(record=True) as warned, pytest.MonkeyPatch.context() as events:
         warnings.simplefilter("always")
-        for _ in range(12):
+        events.setattr(torch, "Event", Event)
+        for turn in range(12):
+            if turn % 4 == 3:
+                torch.accelerator.synchronize()  # what happened in four steps is heard at once
             scaler.scale(torch.ones((), device=device))
             param.grad = torch.full_like(param, math.inf)
             scaler.step(optimizer)
-            with pytest.MonkeyPatch.context() as patch, capturing():
-                patch.setattr("impl.kernels._copies._is_capturing", lambda device: device == LATE)
+            with pytest.MonkeyPatch.context() as capture:
+                capture.setattr("impl.kernels._copies.is_capturing", lambda device: device == LATE)
+                capture.setattr(Event, "is_forbidden", True)
                 scaler._watch._read(0.5, 2.0)
             scaler.update()
     return sum("min_scale" in str(warning.message) for warning in warned)
@@ -170,11 +192,7 @@ def a_scale_on_its_floor(device: torch.device) -> Any:
 @named
 def a_group_of_the_device_alone(device: torch.device) -> Any:
     """Holds parameters whose gradients lie on the host; as nccl does where states are offloaded."""
-    store, gloo = dist.HashStore(), dist.ProcessGroup.BackendType.GLOO
-    group = dist.ProcessGroup(store, 0, 1)
-    group._register_backend(
-        torch.device(device.type), gloo, dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=1))
-    )
+    group = dist.new_group(backend=f"{device.type}:{BACKENDS[device]}")
     param = torch.nn.Parameter(torch.ones(3))
     register_shard_groups(param, group)
     reported = []
@@ -190,7 +208,7 @@ def a_group_of_the_device_alone(device: torch.device) -> Any:
 
 @named
 def the_owner(device: torch.device) -> Any:
-    into = torch.zeros(2)
+    into = torch.zeros(2).pin_memory()
     copy_into_(into, torch.ones(2, device=device))
     kept = torch.ones(2, device=device)
     return (
@@ -201,10 +219,27 @@ def the_owner(device: torch.device) -> Any:
     )
 
 
+@named
+def norms_on_two_streams(device: torch.device) -> Any:
+    """Of the same tensors, which neither writes: nothing orders the two. No other program leaves a table of such."""
+    tensors = [torch.full((5,), value, device=device) for value in (1.0, 2.0)]
+    main = torch.accelerator.current_stream()
+    sides, norms = (torch.Stream(LATE), torch.Stream(LATE)), []
+    for side in sides:
+        side.wait_stream(main)
+        with side:
+            norms.append(get_total_norm(tensors))
+    for side in sides:
+        main.wait_stream(side)
+    return norms
+
+
 # Of a check that passes the peers an optimizer of each way to skip a step sees all; a rank's own are on the host.
 _SHARDED = itertools.product(("AdamW", "Adam, fused", "a user's"), ("on the host",), WAYS)
 for make, cases in ((GradScaler, itertools.product(OPTIMIZERS, PLACES, WAYS)), (ShardedGradScaler, _SHARDED)):
     for kind, place, way in cases:
+        if INTERPRETED and kind not in ("Adam, fused", "a user's"):
+            continue  # those by which parameters are updated by a kernel, and not
 
         def program(device: torch.device, reported: Any = (make, kind, place, way)) -> Any:
             return list(iterations(device, *reported))
@@ -212,14 +247,25 @@ for make, cases in ((GradScaler, itertools.product(OPTIMIZERS, PLACES, WAYS)), (
         PROGRAMS[f"{make.__name__}: {kind} {place}, {way.__name__}"] = program
 
 
-def findings(program: Program) -> list[str]:
+def findings(program: Program, schedule: int = LATEST) -> list[str]:
     """What is wrong with a program."""
-    late_device.early_reads.clear()
+    simulator.set_schedule(schedule)
     try:
         torch.testing.assert_close(on_host(program(LATE)), on_host(program(HOST)), equal_nan=True)
+        simulator.synchronize()
     except Exception as error:  # a fault may raise anything
-        return [*late_device.early_reads, f"{type(error).__name__}: {error}"]
-    return [*late_device.early_reads]
+        return [f"{type(error).__name__}: {error}", *_failures_to_come()]
+    return [str(hazard) for hazard in simulator.take_hazards()]
+
+
+def _failures_to_come() -> Iterator[str]:
+    """What is queued behind a failure may fail too, one by one."""
+    while True:
+        try:
+            simulator.synchronize()
+            return
+        except RuntimeError as error:
+            yield str(error)
 
 
 def on_host(value: Any) -> Any:
@@ -244,12 +290,12 @@ def _nothing_blocks_in_memory(patch: pytest.MonkeyPatch) -> None:
 
 @FAULTS.named("the event is not asked")
 def _event_not_asked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Event, "query", lambda self: True)
+    patch.setattr(torch, "Event", type("Event", (torch.Event,), {"query": lambda self: True}))
 
 
 @FAULTS.named("the event is recorded before the copy")
 def _event_too_soon(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Event, "record", lambda self, stream: None)
+    patch.setattr(torch, "Event", type("Event", (torch.Event,), {"record": lambda self, stream: None}))
 
 
 @FAULTS.named("the event is asked while a graph is captured")
@@ -260,17 +306,33 @@ def _asked_in_capture(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostCopy, "numbers", numbers)
 
 
+@TABLE_FAULTS.named("a table serves every stream")
+def _of_no_stream(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_table.stream_of, "__code__", (lambda device: 0).__code__)
+
+
+@TABLE_FAULTS.named("a table is kept for other addresses")
+def _of_other_addresses(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_table._Key, "__hash__", lambda key: hash(key.numels))
+    patch.setattr(_table._Key, "__eq__", lambda key, other: key.numels == other.numels)
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    simulator.log_hazards()
+    backend = ",".join(f"{device.type}:{name}" for device, name in BACKENDS.items())
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     found = {name: wrong for name, program in PROGRAMS.items() if (wrong := findings(program))}
+    # Of a table that comes late or serves another stream hazards tell in any order, and the program's shows no others.
+    faults, schedule = (TABLE_FAULTS, IN_ORDER) if INTERPRETED else (FAULTS, LATEST)
     unnoticed: list[str] = []
-    for fault, apply in FAULTS.items():
+    for fault, apply in faults.items():
         with pytest.MonkeyPatch.context() as patch:
             apply(patch)
-            if not any(map(findings, PROGRAMS.values())):
+            if not any(findings(program, schedule) for program in PROGRAMS.values()):
                 unnoticed.append(fault)
-    reported = {"programs": len(PROGRAMS), "found": found, "faults": len(FAULTS), "unnoticed": unnoticed}
+    reported = {"programs": len(PROGRAMS), "found": found, "faults": len(faults), "unnoticed": unnoticed}
+    reported["interpreted"] = INTERPRETED
     sys.stdout.write(json.dumps(reported))
 
 

@@ -1,6 +1,9 @@
-"""The table by which the kernels that update find parameters, gradients, states and copies."""
+"""The tables by which kernels find their tensors: what stands in them, and how long they are kept."""
 
 from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl.kernels._table import CHUNK
+from impl.kernels._table import _KEY_BYTES, CHUNK, ChunkTable, KeptTables, chunk_table
 from impl.kernels._update_table import update_table
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -69,3 +72,37 @@ def test_what_no_kernel_can_take(lists: list[list[Tensor]]) -> None:
 def test_layouts_that_are_alike_are_taken() -> None:
     lists = [[torch.zeros(4, 3).t(), torch.zeros(2, 1, 5)], [torch.zeros(4, 3).t(), torch.zeros(2, 1, 5)]]
     assert update_table(lists, []) is not None
+
+
+def test_a_table_is_kept_while_nothing_moves_and_keeps_no_tensor() -> None:
+    tensors = [torch.ones(5), torch.ones(7)]
+    alive = weakref.ref(tensors[0])
+    table = chunk_table(tensors)
+    assert chunk_table(tensors) is table
+    assert chunk_table([*tensors, torch.ones(3)]) is not table
+    del tensors
+    assert alive() is None
+
+
+class _Key(NamedTuple):
+    number: int
+    numels: tuple[int, ...] = (1,)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_many_small_tables_are_kept_and_few_large_ones(refused: bool) -> None:
+    made: list[int] = []
+
+    def make(key: _Key) -> ChunkTable | None:
+        made.append(key.number)
+        return None if refused else ChunkTable(torch.zeros(1, 4, dtype=torch.int64), 1)
+
+    small, large = (KeptTables(make, most_bytes=most) for most in (1 << 20, 3 * _KEY_BYTES + 16))
+    for _ in range(2):
+        for number in range(1000):
+            small(_Key(number))
+    assert made == [*range(1000)]
+    made.clear()
+    for number in (1, 2, 3, 1, 4, 1, 2):  # three fit where one is refused, else two
+        large(_Key(number))
+    assert made == ([1, 2, 3, 4, 2] if refused else [1, 2, 3, 1, 4, 2])
