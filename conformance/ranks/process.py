@@ -54,10 +54,19 @@ class Rank:
         """All ranks, one mesh for all cases, as a training has: DTensor remembers the first of several equal ones."""
         return _mesh(dist.group.WORLD, self.device.type, sizes, names)
 
+    def group_of_device(self) -> dist.ProcessGroup:
+        """All ranks, as a group that has no backend for the host beside the device, as with NCCL alone."""
+        return _group_of_device(dist.group.WORLD, self.device.type)
+
 
 @functools.cache
 def _mesh(_: Any, device: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
     return init_device_mesh(device, sizes, mesh_dim_names=names)
+
+
+@functools.cache
+def _group_of_device(_: Any, device: str) -> dist.ProcessGroup:
+    return dist.new_group(backend=f"{device}:{dist.get_backend()}")
 
 
 @dataclass(frozen=True)

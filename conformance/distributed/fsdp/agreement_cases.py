@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import signal
 import threading
@@ -152,6 +153,22 @@ def synchronise(rank: Rank, *, library: str) -> None:
     except Exception:
         _wait_until_raised(rank.world_size)
         raise
+
+
+def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: float) -> None:
+    """One rank leaves out a step, and waits for the other one in a collective of its own; what that one raises."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    torch.manual_seed(0)
+    model = _sharded(load_library(library), Blocks((8, 8)), face, group)
+    _step(model, "train", seeding.generator(0))
+    meet = dist.barrier if by == "barrier" else functools.partial(dist.all_reduce, torch.ones(1))
+    try:
+        if rank.rank != ASTRAY:
+            _step(model, "train", seeding.generator(1))
+    finally:
+        meet()
+    raise RuntimeError("a step was left out")
 
 
 def _sharded(library: Library, blocks: Blocks, face: str, group: dist.ProcessGroup | None = None) -> Any:

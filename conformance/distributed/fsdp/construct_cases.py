@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from conformance import simulator
 from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters, mesh_of
 from conformance.distributed.fsdp.lab import Lab, filled, named
 from conformance.distributed.fsdp.module_trees import LEAVES, Batch, call, loss_of
@@ -254,11 +256,12 @@ def applied(lab: Lab) -> dict[str, Any]:
 
 
 def converted(lab: Lab, *, how: str) -> dict[str, Any]:
-    """The dtype is changed after wrapping, before or after a first step; then it trains on."""
+    """The dtype or the place is changed after wrapping, before a first step; then it trains on."""
     conversions: dict[str, Callable[[nn.Module], Any]] = {
         "double": lambda model: model.double(),
         "to": lambda model: model.to(torch.float64),
         "cpu": lambda model: model.cpu(),
+        "cpu and back": lambda model: model.cpu().to(lab.rank.device),
     }
     returned = conversions[how](lab.model)
     dtype = next(lab.model.parameters()).dtype
@@ -270,6 +273,25 @@ def converted(lab: Lab, *, how: str) -> dict[str, Any]:
         "gradients": lab.gradients(),
         "whole": gathered_parameters(lab.library, lab.model),
     }
+
+
+def classes(lab: Lab) -> dict[str, bool]:
+    """Whether optimizers know a parameter for one that they may step together with others."""
+    return {clean(name): type(parameter) is nn.Parameter for name, parameter in lab.model.named_parameters()}
+
+
+def waits_for_offloaded(lab: Lab) -> list[int]:
+    """How often the host waits for the device in a backward, with one unit and with a unit a leaf."""
+    seen: list[int] = []
+    for wrap in ("root", "leaves"):
+        lab.model = lab.wrapped(lab.tree.build(), replace(lab.setup, wrap=wrap))
+        lab.backward()
+        batch = lab.tree.batch(1, lab.rank.rank)
+        loss = loss_of(call(lab.model, lab.tree, Batch(batch.x.detach(), batch.ids)))
+        simulator.take_host_waits()
+        loss.backward()
+        seen.append(sum(one.count for one in simulator.take_host_waits()))
+    return seen
 
 
 def moved_between(lab: Lab) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def train(
     face: str,
     fails: str = "",
     accumulates: str = "",
-    clears: bool = True,
+    clears: bool | str = True,
 ) -> dict[str, Any]:
     """Losses and whole parameters of the steps but for the second, whose last backward fails, or does not take place.
 
@@ -60,7 +60,7 @@ def train(
         fails: where the second step does.
         accumulates: in each step a backward comes before, `synchronised` or `not`; `throughout`: neither is the one
             that fails.
-        clears: what the second step has left is cleared, else it counts in the third.
+        clears: what the second step has left is cleared, else it counts in the third; by the `model`, or the optimizer.
     """
     training = _Training(lab, face)
     training.communicate(fails)
@@ -76,7 +76,9 @@ def train(
         elif fails:
             with training.synchronised(accumulates != "throughout"):
                 training.fail(fails, number)
-            if clears:
+            if clears == "model":
+                training.model.zero_grad()
+            elif clears:
                 training.clear(accumulates)
     return {"losses": losses, "parameters": training.parameters()}
 

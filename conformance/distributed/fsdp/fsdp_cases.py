@@ -38,7 +38,8 @@ class Setup:
     """How a model is wrapped. What is left out of it stays the constructor's default."""
 
     strategy: str = "FULL_SHARD"
-    # The ranks that share: by default, by a group, or by a mesh; two of each where strategies are hybrid.
+    # The ranks that share: by default, by a group, by a group of the device alone, or by a mesh; two of each where
+    # strategies are hybrid.
     ranks: str = "default"
     shards: int = 1  # ranks that share one model, where strategies are hybrid
     wrap: str = "root"  # root, leaves, groups, size or manual
@@ -252,6 +253,8 @@ def _ranks_arguments(rank: Rank, setup: Setup) -> dict[str, Any]:
         return {}
     if setup.ranks == "group":
         return {"process_group": dist.group.WORLD}
+    if setup.ranks == "group of device":
+        return {"process_group": rank.group_of_device()}
     if setup.ranks == "mesh":
         return {"device_mesh": rank.mesh(rank.world_size)}
     mesh = mesh_of(rank, setup.shards)

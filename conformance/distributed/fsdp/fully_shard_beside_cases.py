@@ -11,6 +11,7 @@ from torch.distributed._composable import replicate
 from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.distributed.tensor import Shard
 
+from conformance.distributed.fsdp.fully_shard_calls import ReportingReduceScatter
 from conformance.distributed.fsdp.fully_shard_cases import described, held, registered
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
@@ -34,7 +35,41 @@ def _blocks(number: int = 3) -> Any:
 
 
 def _batch(site: Site, number: int) -> torch.Tensor:
-    return torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6) * (1 + site.rank.rank + number)
+    batch = torch.linspace(-1, 1, 24, dtype=torch.float64, device=site.rank.device)
+    return batch.view(4, 6) * (1 + site.rank.rank + number)
+
+
+def hooked(site: Site, dtype: torch.dtype, sums_alone: bool, own: bool) -> dict[str, Any]:
+    """What a hook is given of reduced gradients, which it cuts off, and a reduce-scatter of one's `own` is told."""
+    model = nn.Linear(3, 2, bias=False).to(site.rank.device, dtype)
+    nn.init.ones_(model.weight)
+    sharded = site.shard(model)
+    given: list[Any] = []
+
+    def cut(reduced: torch.Tensor) -> None:
+        given.append(reduced.cpu())
+        reduced.clamp_(max=2.0)
+
+    sharded.set_all_reduce_hook(cut)
+    if own:
+        sharded.set_custom_reduce_scatter(ReportingReduceScatter(given.append))
+    if sums_alone:
+        sharded.set_force_sum_reduction_for_comms(True)
+    batch = torch.arange(1.0, 4.0, device=site.rank.device, dtype=dtype) + site.rank.rank
+    sharded(batch).sum().backward()
+    return {"given": given, "gradient": sharded.weight.grad.full_tensor().cpu()}
+
+
+def without_accelerator(site: Site, what: str) -> torch.Tensor:
+    """What torch has accelerators do: the mean of gradients that are offloaded, or their sum in thirds."""
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.ones_(model.weight)
+    policy = {"offload_policy": site.fsdp.CPUOffloadPolicy()} if what == "pinned" else {}
+    sharded = site.shard(model, **policy)
+    if what == "divided":
+        sharded.set_gradient_divide_factor(3.0)
+    sharded(torch.arange(1.0, 4.0)).sum().backward()
+    return sharded.weight.grad.full_tensor()
 
 
 def compiled(site: Site, how: str) -> dict[str, Any]:
@@ -74,17 +109,29 @@ class _Headed(nn.Module):
         return self.norm(self.body(x))
 
 
+def _headed(site: Site) -> Any:
+    model = _Headed()
+    for block in model.body:
+        site.shard(block)
+    site.shard([model.norm, model.head])
+    return site.shard(model)
+
+
+def evaluated_again(site: Site) -> torch.Tensor:
+    """Inputs on the CPU, behind an evaluation whose head was called for itself."""
+    model = _headed(site)
+    with torch.no_grad():
+        model.head(model(_batch(site, 0)))
+        return model(_batch(site, 1).cpu()).cpu()
+
+
 def in_chunks(site: Site, keeps: bool) -> dict[str, Any]:
     """The head is called behind the forward, for two rows each time, with a backward each time; before all that, once.
 
     Args:
         keeps: it is gathered once for all rows, and its gradients are reduced with the last ones.
     """
-    model: Any = _Headed()
-    for block in model.body:
-        site.shard(block)
-    site.shard([model.norm, model.head])
-    site.shard(model)
+    model = _headed(site)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     seen: dict[str, Any] = {"losses": [], "held": []}
     with torch.no_grad():

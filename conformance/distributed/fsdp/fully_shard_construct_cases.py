@@ -231,6 +231,20 @@ def _plain(make: Callable[[], Any]) -> Any:
 # -- what is built late
 
 
+def materialised_late(site: Site) -> dict[str, Any]:
+    """Behind a forward that was refused, since the parameters were on the meta device still."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    for module in (*model, model):
+        site.shard(module)
+    x = torch.ones(1, 2, device=site.rank.device)
+    refused = tried(lambda: model(x)) is not None
+    model.to_empty(device=site.rank.device)
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    return {"refused": refused, "output": model(x).detach().cpu()}
+
+
 def from_meta(site: Site, materialises: str) -> dict[str, Any]:
     with torch.device("meta"):
         meta = replace(TREE, dtype=torch.float64)

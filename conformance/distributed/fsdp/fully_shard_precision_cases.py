@@ -55,30 +55,42 @@ def _of_two(model: Mixed) -> None:
     model.inner.double()
 
 
-def of_two_dtypes(site: Site) -> dict[str, Any]:
-    model = _model(_of_two)
+def of_two_dtypes(site: Site, thaws: str) -> dict[str, Any]:
+    """One layer is frozen until the first step is done."""
+    model = _frozen(thaws)
     site.shard(model)
-    return _trained(model, lambda number: model(_batch(site.rank.rank, number)).square().mean())
+    return _trained(model, lambda number: model(_batch(site.rank.rank, number)).square().mean(), thaws)
 
 
-def of_two_dtypes_by_hand(world: int) -> dict[str, Any]:
+def _frozen(name: str) -> Mixed:
     model = _model(_of_two)
+    if name:
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def of_two_dtypes_by_hand(world: int, thaws: str) -> dict[str, Any]:
+    model = _frozen(thaws)
 
     def loss(number: int) -> Tensor:
         return torch.stack([model(_batch(rank, number)).square().mean() for rank in range(world)]).mean()
 
-    return _trained(model, loss)
+    return _trained(model, loss, thaws)
 
 
-def _trained(model: Mixed, loss_of: Callable[[int], Tensor]) -> dict[str, Any]:
+def _trained(model: Mixed, loss_of: Callable[[int], Tensor], thaws: str = "") -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
     gradients: list[Any] = []
     for number in range(_STEPS):
         loss_of(number).backward()
-        gradients.append({name: whole(each.grad) for name, each in model.named_parameters()})
+        gradients.append(
+            {name: whole(each.grad).cpu() for name, each in model.named_parameters() if each.requires_grad}
+        )
         optimizer.step()
         optimizer.zero_grad()
-    return {"gradients": gradients, "after": {name: whole(each) for name, each in model.named_parameters()}}
+        model.get_submodule(thaws).requires_grad_(True)
+    after = {name: whole(each).cpu() for name, each in model.named_parameters()}
+    return {"gradients": gradients, "after": after}
 
 
 # -- a policy per parameter
@@ -106,14 +118,16 @@ def by_policy(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> di
 
 def by_policy_by_hand(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
     """With masters, copies of them to compute with, and gradients that are averaged one by one."""
-    model = _model(lambda made: made.to(LOW))
+    model = _model(lambda made: made.to(site.rank.device, LOW))
     dtypes = {
         name: _in_full(apart.get(name.partition(".")[0], everywhere)) for name, _ in model.named_parameters()
     }
     masters = {name: each.detach().to(dtypes[name][2]) for name, each in model.named_parameters()}
     gradients: list[dict[str, Tensor]] = []
     for number in range(_STEPS):
-        batches = [_batch(rank, number).to(everywhere[0]) for rank in range(site.rank.world_size)]
+        batches = [
+            _batch(rank, number).to(site.rank.device, everywhere[0]) for rank in range(site.rank.world_size)
+        ]
         ranks = [_gradients(model, masters, dtypes, each) for each in batches]
         gradients.append(
             {
@@ -123,8 +137,8 @@ def by_policy_by_hand(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes
         )
         masters = {name: each - _LEARNING_RATE * gradients[-1][name] for name, each in masters.items()}
     return {
-        "gradients": gradients,
-        "after": masters,
+        "gradients": [{name: each.cpu() for name, each in one.items()} for one in gradients],
+        "after": {name: each.cpu() for name, each in masters.items()},
         "shown": [str(dtypes[f"{layer}.weight"][0]) for layer in ("norm", "inner", "router")] * _STEPS,
         "has": {name: str(dtypes[name]) for name in sorted(dtypes)},
     }
@@ -156,13 +170,30 @@ def lost_masters(site: Site) -> dict[str, Any]:
     site.shard(model, mp_policy=site.fsdp.PerParamPrecisionPolicy(LOW, master_dtype=FULL))
     x = _batch(site.rank.rank, 0)
     model(x).sum().backward()
-    low = {name: each.to(LOW) for name, each in model.state_dict().items()}
+    masters = {name: each.clone() for name, each in model.state_dict().items()}
+    low = {name: each.to(LOW) for name, each in masters.items()}
     model.load_state_dict(low)
     loaded = sorted({str(each.dtype) for each in model.parameters()})
+    model.to(LOW)
+    model.to(FULL)
+    rounded = tried(lambda: model(x))
+    one = "router.weight"
+    model.load_state_dict({one: masters[one]}, strict=False)
+    partly = tried(lambda: model(x))
+    model.load_state_dict(masters)
+    reloaded = tried(lambda: model(x).sum().backward())
+    model.to(LOW)
+    model.load_state_dict(masters)
+    model.to(FULL)
+    into_low = tried(lambda: model(x))
     model.router.to(LOW)
     narrow = site.fsdp.PerParamPrecisionPolicy(master_dtype=LOW)
     return {
         "loaded": loaded,
+        "rounded": rounded,
+        "partly": partly,
+        "reloaded": reloaded,
+        "into low": into_low,
         "cast": tried(lambda: model(x)),
         "narrow": tried(lambda: site.shard(_model(lambda made: None), mp_policy=narrow)),
     }

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather
 from conformance.distributed.fsdp.fully_shard_cases import whole
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
@@ -31,7 +32,7 @@ class Tied(nn.Module):
             values = torch.linspace(-0.5, 0.5 + number, parameter.numel(), dtype=torch.float64)
             parameter.data = values.view(parameter.shape)
 
-    def forward(self, ids: torch.Tensor, step: str) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, step: str = "plain") -> torch.Tensor:
         x: torch.Tensor = self.embed(ids)
         if step in ("checkpointed", "reentrant"):
             return checkpoint(self.body, x, use_reentrant=step == "reentrant")
@@ -43,17 +44,45 @@ def _model() -> Any:
         return Tied()
 
 
-def tied(site: Site, units: Sequence[str]) -> dict[str, Any]:
-    """`units` are sharded in this order, and at last the model."""
+def tied(site: Site, units: Sequence[str], not_unsharded: str = "") -> dict[str, Any]:
+    """`units` are sharded in this order, and at last the model; one of them is not unsharded for its backward."""
     model = _model()
     for name in units:
         site.shard(model.get_submodule(name))
     site.shard(model)
+    if not_unsharded:
+        model.get_submodule(not_unsharded).set_unshard_in_backward(False)
     seen = _trained(model, [site.rank.rank], model.set_requires_gradient_sync)
     loss = _loss(model, 0, site.rank.rank, "plain")
     is_freed = isinstance(model.embed.weight, DTensor)
     loss.backward()
     return seen | {"keys": list(model.state_dict()), "is freed": is_freed, "assigned": _assigned(model)}
+
+
+class Shifted(nn.Module):
+    """A layer's weight is added up behind it: that comes first in the backward, and reads no weight there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body, self.tail = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(3))
+        self.tail.weight = self.body.weight
+        self.tail.forward = lambda x: x + self.tail.weight.sum(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(self.body(self.first(x)).tanh())
+
+
+def shifted(site: Site | None) -> dict[str, torch.Tensor]:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model: Any = Shifted()
+    if site is not None:
+        for module in (model.body, model.tail, model.first, model):
+            site.shard(module)
+        model.tail.set_unshard_in_backward(False)
+    device = model.first.weight.device
+    model(torch.linspace(-1, 1, 2 * _WIDTH, device=device).view(2, _WIDTH)).square().sum().backward()
+    return {name: whole(each.grad).cpu() for name, each in model.named_parameters()}
 
 
 def _assigned(model: Any) -> bool:
@@ -64,6 +93,63 @@ def _assigned(model: Any) -> bool:
     return model.body[2].weight is model.embed.weight and bool(
         (model.body[2].weight == state["embed.weight"]).all()
     )
+
+
+def unsharded(site: Site, has_run: bool, waits: bool) -> dict[str, Any]:
+    """What a module shows of a parameter whose owner another one is, when it is unsharded by hand, and behind that."""
+    model = _model()
+    site.shard(model.embed)
+    site.shard(model.body[2])
+    site.shard(model)
+    if has_run:
+        model(torch.arange(2)).sum().backward()
+    handle = model.body[2].unshard(async_op=waits)
+    if waits:
+        handle.wait()
+    shown = model.body[2].weight
+    seen = {"shown": shown.detach().clone(), "sharded": isinstance(shown, DTensor)}
+    model.body[2].reshard()
+    seen["resharded"] = isinstance(model.body[2].weight, DTensor)
+    model(torch.arange(2)).sum().backward()
+    return seen | {"gradient": whole(model.embed.weight.grad)}
+
+
+def unsharded_by_hand(has_run: bool) -> dict[str, Any]:
+    model = _model()
+    for _ in range(1 + has_run):
+        model(torch.arange(2)).sum().backward()
+    weight = model.embed.weight
+    return {"shown": weight.detach(), "sharded": False, "resharded": True, "gradient": weight.grad}
+
+
+def prefetched(site: Site) -> list[Any]:
+    """When the owner is gathered, and what begins, where those that another module names are gathered before it."""
+    events: list[Any] = []
+    tied = _model()
+    model: Any = nn.Sequential(tied, nn.Tanh())
+    for module in (tied.embed, tied.body[0], tied.body[2], model):
+        site.shard(module)
+        module.register_forward_pre_hook(lambda one, _: events.append(type(one).__name__))
+    tied.embed.set_custom_all_gather(ReportingAllGather(lambda asked: events.append(asked[0])))
+    tied.body[0].set_modules_to_forward_prefetch([tied.body[2]])
+    model.set_modules_to_backward_prefetch([tied.body[2]])
+    out = model(torch.arange(4))
+    out.register_hook(lambda _: events.append("backward"))
+    out.sum().backward()
+    return [each for each in events if each != "allocate"]
+
+
+def of_other_dtypes(site: Site, **dtypes: torch.dtype) -> str:
+    """The owner computes and reduces in its own; the other module would in these."""
+    model, policy = _model(), site.fsdp.MixedPrecisionPolicy(**dtypes)
+
+    def run() -> None:
+        site.shard(model.embed)
+        site.shard(model.body[2], mp_policy=policy)
+        site.shard(model)
+        _loss(model, 0, site.rank.rank, "plain")
+
+    return str(tried(run))
 
 
 class Around(nn.Module):
@@ -109,7 +195,7 @@ def _gradients_of(model: Around) -> dict[str, Any]:
     for _ in range(2):
         model(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)).square().sum().backward()
     grads = ((name, each.grad) for name, each in model.named_parameters())
-    return {name: None if grad is None else whole(grad) for name, grad in grads}
+    return {name: None if grad is None else whole(grad).cpu() for name, grad in grads}
 
 
 def tied_in_two_models(site: Site) -> str:
@@ -138,10 +224,11 @@ def _trained(model: Any, ranks: Sequence[int], set_sync: Any) -> dict[str, Any]:
             set_sync(step != "accumulated" or part == 1)
             losses = [_loss(model, 2 * number + part, rank, step) for rank in ranks]
             torch.stack(losses).mean().backward()
-        gradients.append({name: whole(each.grad) for name, each in model.named_parameters()})
+        gradients.append({name: whole(each.grad).cpu() for name, each in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    return {"gradients": gradients, "after": {name: whole(each) for name, each in model.named_parameters()}}
+    after = {name: whole(each).cpu() for name, each in model.named_parameters()}
+    return {"gradients": gradients, "after": after}
 
 
 def _loss(model: Any, number: int, rank: int, step: str) -> torch.Tensor:

@@ -79,6 +79,28 @@ def sharded(
     return seen
 
 
+def offloaded(lab: Lab, *, scaler: str, enabled: bool) -> list[Any]:
+    """Norms and parameters where the group of the ranks has no backend for the host, on which the parameters are."""
+    group = lab.rank.group_of_device()
+    model = lab.wrap(
+        plain_model(),
+        use_orig_params=True,
+        process_group=group,
+        cpu_offload=lab.api.CPUOffload(offload_params=True),
+    )
+    more = {"process_group": group} if "Sharded" in scaler else {}
+    its_scaler = lab.library.find(scaler)(lab.rank.device.type, enabled=enabled, **more, **OPTIONS)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    seen: list[Any] = []
+    for number in range(2):
+        optimizer.zero_grad()
+        own = inputs_of(number, lab.rank.world_size).split(SIZE)[lab.rank.rank]
+        its_scaler.scale(model(own).square().mean()).backward()
+        norm = its_scaler.fused_step(optimizer, MAX_NORM).cpu()
+        seen.append((norm, [each.cpu() for each in gathered_parameters(lab.library, model).values()]))
+    return seen
+
+
 def _in_parts(lab: Lab, sharding: str) -> nn.Module:
     if sharding == "dtensor":
         return fully_shard(plain_model(), mesh=lab.rank.mesh(lab.rank.world_size))

@@ -22,6 +22,7 @@ _TO_TORCH_ITSELF = (
     "we are deprecating ShardedTensor",
     "_get_pg_default_device",
     "Multiple backends are registered",
+    "Dynamo does not know how to trace the builtin",  # where it looks into the runtime
 )
 _OF_FROZEN_PARTS = (
     "has both parameters with requires_grad=True and False"  # row fsdp.frozen_in_part_by_policy

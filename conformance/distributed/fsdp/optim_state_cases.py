@@ -131,7 +131,8 @@ def there_and_back(lab: Lab, optimized: Optimized, way: Way) -> Any:
     seen = {"order": [*saved.get("state", ())], "saved": copied(plain(saved))}
     fresh = optimized.optimizer(lab.model)
     found = way.load(lab, fresh, saved)
-    seen["found"] = copied(plain(found))
+    # What torch scatters is on the host or not as the rank and the parameter have it.
+    seen["found"] = on_host(plain(found)) if way.name == "scattered" else copied(plain(found))
     fresh.load_state_dict(found)
     step(lab.model, fresh)
     return {**seen, "before": before, "after": plain(fresh.state_dict())}
@@ -139,6 +140,10 @@ def there_and_back(lab: Lab, optimized: Optimized, way: Way) -> Any:
 
 def copied(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def on_host(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
 
 
 def outlived(lab: Lab, way: Way) -> list[str]:
@@ -165,7 +170,7 @@ def exchanged(lab: Lab, writer: str, writers: Setup, optimized: Optimized, way: 
     saved = way.save(wrote, optimized.stepped(wrote.model))
     fresh = optimized.optimizer(lab.model)
     found = way.load(lab, fresh, saved)
-    seen = copied(plain(found))
+    seen = on_host(plain(found))
     fresh.load_state_dict(found)
     step(lab.model, fresh)
     return {"found": seen, "after": plain(fresh.state_dict())}

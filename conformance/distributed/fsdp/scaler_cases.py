@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.utils._pytree import tree_map_only
 
 from conformance.judge import seeding
 from conformance.judge.library import load_library
@@ -103,7 +104,8 @@ class Player:
         harness.optimizer.param_groups = harness.optimizer.whole_groups
 
     def scale(self, harness: Harness, outputs: Any) -> Any:
-        return harness.scaler.scale(outputs)
+        on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), outputs)
+        return harness.scaler.scale(on_device)
 
     def unscale_(self, harness: Harness, _: None) -> Any:
         return harness.scaler.unscale_(harness.optimizer)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,9 +46,9 @@ def described(value: Any) -> Any:
     """What a value of a state dict is, on this rank."""
     if isinstance(value, ShardedTensor):
         metadata = value.metadata()
-        parts = [(one.shard_offsets, one.shard_sizes, str(one.placement)) for one in metadata.shards_metadata]
+        parts = [(one.shard_offsets, one.shard_sizes, _rank_of(one)) for one in metadata.shards_metadata]
         local = [
-            (one.metadata.shard_offsets, one.metadata.shard_sizes, one.tensor.detach().clone())
+            (one.metadata.shard_offsets, one.metadata.shard_sizes, one.tensor.detach().cpu().clone())
             for one in value.local_shards()
         ]
         return ["ShardedTensor", parts, metadata.size, str(metadata.tensor_properties), local]
@@ -57,6 +58,12 @@ def described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return [type(value).__name__, value.requires_grad, value.stride(), value.detach().clone()]
     return value
+
+
+def _rank_of(part: ShardMetadata) -> int:
+    """Where on the rank it is, is asked by `placed`."""
+    assert part.placement is not None
+    return part.placement.rank()
 
 
 # -- saving
@@ -93,6 +100,19 @@ def saved(
         "buffers": list(lab.model.named_buffers()),
         "loss": lab.backward(1),
     }
+
+
+def placed(lab: Lab, *, form: Form) -> list[tuple[bool, bool]]:
+    """Of each part that this rank has, whether it is where it was asked for, and said to be."""
+    set_form(lab.library, lab.model, form)
+    asked = torch.device("cpu") if form.config.get("offload_to_cpu") else lab.rank.device
+    sharded = [value for value in lab.model.state_dict().values() if isinstance(value, ShardedTensor)]
+    seen: list[tuple[bool, bool]] = []
+    for value in sharded:
+        said = [one for one in value.metadata().shards_metadata if _rank_of(one) == lab.rank.rank]
+        for part, one in zip(value.local_shards(), said, strict=True):
+            seen.append((part.tensor.device == asked, one.placement.device() == asked))
+    return seen
 
 
 def shared(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, list[str]]:

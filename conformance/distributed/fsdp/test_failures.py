@@ -89,6 +89,14 @@ def test_gradients_of_earlier_backwards_count(twins: Twins, face: Face, accumula
     _judge(twins, face, fails=fails, accumulates=accumulates, clears=False)
 
 
+@clause("distributed.fsdp.failures.in_a_backward")
+@pytest.mark.deviation("fsdp.behind_a_failed_backward")
+@each_face
+def test_gradients_of_earlier_backwards_are_cleared_by_the_model(twins: Twins, face: Face) -> None:
+    """Which is in the midst of the backward that raised."""
+    _judge(twins, face, fails="inside unit", accumulates="synchronised", clears="model")
+
+
 @clause("distributed.fsdp.failures.gradients_in_part")
 @pytest.mark.deviation("fsdp.gradients_in_part")
 @pytest.mark.parametrize("clears", [False, True])

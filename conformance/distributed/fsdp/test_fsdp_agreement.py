@@ -218,6 +218,36 @@ def test_states_synchronised_in_another_order(subject: Library) -> None:
         assert "'Block.0.weight' of shape (16, 4)" in text, text
 
 
+@clause("distributed.fsdp.fsdp_agreement.waits_elsewhere")
+@pytest.mark.deviation("fsdp.waits_elsewhere")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    ("face", "by"),
+    [
+        ("fully_shard", "barrier"),
+        pytest.param("FSDP1", "barrier", marks=FULL),
+        pytest.param("FSDP1", "all_reduce", marks=FULL),
+    ],
+)
+def test_a_rank_that_waits_for_the_others_elsewhere(
+    deviation: DeviationJudge, reference: Library, face: str, by: str
+) -> None:
+    def raised(library: Library) -> str:
+        # Who waits until the time-out is not waited for where it is known; others may take longer on a busy machine.
+        timeout_s = 2.0 if library is reference else TIMEOUT_S
+        how = {"library": library.spec, "face": face, "by": by, "timeout_s": timeout_s}
+        with RankPool(2, grace_s=SHORT_GRACE_S) as pool, pytest.raises(RankFault) as fault:
+            pool.run(f"{CASES}:wait_elsewhere", **how)
+        return " ".join(one.text for one in fault.value.scene.failures)
+
+    named = rf"rank {ASTRAY} waits in torch\.distributed\.{by}\(\) where rank {1 - ASTRAY} gathered '\w+'"
+    deviation.judge(
+        raised,
+        torch_does=lambda text: by not in text,
+        we_do=lambda text: re.search(named, text) is not None,
+    )
+
+
 @clause("distributed.fsdp.fsdp_agreement.changes_alike")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(

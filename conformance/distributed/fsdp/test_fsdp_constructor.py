@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conformance import simulator
 from conformance.distributed.fsdp import construct_cases
 from conformance.distributed.fsdp.construct_cases import THE_ROOT_IGNORED, WAYS
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
@@ -29,6 +30,7 @@ from conformance.distributed.fsdp.twins import (
     values_of,
 )
 from conformance.judge.clauses import clause
+from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
 from conformance.judge.tolerances import TRAINED
@@ -117,6 +119,18 @@ def _offloaded(strategy: str, use_orig_params: bool) -> Training:
     steps = (Step(), Step(forwards=2, order="no_sync"), Step(before="eval"))
     setup = replace(leaf_by_leaf(strategy, use_orig_params), offload_params=True)
     return Training(replace(TREE, dtype=torch.float64), setup, steps)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload_overlaps")
+@both_kinds
+@pytest.mark.world_sizes(fewest=2)
+def test_the_host_waits_once_for_all_units(twins: Twins, device: str, use_orig_params: bool) -> None:
+    if device != simulator.NAME:
+        unavailable("a device that counts what the host waits for")
+    arguments = {"use_orig_params": use_orig_params, "limit_all_gathers": False}
+    setup = Setup(arguments=arguments, offload_params=True)
+    for seen in twins.agree(construct_cases.waits_for_offloaded, setup):
+        assert seen.value == [1, 1]
 
 
 _WHOLE = ("NO_SHARD", True)  # test_trains_with_whole_parameters_offloaded

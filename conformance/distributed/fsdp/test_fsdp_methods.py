@@ -6,7 +6,13 @@ import pytest
 
 from conformance.distributed.fsdp import construct_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.twins import Twins, both_kinds, each_strategy, leaf_by_leaf
+from conformance.distributed.fsdp.twins import (
+    Twins,
+    both_kinds,
+    each_strategy,
+    flat_or_originals,
+    leaf_by_leaf,
+)
 from conformance.judge.clauses import clause
 
 each_wrap = pytest.mark.parametrize("wrap", ["root", "leaves", "manual"])
@@ -39,13 +45,20 @@ def test_apply_shows_whole_parameters(twins: Twins, strategy: str, use_orig_para
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
-@pytest.mark.parametrize("how", ["double", "to", "cpu"])
+@pytest.mark.parametrize("how", ["double", "to", "cpu", "cpu and back"])
 @both_kinds
 @each_strategy
-def test_the_dtype_may_change_behind_wrapping(
+def test_the_model_is_converted_behind_wrapping(
     twins: Twins, strategy: str, use_orig_params: bool, how: str
 ) -> None:
-    twins.agree(construct_cases.converted, leaf_by_leaf(strategy, use_orig_params), how=how)
+    setup = leaf_by_leaf(strategy, use_orig_params)
+    twins.agree(construct_cases.converted, setup, how=how, may_raise=how == "cpu")
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.class_of_parameters")
+@flat_or_originals
+def test_optimizers_may_step_parameters_together(twins: Twins, setup: Setup) -> None:
+    assert all(all(seen.value.values()) for seen in twins.agree(construct_cases.classes, setup))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.conversions")

@@ -13,6 +13,7 @@ from conformance.distributed.fsdp import optim_state_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.lab import SIMPLE
+from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.distributed.fsdp.optim_state_cases import OPTIMIZERS, Optimized, Way
 from conformance.distributed.fsdp.optim_state_judging import (
     as_tensors,
@@ -183,6 +184,23 @@ def test_either_library_loads_what_the_other_saved(cpu_twins: Twins, way: Way, u
     for seen in between:
         for one, other in zip(expected, seen, strict=True):
             assert_same_outcome(Outcome(one), Outcome(other))
+
+
+@clause("distributed.fsdp.fsdp_optim_state.group_of_the_device")
+@by_name(_WHOLE, _SCATTERED, _DEALT, *_TYPES)
+@both_kinds
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_the_group_may_serve_the_device_alone(
+    twins: Twins, strategy: str, use_orig_params: bool, way: Way
+) -> None:
+    """Of what was saved sharded and offloaded; of parameters with one row a rank holds nothing."""
+    tree = ModuleTree(Group((Leaf("affine", 4), Leaf("affine", 1))), dtype=torch.float32)
+    writers, loads = (
+        leaf_by_leaf(one, use_orig_params, ranks="group of device") for one in ("FULL_SHARD", strategy)
+    )
+    kind = "adam" if "adam" in kinds_of(writers, way) else "momentum"
+    asked = {"tree": tree, "writers": writers, "optimized": Optimized(kind, 2), "way": way}
+    twins.agree(cases.exchanged, loads, EXACT, writer=twins.reference.spec, **asked)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.freed")

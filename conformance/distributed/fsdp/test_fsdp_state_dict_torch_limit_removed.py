@@ -160,6 +160,35 @@ def test_modules_built_on_meta(cpu_twins: Twins, kind: str, use_orig_params: boo
         assert one == {"ignored": False, "managed": True, "warned": True}
 
 
+@clause("distributed.fsdp.fsdp_state_dict.placed")
+@pytest.mark.deviation("fsdp.shards_said_to_be_on_the_cpu")
+@pytest.mark.parametrize(("kind", "offloads"), [("SHARDED", False), ("SHARDED", True), ("LOCAL", False)])
+@pytest.mark.world_sizes(fewest=2)
+def test_shards_are_where_they_are_said_to_be(twins: Twins, kind: str, offloads: bool) -> None:
+    twins.deviate(
+        cases.placed,
+        FLAT,
+        form=Form(kind, {"offload_to_cpu": offloads}),
+        torch_does=each(lambda seen: {*seen} == {(not offloads, offloads)}),
+        we_do=each(lambda seen: {*seen} == {(True, True)}),
+        may_agree=True,  # where the group serves no other device, and of LOCAL_STATE_DICT
+    )
+
+
+@clause("distributed.fsdp.fsdp_state_dict.placed")
+@pytest.mark.deviation("fsdp.flat_parameters_that_are_offloaded")
+@pytest.mark.world_sizes(fewest=2)
+def test_shards_of_flat_parameters_are_offloaded(twins: Twins) -> None:
+    twins.deviate(
+        cases.placed,
+        FLAT,
+        form=Form("LOCAL", {"offload_to_cpu": True}),
+        torch_does=raises(ValueError, "requires_grad property is incompatible"),
+        we_do=each(lambda seen: {*seen} == {(True, True)}),
+        may_agree=True,  # where they are on the CPU already
+    )
+
+
 @clause("distributed.fsdp.fsdp_state_dict.assigned")
 @pytest.mark.deviation("fsdp.assigned_parameters")
 @each_kind

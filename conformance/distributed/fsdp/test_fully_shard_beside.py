@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from conformance.distributed.fsdp import fully_shard_beside_cases as cases
-from conformance.distributed.fsdp.test_fully_shard_construct import assert_probes_agree
+from conformance.distributed.fsdp.judging import outcomes
+from conformance.distributed.fsdp.test_fully_shard_construct import assert_probes_agree, judge_by_hand
+from conformance.distributed.fsdp.twins import raises
 from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
+from conformance.judge.outcome import observe
 from conformance.ranks import RankPool
+
+
+@clause("distributed.fsdp.fully_shard.reduction")
+@pytest.mark.world_sizes(fewest=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sums_alone", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_hooks_and_communication_get_what_torchs_do(
+    subject: Library, reference: Library, rank_pool: RankPool, dtype: torch.dtype, sums_alone: bool, own: bool
+) -> None:
+    how: dict[str, Any] = {"dtype": dtype, "sums_alone": sums_alone, "own": own}
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.hooked, **how)
+    assert actual.raised is None, actual.raised
+
+
+@clause("distributed.fsdp.fully_shard.without_accelerator")
+@pytest.mark.deviation("fully_shard.without_accelerator")
+@pytest.mark.world_sizes(fewest=2)
+@pytest.mark.parametrize("what", ["pinned", "divided"])
+def test_what_torch_has_accelerators_do(
+    deviation: DeviationJudge, rank_pool: RankPool, device: str, what: str
+) -> None:
+    if torch.accelerator.is_available() or device != "cpu":
+        unavailable("a machine without an accelerator")
+    gradient = torch.arange(1.0, 4.0).repeat(2, 1)
+    expected = observe(lambda: gradient * rank_pool.world_size / 3 if what == "divided" else gradient)
+    judge_by_hand(deviation, rank_pool, expected, cases.without_accelerator, what=what)
 
 
 @clause("distributed.fsdp.fully_shard.compiled_blocks")
@@ -25,6 +60,19 @@ def test_the_loss_may_call_a_part(
 ) -> None:
     (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.in_chunks, keeps=keeps)
     assert actual.raised is None, actual.raised
+
+
+@clause("distributed.fsdp.fully_shard.loss_in_chunks")
+@pytest.mark.deviation("fully_shard.root_behind_a_part")
+def test_the_root_moves_inputs_behind_a_part(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+    deviation.judge(
+        lambda library: outcomes(
+            rank_pool, library, "fully_shard_construct_cases:probe", asks=cases.evaluated_again
+        ),
+        torch_does=raises(RuntimeError, "Expected all tensors to be on the same device"),
+        we_do=lambda seen: all(one.raised is None for one in seen),
+        may_agree=True,  # where they are on the CPU anyway
+    )
 
 
 @clause("distributed.fsdp.fully_shard.replicated")

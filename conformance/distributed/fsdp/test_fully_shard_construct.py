@@ -100,6 +100,13 @@ def test_begins_on_the_meta_device(
     assert (actual.raised is None) == bool(materialises), actual.raised
 
 
+@clause("distributed.fsdp.fully_shard.meta_device")
+@pytest.mark.deviation("fully_shard.refused_first_forward")
+def test_trains_behind_a_forward_that_came_too_early(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+    expected = observe(lambda: {"refused": True, "output": torch.full((1, 2), 4.0)})
+    judge_by_hand(deviation, rank_pool, expected, cases.materialised_late)
+
+
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("by", ["2", "inf", "value"])
 def test_gradients_are_clipped(subject: Library, reference: Library, rank_pool: RankPool, by: str) -> None:

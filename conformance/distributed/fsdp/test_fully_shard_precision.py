@@ -23,9 +23,12 @@ _WHOLE: Dtypes = (FULL, None, FULL)
 
 @clause("distributed.fsdp.fully_shard.dtypes_in_a_group")
 @pytest.mark.deviation("fully_shard.dtypes_in_a_group")
-def test_trains_parameters_of_two_dtypes(deviation: DeviationJudge, rank_pool: RankPool) -> None:
-    expected = observe(cases.of_two_dtypes_by_hand, rank_pool.world_size)
-    judge_by_hand(deviation, rank_pool, expected, cases.of_two_dtypes)
+@pytest.mark.parametrize(
+    "thaws", ["", "inner", "router"], ids=["trained", "thaws alone", "thaws with others"]
+)
+def test_trains_parameters_of_two_dtypes(deviation: DeviationJudge, rank_pool: RankPool, thaws: str) -> None:
+    expected = observe(cases.of_two_dtypes_by_hand, rank_pool.world_size, thaws)
+    judge_by_hand(deviation, rank_pool, expected, cases.of_two_dtypes, thaws=thaws)
 
 
 @clause("distributed.fsdp.fully_shard.precision_per_parameter")
@@ -56,6 +59,11 @@ def test_masters_are_not_lost_in_silence(subject: Library, rank_pool: RankPool) 
     (found, *_) = outcomes(rank_pool, subject, _PROBE, asks=cases.lost_masters)
     assert found.raised is None, found.raised
     assert found.value["loaded"] == [str(FULL)]
+    assert found.value["rounded"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
+    assert found.value["partly"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
+    assert "router.weight" not in found.value["partly"]
+    assert found.value["reloaded"] is None
+    assert found.value["into low"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
     assert found.value["cast"].startswith("RuntimeError")
     assert "router.weight" in found.value["cast"]
     assert "inner.weight" not in found.value["cast"]

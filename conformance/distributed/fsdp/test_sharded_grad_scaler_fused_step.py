@@ -64,6 +64,24 @@ def test_each_rank_in_turn_finds_inf(
     judge(twins_of(some_ranks), cases.sharded, judged, scaler, **asked)
 
 
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.group_of_the_device")
+@ROW
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+@pytest.mark.world_sizes(fewest=2)
+def test_the_group_may_serve_the_device_alone(twins: Twins, scaler: str, enabled: bool) -> None:
+    expected = cases.unsharded("adamw", (None, None), 2.0, twins.world_size)
+
+    def judged(seen: list[Any]) -> None:
+        for rank, iterations in enumerate(seen):
+            for (norm, _, whole), (own_norm, own_whole) in zip(expected, iterations, strict=True):
+                own = own_norm.values.to(norm.dtype)
+                assert (excess := TRAINED.excess(norm, own)) is None, f"on rank {rank} the norm: {excess}"
+                assert_all_close(f"on rank {rank} parameters", whole, own_whole, TRAINED)
+
+    judge(twins, cases.offloaded, judged, scaler, enabled=enabled)
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
 @ROW
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from conformance.distributed.fsdp.twins import Twins
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
+from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import observe
 from conformance.strategies.gradients import Gradient
@@ -198,6 +199,25 @@ def test_a_loss_on_the_meta_device(deviation: DeviationJudge, device: str) -> No
     )
 
 
+@clause("distributed.fsdp.sharded_grad_scaler.scale.any_device")
+@pytest.mark.deviation("sharded_grad_scaler.losses_on_the_host")
+def test_a_loss_on_the_host(deviation: DeviationJudge, device: str) -> None:
+    if device == "cpu":
+        unavailable("one device type only")
+
+    def probe(library: Library) -> list[float]:
+        scaler = library.find(SCALER)(device, init_scale=4.0)
+        scaler.scale(torch.ones((), device=device))
+        return scaler.scale(torch.ones(2)).tolist()
+
+    deviation.judge(
+        probe,
+        torch_does=lambda seen: seen != [4.0, 4.0],
+        we_do=lambda seen: seen == [4.0, 4.0],
+        may_agree=True,  # where the copy is done before the host reads it
+    )
+
+
 # --- unscale_
 
 
@@ -233,6 +253,7 @@ def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> Non
     )
     plan = Plan(parts(last + 1), calls, options=EIGHT)
     seen = assert_same(twins, plan)
+    assert (given := seen[last][1]).raised is None, f"there is no such gradient: {given.raised}"
     skips = value == math.inf or (value > 2.0 and dtype is torch.float16)
     assert scales(seen) == [4.0 if skips else 8.0] * (last + 1)
 

@@ -236,7 +236,7 @@ def moved(trainer: Trainer) -> list[torch.Tensor]:
     trainer.backward(0)
     with trainer.unsynced():
         trainer.backward(1)
-    trainer.model.to("cpu")
+    trainer.model.to(next(trainer.model.parameters()).device)
     trainer.backward(2)
     trainer.step()
     return [trainer.output()]

@@ -25,6 +25,8 @@ _LOW_PRECISION: dict[Any, torch.dtype] = {
     default_hooks.bf16_compress_hook: torch.bfloat16,
 }
 _Hook = Callable[..., Any]
+# In which torch has the collectives divide.
+_DIVIDED = (torch.float32, torch.bfloat16)
 
 
 def all_gathered(mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> Tensor:
@@ -61,7 +63,8 @@ class Reduction:
             None  # instead of the group that parameters are gathered in
         )
         self.comm: Any = None  # a reduce-scatter of the user's own: `allocate`, and a call
-        self.on_reduced: Callable[[Tensor], None] | None = None  # is given the sum before it is divided
+        self.on_reduced: Callable[[Tensor], None] | None = None  # is given what is reduced
+        self.sums_alone = False  # no collective divides: neither a hook nor `comm` meets an average
         self.defers_all_reduce = False  # replicas add up what they have scattered
         self.without = ""  # as an entry says it: parameters of the unit that have no gradients here
         self.partial: Tensor | None = None  # [S], of the reductions whose all-reduce was put off
@@ -107,7 +110,12 @@ class Reduction:
                 buffer.div_(before)
         output = buffer
         if groups.shard is not None:
-            output = self._scattered_sum(buffer, self.scatters_over or groups.shard, entry)
+            group = self.scatters_over or groups.shard
+            averages = self.comm is not None and self._averages(buffer.dtype, group.size())
+            output = self._scattered(
+                buffer, group, entry, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+            )
+            divisor /= group.size() if averages else 1
         if groups.replicate is not None:
             earlier, self.partial = self.partial, None
             if earlier is not None:
@@ -118,17 +126,29 @@ class Reduction:
                 return None
             groups.order_checkers[groups.replicate].run(entry, _all_reduce, groups.replicate, [output])
         if self.on_reduced is not None:
-            self.on_reduced(output)
+            early = self._divisor_before_hook(divisor, buffer.dtype)
+            self.on_reduced(output.div_(early))
+            divisor /= early
         if divisor != 1:
             output.div_(divisor)
         return output
 
-    def _scattered_sum(self, buffer: Tensor, group: dist.ProcessGroup, entry: str) -> Tensor:
-        """Add up the ranks' buffers; the rank's shard of the sum."""
+    def _averages(self, dtype: torch.dtype, ranks: int) -> bool:
+        """Whether a reduce-scatter of the user's own is told to, as torch tells it."""
+        return dtype in _DIVIDED and not self.sums_alone and self.divide_factor in (None, ranks)
+
+    def _divisor_before_hook(self, divisor: float, dtype: torch.dtype) -> float:
+        """By what a sum is divided for a hook, which in some dtypes is given the average, as torch's is."""
+        if dtype in _DIVIDED:
+            return 1.0 if self.sums_alone else divisor
+        return 1.0 if dtype is torch.float16 else predivide_factor(divisor)
+
+    def _scattered(self, buffer: Tensor, group: dist.ProcessGroup, entry: str, op: Any) -> Tensor:
+        """The rank's shard of the sum of the ranks' buffers, or of their average where the user's own is told so."""
         numel = buffer.numel() // group.size()
         if self.comm is not None:
             shard = self.comm.allocate((numel,), dtype=buffer.dtype, device=buffer.device)
-            self.comm(output_tensor=shard, input_tensor=buffer, group=group, op=dist.ReduceOp.SUM)
+            self.comm(output_tensor=shard, input_tensor=buffer, group=group, op=op)
             return shard
         shard = buffer.new_empty(numel)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, sharded_as
-from impl.distributed.fsdp._module_state import state_of
+from impl.distributed.fsdp._module_state import lender_of, state_of
 from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._policies import (
     DataParallelMeshDims,
@@ -172,9 +172,13 @@ def managed_params(
 
 
 def borrowed_apart(
-    managed: Iterable[ManagedParam],
+    managed: Iterable[ManagedParam], policy: MixedPrecisionPolicy
 ) -> tuple[list[ManagedParam], list[tuple[ManagedParam, ShardedParam]]]:
-    """Those to shard, and those that an earlier call has sharded in other modules, with what it has made of them."""
+    """Those to shard, and those that an earlier call has sharded in other modules, with what it has made of them.
+
+    Raises:
+        ValueError: `policy` would have one of these in other dtypes.
+    """
     own: list[ManagedParam] = []
     borrowed: list[tuple[ManagedParam, ShardedParam]] = []
     for one in managed:
@@ -182,8 +186,23 @@ def borrowed_apart(
         if param is None:
             own.append(one)
         else:
+            _refuse_other_dtypes(one, param, policy)
             borrowed.append((one, param))
     return own, borrowed
+
+
+def _refuse_other_dtypes(one: ManagedParam, param: ShardedParam, policy: MixedPrecisionPolicy) -> None:
+    group = lender_of(param).group_of(param)
+    has, own = group.precision_of(group.params.index(param)), one.original.dtype
+    asked = precision_by(policy, one.info.name, one.original)
+    computes = asked.param_dtype or own
+    asked = ParamPrecision(computes, asked.reduce_dtype or computes, asked.master_dtype or own)
+    if one.original.is_floating_point() and asked != has:
+        raise ValueError(
+            f"{one.info.name} was sharded by an earlier call, as {param.name}: to compute in {has.param_dtype}, reduce "
+            f"in {has.reduce_dtype} and step in {has.master_dtype}, but the mp_policy of this one says "
+            f"{asked.param_dtype}, {asked.reduce_dtype} and {asked.master_dtype}; give both calls the same dtypes"
+        )
 
 
 def on_whole_mesh(managed: Sequence[ManagedParam], data: DataDims) -> list[ManagedParam]:

@@ -15,7 +15,7 @@ from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._nested import cast_floats, replaced, tensors_in
 from impl.distributed.fsdp._param_registration import ParamLocation
-from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS
+from impl.distributed.fsdp._phase import BACKWARDS, FORWARDS, Phase
 from impl.distributed.fsdp._policies import MixedPrecisionPolicy
 from impl.distributed.fsdp._root import Root, StepSettings
 from impl.distributed.fsdp._streams import Streams
@@ -57,6 +57,7 @@ class ModuleState:
         self.device = device
         self.comm = CommContext()
         self.is_root: bool | None = None  # None until the first forward of the root
+        self.lenders: list[ModuleState] = []  # of the unit's
         self.has_root = False  # one of its own, until the first forward
         self.settings = StepSettings()  # the root's, from the first forward on
         self._yet_to_run: set[nn.Module] = set()  # of several, in this forward
@@ -77,14 +78,17 @@ class ModuleState:
             owner.register_state_dict_pre_hook(self._before_save)
             owner.register_load_state_dict_pre_hook(self._before_load)
 
-    def lend(
-        self, param: ShardedParam, locations: tuple[ParamLocation, ...], borrower: Unit[DTensorGroup]
-    ) -> None:
+    def lend(self, param: ShardedParam, locations: tuple[ParamLocation, ...], borrower: ModuleState) -> None:
         """Have the modules of another unit, which had the same parameter, see it too."""
         self.reshard()
-        next(group for group in self.groups if param in group.params).show_at(param, locations)
+        self.group_of(param).show_at(param, locations)
         self._watch({place.module for place in locations})
-        borrower.borrow_from(self.unit)
+        borrower.unit.borrow_from(self.unit)
+        if self not in borrower.lenders:
+            borrower.lenders.append(self)
+
+    def group_of(self, param: ShardedParam) -> DTensorGroup:
+        return next(group for group in self.groups if param in group.params)
 
     @property
     def outermost(self) -> nn.Module:
@@ -101,8 +105,13 @@ class ModuleState:
         for group in self.groups:
             group.drop_parts()
 
-    def _before_load(self, *_: Any, **__: Any) -> None:
+    def _before_load(
+        self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
         self.reshard()
+        assigned = metadata.get("assign_to_params_buffers", False)
+        for group in self.groups:
+            group.note_loaded(owner, state_dict, prefix, assigned=assigned)
 
     def reshard(self) -> None:
         """The modules see the shards."""
@@ -111,13 +120,25 @@ class ModuleState:
             for group in self.groups:
                 group.drop_parts()
 
+    def reshard_by_hand(self) -> None:
+        """With what it has borrowed, as far as nothing computes with that."""
+        for state in (self, *self.lenders):
+            if state is self or (state.unit.phase is Phase.IDLE and not state.unit.is_lent()):
+                state.reshard()
+
+    def gather_ahead(self) -> None:
+        """With what it borrows."""
+        for state in (self, *self.lenders):
+            state.ensure_shared()
+            state.unit.gather_ahead()
+
     # the root
 
     def ensure_shared(self) -> None:
         """Something to unshard by, before the first forward has told which unit is outermost."""
         if not self.has_root:
-            self.has_root = True
             self._check_groups()
+            self.has_root = True
             Root(self.unit, [self.unit], self.device, False, self.settings)
 
     def find_root(self) -> None:
@@ -129,7 +150,6 @@ class ModuleState:
         """
         if self.is_root is not None:
             return
-        self.is_root = True
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         found: dict[ModuleState, str] = {}
@@ -142,7 +162,6 @@ class ModuleState:
                     f"FSDP state has already been lazily initialized for {name}\n"
                     "FSDP requires running forward through the root module first"
                 )
-            state.is_root = state is self
             found[state] = name
         names = {id(p): name for name, p in self.outermost.named_parameters()}
         for state, name in found.items():
@@ -154,6 +173,8 @@ class ModuleState:
             _refuse_lenders_elsewhere(unit, units)
         for state in found:
             state._check_groups()
+        for state in found:  # none of them has a root until nothing is refused any more
+            state.is_root = state is self
             state.has_root = True
             state.settings = self.settings
         self._root = root = Root(self.unit, units, self.device, False, self.settings)

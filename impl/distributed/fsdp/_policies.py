@@ -115,9 +115,10 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, their gradients and the optimizer's states lie on the CPU.
 
     Args:
-        pin_memory: in memory that is copied from without the host waiting; of no effect where there is no accelerator.
+        pin_memory: taken, and of no effect so far: shards on the CPU are not pinned, and their copies hold up the host.
 
-    Source: torch.distributed.fsdp.CPUOffloadPolicy 2.13; differences: torch raises where there is no accelerator.
+    Source: torch.distributed.fsdp.CPUOffloadPolicy 2.13; differences: nothing is pinned; torch raises where there is no
+        accelerator.
 
     >>> CPUOffloadPolicy().pin_memory
     True

@@ -140,9 +140,8 @@ class Unit(Generic[_Group]):
             self.root.note_begun(self)
             for group in self.param_groups:
                 group.gradients.forget_if_cleared()
-            self.unshard()
-            for lender in self.lenders:
-                lender.unshard()
+            for unit in (self, *self.lenders):
+                unit.unshard()
             self._lost_graph = False
             if self.config.forward_prefetch:
                 self._prefetch(self.root.order.after_in_forward(self))
@@ -184,12 +183,12 @@ class Unit(Generic[_Group]):
                 unit._end_use(awaits_backward=bool(watched))
             return outputs
 
-    def _is_lent(self) -> bool:
+    def is_lent(self) -> bool:
         return any(unit.phase in FORWARDS for unit in self._borrowers)
 
     def _end_use(self, *, awaits_backward: bool) -> None:
         """Reshard what is not kept for a backward, once no forward uses it."""
-        if self.phase in FORWARDS or self._is_lent():
+        if self.phase in FORWARDS or self.is_lent():
             return
         kept = self.root.is_root(self), awaits_backward
         if all(group.keeps_after_forward(*kept) for group in self.param_groups):
@@ -212,7 +211,7 @@ class Unit(Generic[_Group]):
             self._move(Move.END_FORWARD)
             self.root.note_abandoned()
             self._inputs.forget(self._earlier_inputs)
-            if not self._is_lent():
+            if not self.is_lent():
                 self.reshard()
             for lender in self.lenders:
                 lender._end_use(awaits_backward=False)
@@ -229,14 +228,15 @@ class Unit(Generic[_Group]):
         if self.phase in BACKWARDS:
             return
         with span("FSDP::pre_backward", self.name):
-            self._begin_backward()
-            for lender in self.lenders:
-                if lender.phase not in BACKWARDS:
-                    lender._begin_backward()
-            if self.param_groups and self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            for unit in (self, *self.lenders):
+                if unit.phase not in BACKWARDS:
+                    unit._begin_backward(unshards=self.unshards_in_backward or unit.unshards_in_backward)
+                elif self.unshards_in_backward:  # the lender itself may not
+                    unit.unshard()
+            if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
                 self._prefetch_for_backward()
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, *, unshards: bool) -> None:
         after = advance(self.phase, Move.BEGIN_BACKWARD, self.name)
         self._refuse_lost_graph()
         for one in self.summoned:
@@ -247,7 +247,7 @@ class Unit(Generic[_Group]):
         self.awaits_backward = False
         if not self.param_groups:
             return
-        if self.unshards_in_backward:
+        if unshards:
             self.unshard()
         for group in self.param_groups:
             group.gradients.begin_backward()
@@ -441,9 +441,10 @@ class Unit(Generic[_Group]):
             self._prefetch(unit)
 
     def _prefetch(self, unit: Unit[Any] | None) -> None:
-        if unit is not None and not unit.is_unsharded and unit.phase is Phase.IDLE and unit.param_groups:
-            unit.gather()
-            unit._was_prefetched = True
+        for one in () if unit is None else (unit, *unit.lenders):
+            if not one.is_unsharded and one.phase is Phase.IDLE and one.param_groups:
+                one.gather()
+                one._was_prefetched = True
 
     def _shards_are_as_gathered(self) -> bool:
         pairs = zip(self.param_groups, self._dtypes or (), strict=True)
@@ -489,8 +490,8 @@ class Unit(Generic[_Group]):
 
     def _refuse_changes(self) -> None:
         """Nobody would ever see a change to a view: the next gather writes over it."""
-        for group, dtype in zip(self.param_groups, self._dtypes or (), strict=False):
-            if (name := group.unsharded(dtype).changed()) is not None:
+        for unsharded in self._in_graph if self._dtypes is not None else ():
+            if (name := unsharded.changed()) is not None:
                 self.reshard()
                 raise RuntimeError(
                     f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "

@@ -54,8 +54,9 @@ class _Detection:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise RuntimeError(
             f"the gradients of {', '.join(names[:_NAMED])}{more} wait to be synchronised, since backwards inside "
-            "no_sync() or behind set_requires_gradient_sync(False) have left them; run the last backward before a step "
-            "with synchronisation, clear them, or call set_detect_unsynchronized_step(False) to step all the same"
+            "no_sync() or behind set_requires_gradient_sync(False) or set_requires_all_reduce(False) left them; run "
+            "the last backward before a step with synchronisation, clear them (fully_shard's by reset_iter_state()) or "
+            "call set_detect_unsynchronized_step(False) to step all the same"
         )
 
 

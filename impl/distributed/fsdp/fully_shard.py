@@ -59,9 +59,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
 
     What the call keeps of a module, `fully_shard.state(module)` gives; None of one that it has not taken over.
     Those that an earlier call has taken over below it stay with that one, so inner modules come first. So does a
-    parameter that modules of both have, with the mesh and the dtypes of the earlier call; forwards and backwards of
-    either gather it. The modules get a class of their own
-    beside `FSDPModule`, and their parameters become DTensors.
+    parameter that modules of both have, with the mesh of the earlier call; forwards, backwards and `unshard` of either
+    gather it. The modules get a class of their own beside `FSDPModule`, and their parameters become DTensors.
 
     Args:
         module: one, or a list of them that are gathered together.
@@ -80,7 +79,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         `module`.
     Raises:
         ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit; a parameter
-            that is no DTensor on a mesh with dp_mesh_dims, or not a copy over these.
+            that is no DTensor on a mesh with dp_mesh_dims, or not a copy over these; one of an earlier call that
+            `mp_policy` gives other dtypes.
         RuntimeError: a parameter is a DTensor, but not over a slice beside `mesh` of the same mesh. In forward and
             backward: ranks run other modules, have gradients of other parameters, or are lost; it names these.
         NotImplementedError: a parameter is not contiguous; uneven columns; a number of ranks with dp_mesh_dims; a mesh
@@ -114,7 +114,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         device = torch.device(device.type, torch.accelerator.current_device_index())
     ignored = ignored_params or set()
     owners = managed_modules(modules, ignored)
-    managed, borrowed = borrowed_apart(managed_params(modules, owners, ignored))
+    managed, borrowed = borrowed_apart(managed_params(modules, owners, ignored), mp_policy)
     if data is not None:
         managed = on_whole_mesh(managed, data)
     offloads = hasattr(offload_policy, "pin_memory")
@@ -133,9 +133,9 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         options = GroupOptions(placed[0].precision, reshards, policy=mp_policy)
         param_groups.append(DTensorGroup(params, groups, options, device, offloads, backward_mesh))
     unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
-    ModuleState(modules, unit, mp_policy, device)
+    state = ModuleState(modules, unit, mp_policy, device)
     for one, param in borrowed:
-        lender_of(param).lend(param, one.info.locations, unit)
+        lender_of(param).lend(param, one.info.locations, state)
     mark_modules(owners)
     for one in modules:
         one.__class__ = _class_for(type(one))
@@ -176,8 +176,9 @@ class _Pending(UnshardHandle):
 
     def wait(self) -> None:
         state, self._state = self._state, None
-        if state is not None and state.unit.is_unsharded:
-            state.unit.unshard()
+        for one in () if state is None else (state, *state.lenders):
+            if one.unit.is_unsharded:
+                one.unit.unshard()
 
 
 class FSDPModule:
@@ -204,10 +205,10 @@ class FSDPModule:
         return made
 
     def reshard(self) -> None:
-        """Free the unsharded parameters of this module; its modules show the shards. Collectives: none."""
+        """Free what `unshard` gathers, unless others compute with it; modules show the shards. Collectives: none."""
         state = self._state
         if not state.has_root or state.unit.phase not in FORWARDS:
-            state.reshard()
+            state.reshard_by_hand()
         elif not self._keeps():
             state.unit.reshard(behind_forward=True)
 
@@ -216,16 +217,17 @@ class FSDPModule:
         return all(group.keeps_after_forward(unit.root.is_root(unit), True) for group in unit.param_groups)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module, but for those that it has from an earlier call for other modules.
+        """Gather the parameters of this module, and of the earlier calls that it has some from.
 
-        Collectives: one all-gather, unless they are there.
+        Sync: over gloo the host waits, also with `async_op`, until all ranks have come to a gather that has not come
+            behind the one before it so far; torch's call returns at once.
+        Collectives: an all-gather of each call's, unless they are there.
 
         Args:
             async_op: return a handle; what is gathered shows when it is waited for, or in the next forward.
         """
         state = self._state
-        state.ensure_shared()
-        state.unit.gather_ahead()
+        state.gather_ahead()
         handle = _Pending(state)
         if async_op:
             return handle
@@ -299,7 +301,7 @@ class FSDPModule:
             group.reduction.comm = comm
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with each reduced shard, before it is divided.
+        """Call `hook` with each reduced shard: the average in float32 and bfloat16, else not divided as a whole yet.
 
         Args:
             stream: for models without replicas; the hook runs where gradients are reduced.
@@ -329,7 +331,9 @@ class FSDPModule:
             group.reduction.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Collectives reduce by sums alone, with `enable` or without."""
+        """Collectives always reduce by sums; with `enable` these are what a hook of `set_all_reduce_hook` is given."""
+        for group in self._state.groups:
+            group.reduction.sums_alone = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -414,12 +418,20 @@ class FSDPModule:
             self._state.abandon_forward()
             raise
 
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As of any module; in the midst of a backward that raised it would clear what is not stepped."""
+        if self._state.has_root:
+            self._state.unit.root.handle_failed_backward()
+        super().zero_grad(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the shards."""
         self.reshard()
         made = super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
-        for group in self._state.groups:
-            group.write_back_changes()
+        for state in (self._state, *self._state.lenders):
+            for group in state.groups:
+                group.write_back_changes()
+                group.note_cast()
         return made
 
 

@@ -441,11 +441,15 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
                 stack.enter_context(group.being_changed(fn))
             super()._apply(fn, recurse)
         unit.register_params()
-        devices = [handle.device for handle in unit.param_groups if not handle.offloads]
-        self.compute_device = next(iter(devices), self.compute_device)
         for one in self.fsdp_modules(self._outermost()):
             one._root = None
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; in the midst of a backward that raised it would clear what is not stepped."""
+        if self._root is not None:
+            self._root.handle_failed_backward()
+        super().zero_grad(set_to_none)
 
     # Ours
 

@@ -10,7 +10,8 @@ lacks, `reduced 'blocks.1' without blocks.1.bias`; the ranks compare through the
 - *Before a collective* that never came after its predecessor yet, where waiting for collectives holds up the host
   (gloo): the first step, and any change of order. A difference is found before anything is sent. Where the predecessor
   was once followed by another collective, this rank waits until all have said what they do now, 10 s at most.
-- *In a collective* that takes longer than 5 s, the monitors compare the step so far. One that fails, or reaches the
+- *In a collective* that takes longer than 5 s, the monitors compare the step so far, and a rank whose host waits in a
+  collective of the user's own for one that waits here is named. One that fails, or reaches the
   group's time-out, has the monitors called: a rank that does not answer has ended or is stopped, and is named.
 
 The first difference is the verdict. The monitors, which look once a second, carry it to all ranks, where it is raised
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -108,6 +110,7 @@ class CollectiveOrderChecker:
             if on_host:
                 self._meet(entry, monitor)
             known = self._known[entry] = self._followers.setdefault(entry, {})
+        self._history.thread = threading.get_ident()
         self._history.now.entries.append(entry)
         self._known = known
 

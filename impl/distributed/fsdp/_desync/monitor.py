@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from impl.distributed.fsdp._desync.foreign_collective import ForeignCollective, foreign_collective
 from impl.distributed.fsdp._desync.group_store import STORE_IS_GONE, GroupStore
 
 _log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class CollectiveHistory:
 
     def __init__(self) -> None:
         self.now = CollectiveSpan(0)
+        self.thread = 0  # that has issued the last one
         self.meetings: set[int] = (
             set()
         )  # collectives before which this rank itself tells the others that it is there
@@ -103,6 +105,10 @@ class DesyncMonitor:
         self._published: deque[int] = deque()
         self._pending: list[Any] = []  # spans that this rank has not come to yet
         self._position = (0, 0.0)  # how many collectives were issued, and since when
+        self._elsewhere: tuple[ForeignCollective | None, float] = (
+            None,
+            0.0,
+        )  # where the host is, and since when
         self._thread = threading.Thread(target=self._run, name="FSDP's order of collectives", daemon=True)
         self._thread.start()
 
@@ -229,11 +235,29 @@ class DesyncMonitor:
                 )  # asked first: this rank goes on meanwhile
                 is_same = self._judge(rank, other)
                 if not has_come_to_it:
-                    return not is_same
+                    return not is_same or self._tell_if_elsewhere(rank, other)
                 if kind == "meeting" and is_same and other.start not in self._history.meetings:
                     self.store.count_up(f"met/{other.start}")
             case _:
                 pass
+        return True
+
+    def _tell_if_elsewhere(self, rank: int, other: CollectiveSpan) -> bool:
+        """Whether the host waits in a user's collective for a rank that waits for it in ours, which comes later."""
+        now_s, (seen, since_s) = time.monotonic(), self._elsewhere
+        found = None if self._logs else foreign_collective(self._history.thread)
+        if found is None or found != seen:
+            self._elsewhere = (found, now_s)
+            return False
+        waits_for_it = self._ranks[rank] in found.ranks and now_s - since_s >= self._look_s
+        if not waits_for_it or self._history.now.stop >= other.stop:
+            return False
+        self._tell(
+            f"a rank waits in a collective of the user's own for ranks that wait for it: rank "
+            f"{self._ranks[self.store.rank]} waits in torch.distributed.{found.name}() where rank {self._ranks[rank]} "
+            f"{other.entries[-1]}; call it, and the model, on every rank in the same order"
+        )
+        _log.error("%s", self.verdict)  # where nothing can be raised
         return True
 
     def _post(self, kind: str, **content: Any) -> int:

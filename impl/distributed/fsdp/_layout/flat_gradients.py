@@ -18,6 +18,7 @@ from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
 from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
 from impl.distributed.fsdp._param_group import NewBuffer
+from impl.kernels import sent_to_host
 
 # Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
 _OPTIMIZERS = "_in_backward_optimizers"
@@ -134,12 +135,15 @@ class GradientShard:
         return buffer
 
     def add(self, reduced: Tensor) -> None:
-        """Add an average [shard_numel] of any dtype to those of this backward."""
+        """Add an average [shard_numel] of any dtype to those of this backward.
+
+        Sync: none the first time, on the CPU too: before anything is shown the host waits, once for all units.
+        """
         handle = self._handle
         keeps = self._keeps_low_precision and not handle.is_sharded
         mine = reduced if keeps else reduced.to(handle.dtype)
         if handle.offloads:
-            mine = mine.to("cpu")
+            mine = sent_to_host(mine) if self._reduced is None else mine.to("cpu")
         if self._reduced is None:
             self._reduced = mine if mine is not reduced or handle.is_sharded else mine.clone()
         else:

@@ -372,8 +372,6 @@ class FlatParamHandle:
                 self._follow_replacement(*self._home)
             if self.use_orig_params:
                 self._unregister_flat_param()
-            if not self.offloads and not self.flat_param.is_meta:
-                self.device = self.flat_param.device
             self.refresh()
 
     def _follow_replacement(self, home: dict[str, Any], name: str) -> None:

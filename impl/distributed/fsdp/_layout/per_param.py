@@ -5,8 +5,9 @@ W = ranks that the group is sharded over, S = elements of one rank's part of wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,7 @@ class DTensorGroup:
         self.unsharded_params: UnshardedParams | None = None
         self._backward_mesh = backward_mesh
         self._parts: list[Tensor] = []  # of what was unsharded, that this rank keeps for a backward
+        self._rounded: dict[ShardedParam, str] = {}  # masters that were cast, and not loaded since
         self.is_shown = False
         self.use_sharded_views()
 
@@ -146,21 +148,47 @@ class DTensorGroup:
     def check_dtypes(self) -> None:
         """
         Raises:
+            RuntimeError: masters were cast.
             AssertionError: what is trained has several dtypes.
         """
+        self._refuse_lost_masters()
         dtypes = {param.dtype for param in self.params if param.sharded.requires_grad}
         if len(dtypes) > 1:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {dtypes}")
 
-    def _refuse_lost_masters(self) -> None:
+    def note_cast(self) -> None:
+        """They may have been: bits that a master has lost do not come back when it is cast again."""
+        self._rounded = self._lost_masters() | self._rounded
+
+    def note_loaded(
+        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *, assigned: bool
+    ) -> None:
+        """A module is about to load; what is loaded into a master that is cast is rounded, unless it replaces it."""
+        for param in [*self._rounded]:
+            own = (place.attribute for place in param.info.locations if place.module is module)
+            is_whole = assigned or param.dtype is self.options.precision.master_dtype
+            if is_whole and any(prefix + attribute in state_dict for attribute in own):
+                del self._rounded[param]
+
+    def _lost_masters(self) -> dict[ShardedParam, str]:
         master = self.options.precision.master_dtype
         if master is None:
-            return
+            return {}
         floating = (p for p in self.params if p.dtype.is_floating_point)
-        lost = [f"{p.name} ({p.dtype})" for p in floating if p.dtype is not master]
+        return {p: f"{p.name} ({p.dtype})" for p in floating if p.dtype is not master}
+
+    def _refuse_lost_masters(self) -> None:
+        master = self.options.precision.master_dtype
+        lost = self._lost_masters()
+        if self._rounded and not lost:
+            raise RuntimeError(
+                f"{', '.join(self._rounded.values())} were cast, and back to {master}, the master_dtype of the policy, "
+                "without the bits that this has rounded away; load them by load_state_dict(), or to go on with what is "
+                "left, their own state_dict()"
+            )
         if lost:
             raise RuntimeError(
-                f"{', '.join(lost)} should be {master}, the master_dtype of the policy, but have been cast or "
+                f"{', '.join(lost.values())} should be {master}, the master_dtype of the policy, but have been cast or "
                 f"replaced; call module.to({master}), and where they have been rounded load them again"
             )
 

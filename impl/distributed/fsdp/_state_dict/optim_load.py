@@ -232,7 +232,7 @@ class OptimStateLoading:
             mine = value.detach().to(self._device, copy=True)
             dist.broadcast(mine, group=self._group, group_src=0)
             return mine
-        return own_copy(full_tensor_of(value)) if isinstance(value, Tensor) else value
+        return own_copy(full_tensor_of(value, self._device)) if isinstance(value, Tensor) else value
 
 
 def _as_torch_says(names: Sequence[str]) -> str:

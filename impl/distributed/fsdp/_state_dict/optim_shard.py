@@ -98,14 +98,12 @@ class FlatParamLoad:
                     yield index, name, value
 
     def _copied_in(self, pieces: dict[tuple[int, str], Tensor]) -> StateDict:
-        """Zeros stand for parameters without the tensor."""
+        """On the CPU until an optimizer loads them; zeros stand for parameters without the tensor."""
         joined: StateDict = {}
         shards: dict[str, list[Tensor | None]] = {}
         for (index, name), piece in pieces.items():
             if name not in joined:
-                joined[name] = torch.zeros(
-                    self._handle.layout.shard_numel, dtype=piece.dtype, device=piece.device
-                )
+                joined[name] = torch.zeros(self._handle.layout.shard_numel, dtype=piece.dtype, device="cpu")
                 shards[name] = self._handle.pieces_of(joined[name])
             place = shards[name][index]
             if place is not None:
@@ -183,7 +181,7 @@ def unsharded_of(value: Tensor, one: NamedHandle, index: int) -> Tensor:
     """
     parallel = one.handle.param_infos[index].parallel
     if parallel is None:
-        return full_tensor_of(value)
+        return full_tensor_of(value, one.handle.device)
     if not isinstance(value, DTensor):
         raise ValueError(
             f"the state of {one.names[index]} is a {type(value).__name__}, but the parameter a DTensor over "
@@ -192,29 +190,28 @@ def unsharded_of(value: Tensor, one: NamedHandle, index: int) -> Tensor:
     return unsharded_in(value, one.wrapper._mesh, parallel)
 
 
-def full_tensor_of(value: Tensor) -> Tensor:
+def full_tensor_of(value: Tensor, device: torch.device) -> Tensor:
     """All of a tensor of any kind.
+
+    Args:
+        device: where the ranks compute; one that is in parts comes from there, wherever a rank has its own, if any.
 
     Collectives: of a DTensor or ShardedTensor an all-gather over the ranks that have a part of it.
     """
     if isinstance(value, DTensor):
-        return value.full_tensor()
+        parts: DTensor = value.to(value.device_mesh.device_type)  # pyright: ignore[reportAssignmentType]  Tensor's stub
+        return parts.full_tensor()
     if not isinstance(value, ShardedTensor):
         return value.detach()
     group = value._process_group
     rows, *rest = shape_of(value)
     width = -(-rows // group.size())
-    mine = torch.zeros(width, *rest, dtype=dtype_of(value), device=_device_of(value))
+    mine = torch.zeros(width, *rest, dtype=dtype_of(value), device=device)
     for shard in value.local_shards():
         mine[: shard.tensor.shape[0]].copy_(shard.tensor)
     unsharded = mine.new_empty(width * group.size(), *rest)
     dist.all_gather([*unsharded.split(width)], mine, group=group)
     return unsharded[:rows]
-
-
-def _device_of(value: ShardedTensor) -> torch.device:
-    shards = value.local_shards()
-    return shards[0].tensor.device if shards else torch.device("cpu")
 
 
 def _chunk_in(value: Tensor, slot: Slot, handle: FlatParamGroup) -> Tensor | None:

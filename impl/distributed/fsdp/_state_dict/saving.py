@@ -176,9 +176,10 @@ class StateDictSaving:
 
     def _put_flat_params(self, state_dict: dict[str, Any], prefix: str) -> None:
         for name, handle in self._wrapper._named_handles():
-            shard = handle.flat_param
-            packed = flattened(shard, handle.layout, self._wrapper.process_group)
-            state_dict[prefix + name] = packed.cpu() if self._config.offload_to_cpu else packed
+            shard: Tensor = handle.flat_param
+            if self._config.offload_to_cpu and not shard.is_cpu:
+                shard = shard.cpu().requires_grad_(shard.requires_grad)
+            state_dict[prefix + name] = flattened(shard, handle.layout, self._wrapper.process_group)
 
     def _put_buffers(self, state_dict: dict[str, Any], prefix: str) -> None:
         """In the dtype that they were wrapped in."""

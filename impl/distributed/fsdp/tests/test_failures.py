@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -106,3 +107,32 @@ def test_an_inner_module_is_called_after_a_backward_that_raised() -> None:
             actual = model.head(x)
         assert model._unit.phase is Phase.IDLE, "what is in the middle of a backward gathers nothing"
     torch.testing.assert_close(actual, expected)
+
+
+def test_a_thread_that_looks_at_the_model_does_not_end_the_backward() -> None:
+    """Which it does not run itself, and which has not raised."""
+    with world_of(1):
+        expected = gradients_of_a_step(seeded_model())
+    refused: list[BaseException] = []
+    with world_of(1):
+        model = seeded_model()
+
+        def look() -> None:
+            with pytest.raises(AssertionError) as raised, type(model).summon_full_params(model):
+                pass
+            refused.append(raised.value)
+
+        def on_a_thread(_: Tensor) -> None:
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+
+        hook = model.body.parts[0].register_forward_hook(
+            lambda _, __, out: out.register_hook(on_a_thread) and None
+        )
+        actual = gradients_of_a_step(model)
+        hook.remove()
+    assert len(refused) == 1
+    assert "during forward/backward" in str(refused[0])
+    torch.testing.assert_close(actual, expected)
+    assert len(actual) > 0

@@ -124,6 +124,8 @@ FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
     "resharded units are freed at once": ("note_resharded", lambda self, unit: unit.free()),
     "gathers wait for nothing": ("admit", lambda self, unit: None),
 }
+# What shows that each wait is needed, and that one that lacks is seen here, is tried at night.
+AT_NIGHT = pytest.mark.profile("full")
 # Few that together ask for every wait.
 TELLING: list[Program] = [*TRAININGS[2:5], OFFLOADING[0], *OTHERS]
 
@@ -140,16 +142,19 @@ def test_the_list_of_waits_is_complete() -> None:
     assert asked == {*WAITS, *BOUNDS_MEMORY}
 
 
+@AT_NIGHT
 @pytest.mark.parametrize("wait", WAITS, ids="-".join)
 def test_a_wait_that_is_dropped_is_seen(wait: tuple[str, str]) -> None:
     assert is_seen(functools.partial(Faulty, drops=wait))
 
 
+@AT_NIGHT
 @pytest.mark.parametrize("record", RECORDS, ids="-".join)
 def test_an_event_that_is_recorded_too_early_is_seen(record: tuple[str, str]) -> None:
     assert is_seen(functools.partial(Faulty, early=record))
 
 
+@AT_NIGHT
 @pytest.mark.parametrize("fault", FAULTS)
 def test_memory_that_is_let_go_too_early_is_seen(fault: str) -> None:
     with faulty(*FAULTS[fault]):
