@@ -53,7 +53,8 @@ class Reach:
     def tests_of(self, number: int, group: Group) -> list[str]:
         """A group's tests that may reach a line: each clause's quickest first, then each one's second, and so on.
 
-        What runs at import any test may notice, and those of names and signatures, which have no clause, nothing else.
+        What runs at import any test may notice, and those of names and signatures, which have no clause, nothing else:
+        each of them asks about a name of its own, so all of these come with the first.
         """
         clauses = _asked_about(group)
         asked = [test for test, clause in self.clauses.items() if clause in clauses]
@@ -66,8 +67,9 @@ class Reach:
         place: dict[str, int] = {}
         before: Counter[str] = Counter()
         for test in sorted(reaching, key=self.seconds.__getitem__):
-            place[test] = before[self.clauses[test]]
-            before[self.clauses[test]] += 1
+            asks = self.clauses[test] or test
+            place[test] = before[asks]
+            before[asks] += 1
         found = sorted(reaching, key=lambda test: (place[test], self.seconds[test]))
         return found + [test for test in self.unmeasured if test in asked]
 

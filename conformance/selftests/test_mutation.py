@@ -179,8 +179,9 @@ def test_each_clauses_quickest_test_that_reaches_a_line_comes_first() -> None:
     clauses = {"slow": value, "quick": value, "same": value, "gone": value, "traced": value, "else": other}
     seconds = {"slow": 3.0, "quick": 1.0, "same": 1.5, "else": 2.0, "forgotten": 0.1}
     reached = {"slow": [1, 2], "quick": [1], "same": [3], "else": [1], "forgotten": [1]}
-    reach = Reach("", clauses | {"names": ""}, seconds | {"names": 0.2}, reached, ["traced"], [9])
-    assert reach.tests_of(9, GROUPS[2]) == ["names", "quick", "else", "same", "slow", "traced"]
+    clauses, seconds = clauses | {"name": "", "signature": ""}, seconds | {"name": 0.2, "signature": 1.7}
+    reach = Reach("", clauses, seconds, reached, ["traced"], [9])
+    assert reach.tests_of(9, GROUPS[2]) == ["name", "quick", "signature", "else", "same", "slow", "traced"]
     assert reach.tests_of(1, GROUPS[2]) == ["quick", "else", "slow", "traced"]
     assert reach.tests_of(2, GROUPS[2]) == ["slow", "traced"]
     assert reach.tests_of(4, GROUPS[2]) == ["traced"]
