@@ -146,7 +146,9 @@ def test_timing_is_reported_the_machine_and_leaves_a_point_of_impl(
 
 
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "blow", [pytest.param(signal.SIGINT, marks=pytest.mark.profile("full")), signal.SIGTERM]
+)
 def test_a_gate_that_is_stopped_tells_what_is_known_and_begins_nothing_else(
     tmp_path: Path, blow: signal.Signals
 ) -> None:

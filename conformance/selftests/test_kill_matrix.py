@@ -128,7 +128,9 @@ def test_what_cannot_be_judged_is_neither_killed_nor_a_survivor() -> None:
 
 
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "blow", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.profile("full"))]
+)
 def test_stopped_it_ends_at_once_and_writes_what_is_known(
     tmp_path: Path, blow: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

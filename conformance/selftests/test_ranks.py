@@ -279,8 +279,7 @@ pool.run("conformance.ranks.fault_cases:holds_pythons_lock", where=1, deadline_s
     "blow",
     [
         signal.SIGKILL,
-        signal.SIGTERM,
-        signal.SIGINT,
+        *(pytest.param(one, marks=pytest.mark.profile("full")) for one in (signal.SIGTERM, signal.SIGINT)),
     ],
 )
 def test_no_rank_outlives_its_parent(blow: signal.Signals) -> None:

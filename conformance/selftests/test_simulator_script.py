@@ -152,7 +152,11 @@ def test_differences_name_the_first_line_and_each_tensor() -> None:
     assert differences(reference, reference) == []
 
 
-@pytest.mark.parametrize("script", FINDINGS, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script",
+    [FINDINGS[0], *(pytest.param(script, marks=pytest.mark.profile("full")) for script in FINDINGS[1:])],
+    ids=lambda script: script.stem,
+)
 def test_what_was_found_in_torch_is_still_there(script: Path) -> None:
     status, told = simulate(script, "--seeds", 4, cwd=ROOT)
     assert status == 1, f"torch is mended, or the script is not right: take it away\n{told}"

@@ -110,7 +110,16 @@ def test_each_module_may_come_first() -> None:
     assert output_of(EACH_FIRST, *modules()) == ""
 
 
+IN_QUICK = ("ours first", "Dynamo never by name", "Dynamo fails once")
+
+
 @pytest.mark.deadline(DEADLINE_S + 20)
-@pytest.mark.parametrize("order", list(ORDERS))
+@pytest.mark.parametrize(
+    "order",
+    [
+        order if order in IN_QUICK else pytest.param(order, marks=pytest.mark.profile("full"))
+        for order in ORDERS
+    ],
+)
 def test_dynamo_knows_our_regions(order: str) -> None:
     assert output_of(ORDERS[order] + AFTERWARDS) == "known\n"

@@ -45,8 +45,16 @@ _BY_TRITON = [
     # Its tensors are on the meta device, where no kernel can be asked for.
     *("-k", "not test_nothing_waits_for_the_device"),
 ]
+# A third of the interpreter's time: the same kernels with other dtypes and numbers.
+_SLOW = (
+    "test_iterations_of_every_dtype and not torch.float32",
+    "test_the_scale_never_dies",
+    "test_setters",
+    "test_decided_once_an_iteration",
+)
 _WORDS = {
     "torch": _JUDGES,
+    "a sample by triton": [*_BY_TRITON[:-1], f"{_BY_TRITON[-1]} and not ({' or '.join(_SLOW)})"],
     "triton": _BY_TRITON,
     # With streams: a launch is work of one, and what a table addresses may be gone, or not there yet.
     "triton on sim": [*_BY_TRITON, "--device=sim", "-p", "impl.kernels.tests.on_simulator"],
@@ -56,7 +64,7 @@ _WORDS = {
 @pytest.mark.deadline(900)
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param(one, marks=() if one == "triton" else pytest.mark.profile("full")) for one in _WORDS],
+    [one if "sample" in one else pytest.param(one, marks=pytest.mark.profile("full")) for one in _WORDS],
 )
 def test_clauses_hold_on_backend(subject: Library, backend: str, tmp_path: Path) -> None:
     if subject.package != "impl":
@@ -73,7 +81,7 @@ def test_clauses_hold_on_backend(subject: Library, backend: str, tmp_path: Path)
         "--profile=quick",
     ]
     environment = os.environ | {
-        "TANDEM_KERNELS": backend.split(maxsplit=1)[0],
+        "TANDEM_KERNELS": "triton" if "triton" in backend else backend,
         "TRITON_INTERPRET": str(int("triton" in backend)),
     }
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
