@@ -68,7 +68,7 @@ def _calls_of(method: str, **values: Any) -> st.SearchStrategy[Call]:
 
 
 _TRAINING = st.sampled_from(
-    [Call(name) for name in ("forward", "forward", "look", "backward", "backward", "step")]
+    [Call(name) for name in ("forward", "forward", "look", "backward", "backward", "step of shards")]
 )
 _BOTH = (True, False)
 _SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -93,8 +93,10 @@ def programs(reference: type, factors: tuple[float, ...]) -> st.SearchStrategy[t
     """
     methods = [_calls_of(name, **values) for name, values in _SETTINGS if hasattr(reference, name)]
     settings = st.one_of(*methods, _OTHERS, _calls_of("set_gradient_divide_factor", factor=factors))
-    ending = [Call("forward"), Call("backward"), Call("step")]
-    calls = st.lists(st.one_of(_TRAINING, _TRAINING, settings), max_size=12).filter(_gathers_for_use)
+    ending = [Call("forward"), Call("backward"), Call("step of shards")]
+    # `one_of` of these would draw each method as often as all of training.
+    call = st.sampled_from([_TRAINING, _TRAINING, settings]).flatmap(lambda kind: kind)
+    calls = st.lists(call, max_size=12).filter(_gathers_for_use)
     return st.tuples(shardings(units=("leaves",)), calls.map(lambda drawn: [*drawn, *ending]))
 
 

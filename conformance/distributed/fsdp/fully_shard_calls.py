@@ -188,6 +188,20 @@ def _step(scene: Scene, one: Call) -> None:
     scene.optimizer.zero_grad()
 
 
+def _step_of_shards(scene: Scene, one: Call) -> bool:
+    """With nothing unsharded, of which torch would go on with the weights before; not between a forward and its
+    backward, whose weights no library has then.
+    """
+    if scene.losses:
+        return False
+    while scene.handles:
+        scene.handles.pop(0).wait()
+    for unit in scene.units:
+        unit.reshard()
+    _step(scene, one)
+    return True
+
+
 def _step_beside(scene: Scene, one: Call) -> None:
     """On a stream of its own, where there are some; its event is all that the next forward is told of it."""
     event: Any = _event(scene)
@@ -245,6 +259,7 @@ _OF_THE_SCENE: dict[str, Callable[[Scene, Call], Any]] = {
     "failing backward": _failing_backward,
     "step": _step,
     "step beside": _step_beside,
+    "step of shards": _step_of_shards,
     "zero_grad": _zero_grad,
     "wait": _wait,
     "state_dict": _state_dict,

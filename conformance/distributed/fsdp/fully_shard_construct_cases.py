@@ -401,6 +401,27 @@ def on_whole_mesh(
     return observe(run)
 
 
+def placed_copies(site: Site) -> Any:
+    mesh = _mesh(site, names=("data",))
+    dims = site.fsdp.DataParallelMeshDims(replicate="data")
+    return site.shard(
+        _spread(mesh, None)[2], mesh=mesh, dp_mesh_dims=dims, shard_placement_fn=lambda parameter: None
+    )
+
+
+def settings_of_copies(site: Site, method: str, argument: bool) -> list[Any]:
+    """Of a root that is sharded around a layer that is not; how they are resharded then."""
+    mesh = _mesh(site, names=("data",))
+    model, dims = _spread(mesh, None), site.fsdp.DataParallelMeshDims
+    site.shard(model[2], mesh=mesh, dp_mesh_dims=dims(replicate="data"))
+    site.shard(model, mesh=mesh, dp_mesh_dims=dims(shard="data"))
+    batch = distribute_tensor(torch.ones(2, 3, dtype=torch.float64), mesh)
+    model(batch)
+    refused = tried(lambda: getattr(model, method)(argument))
+    model(batch)
+    return [refused, registered(model)]
+
+
 def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
     """The rows of the first weight are cut, and the columns of the last one's."""
 

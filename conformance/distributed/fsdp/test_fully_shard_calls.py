@@ -72,6 +72,7 @@ def reported(trace: Trace) -> list[str]:
     [
         (setting("unshard", 0), setting("unshard", 0), setting("reshard", 0), *TRAIN),
         (setting("unshard", 1, async_op=True), Call("wait"), setting("reshard", 1), *TRAIN),
+        (setting("unshard", 1, async_op=True), setting("reshard", 1), Call("wait"), *TRAIN),
         (
             setting("unshard", 0, async_op=True),
             setting("unshard", 2, async_op=True),
@@ -87,6 +88,7 @@ def reported(trace: Trace) -> list[str]:
     ids=[
         "twice",
         "waited for",
+        "resharded before it is waited for",
         "not waited for",
         "state dict",
         "state dict before it is waited for",
@@ -288,6 +290,21 @@ def test_memory_that_there_is_not_is_refused_at_the_call(
     )
 
 
+@clause("distributed.fsdp.fully_shard.settings_of_meshes")
+@pytest.mark.world_sizes(fewest=2)
+def test_communication_of_ones_own_is_for_one_mesh(
+    subject: Library, reference: Library, rank_pool: RankPool
+) -> None:
+    """The first unit has a matrix over replicas, the second has no matrix."""
+    calls = (
+        setting(_GATHER, 0, comm="an all-gather"),
+        setting(_SCATTER, 0, comm="a reduce-scatter"),
+        setting("set_all_reduce_hook", 0, hook="a doubling hook", stream="a stream"),
+        *(setting(_GATHER, 1, comm="an all-gather"), setting(_SCATTER, 1, comm="a reduce-scatter"), *TRAIN),
+    )
+    played(rank_pool, (reference, subject), calls, sharding=Sharding(meshes=True))
+
+
 @clause("distributed.fsdp.fully_shard.reduction_of_replicas")
 @pytest.mark.world_sizes(fewest=2)
 def test_replicas_reduce_as_they_are_told(subject: Library, reference: Library, rank_pool: RankPool) -> None:
@@ -333,6 +350,26 @@ def test_what_was_gathered_in_vain_is_gathered_again(
     calls = (setting(_TO_FORWARD, 3, modules=[1]), LOOK, Call("load"), *TRAIN)
     harmless = setting("set_is_last_backward", is_last_backward=True)
     assert_leaves(deviation, reference, rank_pool, calls, (harmless, *calls[1:]))
+
+
+@clause("distributed.fsdp.fully_shard.unsharded_over_a_step")
+@pytest.mark.deviation("fully_shard.unsharded_over_a_step")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (FORWARD, setting(_AFTER_BACKWARD, reshard_after_backward=False), BACKWARD, STEP),
+        (FORWARD, BACKWARD, setting("unshard", 1), STEP),
+        (FORWARD, BACKWARD, setting("unshard", 2, async_op=True), STEP),
+    ],
+    ids=["kept", "by hand", "ahead"],
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_what_is_unsharded_over_a_step_has_what_was_stepped(
+    deviation: DeviationJudge, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
+) -> None:
+    like = [one for one in calls if one in TRAIN]
+    then = (FORWARD, BACKWARD, Call("step of shards"))
+    assert_leaves(deviation, reference, rank_pool, (*calls, *then), (*like, *then))
 
 
 @clause("distributed.fsdp.fully_shard.factor_of_one_rank")

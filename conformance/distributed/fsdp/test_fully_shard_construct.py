@@ -191,6 +191,40 @@ def test_shards_over_named_dimensions(
     assert actual[0].raised is None, actual[0].raised
 
 
+@clause("distributed.fsdp.fully_shard.settings_of_meshes")
+def test_copies_have_no_placement(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.placed_copies)
+    assert actual.raised is not None
+
+
+@clause("distributed.fsdp.fully_shard.settings_of_copies")
+@pytest.mark.deviation("fully_shard.settings_of_copies")
+@pytest.mark.parametrize("method", ["set_reshard_after_forward", "set_separate_reduce_scatter_group"])
+def test_what_is_about_shards_is_refused_of_copies(
+    deviation: DeviationJudge, rank_pool: RankPool, method: str
+) -> None:
+    def probe(library: Library) -> list[Any]:
+        case = "fully_shard_construct_cases:probe"
+        asked = {"asks": cases.settings_of_copies, "method": method}
+        return [one.value for one in outcomes(rank_pool, library, case, **asked, argument=True)]
+
+    def torch_does(seen: list[Any]) -> bool:
+        return all("2.weight" not in refused for refused, _ in seen) and all(
+            refused.startswith("AssertionError") for refused, _ in seen
+        )
+
+    def we_do(seen: list[Any]) -> bool:
+        names = "2.weight, 2.bias"
+        # The root is kept, as by default.
+        return all(
+            refused.startswith(f"AssertionError: {method}() reached {names}, for which")
+            and "Shard" not in shown["0.weight"]
+            for refused, shown in seen
+        )
+
+    deviation.judge(probe, torch_does=torch_does, we_do=we_do)
+
+
 @clause("distributed.fsdp.fully_shard.extensions")
 @pytest.mark.parametrize(
     ("kind", "policy"), [("Halved", {}), ("Halved", {"param_dtype": torch.float32}), ("Quantised", {})]

@@ -266,9 +266,14 @@ def by_groups(
     and by the dtypes to gather, to reduce and to step them in.
 
     Raises:
-        ValueError: one is placed by something else than a Shard.
+        ValueError: one is placed by something else than a Shard, or where nothing is sharded.
         NotImplementedError: a mesh of its own has dimensions for something else, or is beside dp_mesh_dims.
     """
+    if shard_placement_fn is not None and data is not None and not data.shard:
+        raise ValueError(
+            "Per-param mesh via shard_placement_fn is not supported with DDPMeshInfo; it requires FSDPMeshInfo (or "
+            "subclass)"
+        )
     found: dict[Any, list[Placed]] = {}
     for one in managed:
         placement: Any = None if shard_placement_fn is None else shard_placement_fn(one.original)

@@ -99,11 +99,7 @@ class ModuleState:
         return self.unit.param_groups
 
     def _before_save(self, *_: Any, **__: Any) -> None:
-        """What was gathered ahead and does not show yet stays for who will use it."""
-        if any(group.is_shown for group in self.groups):
-            self.unit.reshard()
-        for group in self.groups:
-            group.drop_parts()
+        self.reshard()
 
     def _before_load(
         self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
@@ -114,11 +110,11 @@ class ModuleState:
             group.note_loaded(owner, state_dict, prefix, assigned=assigned)
 
     def reshard(self) -> None:
-        """The modules see the shards."""
-        if self.has_root:
+        """The modules see the shards. What was gathered ahead and does not show yet stays for who will use it."""
+        if any(group.is_shown for group in self.groups):
             self.unit.reshard()
-            for group in self.groups:
-                group.drop_parts()
+        for group in self.groups:
+            group.drop_parts()
 
     def reshard_by_hand(self) -> None:
         """With what it has borrowed, as far as nothing computes with that."""

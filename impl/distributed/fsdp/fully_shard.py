@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +29,14 @@ from impl.distributed.fsdp._fully_shard_init import (
     on_whole_mesh,
     outermost,
     refuse_twice,
+)
+from impl.distributed.fsdp._group_settings import (
+    refuse_buffers,
+    refuse_copies,
+    refuse_meshes,
+    refuse_others_than_bools,
+    refuse_own,
+    scatter_apart,
 )
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
@@ -139,9 +146,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     mark_modules(owners)
     for one in modules:
         one.__class__ = _class_for(type(one))
-        vars(one).setdefault(REGISTRY_KEY, {})[fully_shard.__name__] = (
-            RegistryItem()
-        )  # torch's `replicate` looks there
+        # torch's `replicate` looks there
+        vars(one).setdefault(REGISTRY_KEY, {})[fully_shard.__name__] = RegistryItem()
     return module
 
 
@@ -262,11 +268,12 @@ class FSDPModule:
 
         Raises:
             ValueError: it is no bool.
+            AssertionError: parameters are not sharded at all, by dp_mesh_dims.
         """
-        given: Any = reshard_after_forward
-        if not isinstance(given, bool):
-            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for group in self._groups(recurse):
+        refuse_others_than_bools(reshard_after_forward)
+        groups = self._groups(recurse)
+        refuse_copies("set_reshard_after_forward()", cast("nn.Module", self), groups)
+        for group in groups:
             group.options.reshards_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -291,12 +298,22 @@ class FSDPModule:
         self._state.unit.prefetches_in_backward = _units_of(modules)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather by `comm(output_tensor=, input_tensor=, group=, async_op=)`, in memory of `comm.allocate`."""
+        """Gather by `comm(output_tensor=, input_tensor=, group=, async_op=)`, in memory of `comm.allocate`.
+
+        Raises:
+            ValueError: this module's parameters lie over several meshes.
+        """
+        refuse_meshes("set_custom_all_gather", "custom comm", self._state.groups)
         for group in self._state.groups:
             group.options.all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce by `comm(output_tensor=, input_tensor=, group=, op=)`, in memory of `comm.allocate`."""
+        """Reduce by `comm(output_tensor=, input_tensor=, group=, op=)`, in memory of `comm.allocate`.
+
+        Raises:
+            ValueError: this module's parameters lie over several meshes.
+        """
+        refuse_meshes("set_custom_reduce_scatter", "custom comm", self._state.groups)
         for group in self._state.groups:
             group.reduction.comm = comm
 
@@ -306,8 +323,9 @@ class FSDPModule:
         Args:
             stream: for models without replicas; the hook runs where gradients are reduced.
         Raises:
-            ValueError: a stream is given and there are replicas.
+            ValueError: a stream is given and there are replicas; this module's parameters lie over several meshes.
         """
+        refuse_meshes("set_all_reduce_hook", "hook", self._state.groups)
         for group in self._state.groups:
             group.reduction.on_reduced = hook
             if stream is not None and group.params[0].replicates:
@@ -350,26 +368,15 @@ class FSDPModule:
             ValueError: it is less than 1.
         """
         del recurse
-        given: Any = max_input_buffers
-        if isinstance(given, bool) or not isinstance(given, int):
-            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        refuse_buffers(max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce gradients in a process group of their own. Collectives: makes it; all its ranks must call this."""
-        made: dict[tuple[int, ...], Any] = {}
-        for group in self._groups(recurse):
-            shard, reduction = group.groups.shard, group.reduction
-            if not enable or shard is None:
-                reduction.scatters_over = None
-                continue
-            ranks = tuple(dist.get_process_group_ranks(shard))
-            if ranks not in made:
-                made[ranks] = reduction.scatters_over or dist.new_group(
-                    list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
-                )
-            reduction.scatters_over = made[ranks]
+        """Reduce gradients in a process group of their own. Collectives: makes it; all its ranks must call this.
+
+        Raises:
+            AssertionError: parameters are not sharded at all, by dp_mesh_dims.
+        """
+        scatter_apart(cast("nn.Module", self), self._groups(recurse), enable)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this module's parameters are gathered for its backward."""
@@ -382,8 +389,7 @@ class FSDPModule:
             AssertionError: this module has communication of the user's own.
         """
         del enable
-        for group in self._state.groups:
-            _refuse_own("set_allocate_memory_from_process_group()", group)
+        refuse_own("set_allocate_memory_from_process_group()", self._state.groups)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """
@@ -440,12 +446,6 @@ def _units_of(modules: Sequence[Any]) -> list[Unit[DTensorGroup]]:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
     return [module._state.unit for module in modules]
-
-
-def _refuse_own(call: str, group: DTensorGroup) -> None:
-    for what, comm in (("all gather", group.options.all_gather), ("reduce scatter", group.reduction.comm)):
-        if comm is not None:
-            raise AssertionError(f"cannot call {call} when {what} comm is custom: {type(comm).__name__}")
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

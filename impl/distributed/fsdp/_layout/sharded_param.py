@@ -119,6 +119,12 @@ class ShardedParam:
         return part
 
     @property
+    def is_sharded(self) -> bool:
+        """Over however few ranks."""
+        parallel = self.info.parallel
+        return parallel is None or parallel.data is None or bool(parallel.data.shard)
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.sharded.dtype
 

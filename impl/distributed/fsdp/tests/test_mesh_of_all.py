@@ -37,7 +37,7 @@ def test_a_parameters_mesh_of_which_a_dimension_is_left_is_refused() -> None:
 
 def test_a_parameters_mesh_beside_named_dimensions_of_all_is_refused() -> None:
     managed: Any = [SimpleNamespace(info=SimpleNamespace(name="weight"), original=None)]
-    given: Any = object()
+    given: Any = SimpleNamespace(shard=(0,))
     with pytest.raises(
         NotImplementedError, match="weight has a mesh of its own, beside dp_mesh_dims; leave one out"
     ):
