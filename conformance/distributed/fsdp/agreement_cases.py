@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP
 from conformance.distributed.fsdp.fully_shard_cases import FULLY_SHARD
@@ -53,7 +54,8 @@ class Blocks(nn.Module):
 @dataclass(frozen=True)
 class Program:
     """`orders` are the steps: which blocks all ranks run. In step `parts_at` one rank runs `astray` instead, or from
-    there on does what `by` names in `DIFFERENCES`; or all ranks do.
+    there on does what `by` names in `DIFFERENCES`, or from the beginning on what it names in `SHARDED_WITH`; or all
+    ranks do.
     """
 
     orders: tuple[tuple[int, ...], ...] = ((0, 1, 2),) * 4
@@ -95,6 +97,24 @@ def _kept(blocks: Any, is_astray: bool) -> None:
         block.set_reshard_after_forward(not is_astray)
 
 
+def _divided(blocks: Any, is_astray: bool) -> None:
+    blocks.blocks[1].set_force_sum_reduction_for_comms(True)  # gloo has no sums of multiples
+    if is_astray:
+        blocks.blocks[1].set_gradient_divide_factor(3.0)
+
+
+def _by_columns(parameter: nn.Parameter) -> Shard | None:
+    is_even = parameter.dim() > 1 and parameter.shape[1] % dist.get_world_size() == 0
+    return Shard(1) if is_even else None
+
+
+# What one rank gives fully_shard for the second block, besides the order of blocks.
+SHARDED_WITH: dict[str, Callable[[Library], dict[str, Any]]] = {
+    "computed": lambda library: {
+        "mp_policy": library.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    },
+    "placed": lambda library: {"shard_placement_fn": _by_columns},
+}
 # What one rank does otherwise than the others, besides the order of blocks.
 DIFFERENCES = {
     "unused": _unused,
@@ -102,14 +122,17 @@ DIFFERENCES = {
     "frozen": _frozen,
     "unsynchronised": _unsynchronised,
     "kept": _kept,
+    "divided": _divided,
 }
 
 
 def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
     """The outputs of each step and the parameters at the end. Whoever raises waits until the others do too."""
     torch.manual_seed(0)
-    blocks = Blocks(program.hidden)
-    model = _sharded(load_library(library), blocks, program.face)
+    found, blocks = load_library(library), Blocks(program.hidden)
+    is_astray = program.parts_at == 0 and (rank.rank == ASTRAY or program.alike)
+    given = SHARDED_WITH[program.by](found) if is_astray and program.by in SHARDED_WITH else None
+    model = _sharded(found, blocks, program.face, of_second=given)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     seen: list[torch.Tensor] = []
     step = 0
@@ -171,13 +194,19 @@ def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: f
     raise RuntimeError("a step was left out")
 
 
-def _sharded(library: Library, blocks: Blocks, face: str, group: dist.ProcessGroup | None = None) -> Any:
+def _sharded(
+    library: Library,
+    blocks: Blocks,
+    face: str,
+    group: dist.ProcessGroup | None = None,
+    of_second: dict[str, Any] | None = None,
+) -> Any:
     if face == "FSDP1":
         return _wrapped(library, blocks, group)
     mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
     fully_shard = library.find(FULLY_SHARD)
-    for block in blocks.blocks:
-        fully_shard(block, mesh=mesh)
+    for number, block in enumerate(blocks.blocks):
+        fully_shard(block, mesh=mesh, **(of_second or {}) if number == 1 else {})
     return fully_shard(blocks, mesh=mesh)
 
 

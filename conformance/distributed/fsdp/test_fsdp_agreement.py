@@ -166,6 +166,32 @@ def test_one_rank_alone_is_set(
     judge_at_once(deviation, program, astray, other, "the ranks issue different collectives")
 
 
+_SHARDED = "the ranks have sharded a module differently"
+
+
+@clause("distributed.fsdp.fsdp_agreement.parts_by_sharding")
+@pytest.mark.deviation("fully_shard.sharded_otherwise_on_one_rank")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    ("by", "parts_at", "astray", "what"),
+    [
+        ("computed", 0, "gathered 'blocks.1' with param_dtype=torch.bfloat16, output_dtype=torch.float32", _SHARDED),
+        pytest.param(
+            *("placed", 0, "gathered 'blocks.1' with blocks.1.0.weight as Shard(1), blocks.1.2.weight as Shard(1)"),
+            _SHARDED, marks=FULL,
+        ),
+        ("divided", 2, "reduced 'blocks.1' divided by 3.0", "the ranks divide gradients by different factors"),
+    ],
+    ids=["computed", "placed", "divided"],
+)  # fmt: skip
+def test_one_rank_alone_is_sharded_otherwise(
+    deviation: DeviationJudge, *, by: str, parts_at: int, astray: str, what: str
+) -> None:
+    program = Program(parts_at=parts_at, face="fully_shard", by=by)
+    other = astray.partition("' ")[0] + "'"
+    judge_at_once(deviation, program, astray, other, what, are_alike=by != "computed")
+
+
 @clause("distributed.fsdp.fsdp_agreement.parts_where_orders_change")
 @pytest.mark.deviation("fsdp.order_taken_before")
 @pytest.mark.deadline(90)
@@ -255,7 +281,11 @@ def test_a_rank_that_waits_for_the_others_elsewhere(
     [
         *(Program(DROPPED, (8, 5, 11), mode) for mode in ("train", "eval", "mixed")),
         Program(DROPPED, (8, 5, 11), face="fully_shard"),
-        *(Program(parts_at=2, face="fully_shard", by=by, alike=True) for by in ("unused", "frozen", "kept")),
+        *(
+            Program(parts_at=2, face="fully_shard", by=by, alike=True)
+            for by in ("unused", "frozen", "kept", "divided")
+        ),
+        Program(parts_at=0, face="fully_shard", by="placed", alike=True),
     ],
     ids=lambda program: f"{program.face} {program.by} {program.mode}",
 )

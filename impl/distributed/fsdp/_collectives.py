@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from impl.distributed.fsdp._desync.collective_order import order_checker_of
-from impl.distributed.fsdp._desync.monitor import GATHERED
+from impl.distributed.fsdp._desync.monitor import DIVIDED, GATHERED, REDUCED, WITH
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._transport.choosing import transport_for
 from impl.distributed.fsdp._transport.collectives import GroupCollectives, method_of_group
@@ -66,12 +66,20 @@ class Reduction:
         self.on_reduced: Callable[[Tensor], None] | None = None  # is given what is reduced
         self.sums_alone = False  # no collective divides: neither a hook nor `comm` meets an average
         self.defers_all_reduce = False  # replicas add up what they have scattered
+        self._sharded_with: dict[str, str] = {}  # by what begins the entries that say it, once
         self.without = ""  # as an entry says it: parameters of the unit that have no gradients here
         self.partial: Tensor | None = None  # [S], of the reductions whose all-reduce was put off
 
     @property
     def casts_itself(self) -> bool:
         return self.hook in _LOW_PRECISION
+
+    def introduce(self, sharded_with: str) -> None:
+        """Have the ranks compare, in the first gather and the first reduction, what else than defaults they have."""
+        self._sharded_with = dict.fromkeys((GATHERED, REDUCED), WITH + sharded_with) if sharded_with else {}
+
+    def entry(self, what: str, name: str) -> str:
+        return f"{what} '{name}'{self._sharded_with.pop(what, '')}"
 
     def __call__(self, buffer: Tensor, name: str) -> Tensor | None:
         """Average a buffer [W * S] of the unit `name` over all ranks; this rank's shard [S], None if put off.
@@ -80,7 +88,9 @@ class Reduction:
         Collectives: a reduce-scatter where parameters are sharded (over gloo an all-to-all, or what paces
             `SameHostPeers`), an all-reduce where they are replicated.
         """
-        entry = f"reduced '{name}'{self.without}"
+        factor = self.divide_factor
+        divided = "" if factor in (None, self.groups.size) else f"{DIVIDED}{factor}"
+        entry = self.entry(REDUCED, name) + divided + self.without
         if self.hook is None:
             return self._averaged(buffer, entry)
         if self.hook in _LOW_PRECISION:

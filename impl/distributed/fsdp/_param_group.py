@@ -197,7 +197,7 @@ def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = 
     gathering = group.begin_gather(dtype)
     if gathering is None:
         return
-    entry = f"{GATHERED_ANEW if is_kept else GATHERED} '{name}'"
+    entry = group.reduction.entry(GATHERED_ANEW if is_kept else GATHERED, name)
     try:
         all_gather_into(gathering.output, gathering.mine, group.groups, gathering.over, entry)
     except RuntimeError as error:

@@ -89,7 +89,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
             that is no DTensor on a mesh with dp_mesh_dims, or not a copy over these; one of an earlier call that
             `mp_policy` gives other dtypes.
         RuntimeError: a parameter is a DTensor, but not over a slice beside `mesh` of the same mesh. In forward and
-            backward: ranks run other modules, have gradients of other parameters, or are lost; it names these.
+            backward: ranks run or shard modules otherwise, have other gradients, or are lost; it names these.
         NotImplementedError: a parameter is not contiguous; uneven columns; a number of ranks with dp_mesh_dims; a mesh
             of a parameter's own with dp_mesh_dims, or with other dimensions than `mesh` may have.
     Sync: none. Collectives: none, but those that make a mesh; in forward and backward of each unit an all-gather, and

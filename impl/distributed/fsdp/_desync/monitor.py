@@ -25,6 +25,9 @@ from impl.distributed.fsdp._desync.group_store import STORE_IS_GONE, GroupStore
 _log = logging.getLogger(__name__)
 
 GATHERED = "gathered"  # how an all-gather's entry begins: where ranks differ in these, torch has words for it
+REDUCED = "reduced"
+WITH = " with "  # behind the unit, the first time: what it was sharded with, where that is not the default
+DIVIDED = " divided by "  # behind that: the user's own factor
 WITHOUT = " without "  # behind the unit that is reduced: its parameters that have no gradients on this rank
 # Of a unit whose parameters were kept unsharded, and written to since.
 GATHERED_ANEW = "gathered anew, since its shard was written to,"
@@ -305,6 +308,17 @@ def _difference(entries: tuple[str, str]) -> tuple[str, str]:
             "every rank must freeze the same parameters, and use the same ones; with fully_shard, "
             "set_reduce_scatter_unused_params(True) reduces zeros for those that a rank does not use",
         )
+    if len(units) == len({entry.partition(" ")[0] for entry in entries}) == 1:
+        if any(DIVIDED in entry for entry in entries):
+            return (
+                "the ranks divide gradients by different factors",
+                "call set_gradient_divide_factor() with the same one on every rank",
+            )
+        if any(WITH in entry for entry in entries):
+            return (
+                "the ranks have sharded a module differently",
+                "every rank must give it the same mp_policy and shard_placement_fn, and parameters of the same dtype",
+            )
     gathers = all(entry.startswith(GATHERED) for entry in entries)
     what = "Forward order differs across ranks" if gathers else "the ranks issue different collectives"
     return what, "every rank must run the same wrapped modules in the same order, with the same settings"
