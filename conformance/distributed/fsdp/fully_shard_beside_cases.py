@@ -72,6 +72,21 @@ def without_accelerator(site: Site, what: str) -> torch.Tensor:
     return sharded.weight.grad.full_tensor()
 
 
+def gathered_for_no_backward(site: Site) -> torch.Tensor:
+    """What a model comes to whose first weights are 0, behind a backward that ended right before these."""
+    model, between = _blocks(), []
+    for block in (*model, model):
+        site.shard(block)
+    first = list(model[0].parameters())
+    model.set_reshard_after_backward(False)
+    model[2].register_forward_pre_hook(lambda module, args: between.append(*args))
+    torch.autograd.grad(model(_batch(site, 0)).sum(), between)
+    with torch.no_grad():
+        for parameter in first:
+            parameter.zero_()
+        return model(_batch(site, 0))
+
+
 def compiled(site: Site, how: str) -> dict[str, Any]:
     """Blocks that are compiled before they are sharded, for themselves or with what shards them."""
     torch._dynamo.reset()

@@ -46,6 +46,13 @@ def test_what_torch_has_accelerators_do(
     judge_by_hand(deviation, rank_pool, expected, cases.without_accelerator, what=what)
 
 
+@clause("distributed.fsdp.fully_shard.gathered_for_no_backward")
+def test_what_no_backward_used_is_gathered_again(
+    subject: Library, reference: Library, rank_pool: RankPool
+) -> None:
+    assert_probes_agree(rank_pool, (reference, subject), cases.gathered_for_no_backward)
+
+
 @clause("distributed.fsdp.fully_shard.compiled_blocks")
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_blocks_may_be_compiled(subject: Library, reference: Library, rank_pool: RankPool, how: str) -> None:

@@ -325,8 +325,8 @@ class Unit(Generic[_Group]):
         has_grads = any(view.grad is not None for unsharded in self._in_graph for view in unsharded.trainable)
         if self.phase in BACKWARDS or has_grads:
             self.finish_backward()
-        elif self.is_unsharded and self._is_freed_in_backward():
-            self.reshard()  # prefetched, and not needed after all
+        elif self._was_prefetched or self._is_freed_in_backward():
+            self.reshard()  # what was prefetched, and not needed after all
         for group in self.param_groups:
             if group.syncs and group.gradients.still_wait():
                 self._reduce_gradients(group, [None] * len(group.names))
