@@ -140,6 +140,30 @@ def gather_ahead(library: ModuleType, model: nn.Module) -> None:
     handles[0].wait()
 
 
+def gather_offloaded_by_hand(library: ModuleType, model: nn.Module) -> None:
+    """What is used, and what is gathered for nothing; the host writes to the shards next."""
+    shards = nn.ParameterList(model.parameters())
+    for layer in model:
+        layer.unshard()
+    twice = [parameter * 2 for parameter in model.parameters()]
+    halve(shards)
+    for layer in model:
+        layer.reshard()
+        layer.unshard(async_op=True)
+        layer.reshard()
+    halve(shards)
+    for shard, doubled in zip(shards, twice, strict=True):
+        shard._local_tensor += float(doubled.abs().mean())
+
+
+def evaluate_and_write(library: ModuleType, model: nn.Module) -> None:
+    with torch.no_grad():
+        seen = model(torch.ones(4, WIDTH, device="sim"))
+    halve(model)
+    for parameter in model.parameters():
+        parameter._local_tensor += float(seen.mean())
+
+
 def give_other_tensors(library: ModuleType, model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.5
@@ -199,6 +223,7 @@ FLAT_WAYS = {
     "FSDP, given other tensors": Way(flat(), between=give_other_tensors),
     "FSDP, written to before the backward": Way(flat(), backward=write_before_backward),
 }
+OFFLOADED = per_parameter(offload_policy=lambda library: library.CPUOffloadPolicy())
 PER_PARAMETER_WAYS = {
     "fully_shard": Way(per_parameter()),
     "fully_shard, kept for backward": Way(per_parameter(reshard_after_forward=False)),
@@ -209,7 +234,16 @@ PER_PARAMETER_WAYS = {
             )
         )
     ),
-    "fully_shard, offloaded": Way(per_parameter(offload_policy=lambda library: library.CPUOffloadPolicy())),
+    "fully_shard, offloaded": Way(OFFLOADED),
+    "fully_shard, offloaded, bfloat16": Way(
+        per_parameter(
+            offload_policy=lambda library: library.CPUOffloadPolicy(),
+            mp_policy=lambda library: library.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        )
+    ),
+    "fully_shard, offloaded, accumulated": Way(OFFLOADED, accumulate=not_the_last),
+    "fully_shard, offloaded, gathered by hand": Way(OFFLOADED, between=gather_offloaded_by_hand),
+    "fully_shard, offloaded, evaluated": Way(OFFLOADED, between=evaluate_and_write),
     "fully_shard, prefetched": Way(prefetching),
     "fully_shard, accumulated": Way(per_parameter(), accumulate=without_syncing),
     "fully_shard, a backward that is not the last": Way(per_parameter(), accumulate=not_the_last),
@@ -222,7 +256,13 @@ PER_PARAMETER_WAYS = {
 }
 WAYS = {**FLAT_WAYS, **PER_PARAMETER_WAYS, "DDP": Way(replicated, accumulate=without_syncing)}
 
-OF_ONE_LIBRARY = {"DDP": "torch", "FSDP, written to before the backward": "impl"}
+# torch's host writes to shards that are being copied from.
+WRITTEN_TO_WHILE_COPIED = ("fully_shard, offloaded, gathered by hand", "fully_shard, offloaded, evaluated")
+OF_ONE_LIBRARY = {
+    "DDP": "torch",
+    "FSDP, written to before the backward": "impl",
+    **dict.fromkeys(WRITTEN_TO_WHILE_COPIED, "impl"),
+}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed._composable import replicate
 from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.distributed.tensor import Shard
 
+from conformance import simulator
 from conformance.distributed.fsdp.fully_shard_calls import ReportingReduceScatter
 from conformance.distributed.fsdp.fully_shard_cases import described, held, registered
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
@@ -70,6 +72,56 @@ def without_accelerator(site: Site, what: str) -> torch.Tensor:
         sharded.set_gradient_divide_factor(3.0)
     sharded(torch.arange(1.0, 4.0)).sum().backward()
     return sharded.weight.grad.full_tensor()
+
+
+def _offloaded(site: Site, **policy: Any) -> Any:
+    model = _blocks()
+    for block in (*model, model):
+        site.shard(block, offload_policy=site.fsdp.CPUOffloadPolicy(**policy))
+    return model
+
+
+def pinned(site: Site, pins: bool) -> dict[str, Any]:
+    """Where shards and gradients lie, and how often the host has waited before a forward or backward is over."""
+    model = _offloaded(site, pin_memory=pins)
+    seen = {"sharded": _are_pinned(model.parameters())}
+    loaded = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded, assign=True)
+    batch, waits = _batch(site, 0).requires_grad_(), []
+
+    def note_waits(*_: Any) -> None:
+        if site.rank.device.type == simulator.NAME:
+            waits.append(sum(one.count for one in simulator.take_host_waits()))
+
+    model[-1].register_forward_hook(note_waits)
+    batch.register_hook(note_waits)
+    for _ in range(2):
+        loss = model(batch).square().sum()
+        note_waits()
+        loss.backward()
+        seen["gradients"] = _are_pinned(parameter.grad for parameter in model.parameters())
+        model.zero_grad()
+        note_waits()
+    seen["loaded"] = _are_pinned(model.parameters())
+    model.float()
+    seen["cast"] = _are_pinned(model.parameters())
+    return seen | ({"waits": [waits[at] for at in (-4, -2)]} if pins and waits else {})
+
+
+def _are_pinned(tensors: Iterable[Any]) -> list[bool]:
+    return [tensor.to_local().is_pinned() for tensor in tensors]
+
+
+def changed_behind(site: Site) -> bool:
+    """Whether what a forward has made is what parameters come to that are 0 right behind it."""
+    model, batch = _offloaded(site), _batch(site, 0)
+    with torch.no_grad():
+        expected = model(batch).cpu()
+        torch.accelerator.synchronize()
+        made = model(batch)
+        for parameter in model.parameters():
+            parameter.to_local().zero_()
+    return torch.equal(made.cpu(), expected)
 
 
 def gathered_for_no_backward(site: Site) -> torch.Tensor:

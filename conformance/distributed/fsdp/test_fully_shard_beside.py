@@ -32,6 +32,36 @@ def test_hooks_and_communication_get_what_torchs_do(
     assert actual.raised is None, actual.raised
 
 
+@clause("distributed.fsdp.fully_shard.pinned")
+@pytest.mark.parametrize("pins", [True, False])
+def test_offloaded_shards_are_pinned(
+    subject: Library, reference: Library, rank_pool: RankPool, device: str, pins: bool
+) -> None:
+    if device == "cpu":
+        unavailable("an accelerator")
+    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.pinned, pins=pins)
+    assert actual.raised is None, actual.raised
+    assert set(actual.value.pop("waits", [0])) == {0}
+    assert {each for where in actual.value.values() for each in where} == {pins}, actual.value
+
+
+@clause("distributed.fsdp.fully_shard.offloaded_and_changed")
+@pytest.mark.deviation("fully_shard.offloaded_and_changed")
+def test_what_offloaded_parameters_made_stays(
+    deviation: DeviationJudge, rank_pool: RankPool, device: str
+) -> None:
+    if device == "cpu":
+        unavailable("an accelerator")
+    deviation.judge(
+        lambda library: outcomes(
+            rank_pool, library, "fully_shard_construct_cases:probe", asks=cases.changed_behind
+        ),
+        torch_does=lambda seen: not all(each.value for each in seen),
+        we_do=lambda seen: all(each.value for each in seen),
+        may_agree=True,  # where copies are done before the host writes
+    )
+
+
 @clause("distributed.fsdp.fully_shard.without_accelerator")
 @pytest.mark.deviation("fully_shard.without_accelerator")
 @pytest.mark.world_sizes(fewest=2)

@@ -114,6 +114,7 @@ class ModuleState:
         """The modules see the shards. What was gathered ahead and does not show yet stays for who will use it."""
         if any(group.is_shown for group in self.groups):
             self.unit.reshard()
+            self.unit.root.let_host_write()
         for group in self.groups:
             group.drop_parts()
 
@@ -128,6 +129,12 @@ class ModuleState:
         for state in (self, *self.lenders):
             state.ensure_shared()
             state.unit.gather_ahead()
+
+    def show_unsharded(self) -> None:
+        """The modules see what a user has had gathered."""
+        if self.unit.is_unsharded:
+            self.unit.unshard()
+            self.unit.root.let_host_write()
 
     # the root
 
@@ -183,6 +190,7 @@ class ModuleState:
     def _check_groups(self) -> None:
         for group in self.groups:
             group.write_back_changes()
+            group.pin()
             group.check_device(self.device)
             group.check_dtypes()
         self.unit.register_params()

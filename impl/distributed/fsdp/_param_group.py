@@ -116,6 +116,7 @@ class ParamGroup(Protocol):
     groups: Groups  # of ranks
     device: torch.device  # where it is computed with
     offloads: bool  # its shards lie on the CPU
+    pins: bool  # in memory that is copied from, and to, while the host goes on
     syncs: bool  # a backward reduces its gradients
     is_tracked: bool  # optimizers are told of the group, and the group of their steps
     shows_what_is_kept: bool  # modules see what is unsharded between a forward and a backward too

@@ -115,16 +115,26 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, their gradients and the optimizer's states lie on the CPU.
 
     Args:
-        pin_memory: taken, and of no effect so far: shards on the CPU are not pinned, and their copies hold up the host.
+        pin_memory: have them, but for the states, in pinned memory, so that copies run on beside the host; it waits for
+            them once at the end of a forward and of a backward. Without an accelerator nothing is pinned.
 
-    Source: torch.distributed.fsdp.CPUOffloadPolicy 2.13; differences: nothing is pinned; torch raises where there is no
-        accelerator.
+    Source: torch.distributed.fsdp.CPUOffloadPolicy 2.13; differences: torch raises where there is no accelerator, and
+        does not wait at the end of a forward, so that the host may write to what is still being copied.
 
     >>> CPUOffloadPolicy().pin_memory
     True
     """
 
     pin_memory: bool = True
+
+
+def offloads(policy: OffloadPolicy) -> bool:
+    """Whether it is a CPUOffloadPolicy, ours or torch's."""
+    return hasattr(policy, "pin_memory")
+
+
+def pins(policy: OffloadPolicy) -> bool:
+    return getattr(policy, "pin_memory", False)
 
 
 @dataclass

@@ -18,7 +18,13 @@ from torch.autograd import Variable
 from impl.distributed.fsdp._autograd import runs_backward
 from impl.distributed.fsdp._memory import Memory
 from impl.distributed.fsdp._order import Order
-from impl.distributed.fsdp._streams import StreamRole, Streams, shards_were_written, streams_for
+from impl.distributed.fsdp._streams import (
+    StreamRole,
+    Streams,
+    shards_were_read,
+    shards_were_written,
+    streams_for,
+)
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp._waiting_gradients import note_waiting
 
@@ -74,6 +80,7 @@ class Root:
             {one: None for each in groups for one in each.groups.order_checkers.values()}
         )
         self._offloads = any(group.offloads for group in groups)
+        self._pins = any(group.pins for group in groups)
         for unit in units:
             unit.root = self
 
@@ -194,3 +201,9 @@ class Root:
             for unit in self.units:
                 unit.reshard_unused()
             self.memory.free_resharded()
+            self.let_host_write()
+
+    def let_host_write(self) -> None:
+        """Between forwards and backwards, to shards in pinned memory: behind the gathers that copy from them."""
+        if self._pins and self.is_idle():
+            shards_were_read(self.streams)

@@ -19,6 +19,8 @@ What is read before it is written again, or its memory given away:
   goes to the next gather, so the unit that was resharded last keeps it meanwhile: the next one is gathered while that
   one still computes. Where gathers are limited, the host waits as well before it issues another.
 - COMPUTE waits for a gather that nothing used before the unit is resharded: what follows may write to the shards.
+- The host waits for GATHER, where shards lie in pinned memory, before it may write to them: at the end of an outermost
+  forward, and when the user waits for a gather between forwards or has what he gathered resharded.
 - The buffer that gradients were copied into is COMPUTE's memory; it is kept until COMPUTE has waited for its reduction,
   which it does before a third one is kept, or at the end of backward.
 
@@ -123,6 +125,11 @@ class DeviceStreams:
 
 def streams_for(device: torch.device) -> Streams:
     return OneStream() if device.type == "cpu" else DeviceStreams(device)
+
+
+def shards_were_read(streams: Streams) -> None:
+    """The host may write to shards in pinned memory: gathers have what they copy from them."""
+    streams.block(streams.record(StreamRole.GATHER))
 
 
 def shards_were_written(streams: Streams) -> None:

@@ -44,7 +44,7 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._managed import mark_modules
 from impl.distributed.fsdp._module_state import ModuleState, lender_of, state_of
 from impl.distributed.fsdp._phase import FORWARDS
-from impl.distributed.fsdp._policies import MixedPrecisionPolicy, OffloadPolicy
+from impl.distributed.fsdp._policies import MixedPrecisionPolicy, OffloadPolicy, offloads
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp._whole_mesh import data_dims_of
 
@@ -124,7 +124,6 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     managed, borrowed = borrowed_apart(managed_params(modules, owners, ignored), mp_policy)
     if data is not None:
         managed = on_whole_mesh(managed, data)
-    offloads = hasattr(offload_policy, "pin_memory")
     move_to_device(managed, owners, device)
     param_groups: list[DTensorGroup] = []
     for placed in by_groups(managed, shard_placement_fn, mesh, data, mp_policy):
@@ -134,11 +133,13 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         groups = groups_of(own, backward_mesh, data)
         rank, world = groups.shard_rank, groups.shard_size
         params = [
-            ShardedParam(one.managed, own, one.dim, rank, world, one.stepped_dtype, offloads=offloads)
+            ShardedParam(
+                one.managed, own, one.dim, rank, world, one.stepped_dtype, offloads=offloads(offload_policy)
+            )
             for one in placed
         ]
         options = GroupOptions(placed[0].precision, reshards, policy=mp_policy)
-        param_groups.append(DTensorGroup(params, groups, options, device, offloads, backward_mesh))
+        param_groups.append(DTensorGroup(params, groups, options, device, offload_policy, backward_mesh))
     unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
     state = ModuleState(modules, unit, mp_policy, device)
     for one, param in borrowed:
@@ -183,8 +184,7 @@ class _Pending(UnshardHandle):
     def wait(self) -> None:
         state, self._state = self._state, None
         for one in () if state is None else (state, *state.lenders):
-            if one.unit.is_unsharded:
-                one.unit.unshard()
+            one.show_unsharded()
 
 
 class FSDPModule:
@@ -438,6 +438,7 @@ class FSDPModule:
             for group in state.groups:
                 group.write_back_changes()
                 group.note_cast()
+                group.pin()
         return made
 
 

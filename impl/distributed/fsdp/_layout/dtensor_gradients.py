@@ -19,6 +19,7 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._param_group import NewBuffer
+from impl.kernels import sent_to_host
 
 
 class Reduced(Protocol):
@@ -29,6 +30,7 @@ class Reduced(Protocol):
     options: GroupOptions
     device: torch.device
     offloads: bool
+    pins: bool
     reduction: Reduction
     unsharded_params: UnshardedParams | None
 
@@ -152,6 +154,11 @@ class DTensorGradients:
             self._group.reduction.without = WITHOUT + ", ".join(missing) if missing else ""
 
     def add(self, reduced: Tensor) -> None:
+        """Sync: none where memory is pinned: before anything is shown the host waits, once for all units."""
+        group = self._group
+        if group.offloads:
+            reduced = reduced.to(group.dtype)
+            reduced = sent_to_host(reduced) if group.pins else reduced.to("cpu")
         self._reduced.append((self._on_the_way, reduced))
 
     def end_backward(self, synced: bool) -> None:
@@ -187,8 +194,6 @@ class DTensorGradients:
     def _show(self, params: Sequence[ShardedParam], flat: Tensor) -> None:
         for param, run in zip(params, flat.split([param.padded_numel for param in params]), strict=True):
             mine: Tensor = param.part_in(run)
-            if self._group.offloads:
-                mine = mine.to("cpu")
             held: Any = param.sharded.grad
             if held is None:
                 param.sharded.grad = param.as_dtensor(mine)

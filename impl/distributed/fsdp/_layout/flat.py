@@ -28,6 +28,7 @@ class FlatParamGroup(FlatParamHandle):
     """A flat parameter as the engine knows it."""
 
     is_tracked = True
+    pins = False
     shows_what_is_kept = False
 
     def __init__(

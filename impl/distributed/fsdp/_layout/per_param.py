@@ -24,7 +24,8 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._param_group import Gathering
 from impl.distributed.fsdp._param_registration import ParamInfo, ParamLocation, ParamRegistration
-from impl.distributed.fsdp._policies import ParamPrecision
+from impl.distributed.fsdp._policies import OffloadPolicy, ParamPrecision, offloads, pins
+from impl.kernels import placed
 
 
 class DTensorGroup:
@@ -33,7 +34,7 @@ class DTensorGroup:
         params: already cut; of them those that are trained have one dtype.
         groups: the ranks to shard over and to replicate over.
         device: where it is computed with.
-        offloads: the parameters, their gradients and the optimizer's states lie on the CPU.
+        offload_policy: a CPUOffloadPolicy has parameters, gradients and the optimizer's states lie on the CPU.
         backward_mesh: of two dimensions, where fewer ranks gather for a backward: those of the second.
     """
 
@@ -46,14 +47,15 @@ class DTensorGroup:
         groups: Groups,
         options: GroupOptions,
         device: torch.device,
-        offloads: bool,
+        offload_policy: OffloadPolicy,
         backward_mesh: DeviceMesh | None = None,
     ) -> None:
         self.params = list(params)
         self.groups = groups
         self.options = options
         self.device = device
-        self.offloads = offloads
+        self.offloads = offloads(offload_policy)
+        self.pins = device.type != "cpu" and pins(offload_policy)
         self.syncs = True
         self.reduction = Reduction(groups)
         self.gradients = DTensorGradients(self)
@@ -65,6 +67,7 @@ class DTensorGroup:
         self._parts: list[Tensor] = []  # of what was unsharded, that this rank keeps for a backward
         self._rounded: dict[ShardedParam, str] = {}  # masters that were cast, and not loaded since
         self.is_shown = False
+        self.pin()
         self.use_sharded_views()
 
     # dtypes
@@ -121,7 +124,15 @@ class DTensorGroup:
             if found is not before[index] and isinstance(found, nn.Parameter):
                 self.params[index].sharded = found
                 was_changed = True
+        if was_changed:
+            self.pin()
         return was_changed
+
+    def pin(self) -> None:
+        """Have what lies on the CPU lie in pinned memory, if the policy asks for it; it may have been replaced."""
+        for param in self.params if self.pins else ():
+            if param.local.is_cpu and not param.local.is_pinned():
+                param.local = param.local.pin_memory()
 
     def is_up_to_date(self, dtype: torch.dtype) -> bool:
         del dtype
@@ -215,6 +226,8 @@ class DTensorGroup:
         given = self._parts if is_split else unsharded.inputs()
         unsharded.allocate()
         unsharded.note_filled()
+        if self.offloads:
+            given = [placed(one, self.device) for one in given]
         if over is None:
             for one, (_, run) in zip(given, unsharded.runs, strict=True):
                 beginning_of(run, one.shape).copy_(one)

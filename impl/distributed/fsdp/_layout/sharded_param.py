@@ -133,6 +133,10 @@ class ShardedParam:
         """The part of this rank, without padding."""
         return cast("DTensor", self.sharded)._local_tensor
 
+    @local.setter
+    def local(self, part: Tensor) -> None:
+        cast("DTensor", self.sharded)._local_tensor = part
+
     @property
     def version(self) -> tuple[int, int]:
         """Another one whenever the part may have been written to."""
