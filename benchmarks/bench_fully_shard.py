@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import comparison
+from benchmarks import bench_fsdp, comparison, memory
 from benchmarks.bench_fsdp import forward_and_backward, group_of_eight
 from benchmarks.common import member, ranks
 from benchmarks.timing import Workload
 
 _DEVICES = ["cpu"]
-_WORLDS = [1, 2]
+_WORLDS = [1, 2, 4]
 _RANKS = "benchmarks.fully_shard_ranks"
 
 
@@ -21,6 +21,17 @@ def small_units(subject: str, parameters: int, device: str) -> Workload:
     group_of_eight()
     torch.manual_seed(0)
     return forward_and_backward(member(subject, "distributed.fsdp.fully_shard"), parameters, device)
+
+
+def step(subject: str, against: str, world_size: int, device: str) -> Workload:
+    """Of torch FSDP1's, `against` which ours is timed."""
+    if subject == "torch":
+        return bench_fsdp.step(subject, world_size, "original", device)
+    return _on_ranks("step", "logits_after_a_step", subject, world_size, device)
+
+
+def own_shards(subject: str, shards: str, world_size: int, device: str) -> Workload:
+    return _on_ranks(shards, shards, subject, world_size, device)
 
 
 def _on_ranks(call: str, effect: str, subject: str, world_size: int, device: str) -> Workload:
@@ -59,12 +70,39 @@ class RatioFullyShardStep(comparison.Ratio):
     setup_cache.timeout = 1_800
 
 
+class RatioFullyShardStepToFsdp1(comparison.Ratio):
+    title = "fully_shard: a step of the same transformer, against torch's FSDP1"
+    area, curve = "FSDP step against torch's other ways", "fully_shard against {against}"
+    params = [["FSDP1"], [2, 4], _DEVICES]
+    param_names = ["against", "world_size", "device"]
+    workload = staticmethod(step)
+
+    def setup_cache(self):
+        return self.measure_all()
+
+    setup_cache.timeout = 1_800
+
+
 class RatioFullyShardClip(comparison.Ratio):
     title = "fully_shard: clip_grad_norm_ over the DTensors of the same transformer"
     area, curve = "Clipping", "of DTensors, {world_size} ranks"
     params = [_WORLDS, _DEVICES]
     param_names = ["world_size", "device"]
     workload = staticmethod(functools.partial(_on_ranks, "clip", "clip"))
+
+    def setup_cache(self):
+        return self.measure_all()
+
+    setup_cache.timeout = 1_800
+
+
+class RatioFullyShardOwnState(comparison.Ratio):
+    title = "fully_shard: state_dict and load_state_dict of the same transformer, of each rank's rows"
+    area, curve = "Checkpoints", "rows of DTensors, {shards}"
+    params = [["saved", "loaded"], _WORLDS, _DEVICES]
+    param_names = ["shards", "world_size", "device"]
+    is_one_off = True
+    workload = staticmethod(own_shards)
 
     def setup_cache(self):
         return self.measure_all()
@@ -84,3 +122,19 @@ class RatioFullyShardWholeState(comparison.Ratio):
         return self.measure_all()
 
     setup_cache.timeout = 1_800
+
+
+class FullyShardPeak:
+    """Most memory that the first rank takes in a step, above what it takes without a model."""
+
+    area, curve = "Peak memory", "in a step of fully_shard"
+    params = [["impl", "torch"], [2, 4]]
+    param_names = ["subject", "world_size"]
+    version = "1"
+    timeout = 600
+
+    def track_bytes(self, subject, world_size):
+        return memory.asked_of_new_ranks(f"{_RANKS}:peak_bytes", world_size, subject=subject)
+
+    track_bytes.unit, track_bytes.type = "bytes", "memory"
+    track_bytes.pretty_name = "fully_shard: peak memory of a rank in a step"

@@ -107,16 +107,20 @@ def logits_after_a_step(rank: Any, *, subject: str, use_orig_params: bool) -> li
 
 
 def peak_bytes(rank: Any, *, subject: str, use_orig_params: bool) -> int:
-    """Of this process in a step, above what it holds without a model."""
+    return peak_of(functools.partial(step, rank, subject=subject, use_orig_params=use_orig_params))
+
+
+def peak_of(take_step: Callable[[], None]) -> int:
+    """Of this process in a step, above what it holds without a model, which the first step makes."""
     local = Transformer()  # what torch and the allocator keep after a step of any model is there before
     local(torch.zeros(SEQUENCES, TOKENS, dtype=torch.long)).sum().backward()
     del local
     memory.give_back_at_once()
     without = memory.resident_bytes()
     for _ in range(2):
-        step(rank, subject=subject, use_orig_params=use_orig_params)
+        take_step()
     memory.forget_peak()
-    step(rank, subject=subject, use_orig_params=use_orig_params)
+    take_step()
     return memory.peak_bytes() - without
 
 

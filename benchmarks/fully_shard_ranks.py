@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from benchmarks.common import member
-from benchmarks.fsdp_ranks import fully_sharded, stepping
+from benchmarks.fsdp_ranks import fully_sharded, peak_of, stepping
 
 _HELPER = "distributed.checkpoint.state_dict.get_model_state_dict"
 
@@ -46,6 +46,27 @@ def clip(rank: Any, *, subject: str) -> list[Tensor]:
             parameter.grad = torch.ones_like(parameter)
     norm: Any = member(subject, "nn.utils.clip_grad_norm_")(model.parameters(), 1e9)
     return [norm.full_tensor() if hasattr(norm, "full_tensor") else norm]
+
+
+def peak_bytes(rank: Any, *, subject: str) -> int:
+    return peak_of(functools.partial(step, rank, subject=subject))
+
+
+def saved(rank: Any, *, subject: str) -> list[Tensor]:
+    """This rank's rows of the state, a few values of them."""
+    state = trained(subject).model.state_dict()
+    return [state["words.weight"].to_local()[:2, :4].clone()]
+
+
+@functools.lru_cache(maxsize=2)
+def _to_load(subject: str) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trained(subject).model.state_dict().items()}
+
+
+def loaded(rank: Any, *, subject: str) -> list[Tensor]:
+    model: Any = trained(subject).model
+    model.load_state_dict(_to_load(subject))
+    return [model.words.weight.to_local()[:2, :4].clone()]
 
 
 def save_whole(rank: Any, *, subject: str) -> list[Tensor]:
