@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conformance.judge.judgement import unavailable
+from conformance.selftests import simulator_graph_cases  # noqa: F401 - its programs too
 from conformance.selftests.simulator_cases import PROGRAMS
 from conformance.simulator import Unavailable, ensure_built
 from conformance.simulator.control import in_program
@@ -41,7 +42,7 @@ def run(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.Comp
 
 @pytest.fixture(scope="session")
 def seen() -> list[dict[str, object]]:
-    ended = run("-m", "conformance.selftests.simulator_cases", SEEDS)
+    ended = run("-m", "conformance.selftests.simulator_graph_cases", SEEDS)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
@@ -72,10 +73,8 @@ def test_what_is_left_out_makes_a_wrong_number_under_some_schedule(seen: list, n
 def test_what_is_left_out_is_a_hazard_under_every_schedule(seen: list, name: str) -> None:
     for one in of(seen, name, right=False):
         assert one["hazards"], one
-        assert all("simulator_cases.py" in in_program(hazard["now_place"]) for hazard in one["hazards"]), one
-        assert all("simulator_cases.py" in in_program(hazard["before_place"]) for hazard in one["hazards"]), (
-            one
-        )
+        assert all("_cases.py" in in_program(hazard["now_place"]) for hazard in one["hazards"]), one
+        assert all("_cases.py" in in_program(hazard["before_place"]) for hazard in one["hazards"]), one
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -123,7 +123,7 @@ def take_unreplayable() -> list[str]:
 
 def course() -> str:
     """A digest of what the device has done since the schedule was set, and what memory it gave, in their order."""
-    return f"{needed().counters()['course'] & (2**64 - 1):016x}"
+    return f"{needed().course():016x}"
 
 
 def fail_allocation(nth: int) -> None:
@@ -153,7 +153,7 @@ def launch(
     extension = needed()
     on = next(
         (tensor.device.index for tensor in (*writes, *reads) if tensor.device.type == device.NAME),
-        extension.current_device(),
+        torch.accelerator.current_device_index(),
     )
     extension.launch(name, function, list(reads), list(writes), on)
 

@@ -27,6 +27,7 @@ def register(extension: types.ModuleType) -> None:
         extension.default_generator(index) for index in range(extension.device_count())
     )
     torch.utils.rename_privateuse1_backend(NAME)
+    extension.register_graphs()  # by that name
     torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
@@ -48,7 +49,7 @@ def _index(device: object = None) -> int:
     if isinstance(device, int):
         return device
     index = torch.device(NAME if device is None else device).index  # type: ignore[arg-type]
-    return _extension.current_device() if index is None else index
+    return torch.accelerator.current_device_index() if index is None else index
 
 
 def is_available() -> bool:
@@ -82,21 +83,21 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    return _extension.current_device()
+    return torch.accelerator.current_device_index()
 
 
 def set_device(device: object) -> None:
-    _extension.set_device(_index(device))
+    torch.accelerator.set_device_index(_index(device))
 
 
 @contextlib.contextmanager
 def device(device: object) -> Iterator[None]:
-    former = _extension.current_device()
-    _extension.set_device(_index(device))
+    former = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(_index(device))
     try:
         yield
     finally:
-        _extension.set_device(former)
+        torch.accelerator.set_device_index(former)
 
 
 def get_device_name(device: object = None) -> str:
@@ -108,7 +109,7 @@ def get_device_properties(device: object = None) -> types.SimpleNamespace:
 
 
 def synchronize(device: object = None) -> None:
-    _extension.synchronize(_index(device))
+    torch.accelerator.synchronize(_index(device))
 
 
 class Stream(torch.Stream):
@@ -169,7 +170,7 @@ def set_rng_state(state: torch.Tensor, device: object = NAME) -> None:
 
 
 def memory_stats(device: object = None) -> dict[str, int]:
-    return _extension.memory_stats(_index(device))
+    return dict(torch.accelerator.memory_stats(_index(device)))
 
 
 def memory_allocated(device: object = None) -> int:
@@ -189,12 +190,12 @@ def max_memory_reserved(device: object = None) -> int:
 
 
 def reset_peak_memory_stats(device: object = None) -> None:
-    _extension.reset_peak(_index(device))
+    torch.accelerator.reset_peak_memory_stats(_index(device))
 
 
 def empty_cache() -> None:
-    _extension.empty_cache()
+    torch.accelerator.empty_cache()
 
 
 def mem_get_info(device: object = None) -> tuple[int, int]:
-    return _TOTAL_BYTES - memory_reserved(device), _TOTAL_BYTES
+    return torch.accelerator.get_memory_info(_index(device))

@@ -22,7 +22,6 @@ class SimWork final : public Work {
   SimWork(RecordingP recording, Tensors inputs, Tensors outputs, int rank, OpType op)
       : Work(rank, op), recording_(std::move(recording)), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
   bool isCompleted() override { return query(recording_); }
-  bool isSuccess() const override { return true; }
   void synchronize() override {
     int device = recording_->stream.first;
     block(current(device), recording_);
@@ -78,7 +77,6 @@ class SimBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
 
   WorkP broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    if (on_host(tensors)) return gloo_->broadcast(tensors, options);
     Collective asked{{}, {}, [g = gloo_, options](Tensors& in, Tensors& out) { return g->broadcast(out.empty() ? in : out, options); }};
     (options.rootRank == rank_ ? asked.inputs : asked.outputs) = tensors;
     return issue("broadcast", OpType::BROADCAST, std::move(asked));
@@ -94,12 +92,10 @@ class SimBackend final : public c10d::Backend {
     if (on_host(tensors)) return gloo_->allreduce_coalesced(tensors, asked_options);
     c10d::AllreduceOptions options;
     options.reduceOp = asked_options.reduceOp;
-    WorkP last;
-    for (auto& tensor : tensors) {
-      Tensors one{tensor};
-      last = allreduce(one, options);
-    }
-    return last;
+    return last_of(tensors.size(), [&](size_t i) {
+      Tensors one{tensors[i]};
+      return allreduce(one, options);
+    });
   }
   WorkP reduce(Tensors& tensors, const c10d::ReduceOptions& asked_options) override {
     if (on_host(tensors)) return gloo_->reduce(tensors, asked_options);
@@ -109,21 +105,17 @@ class SimBackend final : public c10d::Backend {
         [g = gloo_, options](Tensors& in, Tensors& out) { return g->reduce(out.empty() ? in : out, options); }, options.rootRank == rank_, average ? size_ : 1});
   }
   WorkP _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
-    if (on_host({out})) return gloo_->_allgather_base(out, in, options);
     return issue("all_gather", OpType::_ALLGATHER_BASE, {{in}, {out},
         [g = gloo_, options](Tensors& in, Tensors& out) { return g->_allgather_base(out[0], in[0], options); }});
   }
   WorkP allgather(std::vector<Tensors>& outs, Tensors& in, const c10d::AllgatherOptions& options) override {
-    if (on_host(in)) return gloo_->allgather(outs, in, options);
     return issue("all_gather", OpType::ALLGATHER, {in, outs.at(0), [g = gloo_, options](Tensors& in, Tensors& out) {
       std::vector<Tensors> lists{out};
       return g->allgather(lists, in, options);
     }});
   }
   WorkP allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& options) override {
-    WorkP last;
-    for (size_t i = 0; i < outs.size(); i++) last = _allgather_base(outs[i], ins[i], options);
-    return last;
+    return last_of(outs.size(), [&](size_t i) { return _allgather_base(outs[i], ins[i], options); });
   }
   WorkP _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
     if (on_host({out})) return gloo_->_reduce_scatter_base(out, in, options);
@@ -137,9 +129,7 @@ class SimBackend final : public c10d::Backend {
     });
   }
   WorkP reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& options) override {
-    WorkP last;
-    for (size_t i = 0; i < outs.size(); i++) last = _reduce_scatter_base(outs[i], ins[i], options);
-    return last;
+    return last_of(outs.size(), [&](size_t i) { return _reduce_scatter_base(outs[i], ins[i], options); });
   }
   WorkP reduce_scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ReduceScatterOptions& options) override {
     if (on_host(outs)) return gloo_->reduce_scatter(outs, ins, options);
@@ -147,7 +137,6 @@ class SimBackend final : public c10d::Backend {
     return _reduce_scatter_base(outs.at(0), whole, options);
   }
   WorkP gather(std::vector<Tensors>& outs, Tensors& in, const c10d::GatherOptions& options) override {
-    if (on_host(in)) return gloo_->gather(outs, in, options);
     return issue("gather", OpType::GATHER, {in, outs.empty() ? Tensors{} : outs[0], [g = gloo_, options](Tensors& in, Tensors& out) {
       std::vector<Tensors> lists;
       if (!out.empty()) lists.push_back(out);
@@ -155,7 +144,6 @@ class SimBackend final : public c10d::Backend {
     }});
   }
   WorkP scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& options) override {
-    if (on_host(outs)) return gloo_->scatter(outs, ins, options);
     return issue("scatter", OpType::SCATTER, {ins.empty() ? Tensors{} : ins[0], outs, [g = gloo_, options](Tensors& in, Tensors& out) {
       std::vector<Tensors> lists;
       if (!in.empty()) lists.push_back(in);
@@ -163,17 +151,14 @@ class SimBackend final : public c10d::Backend {
     }});
   }
   WorkP alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes, const c10d::AllToAllOptions& options) override {
-    if (on_host({out})) return gloo_->alltoall_base(out, in, out_sizes, in_sizes, options);
     return issue("all_to_all", OpType::ALLTOALL_BASE, {{in}, {out}, [g = gloo_, out_sizes, in_sizes, options](Tensors& in, Tensors& out) mutable {
       return g->alltoall_base(out[0], in[0], out_sizes, in_sizes, options);
     }});
   }
   WorkP send(Tensors& tensors, int to, int tag) override {
-    if (on_host(tensors)) return gloo_->send(tensors, to, tag);
     return issue("send", OpType::SEND, {tensors, {}, [g = gloo_, to, tag](Tensors& in, Tensors&) { return g->send(in, to, tag); }});
   }
   WorkP recv(Tensors& tensors, int from, int tag) override {
-    if (on_host(tensors)) return gloo_->recv(tensors, from, tag);
     return issue("recv", OpType::RECV, {{}, tensors, [g = gloo_, from, tag](Tensors&, Tensors& out) { return g->recv(out, from, tag); }});
   }
   WorkP barrier(const c10d::BarrierOptions& options) override {
@@ -182,6 +167,13 @@ class SimBackend final : public c10d::Backend {
   }
 
  private:
+  template <class F>
+  static WorkP last_of(size_t count, F&& issue_one) {
+    WorkP last;
+    for (size_t i = 0; i < count; i++) last = issue_one(i);
+    return last;
+  }
+
   // Of host memory they are gloo's own, and hold up the host: meanwhile the device goes on.
   bool on_host(const Tensors& tensors) {
     bool host = !tensors.empty() && tensors[0].is_cpu();
@@ -192,20 +184,19 @@ class SimBackend final : public c10d::Backend {
   WorkP issue(const char* name, OpType op, Collective asked, std::function<void(Tensors& in, Tensors& out)> store = {}) {
     auto& tensors = asked.outputs.empty() ? asked.inputs : asked.outputs;
     TORCH_CHECK(!tensors.empty(), "simccl: ", name, " got no tensors");
+    if (on_host(tensors)) return asked.start(asked.inputs, asked.outputs);
     int device = tensors[0].device().index();
     std::vector<Range> ranges;
-    for (auto& tensor : asked.inputs) {
-      TORCH_CHECK(tensor.device().type() == kSim, "simccl: ", name, " got a tensor on ", tensor.device());
-      ranges.push_back(range_of(tensor, false));
-    }
-    for (auto& tensor : asked.outputs) {
-      TORCH_CHECK(tensor.device().type() == kSim, "simccl: ", name, " got a tensor on ", tensor.device());
-      TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "simccl: ", name, " got an output that is not contiguous");
-      ranges.push_back(range_of(tensor, true));
-    }
+    for (auto* some : {&asked.inputs, &asked.outputs})
+      for (auto& tensor : *some) {
+        bool write = some == &asked.outputs;
+        TORCH_CHECK(tensor.device().type() == kSim, "simccl: ", name, " got a tensor on ", tensor.device());
+        TORCH_CHECK(!write || tensor.is_non_overlapping_and_dense(), "simccl: ", name, " got an output that is not contiguous");
+        ranges.push_back(range_of(tensor, write));
+      }
     auto dtype = tensors[0].scalar_type();  // told at the call, as nccl does
     for (auto& tensor : asked.inputs) TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, "simccl: ", name, " got inputs of ", tensor.scalar_type(), " for ", dtype);
-    if (!streams_.count(device)) streams_[device] = new_stream(device, -1);
+    if (!streams_.count(device)) streams_[device] = new_stream(device);
     StreamKey stream{device, streams_[device]};
     block(stream, record(current(device)));
     enqueue(stream, name, task_of(asked, std::move(store)), ranges, {{size_}});

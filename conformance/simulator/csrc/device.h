@@ -3,6 +3,7 @@
 #include <Python.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -11,6 +12,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -28,10 +30,13 @@ std::string text(const PlaceP& place);  // "file:line function < file:line funct
 using StreamKey = std::pair<int, int64_t>;  // device, stream
 using Clock = std::map<StreamKey, int64_t>;
 
+struct Allocation;
+using AllocationP = std::shared_ptr<Allocation>;
 struct Range {
   const char* begin;
   const char* end;
   bool write;
+  AllocationP life = nullptr;  // whose memory it is, once that is known
 };
 
 struct Operation {  // what a stream was asked to do
@@ -46,6 +51,7 @@ struct Recording {  // one recording of an event
   bool done = false;
   StreamKey stream;
   Clock clock;  // what has happened before it
+  int64_t capture = 0;  // that it belongs to
 };
 using RecordingP = std::shared_ptr<Recording>;
 
@@ -54,6 +60,7 @@ struct Task {  // what waits for its turn on a stream
   std::function<bool()> is_complete;  // a collective goes on elsewhere after `run`; it ends with `finish`
   std::function<void()> finish;
 };
+void join(Clock& clock, const Clock& other);
 
 class Lock {  // the runtime's lock; nobody waits for it, or holds it, with the interpreter's lock
  public:
@@ -71,11 +78,12 @@ int device_count();
 void set_device_count(int count);
 int64_t current_stream(int device);
 int64_t exchange_stream(int device, int64_t stream);
-int64_t new_stream(int device, int priority);
+int64_t new_stream(int device);
 
 using Sizes = std::vector<std::vector<int64_t>>;
 // `sizes`: of the tensors that an operator was given; of a collective, how many ranks it has.
-void enqueue(StreamKey stream, std::string name, Task task, const std::vector<Range>& ranges, const Sizes& sizes = {});
+void enqueue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const Sizes& sizes = {});
+void issue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const PlaceP& place);  // captured or not
 RecordingP record(StreamKey stream);
 void block(StreamKey stream, const RecordingP& recording);
 bool query(const RecordingP& recording);
@@ -87,14 +95,21 @@ void settle();  // the host is held up by something else: meanwhile the device d
 void watch_for_held_up_host();
 void set_schedule(uint64_t seed, int rank);  // ranks draw for themselves
 
-struct Wait {
-  std::string why, place;
-  int64_t count;
-};
+using Wait = std::tuple<std::string, std::string, int64_t>;  // why, where, how often
 std::vector<Wait> take_waits();
 std::vector<std::string> take_unreplayable();
-std::map<std::string, int64_t> counters();
+uint64_t course();  // a digest of what ran and what memory was given, in their order
 void note_course(uint64_t what);
+
+// -- graphs.cpp: what is issued to a capturing stream is kept for replays; these say whether it was
+bool is_capturing(StreamKey stream);
+bool anybody_captures();
+c10::MempoolId_t pool_of(StreamKey stream);  // that a capture allocates from; of no capture {0, 0}
+bool keep_work(StreamKey stream, const std::string& name, const Task& task, std::vector<Range> ranges);
+bool keep_recording(StreamKey stream, const RecordingP& recording);
+bool keep_wait(StreamKey stream, const RecordingP& recording);
+void refuse_in_capture(const char* what, const RecordingP& recording);  // null: of all that a device does
+void register_graphs();
 
 // -- trace.cpp: what was asked for, with nothing done
 struct Asked {
@@ -110,23 +125,28 @@ void note(Asked one);
 std::vector<Asked> take_asked();
 
 // -- memory.cpp: what an address belongs to
+struct Block;
 struct Allocation {  // one life of a piece of memory, from being given out to being given back
   char* begin = nullptr;
   size_t size = 0;
+  c10::MempoolId_t pool{0, 0};  // of a graph
   StreamKey home;             // pinned memory is at home on device -1
   std::set<StreamKey> users;  // other streams that it was recorded on
+  std::vector<RecordingP> recordings;  // of what they were doing when it was freed
+  Block* block = nullptr;
   int64_t pending_reads = 0, pending_writes = 0;
   bool freed = false;
-  bool stale = false;  // given out while tasks of its former life were pending, and not touched since
+  bool stale = false;  // not touched since it was given out, in a graph or while tasks of its former life were pending
   int64_t pending() const { return pending_reads + pending_writes; }
   bool pinned() const { return home.first < 0; }
 };
-using AllocationP = std::shared_ptr<Allocation>;
 
 AllocationP allocation_at(const void* address);
 bool is_pinned(const void* address);
 void record_use(const void* address, StreamKey stream);
 void poison(void* begin, size_t size);
+std::tuple<std::string, Task, Range> first_use(const AllocationP& stale, const std::string& by);  // the task in front of it
+void hold_pool(c10::MempoolId_t pool, int by);
 void forget_finished(const AllocationP& allocation);  // called when its last task has run
 void empty_cache(int device);
 c10::DeviceAllocator* device_allocator();
@@ -134,9 +154,7 @@ c10::Allocator* pinned_allocator();
 void fail_allocation(int64_t nth);
 
 // -- hazards.cpp: what is read or written without an order, whichever order it had this time
-struct Hazard {
-  std::string now, now_stream, now_place, before, before_stream, before_place, missing;
-};
+using Hazard = std::array<std::string, 7>;  // now, on which stream, where; before, likewise; what is missing
 void log_hazards(bool on);
 void note_access(const OperationP& operation, const Clock& clock, const std::vector<Range>& ranges);
 void note_reuse(const AllocationP& pinned);  // it is given out again

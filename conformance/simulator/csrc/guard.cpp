@@ -14,11 +14,7 @@ using c10::Stream;
 
 namespace sim {
 namespace {
-struct Event {
-  RecordingP recording;
-  StreamKey stream;
-};
-RecordingP recording_of(void* event) { return event == nullptr ? nullptr : static_cast<Event*>(event)->recording; }
+RecordingP recording_of(void* event) { return event == nullptr ? nullptr : *static_cast<RecordingP*>(event); }
 StreamKey key_of(const Stream& stream) { return {stream.device_index(), stream.id()}; }
 Stream stream_of(int device, int64_t id) { return Stream(Stream::UNSAFE, device_of(device), id); }
 
@@ -36,18 +32,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(Device device) const noexcept override { setDevice(device); }
   Stream getStream(Device device) const override { return stream_of(index_of(device), current_stream(index_of(device))); }
   Stream getDefaultStream(Device device) const override { return stream_of(index_of(device), 0); }
-  Stream getStreamFromGlobalPool(Device device, bool high) const override { return getNewStream(device, high ? -1 : 0); }
-  Stream getNewStream(Device device, int priority) const override {
-    return stream_of(index_of(device), new_stream(index_of(device), priority));
-  }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
+  Stream getNewStream(Device device, int) const override { return stream_of(index_of(device), new_stream(index_of(device))); }
   Stream exchangeStream(Stream stream) const override {
     return stream_of(stream.device_index(), exchange_stream(stream.device_index(), stream.id()));
   }
   void* getStreamNativeHandle(const Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<RecordingP*>(event); }
   void record(void** event, const Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (*event == nullptr) *event = new Event;
-    static_cast<Event*>(*event)->recording = sim::record(key_of(stream));
+    if (*event == nullptr) *event = new RecordingP;
+    *static_cast<RecordingP*>(*event) = sim::record(key_of(stream));
   }
   void block(void* event, const Stream& stream) const override {
     if (auto recording = recording_of(event)) sim::block(key_of(stream), recording);
@@ -57,6 +51,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return !recording || query(recording);
   }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count()); }
+  bool isStreamCapturing(const Stream& stream) const override { return is_capturing(key_of(stream)); }
   bool queryStream(const Stream& stream) const override { return query(sim::record(key_of(stream))); }
   void synchronizeStream(const Stream& stream) const override { synchronize_stream(key_of(stream), "synchronize of a stream"); }
   void synchronizeEvent(void* event) const override {

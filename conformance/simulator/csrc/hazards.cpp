@@ -57,19 +57,14 @@ Log& log() {
   static auto* one = new Log;
   return *one;
 }
-std::array<Closed, kPages>& closed() {
-  static auto* all = new std::array<Closed, kPages>;
-  return *all;
-}
-std::array<Touch, 64>& touches() {
-  static auto* all = new std::array<Touch, 64>;
-  return *all;
-}
+std::array<Closed, kPages> closed;
+std::array<Touch, 64> touches;
 struct sigaction former_action;
 
 void add(Hazard hazard) {
   auto& l = log();
-  auto key = hazard.now + hazard.now_place + hazard.before + hazard.before_place + hazard.missing;
+  auto& [now, now_stream, now_place, before, before_stream, before_place, missing] = hazard;
+  auto key = now + now_place + before + before_place + missing;
   if (l.hazards.size() < kMost && l.seen.insert(key).second) l.hazards.push_back(std::move(hazard));
 }
 
@@ -115,11 +110,11 @@ void tell(const Operation& now, bool write, const Access& before, bool same_life
 
 void touched(int, siginfo_t* info, void*) {
   auto* address = static_cast<char*>(info->si_addr);
-  for (auto& block : closed()) {
+  for (auto& block : closed) {
     auto* begin = block.begin.load();
     if (begin == nullptr || address < begin || address >= begin + block.size.load()) continue;
     mprotect(begin, block.size.load(), PROT_READ | PROT_WRITE);
-    for (auto& touch : touches()) {
+    for (auto& touch : touches) {
       int expected = 0;
       if (!touch.state.compare_exchange_strong(expected, 1)) continue;
       touch.address = address;
@@ -168,7 +163,7 @@ void add_host(const std::string& what, const std::string& where, const Access* a
 }
 
 void tell_touches() {
-  for (auto& touch : touches()) {
+  for (auto& touch : touches) {
     if (touch.state.load() != 2) continue;
     add_host(touch.will_be_written ? "the host touches" : "the host writes", frames_from(touch.frames), latest_unseen(allocation_at(touch.address)),
         "the host does not wait for the stream (synchronize it, or an event recorded there afterwards)");
@@ -194,7 +189,7 @@ void note_access(const OperationP& operation, const Clock& clock, const std::vec
   tell_touches();
   for (auto& range : ranges) {
     if (range.begin >= range.end) continue;
-    auto memory = allocation_at(range.begin);
+    auto& memory = range.life;
     auto life = memory ? reinterpret_cast<uint64_t>(memory.get()) : 0;
     if (memory && memory->pinned()) l.unseen[memory->begin].push_back({operation, range.write, life});
     for (auto cell = cut(range.begin, range.end); cell != l.cells.end() && cell->first < range.end; ++cell) {
@@ -242,13 +237,13 @@ void forget_all_accesses() {
   l.cells.clear();
   l.seen.clear();
   l.unseen.clear();
-  for (auto& block : closed())
+  for (auto& block : closed)
     if (block.begin.load() != nullptr) open_to_device(allocation_at(block.begin.load()));
 }
 
 void open_to_device(const AllocationP& memory) {
   if (!memory->pinned()) return;
-  for (auto& block : closed()) {
+  for (auto& block : closed) {
     if (block.begin.load() != memory->begin) continue;
     mprotect(memory->begin, memory->size, PROT_READ | PROT_WRITE);
     block.begin.store(nullptr);
@@ -260,7 +255,7 @@ void close_to_host(const AllocationP& pinned) {
   auto found = log().unseen.find(pinned->begin);
   if (!log().on || found == log().unseen.end()) return;
   bool written = std::any_of(found->second.begin(), found->second.end(), [](auto& access) { return access.write; });
-  for (auto& block : closed()) {
+  for (auto& block : closed) {
     if (block.begin.load() != nullptr) continue;
     block.size.store(pinned->size);
     block.will_be_written.store(written);

@@ -17,15 +17,20 @@ namespace {
 constexpr size_t kAlign = 512, kPage = 4096, kMega = size_t{1} << 20;
 constexpr size_t kSmall = kMega;  // requests up to here share segments of two megabytes
 
+}  // namespace
+
 struct Block {
   char* begin;
   size_t size;
   StreamKey home;
+  c10::MempoolId_t pool{0, 0};
   Block *before = nullptr, *after = nullptr;  // its neighbours in the segment
   bool free = false;
   bool small = false;
   uint64_t freed_at = 0;
 };
+
+namespace {
 struct FitFirst {  // the smallest that fits; of equal ones that which was freed last, whose former users are the nearest
   bool operator()(const Block* a, const Block* b) const {
     if (a->size != b->size) return a->size < b->size;
@@ -33,23 +38,14 @@ struct FitFirst {  // the smallest that fits; of equal ones that which was freed
   }
 };
 
-struct Handle {  // what a DataPtr owns
-  AllocationP allocation;
-  Block* block;
-};
-struct Retired {  // freed, but in use by streams that it was recorded on
-  AllocationP allocation;
-  Block* block;
-  std::vector<RecordingP> recordings;
-};
-
 struct Memory {
-  std::map<std::pair<StreamKey, bool>, std::set<Block*, FitFirst>> pools;
+  std::map<std::tuple<StreamKey, c10::MempoolId_t, bool>, std::set<Block*, FitFirst>> pools;
+  std::map<c10::MempoolId_t, int> held;  // pools of graphs, which are not emptied
   std::multimap<size_t, char*> pinned_pool;
   std::map<const char*, AllocationP> living;    // by address
   std::map<const char*, AllocationP> pinned;    // every block that was ever made, with its latest life
   std::vector<AllocationP> finishing;           // freed, with tasks pending
-  std::vector<Retired> retired, retired_pinned;
+  std::vector<AllocationP> retired, retired_pinned;  // freed, but in use by streams that they were recorded on
   std::map<int, c10::CachingDeviceAllocator::DeviceStats> stats;
   uint64_t frees = 0;
   int64_t until_failure = 0;
@@ -72,7 +68,7 @@ void put_in_pool(Block* block) {
   auto& m = memory();
   block->free = true;
   block->freed_at = ++m.frees;
-  auto& pool = m.pools[{block->home, block->small}];
+  auto& pool = m.pools[{block->home, block->pool, block->small}];
   for (auto* next : {block->before, block->after}) {
     if (next == nullptr || !next->free) continue;
     pool.erase(next);
@@ -88,29 +84,27 @@ void put_in_pool(Block* block) {
   pool.insert(block);
 }
 
-Block* new_segment(size_t size, StreamKey home, bool small) {
+Block* new_segment(size_t size, StreamKey home, c10::MempoolId_t of, bool small) {
   size_t whole = small ? 2 * kMega : size < 10 * kMega ? 20 * kMega : rounded(size, 2 * kMega);
   void* begin = nullptr;
   TORCH_CHECK_WITH(OutOfMemoryError, posix_memalign(&begin, kPage, whole) == 0, "sim out of memory. Tried to allocate ", whole, " bytes.");
-  auto& stats = memory().stats[home.first];
-  tally(stats.segment, small, 1);
-  tally(stats.reserved_bytes, small, static_cast<int64_t>(whole));
-  stats.num_device_alloc++;
-  auto* block = new Block{static_cast<char*>(begin), whole, home};
+  tally(memory().stats[home.first].reserved_bytes, small, static_cast<int64_t>(whole));
+  if (of != c10::MempoolId_t{0, 0}) poison(begin, whole);
+  auto* block = new Block{static_cast<char*>(begin), whole, home, of};
   block->small = small;
   return block;
 }
 
-Block* take_block(size_t size, StreamKey home) {
+Block* take_block(size_t size, StreamKey home, c10::MempoolId_t of) {
   auto& m = memory();
   bool small = size <= kSmall;
-  auto& pool = m.pools[{home, small}];
+  auto& pool = m.pools[{home, of, small}];
   Block least{nullptr, size, home};
   least.freed_at = UINT64_MAX;
   auto found = pool.lower_bound(&least);
   Block* block;
   if (found == pool.end()) {
-    block = new_segment(size, home, small);
+    block = new_segment(size, home, of, small);
   } else {
     block = *found;
     pool.erase(found);
@@ -118,7 +112,7 @@ Block* take_block(size_t size, StreamKey home) {
   block->free = false;
   auto rest = block->size - size;
   if (small ? rest >= kAlign : rest > kMega) {
-    auto* other = new Block{block->begin + size, rest, home, block, block->after};
+    auto* other = new Block{block->begin + size, rest, home, of, block, block->after};
     other->small = small;
     other->free = true;
     other->freed_at = block->freed_at;
@@ -130,92 +124,65 @@ Block* take_block(size_t size, StreamKey home) {
   return block;
 }
 
-bool all_done(const std::vector<RecordingP>& recordings) {
-  return std::all_of(recordings.begin(), recordings.end(), [](auto& r) { return r->done; });
+void give_back_finished(std::vector<AllocationP>& retired) {
+  if (anybody_captures()) return;  // as CUDA's, which asks no event then
+  std::erase_if(retired, [](auto& life) {
+    auto& recordings = life->recordings;
+    if (!std::all_of(recordings.begin(), recordings.end(), [](auto& recording) { return recording->done; })) return false;
+    for (auto& recording : recordings) query(recording);  // the allocator asked, so the host knows
+    if (life->pinned()) memory().pinned_pool.emplace(life->size, life->begin);
+    else put_in_pool(life->block);
+    return true;
+  });
 }
 
-template <class F>
-void give_back_finished(std::vector<Retired>& retired, F&& give) {
-  for (size_t i = 0; i < retired.size();) {
-    if (!all_done(retired[i].recordings)) {
-      ++i;
-      continue;
-    }
-    auto entry = std::move(retired[i]);
-    retired.erase(retired.begin() + static_cast<int64_t>(i));
-    for (auto& recording : entry.recordings) query(recording);  // the allocator asked, so the host knows
-    give(entry);
-  }
-}
-
-// The device's memory that is given out has a former life whose tasks may be pending.
-void begin_life(const AllocationP& life) {
-  auto& m = memory();
-  auto overlaps = [&](auto& former) { return former->begin < life->begin + life->size && life->begin < former->begin + former->size; };
-  life->stale = std::any_of(m.finishing.begin(), m.finishing.end(), overlaps);
-  if (!life->stale) poison(life->begin, life->size);
-  m.living[life->begin] = life;
-}
-
-void free_device(void* context) {
-  auto* handle = static_cast<Handle*>(context);
+// Who frees what a DataPtr owns, a life.
+void end_life(void* context) {
+  std::unique_ptr<AllocationP> owned(static_cast<AllocationP*>(context));
   Lock lock;
   auto& m = memory();
-  auto& life = handle->allocation;
+  auto& life = *owned;
   life->freed = true;
-  note_course(3 * life->size);
-  m.living.erase(life->begin);
-  if (life->pending()) m.finishing.push_back(life);
-  auto& stats = m.stats[life->home.first];
-  tally(stats.allocation, handle->block->small, -1);
-  tally(stats.allocated_bytes, handle->block->small, -static_cast<int64_t>(life->size));
-  note({"free", life->home, reinterpret_cast<int64_t>(life->begin)});
+  if (!life->pinned()) {
+    note_course(3 * life->size);
+    m.living.erase(life->begin);
+    if (life->pending()) m.finishing.push_back(life);
+    tally(m.stats[life->home.first].allocated_bytes, life->block->small, -static_cast<int64_t>(life->size));
+    note({"free", life->home, reinterpret_cast<int64_t>(life->begin)});
+  }
   life->users.erase(life->home);
-  if (life->users.empty()) {
-    put_in_pool(handle->block);
-  } else {
-    std::vector<RecordingP> recordings;
-    for (auto& user : life->users) recordings.push_back(record(user));
-    m.retired.push_back({life, handle->block, std::move(recordings)});
-  }
-  delete handle;
-}
-
-void free_pinned(void* context) {
-  auto* handle = static_cast<Handle*>(context);
-  Lock lock;
-  auto& life = handle->allocation;
-  life->freed = true;
-  std::vector<RecordingP> recordings;
-  for (auto& user : life->users) recordings.push_back(record(user));
-  memory().retired_pinned.push_back({life, nullptr, std::move(recordings)});
-  delete handle;
+  for (auto& user : life->users) life->recordings.push_back(record(user));
+  if (!life->pinned() && life->users.empty()) put_in_pool(life->block);
+  else (life->pinned() ? m.retired_pinned : m.retired).push_back(life);
 }
 
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     int device = current_device();
     c10::Device on(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(device));
-    if (size == 0) return {nullptr, nullptr, &free_device, on};
+    if (size == 0) return {nullptr, nullptr, &end_life, on};
     Lock lock;
     auto& m = memory();
-    auto& stats = m.stats[device];
     if (m.until_failure > 0 && --m.until_failure == 0) {
-      stats.num_ooms++;
+      m.stats[device].num_ooms++;
       TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory. Tried to allocate ", size, " bytes. The allocation was asked to fail.");
     }
-    give_back_finished(m.retired, [](Retired& entry) { put_in_pool(entry.block); });
+    give_back_finished(m.retired);
     auto life = std::make_shared<Allocation>();
     life->home = {device, current_stream(device)};
-    auto* block = take_block(rounded(size, kAlign), life->home);
-    life->begin = block->begin;
-    life->size = block->size;
-    begin_life(life);
+    life->pool = pool_of(life->home);
+    life->block = take_block(rounded(size, kAlign), life->home, life->pool);
+    life->begin = life->block->begin;
+    life->size = life->block->size;
+    // Its former life's tasks may be pending.
+    auto overlaps = [&](auto& former) { return former->begin < life->begin + life->size && life->begin < former->begin + former->size; };
+    life->stale = life->pool.first != 0 || std::any_of(m.finishing.begin(), m.finishing.end(), overlaps);
+    if (!life->stale) poison(life->begin, life->size);
+    m.living[life->begin] = life;
     note({"allocate", life->home, reinterpret_cast<int64_t>(life->begin), 0, static_cast<int64_t>(life->size)});
     note_course(2 * life->size + life->stale);
-    tally(stats.allocation, block->small, 1);
-    tally(stats.allocated_bytes, block->small, static_cast<int64_t>(life->size));
-    return {life->begin, new Handle{life, block}, &free_device, on};
+    tally(m.stats[device].allocated_bytes, life->block->small, static_cast<int64_t>(life->size));
+    return {life->begin, new AllocationP(life), &end_life, on};
   }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
   bool initialized() override { return true; }
@@ -239,7 +206,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void each(int device, F&& f) {
     Lock lock;
     auto& s = memory().stats[device];
-    for (auto* array : {&s.allocation, &s.segment, &s.allocated_bytes, &s.reserved_bytes})
+    for (auto* array : {&s.allocated_bytes, &s.reserved_bytes})
       for (auto& stat : *array) f(stat);
   }
 };
@@ -247,10 +214,10 @@ struct DeviceMemory final : c10::DeviceAllocator {
 struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     c10::Device on(c10::kCPU);
-    if (size == 0) return {nullptr, nullptr, &free_pinned, on};
+    if (size == 0) return {nullptr, nullptr, &end_life, on};
     Lock lock;
     auto& m = memory();
-    give_back_finished(m.retired_pinned, [&](Retired& entry) { m.pinned_pool.emplace(entry.allocation->size, entry.allocation->begin); });
+    give_back_finished(m.retired_pinned);
     size_t whole = kPage;  // pages of its own, which can be protected from the host
     while (whole < size) whole *= 2;
     auto life = std::make_shared<Allocation>();
@@ -269,7 +236,7 @@ struct PinnedMemory final : c10::Allocator {
     }
     m.pinned[life->begin] = life;
     poison(life->begin, whole);
-    return {life->begin, new Handle{life, nullptr}, &free_pinned, on};
+    return {life->begin, new AllocationP(life), &end_life, on};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
@@ -294,6 +261,15 @@ c10::Allocator* pinned_allocator() {
 
 void poison(void* begin, size_t size) {
   if (!by_shapes_alone()) std::memset(begin, 0xFF, size);
+}
+
+std::tuple<std::string, Task, Range> first_use(const AllocationP& stale, const std::string& by) {
+  Task poisoning{[stale] { poison(stale->begin, stale->size); }, {}, {}};
+  return {"the first use of memory given out again, by " + by, poisoning, {stale->begin, stale->begin + stale->size, true, stale}};
+}
+void hold_pool(c10::MempoolId_t pool, int by) {
+  auto& held = memory().held;
+  if ((held[pool] += by) == 0) held.erase(pool);
 }
 
 AllocationP allocation_at(const void* address) {
@@ -324,9 +300,9 @@ void empty_cache(int device) {
   synchronize_device(device, nullptr);
   Lock lock;
   auto& m = memory();
-  give_back_finished(m.retired, [](Retired& entry) { put_in_pool(entry.block); });
+  give_back_finished(m.retired);
   for (auto& [key, pool] : m.pools) {
-    if (key.first.first != device) continue;
+    if (std::get<0>(key).first != device || m.held.count(std::get<1>(key))) continue;
     for (auto at = pool.begin(); at != pool.end();) {
       auto* block = *at;
       if (block->before != nullptr || block->after != nullptr) {
@@ -335,10 +311,7 @@ void empty_cache(int device) {
       }
       at = pool.erase(at);
       forget_accesses(block->begin, block->begin + block->size);
-      auto& stats = m.stats[device];
-      tally(stats.segment, block->small, -1);
-      tally(stats.reserved_bytes, block->small, -static_cast<int64_t>(block->size));
-      stats.num_device_free++;
+      tally(m.stats[device].reserved_bytes, block->small, -static_cast<int64_t>(block->size));
       std::free(block->begin);
       delete block;
     }

@@ -57,21 +57,22 @@ Tensor copy_of_number(const Tensor& tensor) {
   return copy;
 }
 
-// Operators that learnt at their first call that their meta kernel is missing.
-bool lacks_meta(const std::string& name, bool learnt = false) {
-  static auto* names = new std::unordered_set<std::string>;
-  static auto* mutex = new std::mutex;
-  std::lock_guard<std::mutex> guard(*mutex);
-  if (learnt) names->insert(name);
-  return names->count(name) != 0;
-}
+class Names {  // learnt once for the process
+ public:
+  bool has(const std::string& name) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return names_.count(name) != 0;
+  }
+  void add(const std::string& name) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    names_.insert(name);
+  }
 
-bool is_tried(const std::string& combination, bool now) {
-  static auto* all = new std::unordered_set<std::string>;
-  static auto* mutex = new std::mutex;
-  std::lock_guard<std::mutex> guard(*mutex);
-  return now ? !all->insert(combination).second : all->count(combination) != 0;
-}
+ private:
+  std::mutex mutex_;
+  std::unordered_set<std::string> names_;
+};
+auto &without_meta = *new Names, &tried_once = *new Names;
 
 class Call {
  public:
@@ -128,7 +129,7 @@ class Call {
   // The CPU's kernel runs late, and would tell late that it does not take these dtypes, or such a number. So for each
   // combination it is called once beforehand, on tensors full of ones (of zeros, where they may be indices).
   void try_once() {
-    if (name().rfind("aten::", 0) != 0 || is_layer_norm() || is_tried(combination(), false)) return;
+    if (name().rfind("aten::", 0) != 0 || is_layer_norm() || tried_once.has(combination())) return;
     Stack tried;
     bool pointwise = op_.hasTag(at::Tag::pointwise);
     for (auto& arg : args_)
@@ -143,7 +144,7 @@ class Call {
       if (arg.isDevice()) arg = c10::Device(c10::kCPU);
     Below below;
     op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &tried);
-    is_tried(combination(), true);
+    tried_once.add(combination());
   }
 
   std::string combination() const {
@@ -173,14 +174,14 @@ class Call {
     bool hidden_draw = generator_ < 0 && op_.hasTag(at::Tag::nondeterministic_seeded);
     if ((generator_ >= 0 || hidden_draw) && !by_shapes_alone()) known_ = false;
     auto full_name = name() + "." + schema_.overload_name();
-    if (!known_ || lacks_meta(full_name)) {
+    if (!known_ || without_meta.has(full_name)) {
       known_ = known_ && !fresh;
       return;
     }
     try {
       call_meta();
     } catch (const c10::NotImplementedError&) {
-      lacks_meta(full_name, true);
+      without_meta.add(full_name);
       known_ = !fresh;
     } catch (const std::exception&) {
       known_ = false;  // of an operator that only writes to its arguments too: an error is told at the call
@@ -243,6 +244,7 @@ class Call {
 
   // Drawn at once, in the host's order; put in place in the stream's.
   void draw() {
+    TORCH_CHECK(!is_capturing(stream_), "sim: ", name(), " draws its numbers on the host, which no replay of a graph would do again");
     std::vector<std::pair<Tensor, Tensor>> pairs;
     for (size_t i = 0; i < args_.size(); i++) {
       if (!writes_[i]) continue;

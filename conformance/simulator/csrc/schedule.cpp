@@ -27,7 +27,7 @@ struct Entry {
   OperationP operation;
   Task task;
   RecordingP recording;
-  std::vector<std::pair<AllocationP, bool>> memory;  // and whether it is written
+  std::vector<Range> ranges;
   bool started = false;
 };
 
@@ -47,13 +47,11 @@ struct Runtime {
   std::recursive_mutex mutex;
   std::map<StreamKey, Queue> queues;
   std::map<int, int64_t> next_stream;
-  std::map<StreamKey, int> priorities;
   Order order = Order::Late;
   std::mt19937_64 draws{0};
   Clock host;
   int64_t ticks = 0;  // of all streams: a later operation has a larger one
   int depth = 0;      // of tasks that run now
-  int64_t executed = 0, collectives = 0;
   int64_t first_tick = 0;
   uint64_t course = 0;  // a digest of what ran and what memory was given, in their order
   std::exception_ptr error;
@@ -70,23 +68,11 @@ int devices = 1;
 thread_local int thread_device = 0;
 thread_local std::map<int, int64_t> thread_streams;
 
-void join(Clock& clock, const Clock& other) {
-  for (auto& [key, tick] : other) {
-    auto& mine = clock[key];
-    mine = std::max(mine, tick);
-  }
-}
-
 Pace draw_pace(StreamKey key) {
   auto& r = runtime();
-  switch (r.order) {
-    case Order::Serial: return Pace::Early;
-    case Order::Late: return Pace::Late;
-    case Order::MainFirst: return key.second == 0 ? Pace::Early : Pace::Late;
-    case Order::SideFirst: return key.second == 0 ? Pace::Late : Pace::Early;
-    case Order::Drawn: return static_cast<Pace>(r.draws() % 3);
-  }
-  return Pace::Late;
+  if (r.order == Order::Drawn) return static_cast<Pace>(r.draws() % 3);
+  bool early = r.order == Order::Serial || r.order == (key.second == 0 ? Order::MainFirst : Order::SideFirst);
+  return early ? Pace::Early : Pace::Late;
 }
 
 Queue& queue_of(StreamKey key) {
@@ -99,7 +85,8 @@ Queue& queue_of(StreamKey key) {
 }
 
 void pop(Queue& queue) {
-  for (auto& [memory, write] : queue.entries.front().memory) {
+  for (auto& [begin, end, write, memory] : queue.entries.front().ranges) {
+    if (!memory) continue;
     (write ? memory->pending_writes : memory->pending_reads)--;
     if (memory->pinned()) close_to_host(memory);
     if (memory->pending() == 0) forget_finished(memory);
@@ -128,7 +115,8 @@ void run_part(Queue& queue, F&& part) {
   auto& r = runtime();
   queue.busy = true;
   r.depth++;
-  for (auto& [memory, write] : queue.entries.front().memory) open_to_device(memory);
+  for (auto& range : queue.entries.front().ranges)
+    if (range.life) open_to_device(range.life);
   try {
     part();
   } catch (...) {
@@ -140,8 +128,8 @@ void run_part(Queue& queue, F&& part) {
 
 bool step_any(bool only_drawn);
 
-// Waits until the collective at the head of a queue is complete: true where it is.
-bool complete(Queue& queue) {
+// Waits until the collective at the head of a queue is complete.
+void complete(Queue& queue) {
   auto& r = runtime();
   auto is_complete = queue.entries.front().task.is_complete;
   auto since = Time::now();
@@ -164,7 +152,6 @@ bool complete(Queue& queue) {
     else r.unreplayable.push_back("other streams went on while " + queue.entries.front().operation->name + " waited for its peers");
   }
   queue.busy = false;
-  return true;
 }
 
 // Moves the head of a queue: true where anything moved. A collective that has begun ends only when it is needed, so that
@@ -176,13 +163,13 @@ bool step(Queue& queue, bool needed) {
   if (head.kind == Kind::Record) head.recording->done = true;
   if (head.kind == Kind::Run || (head.kind == Kind::Collective && !head.started)) {
     head.started = true;
-    runtime().executed++;
     note_course(static_cast<uint64_t>(head.operation->tick - runtime().first_tick));
     auto run = std::move(head.task.run);
     run_part(queue, run);
     if (head.kind == Kind::Collective) return true;
   } else if (head.kind == Kind::Collective) {
-    if (!needed || !complete(queue)) return false;
+    if (!needed) return false;
+    complete(queue);
     note_course(~static_cast<uint64_t>(head.operation->tick - runtime().first_tick));
     run_part(queue, queue.entries.front().task.finish);
   }
@@ -258,6 +245,13 @@ std::vector<Queue*> queues_of(int device) {
 }
 }  // namespace
 
+void join(Clock& clock, const Clock& other) {
+  for (auto& [key, tick] : other) {
+    auto& mine = clock[key];
+    mine = std::max(mine, tick);
+  }
+}
+
 Lock::Lock() {
   if (Py_IsInitialized() && PyGILState_Check()) thread_ = PyEval_SaveThread();
   runtime().mutex.lock();
@@ -277,10 +271,9 @@ void set_device(int device) {
 }
 int64_t current_stream(int device) { return thread_streams[device]; }
 int64_t exchange_stream(int device, int64_t stream) { return std::exchange(thread_streams[device], stream); }
-int64_t new_stream(int device, int priority) {
+int64_t new_stream(int device) {
   Lock lock;
   auto stream = ++runtime().next_stream[device];
-  runtime().priorities[{device, stream}] = priority;
   queue_of({device, stream});
   return stream;
 }
@@ -291,7 +284,7 @@ void note_course(uint64_t what) {
   course ^= course >> 29;
 }
 
-void enqueue(StreamKey stream, std::string name, Task task, const std::vector<Range>& ranges, const Sizes& sizes) {
+void enqueue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const Sizes& sizes) {
   if (by_shapes_alone()) {
     Asked one{"run", stream, 0, 0, 0, std::move(name), sizes};
     for (auto& range : ranges) (range.write ? one.writes : one.reads) += range.end - range.begin;
@@ -299,40 +292,39 @@ void enqueue(StreamKey stream, std::string name, Task task, const std::vector<Ra
   }
   auto place = here();
   Lock lock;
+  if (!keep_work(stream, name, task, ranges)) issue(stream, std::move(name), std::move(task), std::move(ranges), place);
+}
+
+void issue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const PlaceP& place) {
   auto& r = runtime();
   auto& queue = queue_of(stream);
   r.last_call = Time::now();
   join(queue.clock, r.host);
-  Entry entry{task.is_complete ? Kind::Collective : Kind::Run, nullptr, std::move(task), nullptr, {}};
-  if (entry.kind == Kind::Collective) r.collectives++;
   for (auto& range : ranges) {
-    if (range.begin >= range.end) continue;
-    auto memory = allocation_at(range.begin);
-    if (!memory) continue;
-    entry.memory.emplace_back(memory, range.write);
-    (range.write ? memory->pending_writes : memory->pending_reads)++;
-    if (!std::exchange(memory->stale, false)) continue;
-    Entry first{Kind::Run, nullptr, {[memory] { poison(memory->begin, memory->size); }, {}, {}}, nullptr, {}};
-    queue.clock[stream] = ++r.ticks;
-    first.operation = std::make_shared<Operation>(Operation{"the first use of memory given out again, by " + name, stream, r.ticks, place});
-    note_access(first.operation, queue.clock, {{memory->begin, memory->begin + memory->size, true}});
-    queue.entries.push_back(std::move(first));
+    if (!range.life) range.life = allocation_at(range.begin);
+    if (!range.life) continue;
+    (range.write ? range.life->pending_writes : range.life->pending_reads)++;
+    if (!std::exchange(range.life->stale, false)) continue;
+    auto [first, poisoning, whole] = first_use(range.life, name);
+    issue(stream, first, poisoning, {whole}, place);
   }
   queue.clock[stream] = ++r.ticks;
+  Entry entry{task.is_complete ? Kind::Collective : Kind::Run, nullptr, std::move(task), nullptr, std::move(ranges)};
   entry.operation = std::make_shared<Operation>(Operation{std::move(name), stream, r.ticks, place});
-  note_access(entry.operation, queue.clock, ranges);
-  for (auto& [memory, write] : entry.memory)
-    if (memory->pinned()) close_to_host(memory);
+  note_access(entry.operation, queue.clock, entry.ranges);
+  for (auto& range : entry.ranges)
+    if (range.life && range.life->pinned()) close_to_host(range.life);
   queue.entries.push_back(std::move(entry));
   let_time_pass();
 }
 
 RecordingP record(StreamKey stream) {
   Lock lock;
-  auto& queue = queue_of(stream);
   auto recording = std::make_shared<Recording>();
-  join(queue.clock, runtime().host);
   recording->stream = stream;
+  if (keep_recording(stream, recording)) return recording;
+  auto& queue = queue_of(stream);
+  join(queue.clock, runtime().host);
   recording->clock = queue.clock;
   recording->done = queue.entries.empty() && !queue.busy;
   note({"record", stream, reinterpret_cast<int64_t>(recording.get())});
@@ -342,6 +334,7 @@ RecordingP record(StreamKey stream) {
 
 void block(StreamKey stream, const RecordingP& recording) {
   Lock lock;
+  if (keep_wait(stream, recording)) return;
   note({"wait", stream, reinterpret_cast<int64_t>(recording.get())});
   auto& queue = queue_of(stream);
   join(queue.clock, recording->clock);
@@ -351,6 +344,7 @@ void block(StreamKey stream, const RecordingP& recording) {
 bool query(const RecordingP& recording) {
   Lock lock;
   auto& r = runtime();
+  refuse_in_capture("query", recording);
   r.last_call = Time::now();
   // Who asks again and again must be told yes one day, so a question moves the device, and now and then is answered no.
   if (!recording->done && !r.depth && !(r.order == Order::Drawn && r.draws() % 4 == 0)) {
@@ -362,13 +356,10 @@ bool query(const RecordingP& recording) {
 }
 
 void wait_on_host(const RecordingP& recording, const char* why) {
-  if (why != nullptr) {
-    auto place = here();
-    Lock lock;
-    count_wait(why);
-  }
   Lock lock;
   auto& r = runtime();
+  if (why != nullptr) count_wait(why);
+  refuse_in_capture(why == nullptr ? "synchronize" : why, recording);
   TORCH_CHECK(!r.depth || recording->done, "sim: a task on the device waits for the device");
   note({"host_wait", recording->stream, reinterpret_cast<int64_t>(recording.get())});
   r.last_call = Time::now();
@@ -394,6 +385,7 @@ void synchronize_device(int device, const char* why) {
   std::vector<RecordingP> recordings;
   {
     Lock lock;
+    refuse_in_capture("synchronize", nullptr);
     if (why != nullptr) count_wait(why);
     for (auto* queue : queues_of(device)) recordings.push_back(record(queue->key));
   }
@@ -454,7 +446,7 @@ void set_schedule(uint64_t seed, int rank) {
 std::vector<Wait> take_waits() {
   Lock lock;
   std::vector<Wait> out;
-  for (auto& [key, value] : runtime().waits) out.push_back({key.first, text(value.first), value.second});
+  for (auto& [key, value] : runtime().waits) out.emplace_back(key.first, text(value.first), value.second);
   runtime().waits.clear();
   return out;
 }
@@ -462,12 +454,9 @@ std::vector<std::string> take_unreplayable() {
   Lock lock;
   return std::exchange(runtime().unreplayable, {});
 }
-std::map<std::string, int64_t> counters() {
+uint64_t course() {
   Lock lock;
-  auto& r = runtime();
-  int64_t pending = 0;
-  for (auto& [key, queue] : r.queues) pending += static_cast<int64_t>(queue.entries.size());
-  return {{"executed", r.executed}, {"pending", pending}, {"collectives", r.collectives}, {"course", static_cast<int64_t>(r.course)}};
+  return runtime().course;
 }
 std::string stream_name(StreamKey stream) {
   return "sim:" + std::to_string(stream.first) + (stream.second == 0 ? " default stream" : " stream " + std::to_string(stream.second));

@@ -137,6 +137,7 @@ void copy_from_host(const Tensor& from, const Tensor& to, bool non_blocking) {
       staged = from.detach().clone();
     }
     auto alias = alias_of(to);
+    TORCH_CHECK(!is_capturing(stream), "sim: a copy from memory that is not pinned is captured, and no replay would read it again");
     enqueue(stream, "copy from pageable memory", {[staged, alias]() mutable { Below below; alias.copy_(staged); }, {}, {}}, {range_of(to, true)});
     return;
   }
@@ -152,7 +153,7 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
     Lock lock;
     auto memory = allocation_at(to.storage().data());
     auto range = range_of(to, true);
-    if (memory && !memory->pending()) {
+    if (memory && !memory->pending() && !is_capturing(stream)) {
       open_to_device(memory);
       poison(const_cast<char*>(range.begin), static_cast<size_t>(range.end - range.begin));
     }

@@ -1,0 +1,66 @@
+"""Graphs on the simulated device: what a capture refuses, as CUDA's does, and whose its memory is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from conformance.judge.judgement import unavailable
+from conformance.selftests.test_simulator import run
+from conformance.simulator import Unavailable, ensure_built
+
+pytestmark = pytest.mark.deadline(560.0)
+
+LOST = "the capture is lost: "
+REFUSED = {  # by what is called: what that is told, and the end of the capture
+    "nothing": ["", ""],
+    "item": [LOST + "the host may not call item", LOST],
+    "an event's query": [LOST + "the host may not call query", LOST],
+    "an event's synchronize": [LOST + "the host may not call synchronize of an event", LOST],
+    "a stream's query": [LOST + "the host may not call query", LOST],
+    "synchronize": [LOST + "the host may not call synchronize", LOST],
+    "a copy to the host": [LOST + "the host may not call a copy to the host", LOST],
+    "what depends on data": [LOST + "the host may not call aten::nonzero", LOST],
+    "a wait for what is not captured": ["is captured, and waits for what is not", LOST],
+    "a wait of the default stream": ["the default stream waits for what is captured", LOST],
+    "a stream that is not waited for": ["", "joined it and was not waited for"],
+    "a replay": [LOST + "a graph is replayed in it", LOST],
+    "numbers drawn": ["aten::normal_ draws its numbers on the host", ""],
+    "memory that is not pinned": ["a copy from memory that is not pinned is captured", ""],
+    "relaxed, an event's query": ["", ""],
+    "in the default stream": ["a graph is captured in a stream that is not the default stream"],
+    "a replay of nothing": ["a graph is replayed once it is captured"],
+    "an event of a capture that is over": ["query of an event of a capture"],
+    "a wait for an event of a capture that is over": ["waits for an event of a capture that is over"],
+    "memory that is gone": ["a graph reads memory, in aten::add, that was freed since it was captured"],
+}
+
+
+def told(what: str) -> dict:
+    try:
+        ensure_built()
+    except Unavailable as error:
+        unavailable(str(error))
+    code = (
+        "import json; from conformance import simulator; from conformance.selftests import simulator_graph_cases;"
+        f"simulator.enable(); print(json.dumps(simulator_graph_cases.{what}()))"
+    )
+    ended = run("-c", code)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_a_capture_refuses_what_it_cannot_keep() -> None:
+    refused = told("refusals")
+    assert list(refused) == list(REFUSED)
+    for name, expected in REFUSED.items():
+        for words, said in zip(expected, refused[name], strict=True):
+            assert words in said, name
+            assert bool(words) is bool(said), name
+
+
+def test_a_graph_keeps_its_memory_and_runs_in_replays_alone() -> None:
+    facts = told("facts")
+    assert len(facts) == 9
+    assert [name for name, is_so in facts.items() if not is_so] == []
