@@ -23,7 +23,14 @@ Cost for N f32 elements, launches counted on CUDA:
 | `nonfinite_mask` | about 6, on demand | 3 a tensor |
 """
 
-from impl.kernels._copies import HostCopy, copy_into_, has_host_copies, placed, sent_to_host
+from impl.kernels._copies import (
+    HostCopy,
+    copy_into_,
+    has_host_copies,
+    is_capturing,
+    placed,
+    sent_to_host,
+)
 from impl.kernels._dispatch import backend, known_on_host
 from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
@@ -65,6 +72,7 @@ __all__ = [
     "formed",
     "fused_step_",
     "has_host_copies",
+    "is_capturing",
     "is_profiled",
     "joined",
     "known_on_host",

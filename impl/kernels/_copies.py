@@ -11,6 +11,8 @@ be written to meanwhile: of offloaded shards, which optimizers write to, fully_s
 import torch
 from torch import Tensor
 
+_STREAMS_TELL = hasattr(torch.Stream, "is_capturing")  # since torch 2.13
+
 
 def placed(
     tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None, *, copy: bool = False
@@ -73,4 +75,13 @@ def has_host_copies(device: torch.device) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether what is issued to the device's current stream is captured in a graph, by whomever."""
+    if not _STREAMS_TELL:
+        if device.type != "cuda":
+            return False
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or device.type != accelerator.type:
+        return False
+    return torch.accelerator.current_stream(device).is_capturing()

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
-from impl.kernels import Rule, copy_into_
+from impl.kernels import Rule, copy_into_, is_capturing
 from impl.optim._fused_operators import step_bucket
 from impl.optim._graphs import Graph, captured, graphs_for
 from impl.optim._list_cache import Bucket, tensor_guards
@@ -49,7 +49,7 @@ class Facts(NamedTuple):
 def why_eager(facts: Facts) -> str | None:
     """Why it may not be, by the first of the reasons; None if it may."""
     if not facts.has_graphs:
-        return f"its parameters are on {facts.device}, which has no graphs"
+        return f"its parameters are on {facts.device}, for which this torch has no graphs"
     if facts.dtype not in _DTYPES:
         return f"a graph reads the learning rate in float32, too coarse for parameters of {facts.dtype}"
     if not facts.is_together:
@@ -176,7 +176,7 @@ class GraphedUpdate:
             is_together=self._is_together,
             is_inference=torch.is_inference_mode_enabled(),
             is_watched=torch._C._len_torch_dispatch_stack() > 0,
-            is_capturing=self._graphs is not None and self._graphs.is_capturing(),
+            is_capturing=is_capturing(self._bucket.device),
         )
 
     def _settings_for(

@@ -3,8 +3,8 @@
 The optimizer stays the object that it is, and its `step` stays torch's: hooks, closures, schedulers, the profiler and a
 scaler's attributes are served by the code that always served them. What is replaced is `_init_group`, which `step`
 calls for each group. It gives the lists that are kept (`impl.optim._list_cache`), or, for a group whose implementation
-is fused, does the update by one operator, or on CUDA by a graph (`impl.optim._graphed_update`), and leaves `step`
-nothing to do.
+is fused, does the update by one operator, or on an accelerator by a graph (`impl.optim._graphed_update`), and leaves
+`step` nothing to do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 @dataclass(frozen=True)
 class GraphExplanation:
-    """Whether a step is replayed from CUDA graphs, and why so."""
+    """Whether a step is replayed from graphs, and why so."""
 
     replayed: bool  # the whole of the last step was
     reason: str  # why it was not, or why a graph was last captured
@@ -43,9 +43,9 @@ class GraphExplanation:
 
     def __str__(self) -> str:
         if not self.replayed:
-            return f"no CUDA graph: {self.reason}"
+            return f"no graph: {self.reason}"
         times = f"{self.captures} capture{'' if self.captures == 1 else 's'}"
-        return f"replayed from a CUDA graph: {times}, the last one because {self.reason}"
+        return f"replayed from a graph: {times}, the last one because {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ def capture(
 ) -> AnyOptimizer:
     """Have an optimizer's `step` keep the lists that it would build anew each time, and do no more than has changed.
 
-    Results are those of the same optimizer without it, to the bit; with `graph=True` on CUDA, those of one whose
-    learning rates are float32 tensors there. What it depends on is looked at in every step: a
+    Results are those of the same optimizer without it, to the bit; with `graph=True` on an accelerator, those of one
+    whose learning rates are float32 tensors there. What it depends on is looked at in every step: a
     gradient that is None or not, types, dtypes, layouts, the state, the groups; if something has changed, the lists
     are built again, in microseconds a parameter. Learning rates and other numbers of the groups are read in every
     step, and may change freely.
@@ -197,12 +197,12 @@ def capture(
             a warning says why, as does `explain`.
         implementation: "fused", "foreach" or "single", in the place of the one that it was built with: everything is
             then as in an optimizer built so.
-        graph: on CUDA, replay a fused update from a CUDA graph, once parameters, gradients and states have stayed where
-            they lie; so let gradients be kept, by `zero_grad(set_to_none=False)`. Where they move, steps are eager, and
-            `explain` says what moved. Learning rates may change freely; the device reads them in float32, as it does
-            those that are tensors. After a change of another number, of a beta or a weight decay too, a step or more
-            are eager. On the CPU it changes nothing. It has not run on a GPU yet. None leaves it as it is: off, at
-            first.
+        graph: on CUDA, or another accelerator that has torch's generic graphs (2.13), replay a fused update from a
+            graph, once parameters, gradients and states have stayed where they lie; so let gradients be kept, by
+            `zero_grad(set_to_none=False)`. Where they move, steps are eager, and `explain` says what moved. Learning
+            rates may change freely; the device reads them in float32, as it does those that are tensors. After a
+            change of another number, of a beta or a weight decay too, a step or more are eager. On the CPU it changes
+            nothing. It has not run on a GPU yet. None leaves it as it is: off, at first.
     Returns:
         The same optimizer. A copy of it, or what a pickle of it gives, is a plain optimizer; capture it again. (One of
             a subclass whose `__getstate__` gives all attributes is captured.)

@@ -19,7 +19,7 @@ from impl.optim import capture
 
 SHAPES = ((3,), (2, 3), (3,))
 MATRICES = ((3, 2), (2, 3), (3, 2))
-# Learning rates of fused ones are exact in float32, in which a CUDA graph reads them.
+# Learning rates of fused ones are exact in float32, in which a graph reads them.
 ADAM_OPTIONS = {"lr": 0.125, "weight_decay": 0.01, "betas": (0.8, 0.9)}
 FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "Adam fused": ("Adam", {"fused": True, **ADAM_OPTIONS}),

@@ -11,9 +11,9 @@ import torch
 from impl.optim import capture, explain, release
 from impl.optim._graphed_update import Facts, why_eager
 from impl.optim.tests import captured_twins as on
+from impl.optim.tests.captured_graphs import DTYPES, reported, settled
 from impl.optim.tests.captured_twins import Side, Twins
 from impl.optim.tests.test_captured import play
-from impl.optim.tests.test_captured_graphs import DTYPES, reported, settled
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.deadline(120)
 def test_where_there_is_a_graph() -> None:
     """In every combination: only where everything speaks for it, and else by the first reason against it."""
     reasons: list[tuple[str, tuple[Any, ...], Any, str]] = [
-        ("has_graphs", (True, False), True, "its parameters are on cpu, which has no graphs"),
+        ("has_graphs", (True, False), True, "its parameters are on cpu, for which this torch has no graphs"),
         (
             "dtype",
             (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64),
@@ -46,12 +46,12 @@ def test_where_there_is_a_graph() -> None:
         assert why is None or why.startswith(against[0])
 
 
-def test_without_cuda_nothing_changes() -> None:
+def test_on_the_cpu_nothing_changes() -> None:
     twins = Twins("AdamW fused", graph=True, dtypes=DTYPES)
     play(twins, settled())
     assert str(explain(twins.captured.optimizer)) == (
         "captured, fused: 1 build of lists, the last one because it is the first step; "
-        "no CUDA graph: its parameters are on cpu, which has no graphs"
+        "no graph: its parameters are on cpu, for which this torch has no graphs"
     )
 
 
@@ -59,7 +59,7 @@ def test_an_optimizer_that_stays_eager_says_so_of_graphs() -> None:
     optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(1))])
     assert explain(capture(optimizer)).graph is None
     for graph in (True, None):
-        assert str(explain(capture(optimizer, graph=graph)).graph) == "no CUDA graph: the whole step is eager"
+        assert str(explain(capture(optimizer, graph=graph)).graph) == "no graph: the whole step is eager"
     assert explain(capture(optimizer, graph=False)).graph is None
     capture(optimizer, graph=True)
     assert explain(release(optimizer)).graph is None

@@ -1,4 +1,7 @@
-"""Patches injected into what replays graphs, each of which a test of `test_captured_graphs` has to catch."""
+"""Patches injected into what replays graphs, each of which a test of `captured_graphs` has to catch.
+
+Run by `test_captured_graphs` on a device whose graphs are torch's generic ones.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from impl.optim import _graphed_update
 from impl.optim._graphed_update import Backoff, GraphedUpdate, Settings
-from impl.optim.tests import test_captured_graphs as judging
+from impl.optim._graphs import AcceleratorGraphs
+from impl.optim.tests import captured_graphs as judging
 from impl.optim.tests.patches import Patch, Patches, first_failure
-from impl.optim.tests.recording_graphs import RecordedGraph, RecordingGraphs, recorded
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -51,15 +55,6 @@ def filled_once(setting: str) -> Patch:
     return replaced(Settings, "fill", made)
 
 
-def deaf(stream: str) -> Patch:
-    """A stream that waits for no other."""
-
-    def made(real: Any) -> Any:
-        return lambda self, waits, other: None if waits == stream else real(self, waits, other)
-
-    return replaced(RecordingGraphs, "wait", made)
-
-
 FAULTS["the learning rate is not filled in again"] = filled_once("lr")
 FAULTS["grad_scale is not filled in again"] = filled_once("grad_scale")
 FAULTS["found_inf is not filled in again"] = filled_once("found_inf")
@@ -78,10 +73,8 @@ FAULTS["another stream is not noticed"] = blind_to("stream")
 FAULTS["strides are not noticed"] = replaced(
     _graphed_update, "tensor_guards", lambda real: lambda tensors, **_: real(tensors)
 )
-FAULTS["the side stream does not wait"] = deaf("side")
-FAULTS["the current stream does not wait"] = deaf("current")
 FAULTS["it is captured in the current stream"] = replaced(
-    RecordingGraphs, "side_stream", lambda real: RecordingGraphs.current_stream
+    AcceleratorGraphs, "side_stream", lambda real: AcceleratorGraphs.current_stream
 )
 FAULTS["what is captured runs as well"] = replaced(
     _graphed_update, "captured", lambda real: lambda graphs, work: [work(), real(graphs, work)][1]
@@ -90,14 +83,14 @@ FAULTS["what is captured runs as well"] = replaced(
 
 @FAULTS.named("a graph is not replayed in the step that captures it")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real, seen = RecordedGraph.replay, set[int]()
+    real, seen = torch.accelerator.Graph.replay, set[int]()
 
-    def replay(self: RecordedGraph) -> None:
+    def replay(self: torch.accelerator.Graph) -> None:
         if id(self) in seen:
             real(self)
         seen.add(id(self))
 
-    patch.setattr(RecordedGraph, "replay", replay)
+    patch.setattr(torch.accelerator.Graph, "replay", replay)
 
 
 @FAULTS.named("a graph is captured without a warm-up")
@@ -117,13 +110,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_graphed_update, "_WORTH", 0)
 
 
-def check(test: Callable[..., None], *arguments: object) -> None:
-    with recorded() as graphs:
-        test(*arguments, device="cpu", graphs=graphs)
-
-
 CALLS: list[tuple[Any, ...]] = [
-    (judging.test_what_is_asked_for_and_when,),
     (judging.test_another_stream,),
     (judging.test_gradients_that_move_capture_little, 2),
     (judging.test_lists_that_are_built_again_capture_little, "every 3 steps", 2),
@@ -132,16 +119,21 @@ CALLS: list[tuple[Any, ...]] = [
         (judging.test_a_replayed_step_is_the_plain_one, "AdamW fused", script)
         for script in ("lr is 0.5", "unscaled by itself", "skipped by itself")
     ),
-    (judging.test_scalers, "AdamW fused", False),
+    (judging.test_scalers, "AdamW fused", judging.stepped),
 ]
-CHECKS = {f"{call[0].__name__}{call[1:]}": functools.partial(check, *call) for call in CALLS}
+
+
+def checks(device: str) -> dict[str, Callable[[], object]]:
+    return {
+        f"{test.__name__}{given}": functools.partial(test, *given, device=device) for test, *given in CALLS
+    }
 
 
 @pytest.mark.parametrize("says", list(FAULTS))
-def test_a_fault_is_caught(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_caught(says: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[says](monkeypatch)
-    assert first_failure(CHECKS) is not None, f"no test notices that {says}"
+    assert first_failure(checks(device)) is not None, f"no test notices that {says}"
 
 
-def test_without_a_fault_all_is_well() -> None:
-    assert first_failure(CHECKS) is None
+def test_without_a_fault_all_is_well(device: str) -> None:
+    assert first_failure(checks(device)) is None

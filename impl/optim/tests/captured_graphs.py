@@ -1,0 +1,548 @@
+"""`impl.optim.capture(..., graph=True)` on a device that has graphs: run by `test_captured_graphs`.
+
+On the simulated one each test has a schedule of its own, and may show no hazard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import math
+import weakref
+import zlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import impl.amp
+from conformance import simulator
+from impl.optim import _graphed_update, capture, explain, release
+from impl.optim._graphed_update import Settings
+from impl.optim._graphs import captured, graphs_for
+from impl.optim.tests import captured_twins as on
+from impl.optim.tests.captured_twins import FUSED, Side, Twins
+from impl.optim.tests.test_captured import SCRIPTS, Event, play
+
+pytestmark = pytest.mark.deadline(120)
+
+GRAPHED = [kind for kind in FUSED if kind != "Adam fused tensor lr"]
+DTYPES = (torch.float32, torch.bfloat16)
+SCHEDULES = 12
+
+
+@pytest.fixture(autouse=True)
+def schedule(request: pytest.FixtureRequest, device: str) -> Generator[None]:
+    if device == simulator.NAME:
+        simulator.log_hazards()
+        simulator.set_schedule(zlib.crc32(request.node.nodeid.encode()) % SCHEDULES)
+    yield
+    if device == simulator.NAME:
+        simulator.synchronize()
+        assert simulator.take_hazards() == []
+
+
+def settled(count: int = 4) -> list[Event]:
+    """Steps of which the second captures a graph, unless one is there."""
+    return [(on.settled_iteration, {"seed": seed}) for seed in range(count)]
+
+
+def reported(side: Side) -> Any:
+    graph = explain(side.optimizer).graph
+    assert graph is not None
+    return graph
+
+
+def settle(twins: Twins) -> None:
+    """Steps until they are replayed; more, the oftener a graph was of no use before."""
+    for seed in range(64):
+        if reported(twins.captured).replayed:
+            return
+        twins.do(on.settled_iteration, seed)
+    raise AssertionError(f"no replay: {reported(twins.captured).reason}")
+
+
+def replaying(kind: str, device: str, **options: Any) -> Side:
+    side = Side(kind, captured=True, device=device, graph=True, **options)
+    run(side, settled())
+    assert reported(side).replayed
+    return side
+
+
+def run(side: Side, events: list[Event]) -> None:
+    for event, kwargs in events:
+        event(side, **kwargs)
+
+
+# Whether there may be a graph
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("AdamW", "graphs are of fused updates, and its implementation is foreach"),
+        (
+            "Adam fused tensor lr",
+            "torch's own function updates a group: its tensors or numbers are not plain",
+        ),
+    ],
+)
+def test_what_is_not_one_operator_is_eager(kind: str, reason: str, device: str) -> None:
+    twins = Twins(kind, device=device, graph=True)
+    play(twins, settled())
+    assert reported(twins.captured).reason == reason
+    assert not reported(twins.captured).replayed
+
+
+def test_betas_that_are_tensors_are_read_in_every_step(device: str) -> None:
+    """In a list too, where a graph would keep the numbers that they were."""
+    twins = Twins("AdamW fused", device=device, graph=True)
+    for side in (twins.plain, twins.captured):
+        on.set_values(side, betas=[torch.tensor(0.5), torch.tensor(0.75)])
+    play(twins, settled())
+    assert reported(twins.captured).reason.startswith("torch's own function updates a group: ")
+    for side in (twins.plain, twins.captured):
+        side.optimizer.param_groups[0]["betas"][0].fill_(0.25)
+    play(twins, settled(1))
+
+
+# What a graph does
+
+
+def test_what_is_done_and_when(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step warms up; the second captures and replays; from then on there are settings and replays alone."""
+    done: list[str] = []
+    monkeypatch.setattr(Settings, "fill", told("fill", Settings.fill, done))
+    for name in ("step_bucket", "captured"):
+        monkeypatch.setattr(_graphed_update, name, told(name, getattr(_graphed_update, name), done))
+    side = Side("AdamW fused", captured=True, device=device, graph=True)
+    seen = []
+    for seed in range(4):
+        on.settled_iteration(side, seed)
+        seen.append(done[:])
+        done.clear()
+    assert seen == [["fill", "step_bucket"], ["fill", "captured", "step_bucket"], ["fill"], ["fill"]]
+    assert str(explain(side.optimizer)) == (
+        "captured, fused, lr a float32 on the device: 1 build of lists, the last one because it is the first step; "
+        "replayed from a graph: 1 capture, the last one because its lists are new"
+    )
+
+
+def told(name: str, call: Callable[..., Any], done: list[str]) -> Callable[..., Any]:
+    def tell(*args: Any) -> Any:
+        done.append(name)
+        return call(*args)
+
+    return tell
+
+
+def test_a_graph_holds_two_operators(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operators: list[str] = []
+    real = _graphed_update.captured
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operators.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    def captured(graphs: Any, work: Callable[[], None]) -> Any:
+        def watched() -> None:
+            with Names():
+                work()
+
+        return real(graphs, watched)
+
+    monkeypatch.setattr(_graphed_update, "captured", captured)
+    replaying("AdamW fused", device)
+    assert operators == ["aten::add_", "aten::_fused_adamw_"]
+
+
+# After these the update is never one operator, or not one that a graph may do.
+EAGER_AFTER = {
+    *(
+        (kind, script)
+        for kind in GRAPHED
+        for script in ("a shared gradient", "dtype changed", "fused is None")
+    ),
+    *((kind, "lr is tensor(0.5000)") for kind in GRAPHED),
+    ("SGD fused momentum", "one state forgotten"),
+}
+
+
+@pytest.mark.parametrize("script", list(SCRIPTS))
+@pytest.mark.parametrize("kind", GRAPHED)
+def test_a_replayed_step_is_the_plain_one(kind: str, script: str, device: str) -> None:
+    """Steps that leave the gradients where they are, so that graphs come before a script, in it and after it."""
+    twins = Twins(kind, dtypes=DTYPES, device=device, graph=True)
+    play(twins, settled())
+    assert reported(twins.captured).replayed
+    for event, kwargs in SCRIPTS[script]:
+        in_place = event is on.iteration and "missing" not in kwargs
+        twins.do(on.settled_iteration if in_place else event, **kwargs)
+    play(twins, settled())
+    step_fails = twins.do(on.settled_iteration).raised is not None
+    if (kind, script) in EAGER_AFTER:
+        assert not reported(twins.captured).replayed
+    elif not step_fails:
+        settle(twins)
+
+
+@pytest.mark.parametrize("kind", GRAPHED)
+def test_a_learning_rate_is_one_in_float32(kind: str, device: str) -> None:
+    """As that of an optimizer whose learning rate is a tensor."""
+    plain = Side(kind, captured=False, device=device)
+    graphed = Side(kind, captured=True, device=device, graph=True)
+    for seed, lr in enumerate([0.1, 0.1, 0.1, 0.3, 1e-3, 0.7]):
+        on.set_values(plain, lr=torch.tensor(lr))
+        on.set_values(graphed, lr=lr if seed else torch.tensor(lr).item())
+        for side in (plain, graphed):
+            on.settled_iteration(side, seed)
+    assert reported(graphed).replayed
+    assert on.snapshot(plain.params) == on.snapshot(graphed.params)
+
+
+def stepped(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def unscaled_first(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.unscale_(optimizer)
+    stepped(scaler, optimizer)
+
+
+@pytest.mark.parametrize("way", [stepped, unscaled_first])
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD fused momentum"])
+def test_scalers(kind: str, way: Callable[[Any, torch.optim.Optimizer], None], device: str) -> None:
+    def train(side: Side) -> list[Any]:
+        scaler = impl.amp.GradScaler(device, init_scale=8.0, growth_interval=2)
+        seen = []
+        for number, factor in enumerate([1.0, 1.0, 1.0, 1.0, math.inf, 1.0, 1.0]):
+            on.refill_gradients(side, number)
+            scaler.scale(torch.ones((), device=device))
+            grad = side.params[-1].grad
+            assert grad is not None
+            side.params[-1].grad = grad.mul_(factor)
+            way(scaler, side.optimizer)
+            seen.append([scaler.get_scale(), side.seen()])
+        return seen
+
+    twins = Twins(kind, device=device, graph=True)
+    assert twins.do(train).raised is None
+    assert reported(twins.captured).replayed
+    assert reported(twins.captured).captures == 1
+
+
+def fused(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.fused_step(optimizer)
+
+
+def fused_and_clipped(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.fused_step(optimizer, max_norm=0.5)
+
+
+@pytest.mark.parametrize("way", [stepped, fused, fused_and_clipped])
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD fused momentum"])
+@pytest.mark.parametrize("captured_too", [False, True])
+def test_somebody_captures_a_whole_step(kind: str, way: Any, captured_too: bool, device: str) -> None:
+    """Forward, backward, the scaler's part and the update, with a scale that overflows in a replay."""
+
+    def trained(in_a_graph: bool) -> list[Any]:
+        side = Side(kind, captured=captured_too, device=device, graph=True)
+        for group in side.optimizer.param_groups:
+            group["capturable"] = True
+        scaler = impl.amp.GradScaler(device, init_scale=8.0, growth_interval=2, min_scale=2.0)
+        factor = torch.ones((), device=device)
+        for param in side.params:
+            param.grad = torch.zeros_like(param)
+
+        def step() -> None:
+            for param in side.params:
+                assert param.grad is not None
+                param.grad.zero_()
+            loss = torch.stack([param.square().sum() for param in side.params]).sum() * factor
+            scaler.scale(loss).backward(inputs=side.params)
+            way(scaler, side.optimizer)
+
+        graphs = graphs_for(torch.device(device))
+        assert graphs is not None
+        for _ in range(2):
+            step()
+        again = captured(graphs, step).replay if in_a_graph else step
+        seen = []
+        for value in (1.0, math.inf, math.inf, 0.5, 0.25):
+            factor.fill_(value)
+            again()
+            seen.append([on.snapshot(side.params), scaler.get_scale()])
+        return seen
+
+    assert trained(in_a_graph=True) == trained(in_a_graph=False)
+
+
+# What it depends on
+
+
+def give_other_strides(side: Side) -> None:
+    """A matrix and all that belongs to it are transposed where they lie."""
+    param = side.params[1]
+    assert param.grad is not None
+    for tensor in (param, param.grad, *side.optimizer.state[param].values()):
+        if tensor.shape == param.shape:
+            tensor.data = tensor.data.as_strided(param.shape, (1, param.shape[0]))
+
+
+def move_gradient(side: Side) -> None:
+    side.log.append(side.params[1].grad)  # so that its memory is not given out again
+    grad = side.params[1].grad
+    assert grad is not None
+    side.params[1].grad = grad.clone()
+
+
+def move_state(side: Side) -> None:
+    momentum = side.optimizer.state[side.params[2]]["exp_avg"]
+    momentum.data = momentum.data.clone()
+
+
+def require_gradient_of_a_state(side: Side) -> None:
+    side.optimizer.state[side.params[2]]["exp_avg"].requires_grad_()
+
+
+def change_betas_in_place(side: Side) -> None:
+    side.optimizer.param_groups[0]["betas"][0] = 0.1
+
+
+GUARDS: dict[str, tuple[Event, str]] = {
+    "betas": ((on.set_values, {"betas": (0.5, 0.6)}), "the group's betas changed"),
+    "betas in place": ((change_betas_in_place, {}), "the group's betas changed"),
+    "weight decay": ((on.set_values, {"weight_decay": 0.5}), "the group's weight_decay changed"),
+    "both": ((on.set_values, {"eps": 0.5, "weight_decay": 0.5}), "the group's eps, weight_decay changed"),
+    "a gradient": ((move_gradient, {}), "grads[1] has other memory"),
+    "parameters": ((on.move_parameters, {}), "params_with_grad[0] has other memory"),
+    "a state": ((move_state, {}), "exp_avgs[2] has other memory"),
+    "strides": (
+        (give_other_strides, {}),
+        "tensor 'params_with_grad[1]' stride mismatch at index 0. expected 3, actual 1",
+    ),
+    "requires_grad": (
+        (require_gradient_of_a_state, {}),
+        "tensor 'exp_avgs[2]' requires_grad mismatch. expected requires_grad=0",
+    ),
+    "other lists": ((on.edit_states, {"how": "replaced"}), "its lists are new"),
+}
+
+
+@pytest.mark.parametrize("name", list(GUARDS))
+def test_what_a_graph_is_captured_anew_for(name: str, device: str) -> None:
+    """Once what has changed stays; the step in which it changes is the warm-up."""
+    (event, kwargs), reason = GUARDS[name]
+    twins = Twins("AdamW fused", device=device, graph=True)
+    twins.do(on.set_values, betas=[0.8, 0.9])
+    play(twins, settled(16))
+    twins.do(event, **kwargs)
+    twins.do(on.settled_iteration, 1)
+    assert (
+        reported(twins.captured).reason
+        == f"{reason}; a graph is captured when the next step brings no change"
+    )
+    settle(twins)
+    play(twins, settled(2))
+
+
+def test_scaling_of_another_kind(device: str) -> None:
+    twins = Twins("AdamW fused", device=device, graph=True)
+    play(twins, settled(16))
+    for number, (unscaled, replays) in enumerate(
+        [(False, False), (False, True), (False, True), (True, False), (True, False), (True, True)]
+    ):
+        twins.do(on.scaled, inf=number % 2 == 1, unscaled=unscaled)
+        assert reported(twins.captured).replayed == replays
+    assert reported(twins.captured).reason == "grad_scale or found_inf is of another kind"
+
+
+def test_another_stream(device: str) -> None:
+    twins = Twins("AdamW fused", device=device, graph=True)
+    play(twins, settled())
+    before, another = torch.accelerator.current_stream(), torch.Stream(device)
+    another.wait_stream(before)
+    with another:
+        play(twins, settled(1))
+        assert reported(twins.captured).reason.startswith("the current stream is another one; ")
+        settle(twins)
+    before.wait_stream(another)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_that_must_be_seen_are_eager(device: str) -> None:
+    twins = Twins("AdamW fused", device=device, graph=True)
+    play(twins, settled())
+    with Watching():
+        play(twins, settled())
+    assert reported(twins.captured).reason.startswith("a TorchDispatchMode is active, ")
+    settle(twins)
+
+
+def test_a_graph_outlasts_that_of_somebody_else(device: str) -> None:
+    """Who captures a whole step captures the operators."""
+    twins = Twins("SGD fused momentum", device=device, graph=True)
+    play(twins, settled())
+    graphs = graphs_for(torch.device(device))
+    assert graphs is not None
+    theirs = [captured(graphs, functools.partial(on.step, side)) for side in (twins.plain, twins.captured)]
+    assert reported(twins.captured).reason == "the step is being captured in a graph of somebody else"
+    for _ in range(2):
+        for graph in theirs:
+            graph.replay()
+        assert on.snapshot(twins.plain.params) == on.snapshot(twins.captured.params)
+    play(twins, settled(1))
+    assert reported(twins.captured).replayed
+    assert reported(twins.captured).captures == 1
+
+
+# What must not cost a capture
+
+
+def test_a_schedule_captures_nothing(device: str) -> None:
+    side = Side("SGD fused momentum", captured=True, device=device, graph=True)
+    schedule = lr_scheduler.OneCycleLR(side.optimizer, max_lr=0.5, total_steps=20, cycle_momentum=False)
+    run(side, settled())
+    for seed in range(10):
+        schedule.step()
+        on.settled_iteration(side, seed)
+        assert reported(side).replayed
+    assert reported(side).captures == 1
+
+
+def test_a_schedule_of_betas_is_eager(device: str) -> None:
+    side = Side("AdamW fused", captured=True, device=device, graph=True)
+    schedule = lr_scheduler.OneCycleLR(side.optimizer, max_lr=0.5, total_steps=20)
+    run(side, settled())
+    for seed in range(10):
+        schedule.step()
+        on.settled_iteration(side, seed)
+        assert reported(side).reason.startswith("the group's betas changed; ")
+    assert reported(side).captures == 1
+
+
+@pytest.mark.parametrize("stays_for", [1, 2, 3])
+def test_gradients_that_move_capture_little(stays_for: int, device: str) -> None:
+    side = replaying("AdamW fused", device)
+    for number in range(60):
+        if number % stays_for == 0:
+            move_gradient(side)
+        on.settled_iteration(side, number)
+    assert reported(side).captures == (2 if stays_for == 3 else 1)
+    assert not reported(side).replayed
+    waits_for = 4 if stays_for == 3 else 2
+    for seed in range(waits_for):
+        on.settled_iteration(side, seed)
+    assert reported(side).replayed
+
+
+@pytest.mark.parametrize(
+    ("comes_and_goes", "captures"), [("every 3 steps", 2), ("every 6 steps", 3), ("every 16 steps", 8)]
+)
+def test_lists_that_are_built_again_capture_little(comes_and_goes: str, captures: int, device: str) -> None:
+    """A graph that went with its lists before it was worth its capture delays the next one as any other does."""
+    side = Side("AdamW fused", captured=True, device=device, graph=True)
+    on.give_gradients(side)
+    kept, every = side.params[1].grad, int(comes_and_goes.split()[1])
+    for number in range(8 * every):
+        side.params[1].grad = kept if number // every % 2 == 0 else None
+        on.step(side)
+    assert explain(side.optimizer).builds == 8
+    assert reported(side).captures == captures
+
+
+def test_no_step_waits_for_the_device(device: str) -> None:
+    side = replaying("AdamW fused", device)
+    with waits_refused(device):
+        for lr in (0.5, 0.25, 0.125):
+            on.set_values(side, lr=lr)
+            on.step(side)
+            assert reported(side).replayed
+
+
+@contextlib.contextmanager
+def waits_refused(device: str) -> Generator[None]:
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return
+    simulator.take_host_waits()
+    yield
+    assert simulator.take_host_waits() == []
+
+
+# How it ends
+
+
+def watched(side: Side) -> list[weakref.ref[Any]]:
+    """Its graphs, and what they would keep if they kept anything."""
+    updates = vars(side.optimizer)["_init_group"].graphed()
+    graphs = [weakref.ref(update._graph) for update in updates]
+    assert graphs
+    return [*graphs, *map(weakref.ref, side.params), weakref.ref(side.optimizer)]
+
+
+def test_graphs_go_with_their_optimizer(device: str) -> None:
+    """Without the collector."""
+    gc.disable()
+    try:
+        side = replaying("AdamW fused", device, dtypes=DTYPES)
+        refs = watched(side)
+        del side
+        assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("undo", [release, functools.partial(capture, graph=False)])
+def test_graphs_go_when_they_are_not_wanted(undo: Any, device: str) -> None:
+    twins = Twins("AdamW fused", device=device, graph=True)
+    play(twins, settled())
+    ref = watched(twins.captured)[0]
+    undo(twins.captured.optimizer)
+    assert ref() is None
+    play(twins, settled())
+    assert explain(twins.captured.optimizer).graph is None
+    capture(twins.captured.optimizer, graph=True)
+    play(twins, settled())
+    assert reported(twins.captured).replayed
+    capture(twins.captured.optimizer)
+    play(twins, settled(1))
+    assert reported(twins.captured).replayed
+
+
+def test_gradients_are_not_kept(device: str) -> None:
+    side = replaying("AdamW fused", device)
+    refs = [weakref.ref(param.grad) for param in side.params]
+    side.optimizer.zero_grad()
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_nothing_grows(device: str) -> None:
+    """Not with replays, nor with what is captured anew."""
+    side = replaying("AdamW fused", device, groups=2)
+
+    def objects_after(rounds: int) -> int:
+        for number in range(rounds):
+            on.set_values(side, weight_decay=0.25 if number % 2 else 0.5)
+            run(side, settled(12))
+        gc.collect()
+        return len(gc.get_objects())
+
+    objects_after(2)
+    sizes = [objects_after(10) for _ in range(6)]
+    assert reported(side).captures == 2 + 2 + 60
+    assert max(sizes[3:]) <= max(sizes[:3])
