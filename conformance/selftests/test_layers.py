@@ -61,7 +61,7 @@ WITHIN_SHARDING = (
     ("_layout", "_memory", "_module_init"),
     ("_shared",),
     ("_unit", "_waiting_gradients"),
-    ("_clip", "_contained", "_root", "_summon"),
+    ("_clip", "_contained", "_group_settings", "_root", "_summon"),
     ("_module_state", "_wrapper"),
     ("_fully_shard_init",),
     ("_buffers", "_private_names", "_state_dict"),
