@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -192,6 +193,31 @@ def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: f
     finally:
         meet()
     raise RuntimeError("a step was left out")
+
+
+def ask_alone(rank: Rank, *, library: str, face: str, timeout_s: float) -> None:
+    """One rank asks for a whole state, as the model's or the optimizer's, where the other one begins a step."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    torch.manual_seed(0)
+    found = load_library(library)
+    model = _sharded(found, Blocks((8, 8)), face, group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.5)
+    _step(model, "train", seeding.generator(0))
+    optimizer.step()
+    try:
+        if rank.rank != ASTRAY:
+            _step(model, "train", seeding.generator(1))
+        elif face == "FSDP1":
+            model.optim_state_dict(model, optimizer, group=group)
+        else:
+            path = "distributed.checkpoint.state_dict.get_model_state_dict"
+            get = found.find(path) if found.provides(path) else get_model_state_dict
+            get(model, options=StateDictOptions(full_state_dict=True))
+    except Exception:
+        _wait_until_raised(rank.world_size)
+        raise
+    raise RuntimeError("a state was asked for")
 
 
 def _sharded(

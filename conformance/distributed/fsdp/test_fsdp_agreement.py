@@ -274,6 +274,25 @@ def test_a_rank_that_waits_for_the_others_elsewhere(
     )
 
 
+@clause("distributed.fsdp.fsdp_agreement.states_of_one_rank")
+@pytest.mark.deviation("fsdp.states_of_one_rank")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("face", ["FSDP1", pytest.param("fully_shard", marks=FULL)])
+def test_one_rank_alone_asks_for_a_state(deviation: DeviationJudge, reference: Library, face: str) -> None:
+    def raised(library: Library) -> list[str]:
+        timeout_s = 2.0 if library is reference else TIMEOUT_S
+        with RankPool(2, grace_s=SHORT_GRACE_S) as pool, pytest.raises(RankFault) as fault:
+            pool.run(f"{CASES}:ask_alone", library=library.spec, face=face, timeout_s=timeout_s)
+        return [one.text for one in fault.value.scene.failures]
+
+    named = rf"some ranks alone ask for a state dict: .*rank {ASTRAY} .*of a state dict.*; call what gives it on every"
+    deviation.judge(
+        raised,
+        torch_does=lambda texts: not any("state" in text for text in texts),
+        we_do=lambda texts: len(texts) == 2 and all(re.search(named, text) for text in texts),
+    )
+
+
 @clause("distributed.fsdp.fsdp_agreement.changes_alike")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from impl.distributed.fsdp._desync.collective_order import order_checker_of
-from impl.distributed.fsdp._desync.monitor import GATHERED
+from impl.distributed.fsdp._desync.monitor import GATHERED, OF_STATES
 from impl.distributed.fsdp._layout.sharded_param import beginning_of, cut_to, side_by_side
 from impl.distributed.fsdp._transport.choosing import transport_for
 from impl.distributed.fsdp._transport.collectives import GroupCollectives
@@ -114,6 +114,6 @@ def _gathered(cuts: Sequence[_Cut]) -> list[tuple[_Cut, Tensor]]:
         transport = transport_for(GroupCollectives(group), nbytes, on_host, complete)
         transport.all_gather_rows(rows, complete)
 
-    entry = f"{GATHERED} {len(cuts)} tensors of a whole state, {tuple(cuts[0].shape)} first"
+    entry = f"{GATHERED} {len(cuts)} tensors {OF_STATES}, {tuple(cuts[0].shape)} first"
     order_checker_of(group).exchange(entry, group, on_host, steps)
     return [(cut, cut.whole(run)) for cut, run in zip(cuts, runs, strict=True)]

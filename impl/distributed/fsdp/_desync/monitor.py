@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 GATHERED = "gathered"  # how an all-gather's entry begins: where ranks differ in these, torch has words for it
 REDUCED = "reduced"
+OF_STATES = "of a state dict"  # in an entry, instead of a unit
 WITH = " with "  # behind the unit, the first time: what it was sharded with, where that is not the default
 DIVIDED = " divided by "  # behind that: the user's own factor
 WITHOUT = " without "  # behind the unit that is reduced: its parameters that have no gradients on this rank
@@ -319,6 +320,11 @@ def _difference(entries: tuple[str, str]) -> tuple[str, str]:
                 "the ranks have sharded a module differently",
                 "every rank must give it the same mp_policy and shard_placement_fn, and parameters of the same dtype",
             )
+    if sum(OF_STATES in entry for entry in entries) == 1:
+        return (
+            "some ranks alone ask for a state dict",
+            "call what gives it on every rank, also where one alone writes it",
+        )
     gathers = all(entry.startswith(GATHERED) for entry in entries)
     what = "Forward order differs across ranks" if gathers else "the ranks issue different collectives"
     return what, "every rank must run the same wrapped modules in the same order, with the same settings"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from impl.distributed.fsdp._desync.monitor import GATHERED, OF_STATES
 from impl.distributed.fsdp._state_dict.optim_flat import (
     FlatParamState,
     OptimSaveOptions,
@@ -51,7 +52,7 @@ def saved(  # noqa: PLR0913  what torch's functions take
     """An optimizer's state dict as `options` say; empty on a rank that is to have none.
 
     Raises:
-        RuntimeError: a rank lacks states that others have.
+        RuntimeError: a rank lacks states that others have, or does something else than to ask for them.
         ValueError: a tensor of a state is not shaped like what the optimizer steps. All of this is raised on all ranks.
         AssertionError: ranks differ in a number that they should all have.
     Collectives: one of objects over `group`; then for each flat parameter, as `options` say, a gather or an all-gather
@@ -61,6 +62,8 @@ def saved(  # noqa: PLR0913  what torch's functions take
     keyed = names.keyed(source, is_keyed_by_name(state_dict))
     given: dict[Any, StateDict] = state_dict["state"]
     mine = {names.of(parameter): given[key] for key, parameter in keyed.items() if key in given}
+    for one, order_checker in wrappers[0]._groups.order_checkers.items():
+        order_checker.note(f"{GATHERED} the names {OF_STATES}", one, wrappers[0].compute_device.type == "cpu")
     reported = _states_of_all(mine, group)
     merges = wrappers[0]._use_orig_params
     keys = _merged_keys(reported, names) if merges else _first_ranks_keys(reported)
