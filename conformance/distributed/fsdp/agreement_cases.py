@@ -109,10 +109,13 @@ def _by_columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if is_even else None
 
 
-# What one rank gives fully_shard for the second block, besides the order of blocks.
+# What one rank gives fully_shard for the second block, or FSDP1 for all.
 SHARDED_WITH: dict[str, Callable[[Library], dict[str, Any]]] = {
     "computed": lambda library: {
         "mp_policy": library.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    },
+    "mixed": lambda library: {
+        "mixed_precision": library.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)
     },
     "placed": lambda library: {"shard_placement_fn": _by_columns},
 }
@@ -133,7 +136,7 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
     found, blocks = load_library(library), Blocks(program.hidden)
     is_astray = program.parts_at == 0 and (rank.rank == ASTRAY or program.alike)
     given = SHARDED_WITH[program.by](found) if is_astray and program.by in SHARDED_WITH else None
-    model = _sharded(found, blocks, program.face, of_second=given)
+    model = _sharded(found, blocks, program.face, given=given)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     seen: list[torch.Tensor] = []
     step = 0
@@ -225,14 +228,14 @@ def _sharded(
     blocks: Blocks,
     face: str,
     group: dist.ProcessGroup | None = None,
-    of_second: dict[str, Any] | None = None,
+    given: dict[str, Any] | None = None,
 ) -> Any:
     if face == "FSDP1":
-        return _wrapped(library, blocks, group)
+        return _wrapped(library, blocks, group, **given or {})
     mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
     fully_shard = library.find(FULLY_SHARD)
     for number, block in enumerate(blocks.blocks):
-        fully_shard(block, mesh=mesh, **(of_second or {}) if number == 1 else {})
+        fully_shard(block, mesh=mesh, **(given or {}) if number == 1 else {})
     return fully_shard(blocks, mesh=mesh)
 
 

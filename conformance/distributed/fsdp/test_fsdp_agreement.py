@@ -180,16 +180,20 @@ _SHARDED = "the ranks have sharded a module differently"
             *("placed", 0, "gathered 'blocks.1' with blocks.1.0.weight as Shard(1), blocks.1.2.weight as Shard(1)"),
             _SHARDED, marks=FULL,
         ),
+        pytest.param("mixed", 0, "gathered 'Blocks' with param_dtype=torch.bfloat16", _SHARDED, marks=FULL),
         ("divided", 2, "reduced 'blocks.1' divided by 3.0", "the ranks divide gradients by different factors"),
     ],
-    ids=["computed", "placed", "divided"],
+    ids=["computed", "placed", "mixed", "divided"],
 )  # fmt: skip
 def test_one_rank_alone_is_sharded_otherwise(
     deviation: DeviationJudge, *, by: str, parts_at: int, astray: str, what: str
 ) -> None:
-    program = Program(parts_at=parts_at, face="fully_shard", by=by)
+    face = "FSDP1" if by == "mixed" else "fully_shard"
     other = astray.partition("' ")[0] + "'"
-    judge_at_once(deviation, program, astray, other, what, are_alike=by != "computed")
+    are_alike = by in ("placed", "divided")
+    judge_at_once(
+        deviation, Program(parts_at=parts_at, face=face, by=by), astray, other, what, are_alike=are_alike
+    )
 
 
 @clause("distributed.fsdp.fsdp_agreement.parts_where_orders_change")

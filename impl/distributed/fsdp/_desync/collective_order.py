@@ -3,7 +3,7 @@
 Collectives have no names: when ranks issue them in another order, equal sizes give wrong numbers in silence and unequal
 ones a hang or the end of a process. So each rank notes what it issues, `gathered 'blocks.1'`, and of gradients what it
 lacks, `reduced 'blocks.1' without blocks.1.bias`; the ranks compare through the group's store. No collective is added.
-The first gather and the first reduction of a unit of fully_shard say how it was sharded, where that is not the default.
+The first gather and the first reduction of a unit say how it was sharded, where that is not the default.
 
 - *After each step* a thread, the monitor, compares a digest of the step's collectives with that of the rank that was
   first there. A step does not end before this rank has compared the step before it: the rank that finds a difference

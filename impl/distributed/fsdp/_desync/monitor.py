@@ -318,7 +318,8 @@ def _difference(entries: tuple[str, str]) -> tuple[str, str]:
         if any(WITH in entry for entry in entries):
             return (
                 "the ranks have sharded a module differently",
-                "every rank must give it the same mp_policy and shard_placement_fn, and parameters of the same dtype",
+                "every rank must give it the same mp_policy or mixed_precision, the same placements, and parameters of "
+                "the same dtype",
             )
     if sum(OF_STATES in entry for entry in entries) == 1:
         return (

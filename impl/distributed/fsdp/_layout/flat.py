@@ -52,6 +52,8 @@ class FlatParamGroup(FlatParamHandle):
         )
         self.groups = groups
         self.reduction = Reduction(groups)
+        dtypes = {"param_dtype": mixed.param_dtype, "reduce_dtype": mixed.reduce_dtype}
+        self.reduction.introduce(", ".join(f"{name}={dtype}" for name, dtype in dtypes.items() if dtype))
         self.gradients = GradientShard(self, mixed.keep_low_precision_grads)
         self.syncs = True
         self.names = [slot.name for slot in layout.slots]
