@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,20 @@ def all_gather_into(
         transport.all_gather(unsharded, mine, complete)
 
     groups.order_checkers[group].exchange(entry, group, unsharded.is_cpu, steps)
+
+
+def all_gather_rows(rows: Sequence[Tensor], groups: Groups, group: dist.ProcessGroup, entry: str) -> None:
+    """Fill each of several [W, n] of one dtype with every rank's row; this rank's is there.
+
+    Collectives: one all-gather, or what paces `SameHostPeers`.
+    """
+    nbytes, on_host = sum(one.nbytes for one in rows), rows[0].is_cpu
+
+    def steps(complete: Complete) -> None:
+        transport = transport_for(groups.collectives[group], nbytes, on_host, complete)
+        transport.all_gather_rows(rows, complete)
+
+    groups.order_checkers[group].exchange(entry, group, on_host, steps)
 
 
 class Reduction:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._collectives import Reduction, all_gather_into
+from impl.distributed.fsdp._collectives import Reduction, all_gather_into, all_gather_rows
 from impl.distributed.fsdp._desync.monitor import GATHERED, GATHERED_ANEW, WITHOUT
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._param_registration import ParamInfo
@@ -55,12 +55,13 @@ class Unsharded(Protocol):
 
 
 class Gathering(NamedTuple):
-    """One all-gather: fills `output` [W * S] from every rank's `mine` [S]."""
+    """One all-gather: fills `output` [W * S] from every rank's `mine` [S], or rows."""
 
     over: dist.ProcessGroup
     output: Tensor
     mine: Tensor
     written: Sequence[int]  # numbers of the parameters that were written to since the last one
+    rows: Sequence[Tensor] = ()  # [W, n] each, with this rank's row, which are filled instead
 
 
 class Gradients(Protocol):
@@ -200,7 +201,10 @@ def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = 
         return
     entry = group.reduction.entry(GATHERED_ANEW if is_kept else GATHERED, name)
     try:
-        all_gather_into(gathering.output, gathering.mine, group.groups, gathering.over, entry)
+        if gathering.rows:
+            all_gather_rows(gathering.rows, group.groups, gathering.over, entry)
+        else:
+            all_gather_into(gathering.output, gathering.mine, group.groups, gathering.over, entry)
     except RuntimeError as error:
         if is_kept and gathering.written:
             names = ", ".join(group.names[index] for index in gathering.written)

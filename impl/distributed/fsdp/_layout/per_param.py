@@ -25,6 +25,7 @@ from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._param_group import Gathering
 from impl.distributed.fsdp._param_registration import ParamInfo, ParamLocation, ParamRegistration
 from impl.distributed.fsdp._policies import OffloadPolicy, ParamPrecision, offloads, pins
+from impl.distributed.fsdp._transport.choosing import fills_rows
 from impl.kernels import placed
 
 
@@ -246,6 +247,17 @@ class DTensorGroup:
     ) -> Gathering:
         packing = unsharded.packing(over.size())
         custom = self.options.all_gather
+        if packing.is_bytes:  # where a piece begins in the middle of an element
+            pairs = zip(given, unsharded.runs, strict=True)
+            given = [one.to(run.dtype).reshape(-1).view(torch.uint8) for one, (_, run) in pairs]
+        on_host = self.device.type == "cpu"
+        if custom is None and fills_rows(
+            self.groups.collectives[over], packing.nbytes, len(packing.rows), on_host
+        ):
+            rows = unsharded.rows(over.size(), is_split=over is self.groups.backward)
+            mine = [beginning_of(row[over.rank()], one.shape) for row, one in zip(rows, given, strict=True)]
+            torch._foreach_copy_(mine, list(given))
+            return Gathering(over, packing.output, packing.output, (), rows)
         if custom is None:
             packing.allocate()
             output = packing.output
@@ -253,9 +265,6 @@ class DTensorGroup:
             numel = over.size() * packing.total
             output = custom.allocate((numel,), dtype=packing.dtype, device=self.device)
         mine = output[over.rank() * packing.total :][: packing.total]
-        if packing.is_bytes:  # where a piece begins in the middle of an element
-            pairs = zip(given, unsharded.runs, strict=True)
-            given = [one.to(run.dtype).reshape(-1).view(torch.uint8) for one, (_, run) in pairs]
         pieces = packing.pieces(mine, given, is_own=custom is None)
         torch._foreach_copy_(pieces, list(given))
         return Gathering(over, output, mine, ())
@@ -263,8 +272,9 @@ class DTensorGroup:
     def end_gather(self, gathering: Gathering) -> None:
         unsharded, ranks = self.unsharded_params, gathering.over.size()
         assert unsharded is not None
-        unsharded.take(gathering.output, ranks, is_split=gathering.over is self.groups.backward)
-        unsharded.packing(ranks).free()
+        if not gathering.rows:
+            unsharded.take(gathering.output, ranks, is_split=gathering.over is self.groups.backward)
+            unsharded.packing(ranks).free()
         unsharded.complete()
 
     # what modules see

@@ -33,14 +33,14 @@ class Packing:
         self.total = sum(self.sizes)
         self.rows = [run.view(self.dtype).view(ranks, -1) for run in runs]
         self.output = torch.empty(ranks * self.total, dtype=self.dtype, device=device)
-        self._nbytes = self.output.nbytes
+        self.nbytes = self.output.nbytes
         self._pieces: list[Tensor] = []  # of this rank's part of it, by what goes there
         self.free()
 
     def allocate(self) -> None:
         storage = self.output.untyped_storage()
-        if storage.nbytes() != self._nbytes:
-            storage.resize_(self._nbytes)
+        if storage.nbytes() != self.nbytes:
+            storage.resize_(self.nbytes)
 
     def free(self) -> None:
         self.output.untyped_storage().resize_(0)
@@ -105,6 +105,9 @@ class UnshardedParams:
             shown = param.info.shown(view)
             self.views.append(nn.Parameter(shown, requires_grad=param.sharded.requires_grad))
         self._packings: dict[int, Packing] = {}
+        self._columns: list[
+            tuple[ShardedParam, Tensor, Tensor]
+        ] = []  # being gathered, where to, and where they go then
         self._filled_from: tuple[list[Tensor], list[Any]] = ([], [])
         self.trainable: list[Tensor] = []
         self.has_frozen = False
@@ -140,28 +143,34 @@ class UnshardedParams:
                 self._packings[ranks] = Packing([run for _, run in self.runs], ranks, self._device)
         return self._packings[ranks]
 
-    def take(self, gathered: Tensor, ranks: int, *, is_split: bool) -> None:
-        """Fill the runs with what `ranks` ranks gave, one behind the other.
+    def rows(self, ranks: int, *, is_split: bool) -> list[Tensor]:
+        """What is filled with a row [n] of each of `ranks` ranks, for each run.
 
         Args:
-            is_split: they gave parts of runs, rather than of parameters.
+            is_split: they give parts of runs, rather than of parameters.
         """
         packing = self.packing(ranks)
-        outs = packing.rows
-        later: list[tuple[ShardedParam, Tensor, Tensor]] = []  # and where from, and where to
-        if self._has_columns and not is_split:
-            outs = list(outs)
-            for index, (param, run) in enumerate(self.runs):
-                if param.dim:
-                    parts = torch.empty_like(run)
-                    outs[index] = parts.view(packing.dtype).view(ranks, -1)
-                    later.append((param, parts, run))
-        torch.split_with_sizes_copy(gathered.view(ranks, -1), packing.sizes, dim=1, out=outs)
-        for param, parts, run in later:
-            param.copy_out(parts, run)
+        if is_split or not self._has_columns:
+            return packing.rows
+        self._columns = []  # a gather may have failed
+        rows = list(packing.rows)
+        for index, (param, run) in enumerate(self.runs):
+            if param.dim:
+                parts = torch.empty_like(run)
+                rows[index] = parts.view(packing.dtype).view(ranks, -1)
+                self._columns.append((param, parts, run))
+        return rows
+
+    def take(self, gathered: Tensor, ranks: int, *, is_split: bool) -> None:
+        """Fill the rows with what the ranks gave, one behind the other."""
+        rows = self.rows(ranks, is_split=is_split)
+        torch.split_with_sizes_copy(gathered.view(ranks, -1), self.packing(ranks).sizes, dim=1, out=rows)
 
     def complete(self) -> None:
-        """Extensions make their parameters of what was gathered."""
+        """Parameters that are cut by columns are put together, and extensions make theirs of what was gathered."""
+        columns, self._columns = self._columns, []
+        for param, parts, run in columns:
+            param.copy_out(parts, run)
         for index, extension in enumerate(self._extensions):
             if extension is not None:
                 self.views[index] = extension.unsharded(self.dtypes[index])

@@ -109,6 +109,11 @@ def same_host_peers_in(group: dist.ProcessGroup, complete: Complete) -> SameHost
     return None if pids is None else SameHostPeers(group, pids)
 
 
+def has_same_host_peers(group: dist.ProcessGroup) -> bool:
+    """What the first call of `same_host_peers_in` has found; False before it."""
+    return _processes.get(group) is not None
+
+
 def _probe(group: dist.ProcessGroup, complete: Complete) -> tuple[int, ...] | None:
     """Each rank shows a number in its memory, and tries to read those of the others."""
     here = _kernel_id()

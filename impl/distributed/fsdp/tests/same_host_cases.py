@@ -8,14 +8,21 @@ import signal
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from conformance.judge import seeding
 from conformance.ranks import Rank
+from impl.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from impl.distributed.fsdp._desync.collective_order import order_checker_of
-from impl.distributed.fsdp._transport import same_host
+from impl.distributed.fsdp._layout import per_param
+from impl.distributed.fsdp._transport import choosing, same_host
 from impl.distributed.fsdp._transport.same_host import SameHostPeers
 
 
@@ -63,6 +70,53 @@ def offer_unequal_sizes(rank: Rank) -> str | None:
         except RuntimeError as error:
             return str(error)
     return ""
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "columns": {"shard_placement_fn": lambda parameter: Shard(1) if parameter.ndim > 1 else None},
+    "fewer ranks": {"reshard_after_forward": 2},
+    "low precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "several dtypes": {},
+}
+
+
+def unshard(rank: Rank, *, kind: str) -> list[bool]:
+    """Whether parameters are unsharded as they were, and at last row by row."""
+    filled: list[bool] = []
+
+    def noted(*given: Any) -> bool:
+        filled.append(choosing.fills_rows(*given))
+        return filled[-1]
+
+    with (
+        mock.patch.multiple(choosing, LEAST_BYTES=0, ROW_BYTES=0),
+        mock.patch.object(per_param, "fills_rows", noted),
+    ):
+        mesh = DeviceMesh("cpu", torch.arange(rank.world_size))
+        layer = nn.Linear(4, 5)
+        with torch.no_grad():
+            for number, parameter in enumerate(layer.parameters()):
+                parameter.copy_(given_by(number, parameter.numel(), torch.float32).view_as(parameter))
+        if kind == "several dtypes":
+            layer.register_parameter("numbers", nn.Parameter(torch.arange(7), requires_grad=False))
+        whole = [parameter.detach().clone() for parameter in layer.parameters()]
+        fully_shard(layer, mesh=mesh, **KINDS[kind])
+        model = fully_shard(nn.Sequential(layer), mesh=mesh)
+        same: list[bool] = []
+
+        def compare(*_: object) -> None:
+            pairs = zip(layer.parameters(), whole, strict=True)
+            same.append(all(torch.equal(mine, kept.to(mine.dtype)) for mine, kept in pairs))
+
+        layer.register_forward_pre_hook(compare)
+        model.register_full_backward_pre_hook(lambda *_: layer.unshard())
+        for _ in range(2):
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+            layer.unshard()
+            compare()
+            layer.reshard()
+    return [all(same), filled[-1]]
 
 
 def lose_one_whose_memory_is_read(rank: Rank, *, victim: int) -> None:

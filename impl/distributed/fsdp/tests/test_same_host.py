@@ -43,6 +43,14 @@ def test_what_is_read_is_what_is_there(
         assert torch.equal(shard, expected)
 
 
+@pytest.mark.parametrize("kind", same_host_cases.KINDS)
+def test_parameters_are_read_to_where_they_belong(ranks: Callable[..., RankPool], kind: str) -> None:
+    seen = ranks(4).run(f"{CASES}:unshard", kind=kind)
+    if not any(fills for _, fills in seen):
+        unavailable(KEPT_APART)
+    assert seen == [[True, True]] * 4
+
+
 @pytest.mark.parametrize("blind", [0, 2])
 def test_where_one_cannot_read_none_does(ranks: Callable[..., RankPool], blind: int) -> None:
     assert ranks(3).run(f"{CASES}:meet_one_that_cannot_read", blind=blind) == [False] * 3
