@@ -113,6 +113,19 @@ class ParamRegistration:
         for module, attribute, _ in self._watched:
             delattr(module, attribute)
 
+    def replaced(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor | None]]:
+        """What stands there now instead of these, with the number of the parameter it stands for."""
+        found = [
+            (index, names.get(attribute))
+            for names, attribute, index in self._plain
+            if names.get(attribute) is not tensors[index]
+        ]
+        for module, attribute, index in self._watched:
+            now = getattr(module, attribute, None)
+            if now is not tensors[index]:
+                found.append((index, now))
+        return found
+
     def registered(self) -> Iterator[tuple[int, Tensor | None]]:
         """What stands there now, with the number of the parameter it stands for."""
         for names, attribute, index in self._plain:

@@ -6,7 +6,7 @@ W = ranks that the group is sharded over, S = elements of one rank's part of wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -192,15 +192,18 @@ class DTensorGradients:
 
     @torch.no_grad()
     def _show(self, params: Sequence[ShardedParam], flat: Tensor) -> None:
-        for param, run in zip(params, flat.split([param.padded_numel for param in params]), strict=True):
-            mine: Tensor = param.part_in(run)
-            held: Any = param.sharded.grad
+        start = int(flat.storage_offset())
+        for param in params:
+            sharded, mine = param.sharded, param.part_in(flat, start)
+            start += param.padded_numel
+            held = sharded.grad
             if held is None:
-                param.sharded.grad = param.as_dtensor(mine)
+                sharded.grad = param.as_dtensor(mine)
             else:
                 held._local_tensor.add_(mine)
-            for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
-                hook(param.sharded)
+            if sharded._post_accumulate_grad_hooks:
+                for hook in list(sharded._post_accumulate_grad_hooks.values()):
+                    hook(sharded)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

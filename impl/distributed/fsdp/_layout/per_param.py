@@ -120,9 +120,9 @@ class DTensorGroup:
     def write_back_changes(self) -> bool:
         if self.is_shown or self._parts:
             return False
-        before, was_changed = self.stepped, False
-        for index, found in self._registration.registered():
-            if found is not before[index] and isinstance(found, nn.Parameter):
+        was_changed = False
+        for index, found in self._registration.replaced(self.stepped):
+            if isinstance(found, nn.Parameter):
                 self.params[index].sharded = found
                 was_changed = True
         if was_changed:
@@ -191,6 +191,8 @@ class DTensorGroup:
 
     def _refuse_lost_masters(self) -> None:
         master = self.options.precision.master_dtype
+        if master is None:
+            return
         lost = self._lost_masters()
         if self._rounded and not lost:
             raise RuntimeError(
@@ -208,7 +210,9 @@ class DTensorGroup:
 
     def unsharded(self, dtype: torch.dtype) -> UnshardedParams:
         del dtype
-        dtypes = [self._dtype_of(param) for param in self.params]
+        asked, dtypes = self.options.precision.param_dtype, [param.sharded.dtype for param in self.params]
+        if asked is not None:  # integers keep their own
+            dtypes = [asked if own.is_floating_point else own for own in dtypes]
         found = self.unsharded_params
         if found is None or found.dtypes != dtypes:
             with torch.inference_mode(False), torch.no_grad():
@@ -280,7 +284,7 @@ class DTensorGroup:
     # what modules see
 
     def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedParams:
-        unsharded = self.unsharded(dtype)
+        unsharded = self.unsharded_params or self.unsharded(dtype)
         unsharded.follow_requires_grad()
         if not self.is_shown:
             self._registration.register(unsharded.views)

@@ -9,12 +9,12 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -82,6 +82,7 @@ class ShardedParam:
         self.world = world
         start, stop = rows_of(size, rank, world)
         self.local_shape = cut_to(self.shape, self.dim, stop - start)
+        self._local_stride = contiguous_stride(self.local_shape)
         self.padded_shape = cut_to(self.shape, self.dim, -(-size // world))
         self.padded_numel = prod(self.padded_shape)
         spec = self._spec_over(mesh, dtype)
@@ -90,7 +91,8 @@ class ShardedParam:
             local = local.to(dtype)
         if offloads and not local.is_meta:
             local = local.cpu()
-        self.sharded = nn.Parameter(made_dtensor(local, spec), requires_grad=parameter.requires_grad)
+        # An nn.Parameter, and a DTensor.
+        self.sharded: Any = nn.Parameter(made_dtensor(local, spec), requires_grad=parameter.requires_grad)
 
     def _spec_over(self, mesh: DeviceMesh, dtype: torch.dtype) -> DTensorSpec:
         """How it lies, also over the ranks of tensor parallelism, whose parts of the same dimension are the coarser."""
@@ -131,26 +133,21 @@ class ShardedParam:
     @property
     def local(self) -> Tensor:
         """The part of this rank, without padding."""
-        return cast("DTensor", self.sharded)._local_tensor
+        return self.sharded._local_tensor
 
     @local.setter
     def local(self, part: Tensor) -> None:
-        cast("DTensor", self.sharded)._local_tensor = part
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Another one whenever the part may have been written to."""
-        return self.sharded._version, self.local._version
+        self.sharded._local_tensor = part
 
     def as_dtensor(self, local: Tensor) -> Any:
         """A part of the parameter or its gradient, laid out as the parameter is."""
-        return made_dtensor(local, cast("DTensor", self.sharded)._spec)
+        return made_dtensor(local, self.sharded._spec)
 
     def shown_for_backward(self, part: Tensor, mesh: DeviceMesh) -> nn.Parameter:
         """What the rank keeps of the unsharded parameter for a backward: rows of it, over the second dimension."""
         start, stop = rows_of(self.shape[0], mesh.get_local_rank(1), mesh.size(1))
         shape = (stop - start, *self.shape[1:])
-        meta = cast("DTensor", self.sharded)._spec.tensor_meta
+        meta = self.sharded._spec.tensor_meta
         spec = DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta)
         made = made_dtensor(beginning_of(part, shape), spec)
         return nn.Parameter(made, requires_grad=self.sharded.requires_grad)
@@ -171,9 +168,9 @@ class ShardedParam:
     def _split_shape(self) -> tuple[int, ...]:
         return (*self.shape[: self.dim], self.world, *self.padded_shape[self.dim :])
 
-    def part_in(self, run: Tensor) -> Tensor:
-        """The view of a run [n] that has this rank's part, without padding."""
-        return beginning_of(run, self.local_shape)
+    def part_in(self, flat: Tensor, start: int) -> Tensor:
+        """The view of a contiguous tensor that has this rank's part, from `start` in its storage on."""
+        return flat.as_strided(self.local_shape, self._local_stride, start)
 
 
 def sharded_as(original: nn.Parameter) -> ShardedParam | None:
@@ -184,6 +181,10 @@ def sharded_as(original: nn.Parameter) -> ShardedParam | None:
 
 def cut_to(shape: Sequence[int], dim: int, width: int) -> tuple[int, ...]:
     return (*shape[:dim], width, *shape[dim + 1 :])
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def side_by_side(parts: Tensor, world: int, shape: Sequence[int], dim: int) -> Tensor:

@@ -5,8 +5,9 @@ W = ranks that the group is sharded over, n = elements of a rank's part of one p
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from impl.distributed.fsdp._layout.gather_extension import GatherExtension
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of, offsets
 
 _ALIGNMENT = 16  # bytes, so that any dtype may begin there
+_Held = tuple[list[Tensor], list[int], list[int]]
 
 
 class Packing:
@@ -35,6 +37,7 @@ class Packing:
         self.output = torch.empty(ranks * self.total, dtype=self.dtype, device=device)
         self.nbytes = self.output.nbytes
         self._pieces: list[Tensor] = []  # of this rank's part of it, by what goes there
+        self._shapes: list[torch.Size] = []  # that they have
         self.free()
 
     def allocate(self) -> None:
@@ -51,12 +54,13 @@ class Packing:
         Args:
             is_own: it is a part of `output`, so that this is the same in every gather.
         """
-        if is_own and [piece.shape for piece in self._pieces] == [one.shape for one in given]:
+        shapes = [one.shape for one in given]
+        if is_own and self._shapes == shapes:
             return self._pieces
-        pairs = zip(mine.split(self.sizes), given, strict=True)
-        found = [beginning_of(piece, one.shape) for piece, one in pairs]
+        pairs = zip(mine.split(self.sizes), shapes, strict=True)
+        found = [beginning_of(piece, shape) for piece, shape in pairs]
         if is_own:
-            self._pieces = found
+            self._pieces, self._shapes = found, shapes
         return found
 
 
@@ -84,8 +88,10 @@ class UnshardedParams:
         self._params = params
         self._device = device
         self._has_columns = any(param.dim for param in params)
+        self._is_parallel = any(param.info.parallel is not None for param in params)
         self._extensions = extensions
         plain = [extension is None for extension in extensions]
+        self._is_extended = not all(plain)
         numels = [
             is_plain * one.world * one.padded_numel for one, is_plain in zip(params, plain, strict=True)
         ]
@@ -108,7 +114,7 @@ class UnshardedParams:
         self._columns: list[
             tuple[ShardedParam, Tensor, Tensor]
         ] = []  # being gathered, where to, and where they go then
-        self._filled_from: tuple[list[Tensor], list[Any]] = ([], [])
+        self._filled_from: _Held = ([], [], [])
         self.trainable: list[Tensor] = []
         self.has_frozen = False
         self.free()
@@ -132,6 +138,8 @@ class UnshardedParams:
 
     def inputs(self) -> list[Tensor]:
         """What this rank gives to a gather of shards, for each run."""
+        if not self._is_extended:
+            return [param.sharded._local_tensor for param in self._params]
         found: list[Tensor] = []
         for param, extension in zip(self._params, self._extensions, strict=True):
             found += [param.local] if extension is None else extension.inputs()
@@ -171,27 +179,32 @@ class UnshardedParams:
         columns, self._columns = self._columns, []
         for param, parts, run in columns:
             param.copy_out(parts, run)
-        for index, extension in enumerate(self._extensions):
+        for index, extension in enumerate(self._extensions) if self._is_extended else ():
             if extension is not None:
                 self.views[index] = extension.unsharded(self.dtypes[index])
 
     def follow_requires_grad(self) -> None:
-        for param, view in zip(self._params, self.views, strict=True):
-            if view.requires_grad != param.sharded.requires_grad:
-                view.requires_grad = param.sharded.requires_grad
-        self.trainable = [view for view in self.views if view.requires_grad]
-        self.has_frozen = len(self.trainable) < len(self.views)
+        wanted = [param.sharded.requires_grad for param in self._params]
+        if wanted != [view.requires_grad for view in self.views]:
+            for view, requires_grad in zip(self.views, wanted, strict=True):
+                view.requires_grad = requires_grad
+        self.trainable = [*itertools.compress(self.views, wanted)]
+        self.has_frozen = not all(wanted)
 
     def note_filled(self) -> None:
         """It has what the parameters hold now."""
-        self._filled_from = [param.local for param in self._params], [param.version for param in self._params]
+        self._filled_from = self._held()
 
     def is_filled(self) -> bool:
         """Whether it has what the parameters hold now; a part may be another tensor."""
-        parts, versions = self._filled_from
-        return versions == [param.version for param in self._params] and all(
-            part is param.local for part, param in zip(parts, self._params, strict=True)
-        )
+        (before, *versions), (now, *versions_now) = self._filled_from, self._held()
+        return versions == versions_now and all(map(operator.is_, before, now))
+
+    def _held(self) -> _Held:
+        """The parts, and numbers of them that are others whenever they may have been written to."""
+        sharded = [param.sharded for param in self._params]
+        parts: list[Tensor] = [one._local_tensor for one in sharded]
+        return parts, [one._version for one in sharded], [part._version for part in parts]
 
     def allocate(self) -> None:
         if self._storage.nbytes() != self._nbytes:
@@ -199,7 +212,7 @@ class UnshardedParams:
 
     def free(self) -> None:
         self._storage.resize_(0)
-        for extension in self._extensions:
+        for extension in self._extensions if self._is_extended else ():
             if extension is not None:
                 extension.free()
 
@@ -207,6 +220,8 @@ class UnshardedParams:
         grads = [view.grad for view in self.views]
         for view in self.views:
             view.grad = None
+        if not self._is_parallel:
+            return grads
         return [param.info.local_part(grad) for param, grad in zip(self._params, grads, strict=True)]
 
     def changed(self) -> None:
