@@ -139,6 +139,20 @@ def gathered_for_no_backward(site: Site) -> torch.Tensor:
         return model(_batch(site, 0))
 
 
+def stepped_before_backward(site: Site, kept: bool, only: str = "") -> list[torch.Tensor]:
+    """The gradients of a backward whose forward came before a step of the parameters whose names end so."""
+    model = _blocks()
+    for block in (*model, model):
+        site.shard(block, reshard_after_forward=not kept)
+    stepped = [parameter for name, parameter in model.named_parameters() if name.endswith(only)]
+    optimizer = torch.optim.SGD(stepped, 0.1)
+    model(_batch(site, 0)).sum().backward()
+    loss = model(_batch(site, 1)).sum()
+    optimizer.step()
+    loss.backward()
+    return [parameter.grad.to_local() for parameter in model.parameters()]
+
+
 def compiled(site: Site, how: str) -> dict[str, Any]:
     """Blocks that are compiled before they are sharded, for themselves or with what shards them."""
     torch._dynamo.reset()

@@ -83,6 +83,30 @@ def test_what_no_backward_used_is_gathered_again(
     assert_probes_agree(rank_pool, (reference, subject), cases.gathered_for_no_backward)
 
 
+@clause("distributed.fsdp.fully_shard.stepped_before_backward")
+@pytest.mark.deviation("fully_shard.stepped_before_backward")
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_backward_does_not_read_what_was_stepped_since(
+    deviation: DeviationJudge, rank_pool: RankPool, kept: bool
+) -> None:
+    asked = {"asks": cases.stepped_before_backward, "kept": kept}
+    deviation.judge(
+        lambda library: outcomes(rank_pool, library, "fully_shard_construct_cases:probe", **asked),
+        we_do=raises(RuntimeError, "has been modified by an inplace operation"),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.stepped_before_backward")
+def test_what_a_backward_does_not_read_may_be_stepped(
+    subject: Library, reference: Library, rank_pool: RankPool
+) -> None:
+    asked = {"kept": False, "only": "inner.bias"}
+    (actual, *_) = assert_probes_agree(
+        rank_pool, (reference, subject), cases.stepped_before_backward, **asked
+    )
+    assert actual.raised is None, actual.raised
+
+
 @clause("distributed.fsdp.fully_shard.compiled_blocks")
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_blocks_may_be_compiled(subject: Library, reference: Library, rank_pool: RankPool, how: str) -> None:

@@ -230,7 +230,7 @@ class DTensorGroup:
         over = self.groups.backward if is_split else self.groups.shard
         given = self._parts if is_split else unsharded.inputs()
         unsharded.allocate()
-        unsharded.note_filled()
+        written = unsharded.note_filled()
         if self.offloads:
             given = [placed(one, self.device) for one in given]
         if over is None:
@@ -238,7 +238,7 @@ class DTensorGroup:
                 beginning_of(run, one.shape).copy_(one)
             unsharded.complete()
             return None
-        gathering = self._packed(over, given, unsharded)
+        gathering = self._packed(over, given, unsharded)._replace(written=written)
         custom = self.options.all_gather
         if custom is None:
             return gathering

@@ -191,9 +191,19 @@ class UnshardedParams:
         self.trainable = [*itertools.compress(self.views, wanted)]
         self.has_frozen = not all(wanted)
 
-    def note_filled(self) -> None:
-        """It has what the parameters hold now."""
-        self._filled_from = self._held()
+    def note_filled(self) -> list[int]:
+        """It has what the parameters hold now: to graphs made of what they held before these are changed in place.
+
+        Returns:
+            Which they are.
+        """
+        before, self._filled_from = self._filled_from, self._held()
+        pairs = zip(
+            zip(*before, strict=True), zip(*self._filled_from, strict=True), strict=False
+        )  # none at first
+        written = [i for i, (old, now) in enumerate(pairs) if old[0] is not now[0] or old[1:] != now[1:]]
+        torch.autograd.graph.increment_version([self.views[i] for i in written])
+        return written
 
     def is_filled(self) -> bool:
         """Whether it has what the parameters hold now; a part may be another tensor."""
