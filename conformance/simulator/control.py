@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,12 +109,18 @@ def log_hazards(on: bool = True) -> None:
 
 def take_hazards() -> list[Hazard]:
     """The hazards since the last call, each once; at most a thousand."""
-    return [Hazard(*fields) for fields in needed().take_hazards()]
+    return [Hazard(*map(_as_place, fields)) for fields in needed().take_hazards()]
+
+
+def _as_place(told: str) -> str:
+    """A traceback as Python writes it in a signal's handler, as other places are told; anything else as it is."""
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', told)
+    return " < ".join(f"{file}:{line} {name}" for file, line, name in frames) or told
 
 
 def take_host_waits() -> list[HostWait]:
     """The lines where the host has waited since the last call."""
-    return [HostWait(*fields) for fields in needed().take_waits()]
+    return [HostWait(*why_and_where, count) for why_and_where, count in needed().take_waits().items()]
 
 
 def take_unreplayable() -> list[str]:

@@ -11,21 +11,17 @@ void bind_collectives(py::module_& m);
 namespace {
 // A function of Python as work of a stream, with the tensors that it reads and writes.
 void launch_function(const std::string& name, py::object function, const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes, int device) {
-  struct Held {
-    py::object function;
-    ~Held() {
-      py::gil_scoped_acquire gil;
-      function = py::object();
-    }
-  };
-  auto held = std::make_shared<Held>(Held{std::move(function)});
+  std::shared_ptr<py::object> held(new py::object(std::move(function)), [](auto* last) {
+    py::gil_scoped_acquire gil;
+    delete last;
+  });
   std::vector<Range> ranges;
   for (auto& tensor : reads) ranges.push_back(range_of(tensor, false));
   for (auto& tensor : writes) ranges.push_back(range_of(tensor, true));
   enqueue(current(device), name, {[held] {
     py::gil_scoped_acquire gil;
     try {
-      held->function();
+      (*held)();
     } catch (py::error_already_set& error) {
       throw std::runtime_error(error.what());
     }

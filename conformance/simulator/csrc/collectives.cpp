@@ -138,15 +138,13 @@ class SimBackend final : public c10d::Backend {
   }
   WorkP gather(std::vector<Tensors>& outs, Tensors& in, const c10d::GatherOptions& options) override {
     return issue("gather", OpType::GATHER, {in, outs.empty() ? Tensors{} : outs[0], [g = gloo_, options](Tensors& in, Tensors& out) {
-      std::vector<Tensors> lists;
-      if (!out.empty()) lists.push_back(out);
+      std::vector<Tensors> lists(out.empty() ? 0 : 1, out);
       return g->gather(lists, in, options);
     }});
   }
   WorkP scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& options) override {
     return issue("scatter", OpType::SCATTER, {ins.empty() ? Tensors{} : ins[0], outs, [g = gloo_, options](Tensors& in, Tensors& out) {
-      std::vector<Tensors> lists;
-      if (!in.empty()) lists.push_back(in);
+      std::vector<Tensors> lists(in.empty() ? 0 : 1, in);
       return g->scatter(out, lists, options);
     }});
   }

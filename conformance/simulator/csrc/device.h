@@ -95,16 +95,17 @@ void settle();  // the host is held up by something else: meanwhile the device d
 void watch_for_held_up_host();
 void set_schedule(uint64_t seed, int rank);  // ranks draw for themselves
 
-using Wait = std::tuple<std::string, std::string, int64_t>;  // why, where, how often
-std::vector<Wait> take_waits();
+using Waits = std::map<std::pair<std::string, std::string>, int64_t>;  // by why and where: how often
+Waits take_waits();
 std::vector<std::string> take_unreplayable();
 uint64_t course();  // a digest of what ran and what memory was given, in their order
 void note_course(uint64_t what);
 
 // -- graphs.cpp: what is issued to a capturing stream is kept for replays; these say whether it was
-bool is_capturing(StreamKey stream);
 bool anybody_captures();
-c10::MempoolId_t pool_of(StreamKey stream);  // that a capture allocates from; of no capture {0, 0}
+constexpr c10::MempoolId_t kNoPool{0, 0};
+c10::MempoolId_t pool_of(StreamKey stream);  // that a capture allocates from, if any
+inline bool is_capturing(StreamKey stream) { return pool_of(stream) != kNoPool; }
 bool keep_work(StreamKey stream, const std::string& name, const Task& task, std::vector<Range> ranges);
 bool keep_recording(StreamKey stream, const RecordingP& recording);
 bool keep_wait(StreamKey stream, const RecordingP& recording);

@@ -46,7 +46,7 @@ class Graph final : public at::GraphImplInterface {
     TORCH_CHECK(!by_shapes_alone(), "sim: nothing is captured by shapes alone");
     static int64_t captures = 0;
     number_ = ++captures;
-    pool_ = pool == c10::MempoolId_t{0, 0} ? c10::MempoolId_t{number_, 0} : pool;
+    pool_ = pool == kNoPool ? c10::MempoolId_t{number_, 0} : pool;
     hold_pool(pool_, 1);
     mode_ = mode;
     thread_ = std::this_thread::get_id();
@@ -144,14 +144,11 @@ class Graph final : public at::GraphImplInterface {
 };
 }  // namespace
 
-bool is_capturing(StreamKey stream) {
-  Lock lock;
-  return capture_of(stream) != nullptr;
-}
 bool anybody_captures() { return !capturing.empty(); }
 c10::MempoolId_t pool_of(StreamKey stream) {
+  Lock lock;
   auto* graph = capture_of(stream);
-  return graph == nullptr ? c10::MempoolId_t{0, 0} : graph->pool();
+  return graph == nullptr ? kNoPool : graph->pool();
 }
 
 bool keep_recording(StreamKey stream, const RecordingP& recording) {

@@ -93,11 +93,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return at::make_generator<Generator>(device < 0 ? current_device() : device);
   }
-  Device getDeviceFromPtr(void* address) const override {
-    Lock lock;
-    auto memory = allocation_at(address);
-    return device_of(memory && !memory->pinned() ? memory->home.first : current_device());
-  }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }

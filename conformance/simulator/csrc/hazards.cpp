@@ -135,20 +135,13 @@ void touched(int, siginfo_t* info, void*) {
   sigaction(SIGSEGV, &former_action, nullptr);  // not ours: it happens again, to whom it was meant for
 }
 
-// `  File "x.py", line 3 in f` becomes `x.py:3 f`.
-std::string frames_from(int file) {
+std::string frames_from(int file) {  // as Python writes them
   if (file < 0) return text(here());
-  std::string all, out;
+  std::string all;
   char buffer[4096];
   for (ssize_t n; (n = read(file, buffer, sizeof buffer)) > 0;) all.append(buffer, static_cast<size_t>(n));
   close(file);
-  for (size_t at = 0; (at = all.find("File \"", at)) != std::string::npos;) {
-    auto name = at + 6, quote = all.find('"', name), line = all.find("line ", quote), in = all.find(" in ", line), end = all.find('\n', at);
-    if (quote == std::string::npos || in == std::string::npos || end == std::string::npos || in > end) break;
-    out += (out.empty() ? "" : " < ") + all.substr(name, quote - name) + ":" + all.substr(line + 5, in - line - 5) + " " + all.substr(in + 4, end - in - 4);
-    at = end;
-  }
-  return out;
+  return all;
 }
 
 const Access* latest_unseen(const AllocationP& memory) {

@@ -89,7 +89,7 @@ Block* new_segment(size_t size, StreamKey home, c10::MempoolId_t of, bool small)
   void* begin = nullptr;
   TORCH_CHECK_WITH(OutOfMemoryError, posix_memalign(&begin, kPage, whole) == 0, "sim out of memory. Tried to allocate ", whole, " bytes.");
   tally(memory().stats[home.first].reserved_bytes, small, static_cast<int64_t>(whole));
-  if (of != c10::MempoolId_t{0, 0}) poison(begin, whole);
+  if (of != kNoPool) poison(begin, whole);
   auto* block = new Block{static_cast<char*>(begin), whole, home, of};
   block->small = small;
   return block;
@@ -176,7 +176,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     life->size = life->block->size;
     // Its former life's tasks may be pending.
     auto overlaps = [&](auto& former) { return former->begin < life->begin + life->size && life->begin < former->begin + former->size; };
-    life->stale = life->pool.first != 0 || std::any_of(m.finishing.begin(), m.finishing.end(), overlaps);
+    life->stale = life->pool != kNoPool || std::any_of(m.finishing.begin(), m.finishing.end(), overlaps);
     if (!life->stale) poison(life->begin, life->size);
     m.living[life->begin] = life;
     note({"allocate", life->home, reinterpret_cast<int64_t>(life->begin), 0, static_cast<int64_t>(life->size)});
@@ -194,20 +194,16 @@ struct DeviceMemory final : c10::DeviceAllocator {
     Lock lock;
     return memory().stats[device];
   }
-  void resetAccumulatedStats(c10::DeviceIndex device) override { each(device, [](auto& stat) { stat.reset_accumulated(); }); }
-  void resetPeakStats(c10::DeviceIndex device) override { each(device, [](auto& stat) { stat.reset_peak(); }); }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex device) override {
+    Lock lock;
+    auto& stats = memory().stats[device];
+    for (auto* array : {&stats.allocated_bytes, &stats.reserved_bytes})
+      for (auto& stat : *array) stat.reset_peak();
+  }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     constexpr size_t whole = size_t{80} << 30;
     return {whole - static_cast<size_t>(getDeviceStats(device).reserved_bytes[0].current), whole};
-  }
-
- private:
-  template <class F>
-  void each(int device, F&& f) {
-    Lock lock;
-    auto& s = memory().stats[device];
-    for (auto* array : {&s.allocated_bytes, &s.reserved_bytes})
-      for (auto& stat : *array) f(stat);
   }
 };
 

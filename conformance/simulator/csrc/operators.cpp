@@ -6,7 +6,6 @@
 #include <ATen/EmptyTensor.h>
 
 #include <cmath>
-#include <mutex>
 #include <sstream>
 #include <unordered_set>
 
@@ -57,22 +56,8 @@ Tensor copy_of_number(const Tensor& tensor) {
   return copy;
 }
 
-class Names {  // learnt once for the process
- public:
-  bool has(const std::string& name) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    return names_.count(name) != 0;
-  }
-  void add(const std::string& name) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    names_.insert(name);
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_set<std::string> names_;
-};
-auto &without_meta = *new Names, &tried_once = *new Names;
+// What a thread has learnt of operators: whose meta kernel is missing, and which combinations the CPU takes.
+thread_local std::unordered_set<std::string> without_meta, tried_once;
 
 class Call {
  public:
@@ -129,7 +114,7 @@ class Call {
   // The CPU's kernel runs late, and would tell late that it does not take these dtypes, or such a number. So for each
   // combination it is called once beforehand, on tensors full of ones (of zeros, where they may be indices).
   void try_once() {
-    if (name().rfind("aten::", 0) != 0 || is_layer_norm() || tried_once.has(combination())) return;
+    if (name().rfind("aten::", 0) != 0 || is_layer_norm() || tried_once.count(combination())) return;
     Stack tried;
     bool pointwise = op_.hasTag(at::Tag::pointwise);
     for (auto& arg : args_)
@@ -144,7 +129,7 @@ class Call {
       if (arg.isDevice()) arg = c10::Device(c10::kCPU);
     Below below;
     op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &tried);
-    tried_once.add(combination());
+    tried_once.insert(combination());
   }
 
   std::string combination() const {
@@ -174,14 +159,14 @@ class Call {
     bool hidden_draw = generator_ < 0 && op_.hasTag(at::Tag::nondeterministic_seeded);
     if ((generator_ >= 0 || hidden_draw) && !by_shapes_alone()) known_ = false;
     auto full_name = name() + "." + schema_.overload_name();
-    if (!known_ || without_meta.has(full_name)) {
+    if (!known_ || without_meta.count(full_name)) {
       known_ = known_ && !fresh;
       return;
     }
     try {
       call_meta();
     } catch (const c10::NotImplementedError&) {
-      without_meta.add(full_name);
+      without_meta.insert(full_name);
       known_ = !fresh;
     } catch (const std::exception&) {
       known_ = false;  // of an operator that only writes to its arguments too: an error is told at the call

@@ -5,14 +5,11 @@ namespace sim {
 namespace {
 constexpr int kFrames = 24;
 
-PlaceP& last_of_program() {  // of any thread that runs Python
-  static auto* place = new PlaceP(std::make_shared<Place>());
-  return *place;
-}
+auto& last_of_program = *new PlaceP(std::make_shared<Place>());  // of any thread that runs Python
 }  // namespace
 
 PlaceP here() {
-  if (!Py_IsInitialized()) return last_of_program();
+  if (!Py_IsInitialized()) return last_of_program;
   auto gil = PyGILState_Ensure();
   auto place = std::make_shared<Place>();
   auto* frame = PyEval_GetFrame();
@@ -25,10 +22,10 @@ PlaceP here() {
   }
   Py_XDECREF(reinterpret_cast<PyObject*>(frame));
   if (place->frames.empty()) {
-    *place = *last_of_program();
+    *place = *last_of_program;
     place->in_backward = true;
   } else {
-    last_of_program() = place;
+    last_of_program = place;
   }
   PyGILState_Release(gil);
   return place;

@@ -34,7 +34,6 @@ struct Entry {
 enum class Pace { Late, Early, Drawn };
 
 struct Queue {
-  StreamKey key;
   std::deque<Entry> entries;
   bool busy = false;
   Pace pace = Pace::Late;
@@ -55,7 +54,7 @@ struct Runtime {
   int64_t first_tick = 0;
   uint64_t course = 0;  // a digest of what ran and what memory was given, in their order
   std::exception_ptr error;
-  std::map<std::pair<std::string, std::vector<std::pair<PyCodeObject*, int>>>, std::pair<PlaceP, int64_t>> waits;
+  Waits waits;
   std::vector<std::string> unreplayable;
   Time::time_point last_call = Time::now();
 };
@@ -77,10 +76,7 @@ Pace draw_pace(StreamKey key) {
 
 Queue& queue_of(StreamKey key) {
   auto [found, made] = runtime().queues.try_emplace(key);
-  if (made) {
-    found->second.key = key;
-    found->second.pace = draw_pace(key);
-  }
+  if (made) found->second.pace = draw_pace(key);
   return found->second;
 }
 
@@ -190,11 +186,11 @@ bool step_any(bool only_drawn) {
   return false;
 }
 
-bool towards(const RecordingP& recording) {
-  auto& queue = queue_of(recording->stream);
+// Moves what the end of a queue needs first.
+bool towards_end(Queue& queue) {
   if (queue.entries.empty()) return false;
   auto& head = queue.entries.front();
-  if (head.kind == Kind::Wait && !head.recording->done) return towards(head.recording);
+  if (head.kind == Kind::Wait && !head.recording->done) return towards_end(queue_of(head.recording->stream));
   return step(queue, true);
 }
 
@@ -228,20 +224,6 @@ void tell_host(const RecordingP& recording) {
   auto& host = runtime().host;
   join(host, recording->clock);
   note_host(host);
-}
-
-void count_wait(const char* why) {
-  auto place = here();
-  auto& [kept, count] = runtime().waits[{why, place->frames}];
-  kept = place;
-  count++;
-}
-
-std::vector<Queue*> queues_of(int device) {
-  std::vector<Queue*> found;
-  for (auto& [key, queue] : runtime().queues)
-    if (device < 0 || key.first == device) found.push_back(&queue);
-  return found;
 }
 }  // namespace
 
@@ -348,7 +330,7 @@ bool query(const RecordingP& recording) {
   r.last_call = Time::now();
   // Who asks again and again must be told yes one day, so a question moves the device, and now and then is answered no.
   if (!recording->done && !r.depth && !(r.order == Order::Drawn && r.draws() % 4 == 0)) {
-    towards(recording);
+    towards_end(queue_of(recording->stream));
     run_early_streams();
   }
   if (recording->done) tell_host(recording);
@@ -358,7 +340,7 @@ bool query(const RecordingP& recording) {
 void wait_on_host(const RecordingP& recording, const char* why) {
   Lock lock;
   auto& r = runtime();
-  if (why != nullptr) count_wait(why);
+  if (why != nullptr) r.waits[{why, text(here())}]++;
   refuse_in_capture(why == nullptr ? "synchronize" : why, recording);
   TORCH_CHECK(!r.depth || recording->done, "sim: a task on the device waits for the device");
   note({"host_wait", recording->stream, reinterpret_cast<int64_t>(recording.get())});
@@ -366,7 +348,7 @@ void wait_on_host(const RecordingP& recording, const char* why) {
   auto since = Time::now();
   while (!recording->done) {
     bool moved = r.order == Order::Drawn && r.draws() % 2 && step_any(true);
-    if (!moved) moved = towards(recording);
+    if (!moved) moved = towards_end(queue_of(recording->stream));
     run_early_streams();
     if (moved) continue;
     // Another thread is waiting for a collective at the head of the queue.
@@ -386,8 +368,9 @@ void synchronize_device(int device, const char* why) {
   {
     Lock lock;
     refuse_in_capture("synchronize", nullptr);
-    if (why != nullptr) count_wait(why);
-    for (auto* queue : queues_of(device)) recordings.push_back(record(queue->key));
+    if (why != nullptr) runtime().waits[{why, text(here())}]++;
+    for (auto& [key, queue] : runtime().queues)
+      if (key.first == device) recordings.push_back(record(key));
   }
   for (auto& recording : recordings) wait_on_host(recording, nullptr);
 }
@@ -398,11 +381,8 @@ void settle() {
   r.last_call = Time::now();
   if (r.depth) return;
   while (step_any(false)) {}
-  for (auto* queue : queues_of(-1))
-    while (!queue->entries.empty() && !queue->busy) {
-      auto& head = queue->entries.front();
-      if (!(head.kind == Kind::Wait && !head.recording->done ? towards(head.recording) : step(*queue, true))) break;
-    }
+  for (auto& [key, queue] : r.queues)
+    while (towards_end(queue)) {}
 }
 
 // A program may hold up its host by other means than the device's, a peer's message for one, while a peer waits for a
@@ -443,12 +423,9 @@ void set_schedule(uint64_t seed, int rank) {
   for (auto& [key, queue] : r.queues) queue.pace = draw_pace(key);
 }
 
-std::vector<Wait> take_waits() {
+Waits take_waits() {
   Lock lock;
-  std::vector<Wait> out;
-  for (auto& [key, value] : runtime().waits) out.emplace_back(key.first, text(value.first), value.second);
-  runtime().waits.clear();
-  return out;
+  return std::exchange(runtime().waits, {});
 }
 std::vector<std::string> take_unreplayable() {
   Lock lock;
