@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 
+from conformance.distributed.fsdp.fsdp_cases import mesh_of
 from conformance.distributed.fsdp.lab import Lab, filled, tried
 from conformance.distributed.fsdp.optim_state_cases import (
     Optimized,
@@ -69,6 +70,20 @@ def of_some_ranks(lab: Lab) -> Any:
         ),
         "loaded": plain(lab.fsdp.optim_state_dict_to_load(model, optimizer, again, group=group)),
     }
+
+
+def of_one_replica(lab: Lab) -> Any:
+    """A hybrid model whose first replica saves its optimizer, in the midst of a training that all go on with."""
+    mesh = mesh_of(lab.rank, 2)
+    optimizer = Optimized("momentum").stepped(lab.model)
+    lab.backward()
+    optimizer.step()
+    saved: Any = None
+    if mesh.get_local_rank(0) == 0:
+        with Way("SHARDED").set_on(lab):
+            saved = plain(lab.fsdp.optim_state_dict(lab.model, optimizer, group=mesh.get_group(1)))
+    optimizer.zero_grad()
+    return {"saved": saved, "loss": lab.backward(1), "gradients": lab.gradients()}
 
 
 def of_users_own(lab: Lab) -> Any:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from conformance.distributed.fsdp import optim_state_argument_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.twins import FULL, Twins, flat_or_originals, values_of
+from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf, flat_or_originals, values_of
 from conformance.judge.clauses import clause
-from conformance.judge.tolerances import EXACT
+from conformance.judge.tolerances import EXACT, TRAINED
 
 
 def agreed(twins: Twins, program: Any, setup: Setup, **asked: Any) -> list[Any]:
@@ -41,6 +42,16 @@ def test_ranks_that_have_no_model_need_not_take_part(cpu_twins: Twins, setup: Se
     *_, last_with_it, without = agreed(cpu_twins, cases.of_some_ranks, setup)
     assert without is None
     assert last_with_it["again"]["state"]
+
+
+@clause("distributed.fsdp.fsdp_optim_state.some_ranks")
+@flat_or_originals
+def test_one_replica_saves_alone(twins_of: TwinsOf, setup: Setup) -> None:
+    hybrid = replace(setup, strategy="HYBRID_SHARD", ranks="groups", shards=2)
+    first, second, *others = values_of(twins_of(4).agree(cases.of_one_replica, hybrid, TRAINED))
+    assert first["saved"]["state"]
+    assert second["saved"]["state"]
+    assert [one["saved"] for one in others] == [None, None]
 
 
 @clause("distributed.fsdp.fsdp_optim_state.users_own")

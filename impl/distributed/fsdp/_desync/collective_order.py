@@ -132,14 +132,14 @@ class CollectiveOrderChecker:
         try:
             store = group_store_of(group)
         except dist.DistError as error:
-            rank = _named_ranks(group)[group.rank()]
+            rank = named_ranks(group)[group.rank()]
             raise RuntimeError(
                 f"rank {rank} {entry} in vain; the store does not answer, so {STORE_IS_GONE}"
             ) from error
         self._is_open = True
         if store is not None:
             self._monitor = DesyncMonitor(
-                store, self._history, _named_ranks(group), host_may_wait_unseen=not on_host
+                store, self._history, named_ranks(group), host_may_wait_unseen=not on_host
             )
             # Also at exit: a thread that is inside the store when the interpreter ends would take the process down.
             weakref.finalize(group, self._monitor.stop)
@@ -173,7 +173,7 @@ class CollectiveOrderChecker:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _named_ranks(group: dist.ProcessGroup) -> list[int]:
+def named_ranks(group: dist.ProcessGroup) -> list[int]:
     """By their numbers in the default group; by those in their own, if torch was not told of it."""
     try:
         return dist.get_process_group_ranks(group)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from impl.distributed.fsdp._desync.collective_order import named_ranks
 from impl.distributed.fsdp._desync.monitor import GATHERED, OF_STATES
 from impl.distributed.fsdp._state_dict.optim_flat import (
     FlatParamState,
@@ -62,8 +63,7 @@ def saved(  # noqa: PLR0913  what torch's functions take
     keyed = names.keyed(source, is_keyed_by_name(state_dict))
     given: dict[Any, StateDict] = state_dict["state"]
     mine = {names.of(parameter): given[key] for key, parameter in keyed.items() if key in given}
-    for one, order_checker in wrappers[0]._groups.order_checkers.items():
-        order_checker.note(f"{GATHERED} the names {OF_STATES}", one, wrappers[0].compute_device.type == "cpu")
+    _note_that_it_saves(wrappers[0], group)
     reported = _states_of_all(mine, group)
     merges = wrappers[0]._use_orig_params
     keys = _merged_keys(reported, names) if merges else _first_ranks_keys(reported)
@@ -85,6 +85,14 @@ def saved(  # noqa: PLR0913  what torch's functions take
     if "param_groups" in state_dict:
         result["param_groups"] = unflattened_groups(state_dict["param_groups"], keyed, names)
     return result
+
+
+def _note_that_it_saves(wrapper: Wrapper, group: dist.ProcessGroup | None) -> None:
+    """To those groups of ranks that all take part: one replica may save alone."""
+    saving = {*named_ranks(group or _world())}
+    for one, order_checker in wrapper._groups.order_checkers.items():
+        if saving.issuperset(named_ranks(one)):
+            order_checker.note(f"{GATHERED} the names {OF_STATES}", one, wrapper.compute_device.type == "cpu")
 
 
 def _world() -> dist.ProcessGroup:
