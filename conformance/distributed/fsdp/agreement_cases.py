@@ -104,6 +104,11 @@ def _divided(blocks: Any, is_astray: bool) -> None:
         blocks.blocks[1].set_gradient_divide_factor(3.0)
 
 
+def _divided_alike(blocks: Any, is_astray: bool) -> None:
+    blocks.blocks[1].set_force_sum_reduction_for_comms(True)
+    blocks.blocks[1].set_gradient_divide_factor(3 if is_astray else 3.0)
+
+
 def _by_columns(parameter: nn.Parameter) -> Shard | None:
     is_even = parameter.dim() > 1 and parameter.shape[1] % dist.get_world_size() == 0
     return Shard(1) if is_even else None
@@ -112,10 +117,18 @@ def _by_columns(parameter: nn.Parameter) -> Shard | None:
 # What one rank gives fully_shard for the second block, or FSDP1 for all.
 SHARDED_WITH: dict[str, Callable[[Library], dict[str, Any]]] = {
     "computed": lambda library: {
-        "mp_policy": library.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+        "mp_policy": library.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    },
+    "computed alike": lambda library: {
+        "mp_policy": library.distributed.fsdp.MixedPrecisionPolicy(
+            torch.float32, torch.float32, output_dtype=torch.float32, cast_forward_inputs=False
+        )
     },
     "mixed": lambda library: {
         "mixed_precision": library.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)
+    },
+    "mixed alike": lambda library: {
+        "mixed_precision": library.distributed.fsdp.MixedPrecision(torch.float32, torch.float32)
     },
     "placed": lambda library: {"shard_placement_fn": _by_columns},
 }
@@ -127,6 +140,7 @@ DIFFERENCES = {
     "unsynchronised": _unsynchronised,
     "kept": _kept,
     "divided": _divided,
+    "divided alike": _divided_alike,
 }
 
 
@@ -153,6 +167,23 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
         _wait_until_raised(rank.world_size)
         raise RuntimeError(f"in step {step}: {error}") from error
     return seen + [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+
+
+def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
+    """One rank has the outermost module, whose policy is not the default, gathered before the first forward."""
+    torch.manual_seed(0)
+    found = load_library(library)
+    policy = found.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = found.find(FULLY_SHARD)(Blocks((8,)), mp_policy=policy)
+    if rank.rank == ASTRAY:
+        model.unshard()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    seen: list[torch.Tensor] = []
+    for step in range(2):
+        seen += _step(model, "train", seeding.generator(10 * step + rank.rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [p.to_local().detach().clone() for p in model.parameters()]
 
 
 def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -175,7 +175,7 @@ _SHARDED = "the ranks have sharded a module differently"
 @pytest.mark.parametrize(
     ("by", "parts_at", "astray", "what"),
     [
-        ("computed", 0, "gathered 'blocks.1' with param_dtype=torch.bfloat16, output_dtype=torch.float32", _SHARDED),
+        ("computed", 0, "gathered 'blocks.1' with param_dtype=torch.bfloat16", _SHARDED),
         pytest.param(
             *("placed", 0, "gathered 'blocks.1' with blocks.1.0.weight as Shard(1), blocks.1.2.weight as Shard(1)"),
             _SHARDED, marks=FULL,
@@ -316,11 +316,50 @@ def test_one_rank_alone_asks_for_a_state(deviation: DeviationJudge, reference: L
 def test_what_changes_on_all_ranks(
     subject: Library, reference: Library, ranks: Callable[..., RankPool], program: Program, world_size: int
 ) -> None:
-    expected, actual = (
-        ranks(world_size).run(f"{CASES}:run", library=library.spec, program=program)
-        for library in (reference, subject)
+    assert_trained_alike(
+        *(
+            ranks(world_size).run(f"{CASES}:run", library=library.spec, program=program)
+            for library in (reference, subject)
+        )
     )
-    for rank in range(world_size):
+
+
+@clause("distributed.fsdp.fsdp_agreement.alike_in_other_words")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(parts_at=0, face="fully_shard", by="computed alike"),
+        Program(parts_at=0, by="mixed alike"),
+        Program(parts_at=2, face="fully_shard", by="divided alike"),
+    ],
+    ids=lambda program: f"{program.face} {program.by}",
+)
+def test_one_rank_says_it_in_other_words(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool], program: Program
+) -> None:
+    assert_trained_alike(
+        *(
+            ranks(2).run(f"{CASES}:run", library=library.spec, program=program)
+            for library in (reference, subject)
+        )
+    )
+
+
+@clause("distributed.fsdp.fsdp_agreement.alike_in_other_words")
+@pytest.mark.deadline(90)
+def test_one_rank_gathers_by_hand_first(
+    subject: Library, reference: Library, ranks: Callable[..., RankPool]
+) -> None:
+    assert_trained_alike(
+        *(ranks(2).run(f"{CASES}:gather_by_hand", library=library.spec) for library in (reference, subject))
+    )
+
+
+def assert_trained_alike(
+    expected: Sequence[Sequence[torch.Tensor]], actual: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    for rank in range(len(expected)):
         for tensor, other in zip(expected[rank], actual[rank], strict=True):
             assert (excess := TRAINED.excess(tensor, other)) is None, f"rank {rank}: {excess}"
 

@@ -66,10 +66,16 @@ def all_gather_rows(rows: Sequence[Tensor], groups: Groups, group: dist.ProcessG
 
 
 class Reduction:
-    """How a unit averages gradients over its ranks; `hook` replaces torch's way by the user's."""
+    """How a unit averages gradients over its ranks; `hook` replaces torch's way by the user's.
 
-    def __init__(self, groups: Groups) -> None:
+    Args:
+        sharded_with: what all ranks must have alike, where it is not the default; asked for when it is compared.
+    """
+
+    def __init__(self, groups: Groups, sharded_with: Callable[[], str]) -> None:
         self.groups = groups
+        self._sharded_with = sharded_with
+        self._introduces = {GATHERED, REDUCED}  # what has not come yet: the first of each says more
         self.hook: _Hook | None = None
         self.hook_state: Any = None
         self.divide_factor: float | None = None  # instead of the number of ranks
@@ -80,7 +86,6 @@ class Reduction:
         self.on_reduced: Callable[[Tensor], None] | None = None  # is given what is reduced
         self.sums_alone = False  # no collective divides: neither a hook nor `comm` meets an average
         self.defers_all_reduce = False  # replicas add up what they have scattered
-        self._sharded_with: dict[str, str] = {}  # by what begins the entries that say it, once
         self.without = ""  # as an entry says it: parameters of the unit that have no gradients here
         self.partial: Tensor | None = None  # [S], of the reductions whose all-reduce was put off
 
@@ -88,12 +93,14 @@ class Reduction:
     def casts_itself(self) -> bool:
         return self.hook in _LOW_PRECISION
 
-    def introduce(self, sharded_with: str) -> None:
-        """Have the ranks compare, in the first gather and the first reduction, what else than defaults they have."""
-        self._sharded_with = dict.fromkeys((GATHERED, REDUCED), WITH + sharded_with) if sharded_with else {}
-
     def entry(self, what: str, name: str) -> str:
-        return f"{what} '{name}'{self._sharded_with.pop(what, '')}"
+        """As ranks compare it: the first gather and the first reduction say what else than defaults they have."""
+        entry = f"{what} '{name}'"
+        if what not in self._introduces:
+            return entry
+        self._introduces.remove(what)
+        said = self._sharded_with()
+        return f"{entry}{WITH}{said}" if said else entry
 
     def __call__(self, buffer: Tensor, name: str) -> Tensor | None:
         """Average a buffer [W * S] of the unit `name` over all ranks; this rank's shard [S], None if put off.
@@ -103,7 +110,7 @@ class Reduction:
             `SameHostPeers`), an all-reduce where they are replicated.
         """
         factor = self.divide_factor
-        divided = "" if factor in (None, self.groups.size) else f"{DIVIDED}{factor}"
+        divided = "" if factor is None or factor == self.groups.size else f"{DIVIDED}{float(factor)}"
         entry = self.entry(REDUCED, name) + divided + self.without
         if self.hook is None:
             return self._averaged(buffer, entry)

@@ -5,24 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
-
-
-def sharded_with(group: DTensorGroup) -> str:
-    """What all ranks must give fully_shard alike, where it is not the default."""
-    policy, precision = group.options.policy, group.options.precision
-    dtypes = {**vars(precision), "output_dtype": policy.output_dtype}
-    found = [f"{name}={dtype}" for name, dtype in dtypes.items() if dtype is not None]
-    if not policy.cast_forward_inputs:
-        found.append("cast_forward_inputs=False")
-    if group.dtype is not torch.float32:
-        found.append(f"parameters of {group.dtype}")
-    found += [f"{param.name} as Shard({param.dim})" for param in group.params if param.dim]
-    return ", ".join(found)
 
 
 def refuse_meshes(call: str, what: str, groups: Sequence[DTensorGroup]) -> None:

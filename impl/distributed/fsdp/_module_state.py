@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._group_settings import sharded_with
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._nested import cast_floats, replaced, tensors_in
@@ -318,7 +317,6 @@ def _name_parameters(group: DTensorGroup, names: dict[int, str]) -> None:
     for param in group.params:
         param.name = names.get(id(param.sharded), param.name)
     group.names = [param.name for param in group.params]
-    group.reduction.introduce(sharded_with(group))
 
 
 def _refuse_lenders_elsewhere(unit: Unit[DTensorGroup], units: Sequence[Unit[Any]]) -> None:

@@ -189,6 +189,18 @@ class ParamGroup(Protocol):
         """Free the memory of what is unsharded, in every dtype."""
 
 
+def dtypes_of(group: ParamGroup) -> list[str]:
+    """What the policy comes to, in words, where that is not the default."""
+    found: list[str] = []
+    if group.dtype is not torch.float32:
+        found.append(f"parameters of {group.dtype}")
+    if group.compute_dtype is not group.dtype:
+        found.append(f"param_dtype={group.compute_dtype}")
+    if group.reduce_dtype is not group.compute_dtype:
+        found.append(f"reduce_dtype={group.reduce_dtype}")
+    return found
+
+
 @no_grad_fast
 def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False) -> None:
     """Unshard a group of the unit `name`; anew, if it `is_kept` unsharded and its shards were written to.

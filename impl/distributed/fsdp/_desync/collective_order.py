@@ -3,14 +3,15 @@
 Collectives have no names: when ranks issue them in another order, equal sizes give wrong numbers in silence and unequal
 ones a hang or the end of a process. So each rank notes what it issues, `gathered 'blocks.1'`, and of gradients what it
 lacks, `reduced 'blocks.1' without blocks.1.bias`; the ranks compare through the group's store. No collective is added.
-The first gather and the first reduction of a unit say how it was sharded, where that is not the default.
+The first gather and the first reduction of a unit say what its sharding comes to, where that is not the default.
 
 - *After each step* a thread, the monitor, compares a digest of the step's collectives with that of the rank that was
   first there. A step does not end before this rank has compared the step before it: the rank that finds a difference
   raises at most one step late, and the others in their next collective, which it does not enter.
 - *Before a collective* that never came after its predecessor yet, where waiting for collectives holds up the host
-  (gloo): the first step, and any change of order. A difference is found before anything is sent. Where the predecessor
-  was once followed by another collective, this rank waits until all have said what they do now, 10 s at most.
+  (gloo): the first step, any change of order, and the second step of units that said in the first how they are sharded.
+  A difference is found before anything is sent. Where the predecessor was once followed by another collective, this
+  rank waits until all have said what they do now, 10 s at most.
 - *In a collective* that takes longer than 5 s, the monitors compare the step so far, and a rank whose host waits in a
   collective of the user's own for one that waits here is named. One that fails, or reaches the
   group's time-out, has the monitors called: a rank that does not answer has ended or is stopped, and is named.

@@ -134,7 +134,7 @@ class DesyncMonitor:
         self._post("meeting", start=number, entries=[entry])
 
     def tell_difference(self, ours: str, rank: int, theirs: str) -> None:
-        what, cure = _difference((ours, theirs))
+        what, cure = difference_in_words(ours, theirs)
         self._tell(
             f"{what}: rank {self._ranks[self.store.rank]} {ours} where rank {self._ranks[rank]} {theirs}; {cure}"
         )
@@ -295,7 +295,7 @@ class DesyncMonitor:
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def _difference(entries: tuple[str, str]) -> tuple[str, str]:
+def difference_in_words(*entries: str) -> tuple[str, str]:
     """What two ranks that issue these do wrong, and how to cure it."""
     if any(entry.startswith(GATHERED_ANEW) for entry in entries):
         return (
@@ -303,14 +303,14 @@ def _difference(entries: tuple[str, str]) -> tuple[str, str]:
             "write to them on every rank or on none, and between a forward and its backward on none",
         )
     units = {entry.partition("'")[2].partition("'")[0] for entry in entries}
-    if len(units) == 1 and any(WITHOUT in entry for entry in entries):
+    if len(units) == 1 and len({entry.partition(WITHOUT)[2] for entry in entries}) > 1:
         return (
             "the ranks have gradients of different parameters",
             "every rank must freeze the same parameters, and use the same ones; with fully_shard, "
             "set_reduce_scatter_unused_params(True) reduces zeros for those that a rank does not use",
         )
     if len(units) == len({entry.partition(" ")[0] for entry in entries}) == 1:
-        if any(DIVIDED in entry for entry in entries):
+        if len({entry.partition(DIVIDED)[2].partition(WITHOUT)[0] for entry in entries}) > 1:
             return (
                 "the ranks divide gradients by different factors",
                 "call set_gradient_divide_factor() with the same one on every rank",
@@ -318,8 +318,8 @@ def _difference(entries: tuple[str, str]) -> tuple[str, str]:
         if any(WITH in entry for entry in entries):
             return (
                 "the ranks have sharded a module differently",
-                "every rank must give it the same mp_policy or mixed_precision, the same placements, and parameters of "
-                "the same dtype",
+                "every rank must compute and reduce it in the same dtypes, by mp_policy or mixed_precision, and give "
+                "it the same placements, and parameters of the same dtype",
             )
     if sum(OF_STATES in entry for entry in entries) == 1:
         return (

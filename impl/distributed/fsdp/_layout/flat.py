@@ -14,7 +14,7 @@ from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.flat_gradients import GradientShard
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, aligned_elements, layout_of
-from impl.distributed.fsdp._param_group import Gathering
+from impl.distributed.fsdp._param_group import Gathering, dtypes_of
 from impl.distributed.fsdp._param_registration import ManagedParam
 from impl.distributed.fsdp._policies import ParamPrecision
 from impl.kernels import copy_into_, placed
@@ -51,13 +51,14 @@ class FlatParamGroup(FlatParamHandle):
             use_orig_params=config.use_orig_params,
         )
         self.groups = groups
-        self.reduction = Reduction(groups)
-        dtypes = {"param_dtype": mixed.param_dtype, "reduce_dtype": mixed.reduce_dtype}
-        self.reduction.introduce(", ".join(f"{name}={dtype}" for name, dtype in dtypes.items() if dtype))
+        self.reduction = Reduction(groups, self._sharded_with)
         self.gradients = GradientShard(self, mixed.keep_low_precision_grads)
         self.syncs = True
         self.names = [slot.name for slot in layout.slots]
         self._config = config
+
+    def _sharded_with(self) -> str:
+        return ", ".join(dtypes_of(self))
 
     def precision_of(self, index: int) -> ParamPrecision:
         del index

@@ -22,7 +22,7 @@ from impl.distributed.fsdp._layout.gather_extension import GatherExtension, has_
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
-from impl.distributed.fsdp._param_group import Gathering
+from impl.distributed.fsdp._param_group import Gathering, dtypes_of
 from impl.distributed.fsdp._param_registration import ParamInfo, ParamLocation, ParamRegistration
 from impl.distributed.fsdp._policies import OffloadPolicy, ParamPrecision, offloads, pins
 from impl.distributed.fsdp._transport.choosing import fills_rows
@@ -58,7 +58,7 @@ class DTensorGroup:
         self.offloads = offloads(offload_policy)
         self.pins = device.type != "cpu" and pins(offload_policy)
         self.syncs = True
-        self.reduction = Reduction(groups)
+        self.reduction = Reduction(groups, self._sharded_with)
         self.gradients = DTensorGradients(self)
         self.names = [param.name for param in params]
         self._registration = ParamRegistration(self.param_infos, as_parameters=True)
@@ -102,6 +102,10 @@ class DTensorGroup:
         """That it is computed with: integers keep their own."""
         asked = self.options.precision.param_dtype
         return asked if asked is not None and param.dtype.is_floating_point else param.dtype
+
+    def _sharded_with(self) -> str:
+        placed = [f"{param.name} as Shard({param.dim})" for param in self.params if param.dim]
+        return ", ".join([*dtypes_of(self), *placed])
 
     # when it is unsharded
 
