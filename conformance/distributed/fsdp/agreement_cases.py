@@ -229,8 +229,10 @@ def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: f
     raise RuntimeError("a step was left out")
 
 
-def ask_alone(rank: Rank, *, library: str, face: str, timeout_s: float) -> None:
-    """One rank asks for a whole state, as the model's or the optimizer's, where the other one begins a step."""
+def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s: float) -> None:
+    """One rank asks for a whole state, as the model's or the optimizer's, where the other one begins a step, `pause_s`
+    later.
+    """
     group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     torch.manual_seed(0)
@@ -241,6 +243,7 @@ def ask_alone(rank: Rank, *, library: str, face: str, timeout_s: float) -> None:
     optimizer.step()
     try:
         if rank.rank != ASTRAY:
+            time.sleep(pause_s)
             _step(model, "train", seeding.generator(1))
         elif face == "FSDP1":
             model.optim_state_dict(model, optimizer, group=group)

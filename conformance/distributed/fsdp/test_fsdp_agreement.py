@@ -285,12 +285,18 @@ def test_a_rank_that_waits_for_the_others_elsewhere(
 @clause("distributed.fsdp.fsdp_agreement.states_of_one_rank")
 @pytest.mark.deviation("fsdp.states_of_one_rank")
 @pytest.mark.deadline(90)
-@pytest.mark.parametrize("face", ["FSDP1", pytest.param("fully_shard", marks=FULL)])
-def test_one_rank_alone_asks_for_a_state(deviation: DeviationJudge, reference: Library, face: str) -> None:
+@pytest.mark.parametrize(
+    ("face", "pause_s"),
+    [("FSDP1", 1.0), *(pytest.param(one, 0.0, marks=FULL) for one in ("FSDP1", "fully_shard"))],
+)
+def test_one_rank_alone_asks_for_a_state(
+    deviation: DeviationJudge, reference: Library, face: str, pause_s: float
+) -> None:
     def raised(library: Library) -> Seen:
         timeout_s = 2.0 if library is reference else TIMEOUT_S
+        how = {"library": library.spec, "face": face, "pause_s": pause_s, "timeout_s": timeout_s}
         with RankPool(2, grace_s=SHORT_GRACE_S) as pool, pytest.raises(RankFault) as fault:
-            pool.run(f"{CASES}:ask_alone", library=library.spec, face=face, timeout_s=timeout_s)
+            pool.run(f"{CASES}:ask_alone", **how)
         return _seen_in(fault.value)
 
     named = rf"some ranks alone ask for a state dict: .*rank {ASTRAY} .*of a state dict.*; call what gives it on every"

@@ -95,8 +95,11 @@ class CollectiveOrderChecker:
         except RuntimeError as error:
             raise RuntimeError(monitor.explained(entry)) from error
 
-    def note(self, entry: str, group: dist.ProcessGroup, on_host: bool) -> None:
+    def note(self, entry: str, group: dist.ProcessGroup, on_host: bool, *, awaits_all: bool = False) -> None:
         """
+        Args:
+            awaits_all: what follows cannot be interrupted, so all ranks are to be here first, or 10 s have gone by.
+
         Raises:
             RuntimeError: the ranks issue different collectives, now or earlier.
         """
@@ -108,9 +111,9 @@ class CollectiveOrderChecker:
         if monitor.verdict:
             raise RuntimeError(monitor.verdict)
         known = self._known.get(entry)
+        if on_host and (known is None or awaits_all):
+            self._meet(entry, monitor, awaits_all)
         if known is None:
-            if on_host:
-                self._meet(entry, monitor)
             known = self._known[entry] = self._followers.setdefault(entry, {})
         self._history.thread = threading.get_ident()
         self._history.now.entries.append(entry)
@@ -145,7 +148,7 @@ class CollectiveOrderChecker:
             # Also at exit: a thread that is inside the store when the interpreter ends would take the process down.
             weakref.finalize(group, self._monitor.stop)
 
-    def _meet(self, entry: str, monitor: DesyncMonitor) -> None:
+    def _meet(self, entry: str, monitor: DesyncMonitor, awaits_all: bool) -> None:
         """Compare before anything is sent. Where no rank knows a follower yet, all of them come here and claim."""
         number = self._history.now.stop
         store = monitor.store
@@ -153,7 +156,7 @@ class CollectiveOrderChecker:
             rank, first = store.claim(f"at/{number}", entry)
             if first != entry:
                 monitor.tell_difference(entry, rank, first)
-            elif self._known:
+            elif self._known or awaits_all:
                 self._history.meetings.add(number)
                 store.count_up(f"met/{number}")
                 if rank == store.rank:
