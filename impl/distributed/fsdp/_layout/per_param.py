@@ -233,6 +233,8 @@ class DTensorGroup:
         is_split = bool(self._parts) and unsharded.is_filled()
         over = self.groups.backward if is_split else self.groups.shard
         given = self._parts if is_split else unsharded.inputs()
+        if not is_split:
+            self.drop_parts()  # which are older, and what is noted as filled now would pass for theirs if this fails
         unsharded.allocate()
         written = unsharded.note_filled()
         if self.offloads:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from conformance.ranks import RankPool
 from impl.distributed.fsdp._phase import Phase
+from impl.distributed.fsdp.tests import failed_gather_cases
 from impl.distributed.fsdp.tests.streamed import PLAIN, call, loss_of, model_of, world_of
 
 
@@ -136,3 +139,10 @@ def test_a_thread_that_looks_at_the_model_does_not_end_the_backward() -> None:
     assert "during forward/backward" in str(refused[0])
     torch.testing.assert_close(actual, expected)
     assert len(actual) > 0
+
+
+@pytest.mark.deadline(120)
+def test_behind_a_gather_that_raised_all_is_gathered_of_the_shards(ranks: Callable[..., RankPool]) -> None:
+    """Not of what was kept for a backward of parameters as they were before they were written to."""
+    seen = ranks(4).run(f"{failed_gather_cases.__name__}:gather_again")
+    assert seen == [[4.0, 8.0]] * 4
