@@ -89,6 +89,31 @@ def replicated(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Modu
     return nn.parallel.DistributedDataParallel(model.to(rank.device), bucket_cap_mb=0.001)
 
 
+def gathered_before_training(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
+    """By hand, when no forward has told yet which module is outermost; the last layer has no shards on most ranks."""
+    model.append(nn.Linear(WIDTH, 1))
+    options = {"offload_policy": library.CPUOffloadPolicy(), "reshard_after_forward": False}
+    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+    for layer in model:
+        library.fully_shard(layer, mesh=mesh, **options).unshard(async_op=True)
+    return library.fully_shard(model, mesh=mesh, **options)
+
+
+def write_behind_evaluation(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """The host writes to the shards as soon as a forward has been issued."""
+    shards = nn.ParameterList(model.parameters())
+    with torch.no_grad():
+        seen = model(batch).square().mean()
+    halve(shards)
+    return seen + backward(model, batch)
+
+
+def load_what_is_gathered(library: ModuleType, model: nn.Module) -> None:
+    for layer in model:
+        layer.unshard(async_op=True)
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
 def prefetching(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
     sharded = per_parameter()(library, model, rank)
     for layer, following in itertools.pairwise(model):
@@ -244,6 +269,10 @@ PER_PARAMETER_WAYS = {
     "fully_shard, offloaded, accumulated": Way(OFFLOADED, accumulate=not_the_last),
     "fully_shard, offloaded, gathered by hand": Way(OFFLOADED, between=gather_offloaded_by_hand),
     "fully_shard, offloaded, evaluated": Way(OFFLOADED, between=evaluate_and_write),
+    "fully_shard, offloaded, gathered before training": Way(
+        gathered_before_training, backward=write_behind_evaluation
+    ),
+    "fully_shard, offloaded, loaded while gathered": Way(OFFLOADED, between=load_what_is_gathered),
     "fully_shard, prefetched": Way(prefetching),
     "fully_shard, accumulated": Way(per_parameter(), accumulate=without_syncing),
     "fully_shard, a backward that is not the last": Way(per_parameter(), accumulate=not_the_last),
@@ -257,7 +286,12 @@ PER_PARAMETER_WAYS = {
 WAYS = {**FLAT_WAYS, **PER_PARAMETER_WAYS, "DDP": Way(replicated, accumulate=without_syncing)}
 
 # torch's host writes to shards that are being copied from.
-WRITTEN_TO_WHILE_COPIED = ("fully_shard, offloaded, gathered by hand", "fully_shard, offloaded, evaluated")
+WRITTEN_TO_WHILE_COPIED = (
+    "fully_shard, offloaded, gathered by hand",
+    "fully_shard, offloaded, evaluated",
+    "fully_shard, offloaded, gathered before training",
+    "fully_shard, offloaded, loaded while gathered",
+)
 OF_ONE_LIBRARY = {
     "DDP": "torch",
     "FSDP, written to before the backward": "impl",
@@ -294,6 +328,20 @@ def course_of(rank: Rank, library: str, way: Way, seed: int) -> Course:
         tuple(str(hazard) for hazard in simulator.take_hazards()),
         tuple(simulator.take_unreplayable()),
     )
+
+
+def pinned_where_cast(rank: Rank) -> list[bool]:
+    """Whether shards on the host are pinned once what was cast, in a module of its own, has been gathered."""
+    loaded = importlib.import_module(LIBRARIES["impl"])
+    simulator.set_schedule(0, rank.rank)
+    model = OFFLOADED(loaded, nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH))), rank)
+    pinned = []
+    for dtype in (torch.float32, torch.float64):
+        model[0][0].to(dtype)
+        with torch.no_grad():
+            model(torch.ones(1, WIDTH, dtype=dtype, device=rank.device))
+        pinned += [parameter._local_tensor.is_pinned() for parameter in model.parameters()]
+    return pinned
 
 
 def _train(library: ModuleType, way: Way, rank: Rank) -> str:

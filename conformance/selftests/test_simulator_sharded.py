@@ -80,6 +80,10 @@ def test_a_right_program_has_one_result_and_a_seed_one_course(
             assert again == found or any(one.unreplayable for one in again), f"seed {seed}"
 
 
+def test_what_was_cast_is_pinned_again(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run("conformance.selftests.simulator_sharded:pinned_where_cast") == [[True] * 4] * 2
+
+
 def waits() -> Iterator[tuple[str, int, str]]:
     """File, line and text of each statement in impl's FSDP that lets a stream or the host wait."""
     for file in sorted(SHARDING.rglob("*.py")):

@@ -111,9 +111,13 @@ class ModuleState:
 
     def reshard(self) -> None:
         """The modules see the shards. What was gathered ahead and does not show yet stays for who will use it."""
-        if any(group.is_shown for group in self.groups):
-            self.unit.reshard()
-            self.unit.root.let_host_write()
+        unit = self.unit
+        if unit.is_unsharded:
+            if any(group.is_shown for group in self.groups):
+                unit.reshard()
+            else:
+                unit.wait_for_gather()
+            unit.root.let_host_write()
         for group in self.groups:
             group.drop_parts()
 
@@ -176,6 +180,7 @@ class ModuleState:
             _refuse_lenders_elsewhere(unit, units)
         for state in found:
             state._check_groups()
+        earlier = [state.unit.root.streams for state in found if state.has_root]
         for state in found:  # none of them has a root until nothing is refused any more
             state.is_root = state is self
             state.has_root = True
@@ -184,6 +189,7 @@ class ModuleState:
         if self.comm.streams is None:
             self.comm.streams = root.streams
         root.use_streams(self.comm.streams)
+        root.gather_behind(earlier)
         self._inner = [state for state in found if state is not self]
 
     def _check_groups(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,11 @@ class Root:
     def use_streams(self, streams: Streams) -> None:
         """Those of another root, before anything has run on its own."""
         self.streams = self.memory.streams = streams
+
+    def gather_behind(self, earlier: Iterable[Streams]) -> None:
+        """What units gathered by hand before there was this root was issued to these."""
+        for streams in earlier:
+            self.streams.wait(StreamRole.GATHER, streams.record(StreamRole.GATHER))
 
     def reset(self) -> None:
         """Behind an exception: no forward or backward is under way."""

@@ -18,7 +18,9 @@ What is read before it is written again, or its memory given away:
 - GATHER waits for the last work that read a resharded unit before the unit's memory is freed. It is GATHER's own and
   goes to the next gather, so the unit that was resharded last keeps it meanwhile: the next one is gathered while that
   one still computes. Where gathers are limited, the host waits as well before it issues another.
-- COMPUTE waits for a gather that nothing used before the unit is resharded: what follows may write to the shards.
+- COMPUTE waits for a gather that nothing used when the unit is resharded, even where what was gathered stays for who
+  will use it: what follows may write to the shards.
+- GATHER of a root waits for what its units gathered by hand before there was one, on streams of their own.
 - The host waits for GATHER, where shards lie in pinned memory, before it may write to them: at the end of an outermost
   forward, and when the user waits for a gather between forwards or has what he gathered resharded.
 - The buffer that gradients were copied into is COMPUTE's memory; it is kept until COMPUTE has waited for its reduction,

@@ -355,8 +355,7 @@ class Unit(Generic[_Group]):
         self.gather()
         if self.phase in BACKWARDS:
             self._refuse_lost_graph()
-        root = self.root
-        root.streams.wait(StreamRole.COMPUTE, self._gathered)
+        self.root.streams.wait(StreamRole.COMPUTE, self._gathered)
         self._gathered = None
         self._was_prefetched = False
         pairs = zip(self.param_groups, self._dtypes or (), strict=True)
@@ -402,11 +401,13 @@ class Unit(Generic[_Group]):
             return
         self._dtypes = None
         self._was_prefetched = False
-        root = self.root
-        # It may have been gathered for nothing: what COMPUTE does from here on may be to write to the shards.
-        root.streams.wait(StreamRole.COMPUTE, self._gathered)
+        self.wait_for_gather()
         self._gathered = None
-        root.memory.note_resharded(self)
+        self.root.memory.note_resharded(self)
+
+    def wait_for_gather(self) -> None:
+        """It may have been for nothing: what COMPUTE does from here on may be to write to the shards."""
+        self.root.streams.wait(StreamRole.COMPUTE, self._gathered)
 
     def reshard_unused(self) -> None:
         """Reshard what was gathered ahead for a forward that did not come: the shards may change before one does.

@@ -129,15 +129,20 @@ class DTensorGroup:
             if isinstance(found, nn.Parameter):
                 self.params[index].sharded = found
                 was_changed = True
-        if was_changed:
+        if was_changed or (self.pins and self._has_other_parts()):
             self.pin()
         return was_changed
+
+    def _has_other_parts(self) -> bool:
+        return self.unsharded_params is not None and self.unsharded_params.has_other_parts()
 
     def pin(self) -> None:
         """Have what lies on the CPU lie in pinned memory, if the policy asks for it; it may have been replaced."""
         for param in self.params if self.pins else ():
-            if param.local.is_cpu and not param.local.is_pinned():
-                param.local = param.local.pin_memory()
+            part = param.local
+            # Nothing is never pinned, and another part counts as written to, on this rank alone.
+            if part.is_cpu and part.numel() and not part.is_pinned():
+                param.local = part.pin_memory()
 
     def is_up_to_date(self, dtype: torch.dtype) -> bool:
         del dtype

@@ -210,6 +210,11 @@ class UnshardedParams:
         (before, *versions), (now, *versions_now) = self._filled_from, self._held()
         return versions == versions_now and all(map(operator.is_, before, now))
 
+    def has_other_parts(self) -> bool:
+        """Whether parameters were given other parts since it was filled."""
+        before = self._filled_from[0]
+        return any(param.local is not part for param, part in zip(self._params, before, strict=False))
+
     def _held(self) -> _Held:
         """The parts, and numbers of them that are others whenever they may have been written to."""
         sharded = [param.sharded for param in self._params]
