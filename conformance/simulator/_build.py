@@ -43,8 +43,6 @@ def load() -> ModuleType:
     Raises:
         Unavailable: torch is not 2.13, no compiler is there, or it failed.
     """
-    if not torch.__version__.startswith(TORCH + "."):
-        raise Unavailable(f"the simulator stands on torch {TORCH}, and this is {torch.__version__}")
     path = ensure_built()
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     module = importlib.util.module_from_spec(
@@ -56,6 +54,8 @@ def load() -> ModuleType:
 
 def ensure_built() -> Path:
     """Where the extension lies, built if it is not in the cache, without loading it; raises as `load`."""
+    if not torch.__version__.startswith(TORCH + "."):
+        raise Unavailable(f"the simulator stands on torch {TORCH}, and this is {torch.__version__}")
     cache = _cache()
     compiler = _compiler()
     path = cache / f"{MODULE}-{_digest(compiler or _any_built(cache))}.so"

@@ -88,8 +88,8 @@ def judge(
     bound = None
     for way in _ways(library, plan):
         if not way.is_bitwise and bound is None:
-            other = run("reference", parts_of(load_library("torch")), plan.with_other_update())
-            bound = Bound.between(reference, other)
+            beside = run("beside", parts_of(load_library("torch")), plan.one_rounding_away())
+            bound = Bound.between(reference, beside)
         held_to = None if way.is_bitwise else bound
         try:
             with library.kernels.backend(way.backend) if way.backend else contextlib.nullcontext():

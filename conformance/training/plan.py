@@ -43,6 +43,7 @@ class Plan:
     held_out_windows: int = 16
     seed: int = 1
     threads: int = 1  # sums are split among threads, so their count is part of the result
+    is_rounded_up: bool = False  # training begins with the next larger weights
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -56,9 +57,9 @@ class Plan:
     def learning_rate_at(self, step: int) -> float:
         return self.learning_rate * min(1.0, (step + 1) / (self.warmup + 1))
 
-    def with_other_update(self) -> Plan:
-        """The same plan by another of torch's own update paths: fused for any other, foreach for fused."""
-        return dataclasses.replace(self, optimizer="foreach" if self.optimizer == "fused" else "fused")
+    def one_rounding_away(self) -> Plan:
+        """The same plan from weights that are the next larger numbers."""
+        return dataclasses.replace(self, is_rounded_up=True)
 
 
 def small_plan(dtype: str, **changes: object) -> Plan:

@@ -55,6 +55,10 @@ class Trainer:
         torch.manual_seed(plan.seed)
         self.model = GPT(plan.shape).to(plan.device)
         self.parameters = list(self.model.parameters())
+        if plan.is_rounded_up:
+            with torch.no_grad():
+                for parameter in self.parameters:
+                    parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, math.inf)))
         arguments, self._clip_foreach = OPTIMIZERS[plan.optimizer]
         self.optimizer = torch.optim.AdamW(
             self.parameters, betas=(0.9, 0.95), weight_decay=plan.weight_decay, **arguments
