@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import math
-import weakref
 import zlib
 from collections.abc import Callable, Generator
 from typing import Any
@@ -21,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import impl.amp
 from conformance import simulator
-from impl.optim import _graphed_update, capture, explain, release
+from impl.optim import _graphed_update, explain
 from impl.optim._graphed_update import Settings
 from impl.optim._graphs import captured, graphs_for
 from impl.optim.tests import captured_twins as on
@@ -482,67 +480,3 @@ def waits_refused(device: str) -> Generator[None]:
     simulator.take_host_waits()
     yield
     assert simulator.take_host_waits() == []
-
-
-# How it ends
-
-
-def watched(side: Side) -> list[weakref.ref[Any]]:
-    """Its graphs, and what they would keep if they kept anything."""
-    updates = vars(side.optimizer)["_init_group"].graphed()
-    graphs = [weakref.ref(update._graph) for update in updates]
-    assert graphs
-    return [*graphs, *map(weakref.ref, side.params), weakref.ref(side.optimizer)]
-
-
-def test_graphs_go_with_their_optimizer(device: str) -> None:
-    """Without the collector."""
-    gc.disable()
-    try:
-        side = replaying("AdamW fused", device, dtypes=DTYPES)
-        refs = watched(side)
-        del side
-        assert [ref() for ref in refs] == [None] * len(refs)
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("undo", [release, functools.partial(capture, graph=False)])
-def test_graphs_go_when_they_are_not_wanted(undo: Any, device: str) -> None:
-    twins = Twins("AdamW fused", device=device, graph=True)
-    play(twins, settled())
-    ref = watched(twins.captured)[0]
-    undo(twins.captured.optimizer)
-    assert ref() is None
-    play(twins, settled())
-    assert explain(twins.captured.optimizer).graph is None
-    capture(twins.captured.optimizer, graph=True)
-    play(twins, settled())
-    assert reported(twins.captured).replayed
-    capture(twins.captured.optimizer)
-    play(twins, settled(1))
-    assert reported(twins.captured).replayed
-
-
-def test_gradients_are_not_kept(device: str) -> None:
-    side = replaying("AdamW fused", device)
-    refs = [weakref.ref(param.grad) for param in side.params]
-    side.optimizer.zero_grad()
-    assert [ref() for ref in refs] == [None] * len(refs)
-
-
-def test_nothing_grows(device: str) -> None:
-    """Not with replays, nor with what is captured anew."""
-    side = replaying("AdamW fused", device, groups=2)
-
-    def objects_after(rounds: int) -> int:
-        for number in range(rounds):
-            on.set_values(side, weight_decay=0.25 if number % 2 else 0.5)
-            run(side, settled(12))
-        gc.collect()
-        return len(gc.get_objects())
-
-    objects_after(2)
-    sizes = [objects_after(10) for _ in range(6)]
-    assert reported(side).captures == 2 + 2 + 60
-    assert max(sizes[3:]) <= max(sizes[:3])

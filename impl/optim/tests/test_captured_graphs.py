@@ -16,9 +16,10 @@ pytestmark = pytest.mark.deadline(560)
 FOLDER = "impl/optim/tests"
 
 
-def run(file: str, device: str) -> None:
+def run(device: str, *files: str) -> None:
     """In a process of its own, which the simulated device would keep."""
-    words = [sys.executable, "-m", "pytest", "-n", "0", "-q", f"{FOLDER}/{file}.py", "--device", device]
+    words = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--device", device]
+    words += [f"{FOLDER}/{file}.py" for file in files]
     ended = subprocess.run(words, cwd=HERE.parent, capture_output=True, text=True, timeout=540, check=False)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
 
@@ -33,9 +34,9 @@ def ensure_simulator() -> None:
 def test_steps_that_are_replayed(device: str) -> None:
     if device == "cpu":
         ensure_simulator()
-    run("captured_graphs", NAME if device == "cpu" else device)
+    run(NAME if device == "cpu" else device, "captured_graphs", "captured_graph_lifetimes")
 
 
 def test_each_fault_is_caught() -> None:
     ensure_simulator()
-    run("captured_graph_faults", NAME)
+    run(NAME, "captured_graph_faults")
