@@ -119,7 +119,7 @@ def test_equal_sizes_in_another_order(
         pytest.param("fully_shard", (8, 16, 24), marks=FULL),
     ],
 )
-@pytest.mark.parametrize("parts_at", [0, 2])
+@pytest.mark.parametrize("parts_at", [pytest.param(0, marks=FULL), 2])
 def test_unequal_sizes_in_another_order(
     deviation: DeviationJudge, mode: str, face: str, hidden: tuple[int, ...], parts_at: int
 ) -> None:
@@ -405,7 +405,7 @@ def is_named_in_time(reported: dict[int, str], victim: int, world_size: int = 3)
 @pytest.mark.parametrize(
     ("when", "hidden"),
     [
-        ("before", 8),
+        pytest.param("before", 8, marks=FULL),
         ("middle", 8),
         ("collective", 8),
         pytest.param("middle", LARGE, marks=FULL),
