@@ -198,10 +198,12 @@ class UnshardedParams:
             Which they are.
         """
         before, self._filled_from = self._filled_from, self._held()
-        pairs = zip(
-            zip(*before, strict=True), zip(*self._filled_from, strict=True), strict=False
-        )  # none at first
-        written = [i for i, (old, now) in enumerate(pairs) if old[0] is not now[0] or old[1:] != now[1:]]
+        now_and_before = zip(*self._filled_from, *before, strict=False)  # nothing before at first
+        written = [
+            i
+            for i, (part, version, own, old_part, old_version, old_own) in enumerate(now_and_before)
+            if part is not old_part or version != old_version or own != old_own
+        ]
         torch.autograd.graph.increment_version([self.views[i] for i in written])
         return written
 
