@@ -24,7 +24,7 @@ _CALLABLES = [
 ]
 
 
-@pytest.mark.parametrize("name", list(surface.names()))
+@pytest.mark.parametrize("name", surface.names())
 def test_name_is_provided(subject: Library, name: str) -> None:
     assert subject.find(name) is not None
 

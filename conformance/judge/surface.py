@@ -10,6 +10,7 @@ import enum
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -61,13 +62,28 @@ def torch_version() -> str:
 
 def resolve(path: str) -> Any:
     """torch's object at a path below `torch`."""
-    module, _, name = f"torch.{PRIVATE_IN_TORCH.get(path, path)}".rpartition(".")
+    module, name = _place(path)
     return getattr(importlib.import_module(module), name)
 
 
+def is_imported(path: str) -> bool:
+    """Whether torch's module of a name is: torch itself imports Dynamo, which takes a second, only when it is needed."""
+    return _place(path)[0] in sys.modules
+
+
+def is_defined_in_its_module(path: str) -> bool:
+    return resolve(path).__module__ == _place(path)[0]
+
+
+def _place(path: str) -> tuple[str, str]:
+    """torch's module of a name, and what it is called there."""
+    module, _, name = f"torch.{PRIVATE_IN_TORCH.get(path, path)}".rpartition(".")
+    return module, name
+
+
 @functools.cache
-def names() -> dict[str, Any]:
-    """Every public name once: its path below `torch`, and torch's object."""
+def names() -> tuple[str, ...]:
+    """Every public name once: its path below `torch`."""
     found: dict[str, Any] = {}
     for module_path in MODULES:
         module = importlib.import_module(f"torch.{module_path}")
@@ -81,7 +97,7 @@ def names() -> dict[str, Any]:
                 and all(value is not seen for seen in found.values())
             ):
                 found[path] = value
-    return found | {path: resolve(path) for path in ADDED}
+    return (*found, *ADDED)
 
 
 def _defined_in(module: ModuleType) -> list[str]:
@@ -103,7 +119,7 @@ def _shortest(module_path: str, name: str) -> str:
 
 @functools.cache
 def items() -> tuple[Item, ...]:
-    return tuple(item for path, value in names().items() for item in _items_of(path, value))
+    return tuple(item for path in names() for item in _items_of(path, resolve(path)))
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ def load(spec: str) -> tuple[str, ...]:
         CannotBeJudged: it cannot be imported, or put something in the place of what it would be compared with.
     """
     reference = load_library("torch")
-    before = {name: reference.find(name) for name in surface.names()}
+    before = {name: reference.find(name) for name in surface.names() if surface.is_imported(name)}
     signals = read(_SIGNALS)
     try:
         load_library(spec)
@@ -80,7 +80,7 @@ def load(spec: str) -> tuple[str, ...]:
         raise CannotBeJudged(_cannot_be_loaded(spec, describe(error), cure)) from error
     finally:
         changed = put_back(_SIGNALS, signals)
-    replaced = [name for name, found in before.items() if reference.find(name) is not found]
+    replaced = [name for name in surface.names() if _is_replaced(name, before)]
     if replaced:
         raise CannotBeJudged(
             f"importing the subject {spec!r} put other objects in torch's places ({', '.join(replaced)}); it would be "
@@ -91,6 +91,13 @@ def load(spec: str) -> tuple[str, ...]:
         "let it change them in a function that users call"
         for name, values in changed.items()
     )
+
+
+def _is_replaced(name: str, before: Mapping[str, Any]) -> bool:
+    """Of a module that the subject's import brought, what was not made there."""
+    if name in before:
+        return load_library("torch").find(name) is not before[name]
+    return surface.is_imported(name) and not surface.is_defined_in_its_module(name)
 
 
 def learn(spec: str, complaints: Sequence[str] = (), devices: str = "auto") -> Learned:

@@ -24,6 +24,7 @@ _OF_THE_CLASS = ("__dict__", "__weakref__", "__module__")
 _DERIVED = (torch.amp.autocast,)
 # Of fully_shard, which changes the classes of modules and tells them by these.
 _SHARED = "distributed.fsdp"
+_PUBLIC = {path: surface.resolve(path) for path in surface.names()}
 
 
 @functools.cache
@@ -33,7 +34,7 @@ def _renewed(value: Any) -> Any:
         return _copied_function(value, value, value)
     if issubclass(value, enum.Enum):
         return enum.Enum(value.__name__, {member.name: member.value for member in value})
-    bases = tuple(_renewed(base) if base in surface.names().values() else base for base in value.__bases__)
+    bases = tuple(_renewed(base) if base in _PUBLIC.values() else base for base in value.__bases__)
     made = types.new_class(value.__name__, (value,) if value in _DERIVED else bases)
     for name, attribute in vars(value).items():
         if name not in _OF_THE_CLASS:
@@ -78,7 +79,7 @@ def _place(path: str) -> types.ModuleType:
     return sys.modules[name]
 
 
-for _path, _value in surface.names().items():
+for _path, _value in _PUBLIC.items():
     _parent, _, _name = _path.rpartition(".")
     _made, _module = _value if _parent == _SHARED else _renewed(_value), _place(_parent)
     if _made is not _value:

@@ -113,6 +113,11 @@ SUBJECTS = {
         BAD_INPUT,
         "put other objects in torch's places (nn.utils.clip_grad_value_)",
     ),
+    "patches_what_is_imported_late": (
+        "from torch._dynamo.variables import optimizer; optimizer.OptimizerVariable = type('OptimizerVariable', (), {})",
+        BAD_INPUT,
+        "put other objects in torch's places (dynamo.OptimizerVariable)",
+    ),
 }
 
 
