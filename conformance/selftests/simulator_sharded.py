@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import importlib
@@ -277,6 +278,7 @@ PER_PARAMETER_WAYS = {
     "fully_shard, accumulated": Way(per_parameter(), accumulate=without_syncing),
     "fully_shard, a backward that is not the last": Way(per_parameter(), accumulate=not_the_last),
     "fully_shard, replicas that add up": Way(in_replicas, accumulate=without_all_reduce),
+    "fully_shard, replicas, a backward that is not the last": Way(in_replicas, accumulate=not_the_last),
     "fully_shard, gathered ahead": Way(per_parameter(), between=gather_ahead),
     "fully_shard, an optimizer on a stream of its own": Way(
         per_parameter(), step=step_on_a_stream_of_its_own
@@ -313,11 +315,16 @@ def course(rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, in
         return course_of(rank, library, WAYS[way], seed)
 
 
+@functools.cache
+def _freeze_what_is_imported() -> None:
+    """It need not be looked through again. (`gc.get_freeze_count`, which could tell, walks through all of it.)"""
+    gc.freeze()
+
+
 def course_of(rank: Rank, library: str, way: Way, seed: int) -> Course:
     loaded = importlib.import_module(LIBRARIES[library])
     gc.collect()  # what earlier trainings left is not to be freed in the middle of this one
-    if not gc.get_freeze_count():
-        gc.freeze()  # what was imported need not be looked through again
+    _freeze_what_is_imported()
     simulator.log_hazards()
     simulator.set_schedule(seed, rank.rank)
     bits = _train(loaded, way, rank)

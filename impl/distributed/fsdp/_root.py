@@ -89,6 +89,11 @@ class Root:
         self.handle_failed_backward()
         return self._ending is not None
 
+    @property
+    def adds_up_later(self) -> bool:
+        """REDUCE goes on beside what COMPUTE does next, and adds to `.grad` what it has in memory of its own."""
+        return self.streams.is_async and not (self.settings.is_last_backward or self._offloads)
+
     def handle_failed_backward(self) -> None:
         """A backward that raised is over without having ended: autograd has let go of what it was to call.
 
@@ -149,11 +154,10 @@ class Root:
         """Close every unit; COMPUTE waits for the gradients, or REDUCE goes on with them if others will be added."""
         for unit in self.units:
             unit.close_backward()
-        adds_up_on = StreamRole.REDUCE
-        if self.settings.is_last_backward or self._offloads:
+        adds_up_on = StreamRole.REDUCE if self.adds_up_later else StreamRole.COMPUTE
+        if not self.adds_up_later:
             self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
             self.memory.forget_reduced()
-            adds_up_on = StreamRole.COMPUTE
         if self._offloads:
             self.streams.block(
                 self.streams.record(StreamRole.COMPUTE)

@@ -486,7 +486,7 @@ class Unit(Generic[_Group]):
         with span("FSDP::post_backward_reduce", self.name, root.streams.on(StreamRole.REDUCE)):
             reduced = reduction(buffer, self.name)
             if reduced is not None:
-                gradients.add(reduced)
+                gradients.add(reduced.clone() if reduced is buffer and root.adds_up_later else reduced)
         root.memory.keep_until_reduced(buffer)
 
     def _refuse_changes(self) -> None:
