@@ -103,6 +103,21 @@ def step_unsynchronised(lab: Lab, *, face: str, clears: bool = False, detects: b
     return {"is moved": any(not torch.equal(after[name], one) for name, one in before.items())}
 
 
+def step_by_a_closure(lab: Lab, *, face: str, by_name: bool) -> dict[str, torch.Tensor]:
+    """It runs the last backward; those before it were without synchronisation."""
+    training = _Training(lab, face)
+    for number in (0, 2):
+        with training.synchronised(False):
+            training.backward(number)
+
+        def last(number: int = number + 1) -> torch.Tensor:
+            return training.backward(number)
+
+        training.optimizer.step(**{"closure": last}) if by_name else training.optimizer.step(last)
+        training.optimizer.zero_grad()
+    return training.parameters()
+
+
 class _Training:
     def __init__(self, lab: Lab, face: str) -> None:
         self.lab, self.face = lab, face

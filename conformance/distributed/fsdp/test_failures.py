@@ -128,6 +128,13 @@ def test_a_step_by_gradients_that_wait(twins: Twins, strategy: str) -> None:
     assert [one["is moved"] for one in twins.values(clears=True, **step)] == [False] * twins.world_size
 
 
+@clause("distributed.fsdp.failures.closures")
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "fully_shard"])
+def test_a_closure_that_runs_the_last_backward(twins: Twins, strategy: str, by_name: bool) -> None:
+    twins.agree(failure_cases.step_by_a_closure, **_of(strategy), by_name=by_name)
+
+
 @clause("distributed.fsdp.failures.waiting_step_allowed")
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "fully_shard"])
 def test_a_step_by_gradients_that_wait_is_allowed(twins: Twins, strategy: str) -> None:

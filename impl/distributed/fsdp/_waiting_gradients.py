@@ -38,8 +38,27 @@ class _Detection:
             self._hook = None
 
     @dynamo_disable
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del args, kwargs
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A closure may run the last backward, so there it is looked at behind it."""
+        optimizer_itself, *others = args
+        closure = others[0] if others else kwargs.get("closure")
+        if closure is None:
+            self._refuse_if_waiting(optimizer)
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            self._refuse_if_waiting(optimizer)
+            return loss
+
+        if others:
+            return (optimizer_itself, checked, *others[1:]), kwargs
+        return args, kwargs | {"closure": checked}
+
+    @dynamo_disable
+    def _refuse_if_waiting(self, optimizer: Optimizer) -> None:
         if not self.is_on:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
