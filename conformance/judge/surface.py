@@ -67,7 +67,7 @@ def resolve(path: str) -> Any:
 
 
 def is_imported(path: str) -> bool:
-    """Whether torch's module of a name is: torch itself imports Dynamo, which takes a second, only when it is needed."""
+    """Whether torch's module of a name is: Dynamo, which takes a second, torch imports only when it is needed."""
     return _place(path)[0] in sys.modules
 
 

@@ -114,7 +114,7 @@ SUBJECTS = {
         "put other objects in torch's places (nn.utils.clip_grad_value_)",
     ),
     "patches_what_is_imported_late": (
-        "from torch._dynamo.variables import optimizer; optimizer.OptimizerVariable = type('OptimizerVariable', (), {})",
+        "import torch._dynamo.variables.optimizer as one; one.OptimizerVariable = type('Other', (), {})",
         BAD_INPUT,
         "put other objects in torch's places (dynamo.OptimizerVariable)",
     ),

@@ -11,8 +11,8 @@ What is written before it is read:
 - COMPUTE waits for a unit's gather before it reads the unsharded buffer: in forward, in backward, summoned.
 - REDUCE waits for COMPUTE, which copies in a unit's gradients, before it reads them.
 - COMPUTE waits for REDUCE at the end of backward, before `.grad` is shown; with parameters on the CPU the host waits
-  for COMPUTE too. Of a backward that is not the last, REDUCE itself adds to `.grad`, from memory of its own: where nothing
-  is sharded it takes a copy of the buffer.
+  for COMPUTE too. Of a backward that is not the last, REDUCE itself adds to `.grad`, from memory of its own: where
+  nothing is sharded it takes a copy of the buffer.
 
 What is read before it is written again, or its memory given away:
 

@@ -28,10 +28,14 @@ _RECORDS = (
 )
 
 
+class _AsksForMore(pickle.UnpicklingError):
+    """Metadata that is whole, and wants what no metadata is made of."""
+
+
 def _member(of: Any, name: str) -> records._MEM_FORMAT_ENCODING:
     """What Python 3.11.0 to 3.11.3 write for a member of an enumeration, by `getattr`, which may give more."""
     if of is not records._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(
+        raise _AsksForMore(
             f"the checkpoint's metadata asks for {name} of {of}, which no checkpoint does; nothing was run"
         )
     return records._MEM_FORMAT_ENCODING[name]
@@ -54,7 +58,7 @@ class _Unpickler(pickle.Unpickler):
         allowed = _ALLOWED.get((module, name))
         dtype = getattr(torch, name, None) if module == "torch" else None
         if allowed is None and not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(
+            raise _AsksForMore(
                 f"the checkpoint's metadata asks for {module}.{name}, of which no checkpoint is made; nothing was run. "
                 "If you trust whoever wrote it, torch.distributed.checkpoint.load would run it"
             )
@@ -111,7 +115,7 @@ def _check_sums(value: io.BytesIO, place: str) -> None:
 def _unpickled(data: bytes, path: Any) -> Metadata:
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
-    except pickle.UnpicklingError:
+    except _AsksForMore:
         raise
     except Exception as error:  # pickle documents that damage may raise anything
         raise pickle.UnpicklingError(f"{path} is cut off or damaged: {error}") from error

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -141,11 +142,13 @@ def _die(over: Path | None, after_s: float) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refused(rank: Rank, *, path: Path, width: int = 5) -> Any:
+def refused(rank: Rank, *, path: Path, width: int = 5, by_scaler: bool = False) -> Any:
     """What a load raises on this rank, and whether everything is as before."""
     run = Run(rank, seed=1, width=width)
     run.train(range(1))
     before = run.state()
+    if by_scaler:  # behind the scheduler, which has loaded then
+        run.others["scaler"].load_state_dict = mock.Mock(side_effect=ValueError("the scaler refuses"))
     try:
         run.load(path)
     except Exception as error:
