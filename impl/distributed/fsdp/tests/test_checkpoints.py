@@ -231,7 +231,8 @@ def test_what_cannot_be_loaded_changes_nothing(
     do_damage(copied, damage)
     seen = ranks(number).run(f"{CASES}:refused", path=copied, width=width, by_scaler=damage == "none")
     for text, before, after in seen:
-        assert text is not None and SAID[damage] in text
+        assert text is not None
+        assert SAID[damage] in text
         assert are_same(before, after)
 
 
