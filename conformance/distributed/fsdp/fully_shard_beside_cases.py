@@ -139,13 +139,13 @@ def gathered_for_no_backward(site: Site) -> torch.Tensor:
         return model(_batch(site, 0))
 
 
-def stepped_before_backward(site: Site, kept: bool, only: str = "") -> list[torch.Tensor]:
+def stepped_before_backward(site: Site, kept: bool, how: dict[str, bool], only: str = "") -> list[torch.Tensor]:
     """The gradients of a backward whose forward came before a step of the parameters whose names end so."""
     model = _blocks()
     for block in (*model, model):
         site.shard(block, reshard_after_forward=not kept)
     stepped = [parameter for name, parameter in model.named_parameters() if name.endswith(only)]
-    optimizer = torch.optim.SGD(stepped, 0.1)
+    optimizer = torch.optim.AdamW(stepped, 0.1, **how)
     model(_batch(site, 0)).sum().backward()
     loss = model(_batch(site, 1)).sum()
     optimizer.step()

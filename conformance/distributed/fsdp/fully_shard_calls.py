@@ -58,7 +58,7 @@ class Scene:
     def __init__(self, rank: Rank, library: Library, model: Any, tree: ModuleTree) -> None:
         self.rank, self.library, self.model, self.tree = rank, library, model, tree
         self.units = [*reversed(units_of(model, "leaves")), model]
-        self.optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.5)
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.5, foreach=True)  # as on a device
         inner = {id(p): number for number, unit in enumerate(self.units[:ROOT]) for p in unit.parameters()}
         self.unit_of = {id(p): inner.get(id(p), ROOT) for p in model.parameters()}
         self.unsynchronised: set[int] = set()  # units that are told not to synchronise

@@ -85,11 +85,13 @@ def test_what_no_backward_used_is_gathered_again(
 
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")
 @pytest.mark.deviation("fully_shard.stepped_before_backward")
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(
+    ("kept", "how"), [(False, {"fused": True}), (True, {"foreach": True}), (True, {"foreach": False})]
+)
 def test_a_backward_does_not_read_what_was_stepped_since(
-    deviation: DeviationJudge, rank_pool: RankPool, kept: bool
+    deviation: DeviationJudge, rank_pool: RankPool, kept: bool, how: dict[str, bool]
 ) -> None:
-    asked = {"asks": cases.stepped_before_backward, "kept": kept}
+    asked = {"asks": cases.stepped_before_backward, "kept": kept, "how": how}
     deviation.judge(
         lambda library: outcomes(rank_pool, library, "fully_shard_construct_cases:probe", **asked),
         we_do=raises(RuntimeError, "has been modified by an inplace operation"),
@@ -100,7 +102,7 @@ def test_a_backward_does_not_read_what_was_stepped_since(
 def test_what_a_backward_does_not_read_may_be_stepped(
     subject: Library, reference: Library, rank_pool: RankPool
 ) -> None:
-    asked = {"kept": False, "only": "inner.bias"}
+    asked = {"kept": False, "how": {}, "only": "inner.bias"}
     (actual, *_) = assert_probes_agree(
         rank_pool, (reference, subject), cases.stepped_before_backward, **asked
     )

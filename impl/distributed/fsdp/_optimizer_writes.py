@@ -1,7 +1,8 @@
 """Steps of optimizers, told by the version counters of what they write to.
 
-torch's fused updates do not move those counters, nor do kernels of others that are handed addresses. A unit that is
-still unsharded would take its shard for unchanged then, and compute with parameters that are one step old.
+torch's fused updates do not move those counters, nor do its foreach ones those of DTensors, nor kernels of others that
+are handed addresses. A unit that is still unsharded would take its shard for unchanged then, and compute with parameters
+that are one step old.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,7 +23,9 @@ _have_gradients: Any = WeakIdKeyDictionary()  # of each that is tracked, weakly,
 
 
 def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callable[[], bool]) -> None:
-    """From here on a step of any optimizer moves the version counters of those it writes to, however it does.
+    """From here on a step of any optimizer moves the version counters of those it writes to, and of DTensors.
+
+    A reference to a DTensor, even a weak one, would keep its module from being moved, so these are not noted.
 
     Args:
         have_gradients: a method, held weakly: whether, on some rank, there are any of what these are sharded with.
@@ -42,7 +46,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if torch.compiler.is_compiling():  # a graph moves the counters of what it writes to
         return
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ours = [parameter for parameter in stepped if _tracked.get(id(parameter)) is parameter]
+    ours = [one for one in stepped if isinstance(one, DTensor) or _tracked.get(id(one)) is one]
     # None is left where a hook of the optimizer's own has cleared them all.
     torch.autograd.graph.increment_version([p for p in ours if _is_written(p)] or ours)
 
@@ -51,5 +55,5 @@ def _is_written(parameter: Tensor) -> bool:
     """By a step, on any rank: all of them have to see one, also those that have no element of the parameter."""
     if parameter.grad is not None or parameter.numel() > 0:
         return parameter.grad is not None
-    have_gradients = _have_gradients[parameter]()
+    have_gradients = _have_gradients[parameter]() if parameter in _have_gradients else None
     return have_gradients is not None and have_gradients()

@@ -101,10 +101,9 @@ class Unit(Generic[_Group]):
         """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
         self._lost_graph = any(unsharded.is_given_up for unsharded in self._in_graph)
         for group in self.param_groups:
-            if not group.is_tracked:
-                continue
-            track_optimizer_writes(group.stepped, group.gradients.are_there)
-            for parameter in group.stepped:
+            tracked = group.stepped if group.is_tracked else []
+            track_optimizer_writes(tracked, group.gradients.are_there)
+            for parameter in tracked:
                 register_shard_groups(parameter, *group.groups.holding)
 
     # Forward
