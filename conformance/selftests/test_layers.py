@@ -51,7 +51,7 @@ WITHIN_SHARDING = (
     ),
     (
         "_full_precision",
-        "_input_gradients",
+        "_open_forwards",
         "_groups",
         "_param_registration",
         "_optimizer_writes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -139,7 +140,9 @@ def gathered_for_no_backward(site: Site) -> torch.Tensor:
         return model(_batch(site, 0))
 
 
-def stepped_before_backward(site: Site, kept: bool, how: dict[str, bool], only: str = "") -> list[torch.Tensor]:
+def stepped_before_backward(
+    site: Site, kept: bool, how: dict[str, bool], only: str = ""
+) -> list[torch.Tensor]:
     """The gradients of a backward whose forward came before a step of the parameters whose names end so."""
     model = _blocks()
     for block in (*model, model):
@@ -151,6 +154,24 @@ def stepped_before_backward(site: Site, kept: bool, how: dict[str, bool], only: 
     optimizer.step()
     loss.backward()
     return [parameter.grad.to_local() for parameter in model.parameters()]
+
+
+def without_a_backward(site: Site) -> dict[str, bool]:
+    """Whether forwards that a graph is made of, and nothing more, leave something: on an input, or anywhere."""
+    model = _blocks()
+    for block in (*model, model):
+        site.shard(block)
+    batch = _batch(site, 0).requires_grad_()
+
+    def left(forwards: int) -> tuple[int, int]:
+        for _ in range(forwards):
+            model(batch)
+        gc.collect()
+        return len(batch._backward_hooks or ()), len(gc.get_objects())
+
+    hooks, objects = left(80)  # a history of the last steps may be full then
+    more_hooks, more_objects = left(50)
+    return {"hooks": more_hooks > hooks, "objects": more_objects >= objects + 50}
 
 
 def compiled(site: Site, how: str) -> dict[str, Any]:

@@ -109,6 +109,12 @@ def test_what_a_backward_does_not_read_may_be_stepped(
     assert actual.raised is None, actual.raised
 
 
+@clause("distributed.fsdp.fully_shard.without_a_backward")
+def test_forwards_alone_leave_nothing(subject: Library, rank_pool: RankPool) -> None:
+    seen = outcomes(rank_pool, subject, "fully_shard_construct_cases:probe", asks=cases.without_a_backward)
+    assert [one.value for one in seen] == [{"hooks": False, "objects": False}] * rank_pool.world_size
+
+
 @clause("distributed.fsdp.fully_shard.compiled_blocks")
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_blocks_may_be_compiled(subject: Library, reference: Library, rank_pool: RankPool, how: str) -> None:

@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._autograd import next_node
 from impl.distributed.fsdp._config import Config
-from impl.distributed.fsdp._input_gradients import InputGradients, follow_in_backward
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
+from impl.distributed.fsdp._open_forwards import OpenForwards, follow_in_backward
 from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._param_group import (
     ParamGroup,
@@ -63,12 +63,10 @@ class Unit(Generic[_Group]):
         self._dtypes: list[torch.dtype] | None = None  # of what is unsharded
         self._gathered: Any = None  # the event of their gather
         self._was_prefetched = False
-        self.awaits_backward = False
         self._in_graph: list[Unsharded] = []  # whose views the last graph was built from
         self._lost_graph = False  # since they were given up
-        self._inputs = InputGradients()
+        self._forwards = OpenForwards()
         self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
-        self._earlier_inputs = 0  # that were watched when the forward began
         self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
         self._has_begun_backward = False
         self.register_params()
@@ -83,6 +81,10 @@ class Unit(Generic[_Group]):
     @property
     def is_unsharded(self) -> bool:
         return self._dtypes is not None or bool(self.summoned)
+
+    @property
+    def awaits_backward(self) -> bool:
+        return self._forwards.await_backward
 
     def begin_summoning(self, summoned: Sequence[SummonedParams], by_all: bool) -> None:
         """The user is shown unsharded parameters: all of the unit on this rank, or none; or on all ranks."""
@@ -134,9 +136,9 @@ class Unit(Generic[_Group]):
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        self._earlier_inputs = self._inputs.watched
         with span("FSDP::pre_forward", self.name):
             self.root.note_begun(self)
+            self._forwards.begin(self.before_backward)
             for group in self.param_groups:
                 group.gradients.forget_if_cleared()
             for unit in (self, *self.lenders):
@@ -148,7 +150,7 @@ class Unit(Generic[_Group]):
                 self._prefetch(named)
             args, kwargs = self._cast(args, kwargs)
             if self.param_groups and torch.is_grad_enabled():
-                for tensor in self._inputs.watch((args, kwargs), self.finish_if_complete):
+                for tensor in self._forwards.watch((args, kwargs), self.finish_if_complete):
                     self._follow_gradients_of(tensor)
             self._first_node = next_node()
             return args, kwargs
@@ -174,9 +176,7 @@ class Unit(Generic[_Group]):
             self.root.note_ended(self)
             self._move(Move.END_FORWARD)
             watched = self._entries(outputs, held) if torch.is_grad_enabled() else []
-            for output in watched:
-                output.register_hook(self.before_backward)
-            self.awaits_backward |= bool(watched)
+            self._forwards.end(watched)
             self._refuse_changes()
             for unit in (self, *self.lenders):
                 unit._end_use(awaits_backward=bool(watched))
@@ -209,7 +209,7 @@ class Unit(Generic[_Group]):
         if self.phase in FORWARDS and self._depth == 0:  # else it may be caught in the forward around it
             self._move(Move.END_FORWARD)
             self.root.note_abandoned()
-            self._inputs.forget(self._earlier_inputs)
+            self._forwards.abandon()
             if not self.is_lent():
                 self.reshard()
             for lender in self.lenders:
@@ -243,7 +243,7 @@ class Unit(Generic[_Group]):
         self.root.begin_backward()
         self.phase = after
         self._has_begun_backward = True
-        self.awaits_backward = False
+        self._forwards.note_backward()
         if not self.param_groups:
             return
         if unshards:
@@ -279,14 +279,13 @@ class Unit(Generic[_Group]):
         self._finishes_at_end = True
         self.before_backward(gradient)
 
-    def finish_if_complete(self, _: Tensor | None) -> None:
+    def finish_if_complete(self) -> None:
         """An input has its gradient: finish as soon as nothing in the graph will read the views again."""
-        self._inputs.note_gradient()
         if self.phase not in BACKWARDS or self._finishes_at_end:
             return
-        if have_all_gradients(self.param_groups, self._in_graph, self._inputs.are_complete):
+        if have_all_gradients(self.param_groups, self._in_graph, self._forwards.have_all_gradients):
             self.finish_backward()
-        elif self._inputs.are_complete:
+        elif self._forwards.have_all_gradients:
             note_unreduced(self.param_groups, self._in_graph, self.name)
 
     def finish_backward(self) -> None:
@@ -309,7 +308,6 @@ class Unit(Generic[_Group]):
         """The backward raised: drop what it has not shown in `.grad`. No collective, since peers may go on."""
         if self.phase in BACKWARDS:
             self._move(Move.END_BACKWARD)
-        self.awaits_backward = False
         for unsharded in self._in_graph if self._has_begun_backward else ():  # else they are of earlier ones
             for view in unsharded.trainable:
                 view.grad = None
@@ -320,7 +318,6 @@ class Unit(Generic[_Group]):
 
     def close_backward(self) -> None:
         """Do what the graph left open."""
-        self.awaits_backward = False
         has_grads = any(view.grad is not None for unsharded in self._in_graph for view in unsharded.trainable)
         if self.phase in BACKWARDS or has_grads:
             self.finish_backward()
@@ -332,7 +329,7 @@ class Unit(Generic[_Group]):
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._inputs.forget()
+        self._forwards.forget()
         self._finishes_at_end = bool(self._borrowers)
         self._has_begun_backward = False
 
