@@ -1,8 +1,8 @@
 """Steps of optimizers, told by the version counters of what they write to.
 
 torch's fused updates do not move those counters, nor do its foreach ones those of DTensors, nor kernels of others that
-are handed addresses. A unit that is still unsharded would take its shard for unchanged then, and compute with parameters
-that are one step old.
+are handed addresses. A unit that is still unsharded would take its shard for unchanged then, and compute with the
+parameters of a step ago.
 """
 
 from __future__ import annotations
