@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,29 +17,20 @@ from conformance.distributed.fsdp.judging import (
     share_of_examples,
 )
 from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, steps_of
+from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
 from conformance.judge.tolerances import TRAINED, Tolerance
-from conformance.ranks import RankPool
 from conformance.strategies.full_sharding import KINDS_IN_LOW_PRECISION, policies, sharded_trainings
-
-FULL = pytest.mark.profile("full")
 
 
 def assert_trains(
-    pool: RankPool,
-    reference: Library,
-    subject: Library,
-    training: ShardedTraining,
-    tolerance: Tolerance = TRAINED,
-    *,
-    is_exact: bool = True,
+    twins: Twins, training: ShardedTraining, tolerance: Tolerance = TRAINED, *, is_exact: bool = True
 ) -> None:
     """Judges three times: by torch's ranks, by what these send in each step, and without sharding if that is exact."""
     seen, sent = [], []
-    for library in (reference, subject):
-        seen.append(outcomes(pool, library, "fully_shard_cases:train", training=training))
-        sent.append([steps_of(trace) for trace in pool.traces])
+    for library in (twins.reference, twins.subject):
+        seen.append(outcomes(twins.pool, library, "fully_shard_cases:train", training=training))
+        sent.append([steps_of(trace) for trace in twins.pool.traces])
     assert_ranks_agree(*seen, tolerance)
     if is_exact:
         assert_like_unsharded(seen[1], training.plain, tolerance)
@@ -53,8 +43,8 @@ def assert_trains(
 @clause("distributed.fsdp.fully_shard.trains")
 @share_of_examples(0.4)
 @given(training=sharded_trainings())
-def test_trains(subject: Library, reference: Library, rank_pool: RankPool, training: ShardedTraining) -> None:
-    assert_trains(rank_pool, reference, subject, training)
+def test_trains(twins: Twins, training: ShardedTraining) -> None:
+    assert_trains(twins, training)
 
 
 @clause("distributed.fsdp.fully_shard.trains")
@@ -62,13 +52,9 @@ def test_trains(subject: Library, reference: Library, rank_pool: RankPool, train
 @share_of_examples(0.2)
 @given(training=sharded_trainings())
 def test_trains_on_more_ranks_than_some_parameters_have_rows(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
-    more_ranks: int,
-    training: ShardedTraining,
+    twins_of: TwinsOf, more_ranks: int, training: ShardedTraining
 ) -> None:
-    assert_trains(ranks(more_ranks), reference, subject, training)
+    assert_trains(twins_of(more_ranks), training)
 
 
 @clause("distributed.fsdp.fully_shard.replicas")
@@ -78,16 +64,9 @@ def test_trains_on_more_ranks_than_some_parameters_have_rows(
 )
 @share_of_examples(0.1)
 @given(data=st.data())
-def test_trains_replicas(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
-    all_ranks: int,
-    shards: int,
-    data: st.DataObject,
-) -> None:
+def test_trains_replicas(twins_of: TwinsOf, all_ranks: int, shards: int, data: st.DataObject) -> None:
     training = data.draw(sharded_trainings(ranks=("replicas",), shards=shards))
-    assert_trains(ranks(all_ranks), reference, subject, training)
+    assert_trains(twins_of(all_ranks), training)
 
 
 @clause("distributed.fsdp.fully_shard.replicas")
@@ -96,34 +75,23 @@ def test_trains_replicas(
 )
 @share_of_examples(0.1)
 @given(data=st.data())
-def test_reshards_to_fewer_ranks(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
-    all_ranks: int,
-    size: int,
-    data: st.DataObject,
-) -> None:
+def test_reshards_to_fewer_ranks(twins_of: TwinsOf, all_ranks: int, size: int, data: st.DataObject) -> None:
     training = data.draw(sharded_trainings(reshards=(size,)))
-    assert_trains(ranks(all_ranks), reference, subject, training)
+    assert_trains(twins_of(all_ranks), training)
 
 
 @clause("distributed.fsdp.fully_shard.ignored_params")
 @share_of_examples(0.2)
 @given(training=sharded_trainings(ignores=True, units=("root", "leaves", "nested")))
-def test_what_is_ignored_stays_each_ranks_own(
-    subject: Library, reference: Library, rank_pool: RankPool, training: ShardedTraining
-) -> None:
-    assert_trains(rank_pool, reference, subject, training)
+def test_what_is_ignored_stays_each_ranks_own(twins: Twins, training: ShardedTraining) -> None:
+    assert_trains(twins, training)
 
 
 @clause("distributed.fsdp.fully_shard.shard_placement_fn")
 @share_of_examples(0.2)
 @given(training=sharded_trainings(places=True, units=("leaves", "groups", "list")))
-def test_other_dimensions_are_sharded(
-    subject: Library, reference: Library, rank_pool: RankPool, training: ShardedTraining
-) -> None:
-    assert_trains(rank_pool, reference, subject, training)
+def test_other_dimensions_are_sharded(twins: Twins, training: ShardedTraining) -> None:
+    assert_trains(twins, training)
 
 
 @clause("distributed.fsdp.fully_shard.mesh_per_parameter")
@@ -131,24 +99,17 @@ def test_other_dimensions_are_sharded(
 @share_of_examples(0.1)
 @given(data=st.data())
 def test_parameters_over_a_mesh_of_their_own(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
-    all_ranks: int,
-    shards: int,
-    data: st.DataObject,
+    twins_of: TwinsOf, all_ranks: int, shards: int, data: st.DataObject
 ) -> None:
     training = data.draw(sharded_trainings(meshes=True, shards=shards, units=("root", "leaves", "groups")))
-    assert_trains(ranks(all_ranks), reference, subject, training)
+    assert_trains(twins_of(all_ranks), training)
 
 
 @clause("distributed.fsdp.fully_shard.offload_policy")
 @share_of_examples(0.2)
 @given(training=sharded_trainings(offloads=True))
-def test_parameters_on_the_cpu(
-    subject: Library, reference: Library, rank_pool: RankPool, training: ShardedTraining
-) -> None:
-    assert_trains(rank_pool, reference, subject, training)
+def test_parameters_on_the_cpu(twins: Twins, training: ShardedTraining) -> None:
+    assert_trains(twins, training)
 
 
 # Of small models in 8 bits of precision, three steps.
@@ -160,10 +121,8 @@ _LOW = Tolerance(
 @clause("distributed.fsdp.fully_shard.mixed_precision")
 @share_of_examples(0.3)
 @given(data=st.data())
-def test_mixed_precision(
-    subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject
-) -> None:
+def test_mixed_precision(twins: Twins, data: st.DataObject) -> None:
     tree: dict[str, Any] = {"kinds": KINDS_IN_LOW_PRECISION}
     policy = data.draw(policies())
     training = data.draw(sharded_trainings(dtype=torch.float32, tree=tree, policy=policy))
-    assert_trains(rank_pool, reference, subject, training, _LOW, is_exact=False)
+    assert_trains(twins, training, _LOW, is_exact=False)

@@ -15,10 +15,10 @@ from conformance.distributed.fsdp.fully_shard_calls import ROOT, TREE, Call
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes, share_of_examples
 from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, gathers_before_barriers, kind
+from conformance.distributed.fsdp.twins import Seen, Twins, values_of
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge, does_as
+from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
-from conformance.ranks import RankPool
 from conformance.ranks.trace import Collective
 from conformance.strategies.full_sharding import programs
 
@@ -34,27 +34,27 @@ def setting(method: str, unit: int = ROOT, **arguments: Any) -> Call:
     return Call(method, unit, arguments)
 
 
+def seen_by(
+    twins: Twins, library: Library, calls: Sequence[Call], *, sharding: Sharding = LEAVES, **how: Any
+) -> Seen:
+    return outcomes(twins.pool, library, "fully_shard_calls:play", calls=calls, sharding=sharding, **how)
+
+
 def played(
-    pool: RankPool,
-    libraries: tuple[Library, Library],
-    calls: Sequence[Call],
-    *,
-    names_groups: bool = False,
-    **how: Any,
+    twins: Twins, calls: Sequence[Call], *, names_groups: bool = False, **how: Any
 ) -> tuple[list[Trace], list[Trace]]:
     """Judges the calls and that they send no more than torch's; what each rank of both sent.
 
     Ranks that name a group by its members cannot make one of that name again, so others come in their place.
     """
-    how = {"sharding": LEAVES, **how}
     seen, traces = [], []
-    for library in libraries:
+    for library in (twins.reference, twins.subject):
         if names_groups:
-            pool.kill()
-        seen.append(outcomes(pool, library, "fully_shard_calls:play", calls=calls, **how))
-        traces.append([list(trace) for trace in pool.traces])
+            twins.pool.kill()
+        seen.append(seen_by(twins, library, calls, **how))
+        traces.append([list(trace) for trace in twins.pool.traces])
     assert_ranks_agree(*seen)
-    assert seen[1][0].raised is None, seen[1][0].raised
+    values_of(seen[1])
     for most, actual in zip(*traces, strict=True):
         assert counts(actual) <= counts(most), f"{reported(actual)}; torch {reported(most)}"
         assert bytes_by_kind(actual) <= bytes_by_kind(most), f"{reported(actual)}; torch {reported(most)}"
@@ -97,15 +97,9 @@ def reported(trace: Trace) -> list[str]:
     ],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_unshards_and_reshards(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    calls: Sequence[Call],
-    reshards: bool | None,
-) -> None:
+def test_unshards_and_reshards(twins: Twins, calls: Sequence[Call], reshards: bool | None) -> None:
     sharding = Sharding(reshard_after_forward=reshards)
-    played(rank_pool, (reference, subject), calls, sharding=sharding)
+    played(twins, calls, sharding=sharding)
 
 
 _SYNC = "set_requires_gradient_sync"
@@ -127,10 +121,8 @@ _SYNC = "set_requires_gradient_sync"
     ids=["all", "the root alone", "a unit", "not the last", "synchronised"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_gradients_add_up(
-    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
-) -> None:
-    played(rank_pool, (reference, subject), calls)
+def test_gradients_add_up(twins: Twins, calls: Sequence[Call]) -> None:
+    played(twins, calls)
 
 
 _ALL_REDUCE = "set_requires_all_reduce"
@@ -141,15 +133,13 @@ _ALL_REDUCE = "set_requires_all_reduce"
     ("unit", "recurses"), [(ROOT, True), (ROOT, False), pytest.param(0, True, marks=FULL)]
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_replicas_add_up_what_they_have_scattered(
-    subject: Library, reference: Library, rank_pool: RankPool, unit: int, recurses: bool
-) -> None:
+def test_replicas_add_up_what_they_have_scattered(twins: Twins, unit: int, recurses: bool) -> None:
     def require(value: bool) -> Call:
         return setting(_ALL_REDUCE, unit, requires_all_reduce=value, recurse=recurses)
 
     calls = (require(False), *TRAIN[:2], *TRAIN[:2], require(True), *TRAIN)
     replicas = Sharding(ranks="replicas")
-    played(rank_pool, (reference, subject), calls, sharding=replicas)
+    played(twins, calls, sharding=replicas)
 
 
 _AFTER_FORWARD, _AFTER_BACKWARD = "set_reshard_after_forward", "set_reshard_after_backward"
@@ -172,10 +162,8 @@ _AFTER_FORWARD, _AFTER_BACKWARD = "set_reshard_after_forward", "set_reshard_afte
     ids=["never", "always", "the root", "a unit", "no bool", "backward", "backward of the root", "backward of a unit"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_reshards_when_it_is_told(
-    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
-) -> None:
-    played(rank_pool, (reference, subject), calls)
+def test_reshards_when_it_is_told(twins: Twins, calls: Sequence[Call]) -> None:
+    played(twins, calls)
 
 
 _TO_FORWARD, _TO_BACKWARD = "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"
@@ -196,11 +184,9 @@ _TO_FORWARD, _TO_BACKWARD = "set_modules_to_forward_prefetch", "set_modules_to_b
     ids=["by default", "forward", "forward of the root", "backward", "backward of the root", "refused", "not needed"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_units_are_gathered_when_torchs_are(
-    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
-) -> None:
+def test_units_are_gathered_when_torchs_are(twins: Twins, calls: Sequence[Call]) -> None:
     """Barriers stand in the traces wherever a unit begins to compute."""
-    for expected, actual in zip(*played(rank_pool, (reference, subject), calls), strict=True):
+    for expected, actual in zip(*played(twins, calls), strict=True):
         assert gathers_before_barriers(actual) == gathers_before_barriers(expected), (
             reported(actual),
             reported(expected),
@@ -229,10 +215,8 @@ _GATHER, _SCATTER = "set_custom_all_gather", "set_custom_reduce_scatter"
     ids=["factors", "hooks", "of one's own", "event", "event of a stream", "memory"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_reduces_as_it_is_told(
-    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
-) -> None:
-    played(rank_pool, (reference, subject), calls)
+def test_reduces_as_it_is_told(twins: Twins, calls: Sequence[Call]) -> None:
+    played(twins, calls)
 
 
 _UNUSED = "set_reduce_scatter_unused_params"
@@ -250,10 +234,8 @@ _UNUSED = "set_reduce_scatter_unused_params"
     ids=["by all ranks", "by the root", "by a rank"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_parameters_may_be_unused(
-    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
-) -> None:
-    played(rank_pool, (reference, subject), calls)
+def test_parameters_may_be_unused(twins: Twins, calls: Sequence[Call]) -> None:
+    played(twins, calls)
 
 
 _BUFFERS = "set_reduce_scatter_max_input_buffers"
@@ -261,40 +243,35 @@ _BUFFERS = "set_reduce_scatter_max_input_buffers"
 
 @clause("distributed.fsdp.fully_shard.input_buffers")
 @pytest.mark.world_sizes(fewest=2)
-def test_inputs_of_reductions_may_wait(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+def test_inputs_of_reductions_may_wait(twins: Twins) -> None:
     calls = (
         *(setting(_BUFFERS, max_input_buffers=number) for number in (2, 3, 0, -1, True, 1.5)),
         *(setting(_BUFFERS, 1, max_input_buffers=2, recurse=False), *TRAIN),
     )
-    played(rank_pool, (reference, subject), calls)
+    played(twins, calls)
 
 
 @clause("distributed.fsdp.fully_shard.symmetric_memory")
 @pytest.mark.deviation("fully_shard.symmetric_memory")
 @pytest.mark.world_sizes(fewest=2)
-def test_memory_that_there_is_not_is_refused_at_the_call(
-    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
-) -> None:
+def test_memory_that_there_is_not_is_refused_at_the_call(twins: Twins) -> None:
     """And training goes on as if nobody had asked. So it does over torch where it was built without NCCL."""
 
     def probe(library: Library, *before: Call) -> list[Any]:
-        calls = (*before, *TRAIN)
-        seen = outcomes(rank_pool, library, "fully_shard_calls:play", calls=calls, sharding=LEAVES)
+        seen = seen_by(twins, library, (*before, *TRAIN))
         return [one.raised or (one.value["seen"][0]["made"], one.value["held"]) for one in seen]
 
     asked = setting("set_symm_mem_for_comm", backend="NCCL")
     refusal = "RuntimeError: SymmetricMemory does not find allocation backend NCCL"
-    expected = [(refusal, held) for _, held in probe(reference)]
-    deviation.judge(
+    expected = [(refusal, held) for _, held in probe(twins.reference)]
+    twins.judge(
         lambda library: probe(library, asked), we_do=lambda seen: does_as(expected, seen), may_agree=True
     )
 
 
 @clause("distributed.fsdp.fully_shard.settings_of_meshes")
 @pytest.mark.world_sizes(fewest=2)
-def test_communication_of_ones_own_is_for_one_mesh(
-    subject: Library, reference: Library, rank_pool: RankPool
-) -> None:
+def test_communication_of_ones_own_is_for_one_mesh(twins: Twins) -> None:
     """The first unit has a matrix over replicas, the second has no matrix."""
     calls = (
         setting(_GATHER, 0, comm="an all-gather"),
@@ -302,54 +279,46 @@ def test_communication_of_ones_own_is_for_one_mesh(
         setting("set_all_reduce_hook", 0, hook="a doubling hook", stream="a stream"),
         *(setting(_GATHER, 1, comm="an all-gather"), setting(_SCATTER, 1, comm="a reduce-scatter"), *TRAIN),
     )
-    played(rank_pool, (reference, subject), calls, sharding=Sharding(meshes=True))
+    played(twins, calls, sharding=Sharding(meshes=True))
 
 
 @clause("distributed.fsdp.fully_shard.reduction_of_replicas")
 @pytest.mark.world_sizes(fewest=2)
-def test_replicas_reduce_as_they_are_told(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+def test_replicas_reduce_as_they_are_told(twins: Twins) -> None:
     hook = {"hook": "a doubling hook"}
     calls = (
         setting("set_all_reduce_hook", **hook),
         setting("set_all_reduce_hook", 1, **hook, stream="a stream"),
         *TRAIN,
     )
-    played(rank_pool, (reference, subject), calls, sharding=Sharding(ranks="replicas"))
+    played(twins, calls, sharding=Sharding(ranks="replicas"))
 
 
 def assert_leaves(
-    deviation: DeviationJudge,
-    reference: Library,
-    pool: RankPool,
-    calls: Sequence[Call],
-    like: Sequence[Call],
-    sharding: Sharding = LEAVES,
+    twins: Twins, calls: Sequence[Call], like: Sequence[Call], sharding: Sharding = LEAVES
 ) -> None:
     """torch does something else; we do for the first of `calls`, and leave behind all, what `like` makes torch do."""
 
     def probe(library: Library, calls: Sequence[Call] = calls) -> list[Any]:
-        seen = outcomes(pool, library, "fully_shard_calls:play", calls=calls, sharding=sharding)
         return [
             one
             if one.raised is not None
             else replace(one, value=[one.value["seen"][0]["made"], one.value["held"]])
-            for one in seen
+            for one in seen_by(twins, library, calls, sharding=sharding)
         ]
 
-    expected = probe(reference, like)
-    deviation.judge(probe, we_do=lambda seen: does_as(expected, seen))
+    expected = probe(twins.reference, like)
+    twins.judge(probe, we_do=lambda seen: does_as(expected, seen))
 
 
 @clause("distributed.fsdp.fully_shard.gathered_in_vain")
 @pytest.mark.deviation("fully_shard.gathered_in_vain")
 @pytest.mark.world_sizes(fewest=2)
-def test_what_was_gathered_in_vain_is_gathered_again(
-    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
-) -> None:
+def test_what_was_gathered_in_vain_is_gathered_again(twins: Twins) -> None:
     """Of a unit that had run, ahead of no backward."""
     calls = (setting(_TO_FORWARD, 3, modules=[1]), LOOK, Call("load"), *TRAIN)
     harmless = setting("set_is_last_backward", is_last_backward=True)
-    assert_leaves(deviation, reference, rank_pool, calls, (harmless, *calls[1:]))
+    assert_leaves(twins, calls, (harmless, *calls[1:]))
 
 
 @clause("distributed.fsdp.fully_shard.unsharded_over_a_step")
@@ -364,32 +333,28 @@ def test_what_was_gathered_in_vain_is_gathered_again(
     ids=["kept", "by hand", "ahead"],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_what_is_unsharded_over_a_step_has_what_was_stepped(
-    deviation: DeviationJudge, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
-) -> None:
+def test_what_is_unsharded_over_a_step_has_what_was_stepped(twins: Twins, calls: Sequence[Call]) -> None:
     like = [one for one in calls if one in TRAIN]
     then = (FORWARD, BACKWARD, Call("step of shards"))
-    assert_leaves(deviation, reference, rank_pool, (*calls, *then), (*like, *then))
+    assert_leaves(twins, (*calls, *then), (*like, *then))
 
 
 @clause("distributed.fsdp.fully_shard.factor_of_one_rank")
 @pytest.mark.deviation("fully_shard.factor_of_one_rank")
 @pytest.mark.world_sizes(fewest=2)
-def test_a_factor_divides_once_where_one_rank_has_all(
-    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
-) -> None:
+def test_a_factor_divides_once_where_one_rank_has_all(twins: Twins) -> None:
     """In float64. The number of ranks is what is divided by unless something else is asked for."""
-    calls = (setting("unshard"), setting(_FACTOR, factor=float(rank_pool.world_size)), *TRAIN)
+    calls = (setting("unshard"), setting(_FACTOR, factor=float(twins.world_size)), *TRAIN)
     like = (setting("unshard"), *TRAIN)
-    assert_leaves(deviation, reference, rank_pool, calls, like, Sharding(ranks="replicas"))
+    assert_leaves(twins, calls, like, Sharding(ranks="replicas"))
 
 
 @clause("distributed.fsdp.fully_shard.sums_alone")
 @pytest.mark.world_sizes(fewest=2)
-def test_sums_alone_where_it_is_told(subject: Library, reference: Library, rank_pool: RankPool) -> None:
+def test_sums_alone_where_it_is_told(twins: Twins) -> None:
     """In float32, where torch lets the collective average unless it is told not to."""
     force = [setting("set_force_sum_reduction_for_comms", unit, enable=True) for unit in range(ROOT + 1)]
-    for trace in played(rank_pool, (reference, subject), (*force, *TRAIN), tree=FLOAT32)[1]:
+    for trace in played(twins, (*force, *TRAIN), tree=FLOAT32)[1]:
         # An all-to-all, behind which the receivers add up, reduces by none.
         ops = {call.reduce_op for call in trace if kind(call) == "scatter"}
         assert ops <= {"SUM", ""}, reported(trace)
@@ -400,16 +365,14 @@ _SEPARATE = "set_separate_reduce_scatter_group"
 
 @clause("distributed.fsdp.fully_shard.separate_groups")
 @pytest.mark.world_sizes(fewest=2)
-def test_gradients_go_by_a_group_of_their_own(
-    subject: Library, reference: Library, rank_pool: RankPool
-) -> None:
+def test_gradients_go_by_a_group_of_their_own(twins: Twins) -> None:
     """Of five units first the root's alone, then all, then none."""
     calls = (
         *(setting(_SEPARATE, recurse=False), *TRAIN),
         *(setting(_SEPARATE), *TRAIN),
         *(setting(_SEPARATE, enable=False), *TRAIN),
     )
-    for trace in played(rank_pool, (reference, subject), calls, names_groups=True)[1]:
+    for trace in played(twins, calls, names_groups=True)[1]:
         gathering = {call.group for call in trace if kind(call) == "gather"}
         is_shared = [call.group in gathering for call in trace if kind(call) == "scatter"]
         assert [is_shared[step * 5 :][:5].count(True) for step in range(3)] == [4, 0, 5], reported(trace)
@@ -426,43 +389,35 @@ def test_gradients_go_by_a_group_of_their_own(
     ids=["forward", "no root", "without need"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_goes_on_behind_an_exception(
-    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
-) -> None:
-    played(rank_pool, (reference, subject), calls)
+def test_goes_on_behind_an_exception(twins: Twins, calls: Sequence[Call]) -> None:
+    played(twins, calls)
 
 
 @clause("distributed.fsdp.fully_shard.reset_behind_a_backward")
 @pytest.mark.deviation("fully_shard.gradients_of_a_failed_backward")
 @pytest.mark.world_sizes(fewest=2)
-def test_gradients_of_a_failed_backward_are_gone(
-    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
-) -> None:
+def test_gradients_of_a_failed_backward_are_gone(twins: Twins) -> None:
     """Those that it has shown in `.grad` are the user's to clear."""
     failing = (*TRAIN, Call("failing backward", 1), setting("reset_iter_state"), Call("zero_grad"), *TRAIN)
     # A look takes the batch of the backward that failed.
-    assert_leaves(deviation, reference, rank_pool, failing, (*TRAIN, LOOK, *TRAIN))
+    assert_leaves(twins, failing, (*TRAIN, LOOK, *TRAIN))
 
 
 @clause("distributed.fsdp.fully_shard.reset_of_accumulation")
 @pytest.mark.deviation("fully_shard.reset_of_accumulation")
 @pytest.mark.world_sizes(fewest=2)
-def test_gradients_that_were_not_synchronised_are_gone(
-    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
-) -> None:
+def test_gradients_that_were_not_synchronised_are_gone(twins: Twins) -> None:
     first, then = (setting(_SYNC, requires_gradient_sync=synced) for synced in (False, True))
     calls = (first, FORWARD, BACKWARD, setting("reset_iter_state"), then, *TRAIN)
-    assert_leaves(deviation, reference, rank_pool, calls, (first, LOOK, then, *TRAIN))
+    assert_leaves(twins, calls, (first, LOOK, then, *TRAIN))
 
 
 @clause("distributed.fsdp.fully_shard.reset_before_all")
 @pytest.mark.deviation("fully_shard.reset_before_all")
-def test_there_may_be_nothing_to_reset(
-    deviation: DeviationJudge, reference: Library, rank_pool: RankPool
-) -> None:
+def test_there_may_be_nothing_to_reset(twins: Twins) -> None:
     calls = (setting("reset_iter_state"), *TRAIN)
     harmless = setting("set_is_last_backward", is_last_backward=True)
-    assert_leaves(deviation, reference, rank_pool, calls, (harmless, *TRAIN))
+    assert_leaves(twins, calls, (harmless, *TRAIN))
 
 
 @clause("distributed.fsdp.fully_shard.conversions")
@@ -479,17 +434,15 @@ def test_there_may_be_nothing_to_reset(
     ids=["loaded", "assigned", "assigned later", "behind a forward", "converted", "unsharded"],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_parameters_may_be_replaced(
-    subject: Library, reference: Library, rank_pool: RankPool, calls: Sequence[Call]
-) -> None:
-    played(rank_pool, (reference, subject), calls)
+def test_parameters_may_be_replaced(twins: Twins, calls: Sequence[Call]) -> None:
+    played(twins, calls)
 
 
 @clause("distributed.fsdp.fully_shard.any_order")
 @share_of_examples(0.7)
 @given(data=st.data())
-def test_in_any_order(subject: Library, reference: Library, rank_pool: RankPool, data: st.DataObject) -> None:
+def test_in_any_order(twins: Twins, data: st.DataObject) -> None:
     # Of one rank torch divides twice: test_a_factor_divides_once_where_one_rank_has_all.
-    factors = (1.0, 2.0, 3.0) if rank_pool.world_size > 1 else (1.0,)
-    sharding, calls = data.draw(programs(reference.distributed.fsdp.FSDPModule, factors))
-    played(rank_pool, (reference, subject), calls, sharding=sharding)
+    factors = (1.0, 2.0, 3.0) if twins.world_size > 1 else (1.0,)
+    sharding, calls = data.draw(programs(twins.reference.distributed.fsdp.FSDPModule, factors))
+    played(twins, calls, sharding=sharding)

@@ -11,66 +11,42 @@ import torch
 
 from conformance.distributed.fsdp import fully_shard_construct_cases as cases
 from conformance.distributed.fsdp import fully_shard_extension_cases as extension_cases
+from conformance.distributed.fsdp.fully_shard_judging import assert_agree, deviate, deviate_by_hand
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
+from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, each, values_of
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge, does_as
+from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.ranks import RankPool
-
-
-def assert_probes_agree(
-    pool: RankPool, libraries: tuple[Library, Library], asks: Callable[..., Any], **arguments: Any
-) -> list[Outcome]:
-    expected, actual = (
-        outcomes(pool, library, "fully_shard_construct_cases:probe", asks=asks, **arguments)
-        for library in libraries
-    )
-    assert_ranks_agree(expected, actual)
-    return actual
-
-
-def judge_by_hand(
-    deviation: DeviationJudge, pool: RankPool, expected: Outcome, asks: Callable[..., Any], **arguments: Any
-) -> None:
-    """By a row: we do on every rank as one process does without sharding."""
-    deviation.judge(
-        lambda library: outcomes(pool, library, "fully_shard_construct_cases:probe", asks=asks, **arguments),
-        we_do=lambda seen: all(does_as(expected, each) for each in seen),
-    )
+from conformance.judge.outcome import assert_same_outcome, observe
 
 
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.parametrize("way", cases.WAYS)
-def test_refuses(subject: Library, reference: Library, rank_pool: RankPool, way: str) -> None:
-    assert_probes_agree(rank_pool, (reference, subject), cases.refused, way=way)
+def test_refuses(twins: Twins, way: str) -> None:
+    assert_agree(twins, cases.refused, may_raise=True, way=way)
 
 
 @clause("distributed.fsdp.fully_shard.later_refusals")
 @pytest.mark.parametrize("way", cases.LATER_WAYS)
-def test_refuses_what_torch_once_took(
-    subject: Library, reference: Library, rank_pool: RankPool, way: str
-) -> None:
-    assert_probes_agree(rank_pool, (reference, subject), cases.refused, way=way)
+def test_refuses_what_torch_once_took(twins: Twins, way: str) -> None:
+    assert_agree(twins, cases.refused, may_raise=True, way=way)
 
 
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.world_sizes(fewest=2)
-def test_refuses_uneven_columns(subject: Library, reference: Library, rank_pool: RankPool) -> None:
-    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.uneven)
+def test_refuses_uneven_columns(twins: Twins) -> None:
+    (actual, *_) = assert_agree(twins, cases.uneven, may_raise=True)
     assert actual.raised is not None
 
 
 @clause("distributed.fsdp.fully_shard.module_class")
-def test_modules_get_a_class_of_their_own(subject: Library, reference: Library, rank_pool: RankPool) -> None:
-    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.attributes)
-    assert actual.raised is None, actual.raised
+def test_modules_get_a_class_of_their_own(twins: Twins) -> None:
+    assert_agree(twins, cases.attributes)
 
 
 @clause("distributed.fsdp.fully_shard.state")
-def test_tells_what_it_keeps_of_a_module(subject: Library, reference: Library, rank_pool: RankPool) -> None:
-    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.states)
-    assert actual.raised is None, actual.raised
+def test_tells_what_it_keeps_of_a_module(twins: Twins) -> None:
+    assert_agree(twins, cases.states)
 
 
 @pytest.mark.parametrize(
@@ -91,47 +67,39 @@ def test_policies_are_plain_objects(
 
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.parametrize("materialises", ["", "filled", "loaded"])
-def test_begins_on_the_meta_device(
-    subject: Library, reference: Library, rank_pool: RankPool, materialises: str
-) -> None:
-    (actual, *_) = assert_probes_agree(
-        rank_pool, (reference, subject), cases.from_meta, materialises=materialises
-    )
+def test_begins_on_the_meta_device(twins: Twins, materialises: str) -> None:
+    (actual, *_) = assert_agree(twins, cases.from_meta, may_raise=not materialises, materialises=materialises)
     assert (actual.raised is None) == bool(materialises), actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.deviation("fully_shard.refused_first_forward")
-def test_trains_behind_a_forward_that_came_too_early(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+def test_trains_behind_a_forward_that_came_too_early(twins: Twins) -> None:
     expected = observe(lambda: {"refused": True, "output": torch.full((1, 2), 4.0)})
-    judge_by_hand(deviation, rank_pool, expected, cases.materialised_late)
+    deviate_by_hand(twins, expected, cases.materialised_late)
 
 
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("by", ["2", "inf", "value"])
-def test_gradients_are_clipped(subject: Library, reference: Library, rank_pool: RankPool, by: str) -> None:
-    assert_probes_agree(rank_pool, (reference, subject), cases.clipped, by=by)
+def test_gradients_are_clipped(twins: Twins, by: str) -> None:
+    assert_agree(twins, cases.clipped, by=by)
 
 
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("overflows", [False, True])
-def test_steps_are_scaled(subject: Library, reference: Library, rank_pool: RankPool, overflows: bool) -> None:
-    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.scaled, overflows=overflows)
-    assert actual.raised is None, actual.raised
+def test_steps_are_scaled(twins: Twins, overflows: bool) -> None:
+    assert_agree(twins, cases.scaled, overflows=overflows)
 
 
 @clause("distributed.fsdp.fully_shard.register_fsdp_forward_method")
 @pytest.mark.parametrize("registers", [True, False])
-def test_other_methods_compute(
-    subject: Library, reference: Library, rank_pool: RankPool, registers: bool
-) -> None:
-    assert_probes_agree(rank_pool, (reference, subject), cases.forward_method, registers=registers)
+def test_other_methods_compute(twins: Twins, registers: bool) -> None:
+    assert_agree(twins, cases.forward_method, may_raise=not registers, registers=registers)
 
 
 @clause("distributed.fsdp.fully_shard.share_comm_ctx")
-def test_two_models_share(subject: Library, reference: Library, rank_pool: RankPool) -> None:
-    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.shared_context)
-    assert actual.raised is None, actual.raised
+def test_two_models_share(twins: Twins) -> None:
+    assert_agree(twins, cases.shared_context)
 
 
 @clause("distributed.fsdp.fully_shard.dp_mesh_dims")
@@ -163,9 +131,7 @@ def test_two_models_share(subject: Library, reference: Library, rank_pool: RankP
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_over_named_dimensions(
-    subject: Library,
-    reference: Library,
-    ranks: Callable[..., RankPool],
+    twins_of: TwinsOf,
     *,
     dims: dict[str, Any],
     sizes: tuple[int, ...],
@@ -174,41 +140,27 @@ def test_shards_over_named_dimensions(
     policies: str,
     world_size: int,
 ) -> None:
+    twins = twins_of(math.prod(sizes))
+    asked = {"dims": dims, "sizes": sizes, "names": names, "parallel": parallel, "policies": policies}
     expected, actual = (
-        outcomes(
-            ranks(math.prod(sizes)),
-            library,
-            "fully_shard_construct_cases:on_whole_mesh",
-            dims=dims,
-            sizes=sizes,
-            names=names,
-            parallel=parallel,
-            policies=policies,
-        )
-        for library in (reference, subject)
+        outcomes(twins.pool, library, "fully_shard_construct_cases:on_whole_mesh", **asked)
+        for library in (twins.reference, twins.subject)
     )
     assert_ranks_agree(expected, actual)
     assert actual[0].raised is None, actual[0].raised
 
 
 @clause("distributed.fsdp.fully_shard.settings_of_meshes")
-def test_copies_have_no_placement(subject: Library, reference: Library, rank_pool: RankPool) -> None:
-    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), cases.placed_copies)
+def test_copies_have_no_placement(twins: Twins) -> None:
+    (actual, *_) = assert_agree(twins, cases.placed_copies, may_raise=True)
     assert actual.raised is not None
 
 
 @clause("distributed.fsdp.fully_shard.settings_of_copies")
 @pytest.mark.deviation("fully_shard.settings_of_copies")
 @pytest.mark.parametrize("method", ["set_reshard_after_forward", "set_separate_reduce_scatter_group"])
-def test_what_is_about_shards_is_refused_of_copies(
-    deviation: DeviationJudge, rank_pool: RankPool, method: str
-) -> None:
-    def probe(library: Library) -> list[Any]:
-        case = "fully_shard_construct_cases:probe"
-        asked = {"asks": cases.settings_of_copies, "method": method}
-        return [one.value for one in outcomes(rank_pool, library, case, **asked, argument=True)]
-
-    def torch_does(seen: list[Any]) -> bool:
+def test_what_is_about_shards_is_refused_of_copies(twins: Twins, method: str) -> None:
+    def torch_does(seen: Seen) -> bool:
         is_silent = method == "set_reshard_after_forward"
         words = "" if is_silent else "Expected mesh_info to be FSDPMeshInfo, got "
         # Where it has no words it has set the root, which is kept by default.
@@ -216,19 +168,20 @@ def test_what_is_about_shards_is_refused_of_copies(
             refused.startswith(f"AssertionError: {words}")
             and (refused == "AssertionError: ") is is_silent
             and ("Shard" in shown["0.weight"]) is is_silent
-            for refused, shown in seen
+            for refused, shown in values_of(seen)
         )
 
-    def we_do(seen: list[Any]) -> bool:
+    def we_do(seen: Seen) -> bool:
         names = "2.weight, 2.bias"
         # The root is kept, as by default.
         return all(
             refused.startswith(f"AssertionError: {method}() reached {names}, for which")
             and "Shard" not in shown["0.weight"]
-            for refused, shown in seen
+            for refused, shown in values_of(seen)
         )
 
-    deviation.judge(probe, torch_does=torch_does, we_do=we_do)
+    asked = {"method": method, "argument": True}
+    deviate(twins, cases.settings_of_copies, **asked, torch_does=torch_does, we_do=we_do)
 
 
 @clause("distributed.fsdp.fully_shard.extensions")
@@ -236,52 +189,33 @@ def test_what_is_about_shards_is_refused_of_copies(
     ("kind", "policy"), [("Halved", {}), ("Halved", {"param_dtype": torch.float32}), ("Quantised", {})]
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_tensors_say_how_they_are_gathered(
-    subject: Library, reference: Library, rank_pool: RankPool, kind: str, policy: dict[str, Any]
-) -> None:
-    (actual, *_) = assert_probes_agree(
-        rank_pool, (reference, subject), extension_cases.extended, kind=kind, policy=policy
-    )
-    assert actual.raised is None, actual.raised
+def test_tensors_say_how_they_are_gathered(twins: Twins, kind: str, policy: dict[str, Any]) -> None:
+    assert_agree(twins, extension_cases.extended, kind=kind, policy=policy)
 
 
 @clause("distributed.fsdp.fully_shard.extensions")
 @pytest.mark.parametrize("kind", ["OneMethod", "TwoArguments"])
-def test_refuses_half_an_extension(
-    subject: Library, reference: Library, rank_pool: RankPool, kind: str
-) -> None:
-    (actual, *_) = assert_probes_agree(rank_pool, (reference, subject), extension_cases.extended, kind=kind)
+def test_refuses_half_an_extension(twins: Twins, kind: str) -> None:
+    (actual, *_) = assert_agree(twins, extension_cases.extended, may_raise=True, kind=kind)
     assert actual.raised is not None
 
 
 @clause("distributed.fsdp.fully_shard.extensions")
 @pytest.mark.world_sizes(fewest=2)
-def test_refuses_what_is_gathered_without_padding(
-    subject: Library, reference: Library, rank_pool: RankPool
-) -> None:
+def test_refuses_what_is_gathered_without_padding(twins: Twins) -> None:
     """Of the rank that it is missing on."""
-    *_, actual = assert_probes_agree(rank_pool, (reference, subject), extension_cases.unpadded)
+    *_, actual = assert_agree(twins, extension_cases.unpadded, may_raise=True)
     assert actual.raised is None, actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.extensions_of_one_rank")
 @pytest.mark.deviation("fully_shard.extensions_of_one_rank")
-def test_one_rank_is_handed_all_that_is_gathered(
-    deviation: DeviationJudge, ranks: Callable[..., RankPool]
-) -> None:
+def test_one_rank_is_handed_all_that_is_gathered(twins_of: TwinsOf) -> None:
     """In float64, of which halves in float32 lose some."""
-
-    def probe(library: Library) -> list[Outcome]:
-        return outcomes(
-            ranks(1),
-            library,
-            "fully_shard_construct_cases:probe",
-            asks=extension_cases.extended,
-            kind="Halved",
-        )
-
     expected = extension_cases.extended_by_hand()
-    deviation.judge(
-        probe,
-        we_do=lambda seen: seen[0].raised is None and does_as(expected, seen[0].value["losses"][0].values),
+    deviate(
+        twins_of(1),
+        extension_cases.extended,
+        kind="Halved",
+        we_do=each(lambda one: does_as(expected, one["losses"][0].values)),
     )
