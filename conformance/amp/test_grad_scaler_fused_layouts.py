@@ -15,26 +15,16 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
-from conformance.strategies.fused_steps import (
-    KINDS,
-    ROW,
-    Take,
-    assert_same_states,
-    by_four,
-    by_one,
-    judge,
-    judge_as_reported,
-)
+from conformance.strategies.fused_steps import KINDS, ROW, FusedStep, Take, by_four, by_one
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Harness
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
-def test_a_parameter_that_is_cut_off(deviation: DeviationJudge, reference: Library, device: str) -> None:
+def test_a_parameter_that_is_cut_off(fused: FusedStep, device: str) -> None:
     """By `.data`, at the same address: what it does not hold any more stays as it is."""
 
     def reported(library: Library, take: Take) -> list[Any]:
@@ -52,7 +42,7 @@ def test_a_parameter_that_is_cut_off(deviation: DeviationJudge, reference: Libra
         take(harness, math.inf)
         return [whole.clone()]
 
-    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
+    fused.judge_reported(reported)
 
 
 def negated(grad: Tensor) -> Tensor:
@@ -98,14 +88,15 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("by", BEFORE_THE_STEP)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_laid_out_otherwise_than_before(
-    deviation: DeviationJudge, reference: Library, device: str, layout: str, by: str
+    fused: FusedStep, device: str, layout: str, by: str
 ) -> None:
     """In the third step, after two that were alike; what wraps `step` comes to gradients that were looked at.
 
     torch's are not laid out anew: its unscale_ takes no negated ones.
     """
 
-    def reported(library: Library, take: Take, layout: str) -> list[Any]:
+    def reported(library: Library, take: Take) -> list[Any]:
+        laid_out = LAYOUTS[layout if take is by_one else "elsewhere"]
         harness = Harness(
             library,
             device,
@@ -120,7 +111,7 @@ def test_gradients_laid_out_otherwise_than_before(
         def lay() -> None:
             for param in harness.parameters[::2]:
                 assert param.grad is not None
-                param.grad.data = LAYOUTS[layout](param.grad.data)
+                param.grad.data = laid_out(param.grad.data)
 
         for iteration in range(4):
             harness.zero_grad()
@@ -130,11 +121,7 @@ def test_gradients_laid_out_otherwise_than_before(
             seen += [param.detach().clone() for param in harness.parameters]
         return seen
 
-    judge_as_reported(
-        deviation,
-        reported(reference, by_four, "elsewhere"),
-        lambda library: reported(library, by_one, layout),
-    )
+    fused.judge_reported(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
@@ -142,7 +129,7 @@ def test_gradients_laid_out_otherwise_than_before(
 @pytest.mark.parametrize("by", BEFORE_THE_STEP)
 @pytest.mark.parametrize("what", ["parameter", "exp_avg", "step"])
 def test_what_is_written_lies_elsewhere_than_before(
-    deviation: DeviationJudge, reference: Library, device: str, what: str, by: str
+    fused: FusedStep, device: str, what: str, by: str
 ) -> None:
     """In the third step, by `.data`: the memory where it lay is not written."""
 
@@ -166,14 +153,12 @@ def test_what_is_written_lies_elsewhere_than_before(
             seen += [param.detach().clone() for param in harness.parameters]
         return [*seen, *(torch.equal(old, copy) for old, copy in moved)]
 
-    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
+    fused.judge_reported(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
-def test_a_parameter_laid_out_otherwise_than_before(
-    deviation: DeviationJudge, reference: Library, device: str
-) -> None:
+def test_a_parameter_laid_out_otherwise_than_before(fused: FusedStep, device: str) -> None:
     """By `.data`, while gradients and states stay as they lay."""
 
     def reported(library: Library, take: Take) -> list[Any]:
@@ -188,13 +173,13 @@ def test_a_parameter_laid_out_otherwise_than_before(
                 param.data = param.data.t().contiguous().t()
             assert param.grad is not None
             param.grad.copy_(torch.arange(16.0, device=device).view(4, 4))
-            if library is reference:  # whose fused operators take them in the order of memory
+            if take is by_four:  # torch's, whose fused operators take them in the order of memory
                 param.grad.data = torch.empty_like(param).copy_(param.grad)
             take(harness, math.inf)
             seen.append(param.detach().clone())
         return seen
 
-    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
+    fused.judge_reported(reported)
 
 
 STATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -217,9 +202,7 @@ STATEFUL: dict[str, Callable[[Any], Optimizer]] = {
 @ROW
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("form", STATES)
-def test_a_state_of_another_form_than_before(
-    deviation: DeviationJudge, reference: Library, device: str, form: str, kind: str
-) -> None:
+def test_a_state_of_another_form_than_before(fused: FusedStep, device: str, form: str, kind: str) -> None:
     """By `.data`, in the third step: it is the same tensor object. Where torch's step refuses it, ours does."""
 
     def reported(library: Library, take: Take) -> list[Outcome]:
@@ -239,17 +222,12 @@ def test_a_state_of_another_form_than_before(
             seen.append(observe(lambda: [param.detach().clone() for param in harness.parameters]))
         return seen
 
-    expected = reported(reference, by_four)
-    judge(
-        deviation, lambda library: reported(library, by_one), lambda seen: assert_same_states(expected, seen)
-    )
+    fused.judge_states(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
-def test_a_parameter_swapped_for_one_without_memory(
-    deviation: DeviationJudge, reference: Library, device: str
-) -> None:
+def test_a_parameter_swapped_for_one_without_memory(fused: FusedStep, device: str) -> None:
     """After two steps with both; its address cannot be asked, and it has no gradient any more."""
 
     def reported(library: Library, take: Take) -> list[Any]:
@@ -266,14 +244,12 @@ def test_a_parameter_swapped_for_one_without_memory(
             take(harness, 1.0)
         return [kept.detach().clone()]
 
-    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
+    fused.judge_reported(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
-def test_a_step_counter_that_two_groups_share(
-    deviation: DeviationJudge, reference: Library, device: str
-) -> None:
+def test_a_step_counter_that_two_groups_share(fused: FusedStep, device: str) -> None:
     """It counts the steps of both."""
 
     def reported(library: Library, take: Take) -> list[Any]:
@@ -298,7 +274,7 @@ def test_a_step_counter_that_two_groups_share(
             seen += [param.detach().clone() for param in harness.parameters]
         return seen
 
-    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
+    fused.judge_reported(reported)
 
 
 def in_two(given: Any) -> list[dict[str, Any]]:

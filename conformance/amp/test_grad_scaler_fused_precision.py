@@ -17,11 +17,11 @@ from conformance.strategies.fused_steps import (
     FUSED,
     KINDS,
     ROW,
+    FusedStep,
     Iterations,
     assert_same_iterations,
     by_four,
     clipped,
-    judge,
     norms_in,
 )
 from conformance.strategies.gradients import Gradient
@@ -34,12 +34,7 @@ from conformance.strategies.scaling import Harness
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 def test_copies_in_lower_precision(
-    deviation: DeviationJudge,
-    reference: Library,
-    device: str,
-    kind: str,
-    dtype: torch.dtype,
-    max_norm: float,
+    fused: FusedStep, device: str, kind: str, dtype: torch.dtype, max_norm: float
 ) -> None:
     """What loops around the step do: widen the gradients of the copies, step, and round the parameters to them."""
 
@@ -78,10 +73,9 @@ def test_copies_in_lower_precision(
         assert norms is not None or all(master.grad is None for master in masters)
         return seen
 
-    judge(
-        deviation,
+    fused.judge(
         lambda library: reported(library, None),
-        lambda seen: assert_same_iterations(reported(reference, norms_in(seen)), seen),
+        lambda seen: assert_same_iterations(reported(fused.reference, norms_in(seen)), seen),
     )
 
 
@@ -89,9 +83,7 @@ def test_copies_in_lower_precision(
 @ROW
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_parameters_of_every_dtype(
-    deviation: DeviationJudge, reference: Library, device: str, kind: str, dtype: torch.dtype
-) -> None:
+def test_parameters_of_every_dtype(fused: FusedStep, device: str, kind: str, dtype: torch.dtype) -> None:
     """Halves are widened, and rounded once an update, when they are stored: as here by a loop around f32 ones.
 
     torch's own fused updates are no reference: see the next test.
@@ -127,10 +119,10 @@ def test_parameters_of_every_dtype(
         return seen
 
     def compare(seen: list[Outcome]) -> None:
-        for step, (state, ours) in enumerate(zip(reported(reference, False), seen, strict=True), 1):
+        for step, (state, ours) in enumerate(zip(reported(fused.reference, False), seen, strict=True), 1):
             assert_same_outcome(state, ours, stored_updates(step, dtype))
 
-    judge(deviation, lambda library: reported(library, True), compare)
+    fused.judge(lambda library: reported(library, True), compare)
 
 
 @clause("amp.grad_scaler.fused_step.low_precision")

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.strategies.fused_steps import ROW, SOME, Take, by_four, by_one, judge_as_reported
+from conformance.strategies.fused_steps import ROW, SOME, FusedStep, Take, by_one
 from conformance.strategies.scaling import Harness
 
 
@@ -113,11 +112,7 @@ OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
 @pytest.mark.parametrize("require_grad", [True, False])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_what_an_optimizer_keeps_is_put_back(
-    deviation: DeviationJudge,
-    reference: Library,
-    device: str,
-    make: Callable[[Any], Optimizer],
-    require_grad: bool,
+    fused: FusedStep, device: str, make: Callable[[Any], Optimizer], require_grad: bool
 ) -> None:
     """Of parameters that are given their gradients, as masters of copies are, too."""
 
@@ -144,7 +139,7 @@ def test_what_an_optimizer_keeps_is_put_back(
             ]
         return seen
 
-    judge_as_reported(deviation, reported(reference, by_four), lambda library: reported(library, by_one))
+    fused.judge_reported(reported)
 
 
 def copied(kept: Any) -> Any:

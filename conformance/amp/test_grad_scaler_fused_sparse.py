@@ -11,11 +11,10 @@ import torch
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome, observe
 from conformance.judge.tolerances import norm_of
-from conformance.strategies.fused_steps import ROW, Iterations, assert_same_states, judge
+from conformance.strategies.fused_steps import ROW, FusedStep, Iterations, assert_same_states
 
 _SCALE = 8.0
 _KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -76,13 +75,13 @@ def _checked_tensors() -> Generator[None]:
     ("max_norm", "norm_type"), [(math.inf, 2.0), (0.5, 2.0), (0.5, math.inf), (0.5, 0.0), (0.5, -1.0)]
 )
 def test_sparse_gradients(
-    deviation: DeviationJudge, reference: Library, device: str, kind: str, max_norm: float, norm_type: float
+    fused: FusedStep, device: str, kind: str, max_norm: float, norm_type: float
 ) -> None:
-    expected = reported(reference, device, by_four, kind, max_norm, norm_type)
+    expected = reported(fused.reference, device, by_four, kind, max_norm, norm_type)
 
     def compare(seen: Iterations) -> None:
         for (norm, _), (our_norm, _) in zip(expected, seen, strict=True):
             assert_same_outcome(norm, our_norm, norm_of(24, 2, norm_type))
         assert_same_states([after for _, after in expected], [after for _, after in seen])
 
-    judge(deviation, lambda library: reported(library, device, by_one, kind, max_norm, norm_type), compare)
+    fused.judge(lambda library: reported(library, device, by_one, kind, max_norm, norm_type), compare)

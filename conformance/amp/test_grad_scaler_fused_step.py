@@ -15,7 +15,6 @@ from torch.optim import SGD
 
 from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.fused_steps import (
@@ -24,16 +23,11 @@ from conformance.strategies.fused_steps import (
     KINDS,
     ROW,
     SOME,
+    FusedStep,
     Iterations,
     Take,
-    assert_judged_by_four,
-    assert_same_iterations,
-    assert_same_states,
     by_four,
-    by_four_with,
     by_one,
-    judge,
-    norms_in,
     state_of,
 )
 from conformance.strategies.scaling import Harness
@@ -45,36 +39,26 @@ from conformance.strategies.scaling import Harness
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 @share_of_examples(0.4)
 @given(grad_outcomes=GRAD_OUTCOMES)
-def test_iterations(
-    deviation: DeviationJudge,
-    reference: Library,
-    device: str,
-    kind: str,
-    max_norm: float,
-    grad_outcomes: list[float | None],
-) -> None:
-    assert_judged_by_four(deviation, reference, device, by_one, kind, grad_outcomes, max_norm)
+def test_iterations(fused: FusedStep, kind: str, max_norm: float, grad_outcomes: list[float | None]) -> None:
+    fused.judge_scenario(kind, grad_outcomes, max_norm)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, 0.5, math.inf, 0.0])
-def test_norms_of_every_order(
-    deviation: DeviationJudge, reference: Library, device: str, kind: str, norm_type: float
-) -> None:
-    grad_outcomes = [None, math.nan, None]
-    assert_judged_by_four(deviation, reference, device, by_one, kind, grad_outcomes, 0.5, norm_type)
+def test_norms_of_every_order(fused: FusedStep, kind: str, norm_type: float) -> None:
+    fused.judge_scenario(kind, [None, math.nan, None], 0.5, norm_type)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("rmsprop", marks=pytest.mark.profile("full"))])
-def test_inside_torch_compile(deviation: DeviationJudge, reference: Library, device: str, kind: str) -> None:
+def test_inside_torch_compile(fused: FusedStep, kind: str) -> None:
     torch._dynamo.reset()
     try:
         compiled = torch.compile(by_one, backend="eager")
-        assert_judged_by_four(deviation, reference, device, compiled, kind, [None, None, math.inf, None], 0.5)
+        fused.judge_scenario(kind, [None, None, math.inf, None], 0.5, take=compiled)
     finally:
         torch._dynamo.reset()
 
@@ -90,13 +74,10 @@ def by_a_compiled_step(harness: Harness, max_norm: float, norm_type: float = 2.0
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.profile("full"))])
-def test_of_an_optimizer_whose_step_is_compiled(
-    deviation: DeviationJudge, reference: Library, device: str, kind: str
-) -> None:
+def test_of_an_optimizer_whose_step_is_compiled(fused: FusedStep, kind: str) -> None:
     torch._dynamo.reset()
     try:
-        grad_outcomes = [None, None, math.inf, None]
-        assert_judged_by_four(deviation, reference, device, by_a_compiled_step, kind, grad_outcomes, 0.5)
+        fused.judge_scenario(kind, [None, None, math.inf, None], 0.5, take=by_a_compiled_step)
     finally:
         torch._dynamo.reset()
 
@@ -105,9 +86,7 @@ def test_of_an_optimizer_whose_step_is_compiled(
 @ROW
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("last", [None, math.inf])
-def test_gradients_stay_as_they_are(
-    deviation: DeviationJudge, device: str, kind: str, last: float | None
-) -> None:
+def test_gradients_stay_as_they_are(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
     def probe(library: Library) -> Any:
         harness = Harness(library, device, SOME, KINDS[kind], init_scale=8.0)
         harness.zero_grad()
@@ -122,19 +101,17 @@ def test_gradients_stay_as_they_are(
         assert len(seen) == 5
         assert all(seen)
 
-    judge(deviation, probe, compare)
+    fused.judge(probe, compare)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 @pytest.mark.parametrize("kind", ["adamw", "nesterov", "rmsprop"])
 @pytest.mark.parametrize("last", [None, math.inf])
-def test_after_unscaling(
-    deviation: DeviationJudge, reference: Library, device: str, kind: str, last: float | None
-) -> None:
+def test_after_unscaling(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
     """Gradients that the user has unscaled, and changed, are taken as they are; what was found then decides."""
 
-    def reported(library: Library, fused: bool) -> list[Outcome]:
+    def reported(library: Library, take: Take) -> list[Outcome]:
         harness = Harness(library, device, SOME, KINDS[kind], init_scale=8.0)
         seen = []
         for grad_outcome in (None, last):
@@ -144,7 +121,7 @@ def test_after_unscaling(
             for parameter in harness.parameters:
                 if parameter.grad is not None:
                     parameter.grad.clamp_(-0.5, 0.5)
-            if fused:
+            if take is by_one:
                 harness.scaler.fused_step(harness.optimizer)
             else:
                 harness.scaler.step(harness.optimizer)
@@ -152,8 +129,7 @@ def test_after_unscaling(
             seen.append(state_of(harness))
         return seen
 
-    expected = reported(reference, False)
-    judge(deviation, lambda library: reported(library, True), lambda seen: assert_same_states(expected, seen))
+    fused.judge_states(reported)
 
 
 @clause("amp.grad_scaler.fused_step.several_optimizers")
@@ -163,11 +139,11 @@ def test_after_unscaling(
     kinds=st.tuples(*[st.sampled_from(["adam", "sgd", "adagrad", "rmsprop"])] * 2),
 )
 def test_several_optimizers(
-    deviation: DeviationJudge, reference: Library, device: str, grad_outcomes: Any, kinds: tuple[str, str]
+    fused: FusedStep, device: str, grad_outcomes: Any, kinds: tuple[str, str]
 ) -> None:
     """The scale moves once an iteration, by what any found, whichever of them takes the fused step."""
 
-    def reported(library: Library, fused: bool) -> list[Outcome]:
+    def reported(library: Library, take: Take) -> list[Outcome]:
         harnesses = [
             Harness(library, device, SOME[-2:], KINDS[kind], init_scale=8.0, growth_interval=2)
             for kind in kinds
@@ -180,7 +156,7 @@ def test_several_optimizers(
             ):
                 harness.zero_grad()
                 harness.backward(math.inf if bad else None)
-                if fused and not plain:
+                if take is by_one and not plain:
                     harness.scaler.fused_step(harness.optimizer, update=False)
                 else:
                     harness.scaler.step(harness.optimizer)
@@ -188,13 +164,12 @@ def test_several_optimizers(
             seen += [state_of(harness) for harness in harnesses]
         return seen
 
-    expected = reported(reference, False)
-    judge(deviation, lambda library: reported(library, True), lambda seen: assert_same_states(expected, seen))
+    fused.judge_states(reported)
 
 
 @clause("amp.grad_scaler.fused_step.in_order")
 @ROW
-def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
+def test_out_of_order(fused: FusedStep, device: str) -> None:
     """Twice without update, before any scale, and without any gradient: refused as step refuses."""
 
     def probe(library: Library) -> Any:
@@ -242,12 +217,12 @@ def test_out_of_order(deviation: DeviationJudge, device: str) -> None:
         assert found == [True] * 11
         assert kept
 
-    judge(deviation, probe, compare)
+    fused.judge(probe, compare)
 
 
 @clause("amp.grad_scaler.fused_step.in_order")
 @ROW
-def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, reference: Library, device: str) -> None:
+def test_step_counts_that_are_no_tensors(fused: FusedStep, device: str) -> None:
     """As states of old have them: refused as torch's own step refuses them."""
 
     def reported(library: Library, take: Take) -> list[Any]:
@@ -263,22 +238,20 @@ def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, reference: L
             [parameter.tolist() for parameter in harness.parameters],
         ]
 
-    expected = reported(reference, by_four)
+    expected = reported(fused.reference, by_four)
 
     def compare(seen: list[Any]) -> None:
         assert seen == expected
         assert expected[0] is not None
 
-    judge(deviation, lambda library: reported(library, by_one), compare)
+    fused.judge(lambda library: reported(library, by_one), compare)
 
 
 @clause("amp.grad_scaler.fused_step.switched_off")
 @ROW
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
-def test_switched_off(
-    deviation: DeviationJudge, reference: Library, device: str, kind: str, max_norm: float
-) -> None:
+def test_switched_off(fused: FusedStep, device: str, kind: str, max_norm: float) -> None:
     """Clipping and the step, whatever the gradients hold."""
 
     def reported(library: Library, take: Take) -> Iterations:
@@ -290,19 +263,13 @@ def test_switched_off(
             seen.append((observe(take, harness, max_norm), state_of(harness)))
         return seen
 
-    judge(
-        deviation,
-        lambda library: reported(library, by_one),
-        lambda seen: assert_same_iterations(reported(reference, by_four_with(norms_in(seen))), seen),
-    )
+    fused.judge_iterations(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
-def test_momentum_that_begins_with_a_skipped_step(
-    deviation: DeviationJudge, reference: Library, device: str, dampening: float
-) -> None:
+def test_momentum_that_begins_with_a_skipped_step(fused: FusedStep, device: str, dampening: float) -> None:
     """Judged by torch's unfused momentum, whose products are exact: the fused one then holds what lay in its memory."""
 
     def reported(library: Library, take: Take) -> Iterations:
@@ -319,9 +286,4 @@ def test_momentum_that_begins_with_a_skipped_step(
             )
         return seen
 
-    expected = reported(reference, by_four)
-    judge(
-        deviation,
-        lambda library: reported(library, by_one),
-        lambda seen: assert_same_iterations(expected, seen),
-    )
+    fused.judge_iterations(reported)

@@ -20,19 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import observe
-from conformance.strategies.fused_steps import (
-    KINDS,
-    ROW,
-    SOME,
-    Take,
-    assert_judged_by_four,
-    assert_same_states,
-    by_four,
-    by_one,
-    judge,
-    state_of,
-)
+from conformance.strategies.fused_steps import KINDS, ROW, SOME, FusedStep, Take, by_one, judge, state_of
 from conformance.strategies.scaling import Harness
 
 
@@ -40,9 +28,7 @@ from conformance.strategies.scaling import Harness
 @ROW
 @pytest.mark.parametrize("comes_to_it", [True, False])
 @pytest.mark.parametrize("on", ["the optimizer", "its class"])
-def test_a_step_that_was_replaced(
-    deviation: DeviationJudge, reference: Library, device: str, on: str, comes_to_it: bool
-) -> None:
+def test_a_step_that_was_replaced(fused: FusedStep, device: str, on: str, comes_to_it: bool) -> None:
     """What stands in its place is called once a step, with gradients unscaled and clipped, as `step` calls it."""
 
     def reported(library: Library, take: Take) -> list[Any]:
@@ -68,21 +54,14 @@ def test_a_step_that_was_replaced(
                 seen.append([param.detach().clone() for param in harness.parameters])
         return seen
 
-    expected = observe(reported, reference, by_four)
-    judge(
-        deviation,
-        lambda library: observe(reported, library, by_one),
-        lambda seen: assert_same_states([expected], [seen]),
-    )
+    fused.judge_reported(reported)
 
 
 @clause("amp.grad_scaler.fused_step.seen_as_a_step")
 @ROW
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("last", [None, math.inf])
-def test_hooks_schedulers_and_answers(
-    deviation: DeviationJudge, device: str, kind: str, last: float | None
-) -> None:
+def test_hooks_schedulers_and_answers(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
     """A step that is taken is one for hooks and schedulers, one that is skipped is none; both can be asked about."""
 
     def probe(library: Library) -> Any:
@@ -108,7 +87,7 @@ def test_hooks_schedulers_and_answers(
     def compare(seen: Any) -> None:
         assert seen == ((["before", "after"], 0, True, 0) if last is None else skipped)
 
-    judge(deviation, probe, compare)
+    fused.judge(probe, compare)
 
 
 class NoHostRead(TorchDispatchMode):
@@ -125,7 +104,7 @@ class NoHostRead(TorchDispatchMode):
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 def test_nothing_waits_for_the_device_that_decides(
-    deviation: DeviationJudge, reference: Library, device: str, kind: str, max_norm: float
+    fused: FusedStep, device: str, kind: str, max_norm: float
 ) -> None:
     """The flag decides where it lies, to the same bits; what is documented to wait may.
 
@@ -141,7 +120,7 @@ def test_nothing_waits_for_the_device_that_decides(
     with pytest.raises(AssertionError, match="on the host"), NoHostRead():
         torch.ones(()).item()
     grad_outcomes = [None, math.inf, None, math.nan, None]
-    assert_judged_by_four(deviation, reference, device, unread, kind, grad_outcomes, max_norm)
+    fused.judge_scenario(kind, grad_outcomes, max_norm, take=unread)
 
 
 @clause("amp.grad_scaler.fused_step.waits_for_nothing")
@@ -184,11 +163,7 @@ def _clamp_all(params: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
 @pytest.mark.parametrize("does", [_drop_one, _replace_one, _clamp_all])
 def test_hooks_before_the_step_have_the_last_word(
-    deviation: DeviationJudge,
-    reference: Library,
-    device: str,
-    does: Callable[[list[torch.Tensor]], None],
-    everywhere: bool,
+    fused: FusedStep, device: str, does: Callable[[list[torch.Tensor]], None], everywhere: bool
 ) -> None:
     """They see unscaled gradients, and it is stepped by what they leave; in the third step, after two without."""
 
@@ -209,7 +184,4 @@ def test_hooks_before_the_step_have_the_last_word(
             seen.append(state_of(harness))
         return seen
 
-    expected = reported(reference, by_four)
-    judge(
-        deviation, lambda library: reported(library, by_one), lambda seen: assert_same_states(expected, seen)
-    )
+    fused.judge_states(reported)

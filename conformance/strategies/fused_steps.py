@@ -136,15 +136,6 @@ def judge(
     deviation.judge(asked, torch_does=lambda seen: seen is LACKING, we_do=agrees)
 
 
-def judge_as_reported(deviation: DeviationJudge, expected: Any, reported: Callable[[Library], Any]) -> None:
-    """What `told` tells of the fused step is what is expected, within the roundings of an update."""
-    judge(
-        deviation,
-        lambda library: observe(reported, library),
-        lambda seen: assert_same_states([observe(lambda: expected)], [seen]),
-    )
-
-
 def assert_same_iterations(expected: Iterations, seen: Iterations, norm_type: float = 2.0) -> None:
     """Norms within the roundings of their sums, all that lasts within those of the updates."""
     tolerance = norm_of_some(norm_type)
@@ -165,22 +156,46 @@ def norm_of_some(norm_type: float) -> Tolerance:
     )
 
 
-def assert_judged_by_four(
-    deviation: DeviationJudge,
-    reference: Library,
-    device: str,
-    take: Take,
-    kind: str,
-    grad_outcomes: list[float | None],
-    *expected: float,
-) -> None:
-    """torch's calls clip by the norms that were returned, and these are judged by torch's."""
-    judge(
-        deviation,
-        lambda library: list(iterations(library, device, take, kind, grad_outcomes, *expected)),
-        lambda seen: assert_same_iterations(
-            list(iterations(reference, device, by_four_with(norms_in(seen)), kind, grad_outcomes, *expected)),
-            seen,
-            *expected[1:],
-        ),
-    )
+class FusedStep:
+    """The fixture `fused`: the subject's fused step, judged by torch's four calls."""
+
+    def __init__(self, deviation: DeviationJudge, reference: Library, device: str) -> None:
+        self._deviation, self.reference, self._device = deviation, reference, device
+
+    def judge(self, probe: Callable[[Library], Any], compare: Callable[[Any], None]) -> None:
+        judge(self._deviation, probe, compare)
+
+    def judge_reported(self, reported: Callable[[Library, Take], Any]) -> None:
+        """What `reported` tells of one call is what it tells of four, within the roundings of an update."""
+        expected = observe(reported, self.reference, by_four)
+        assert expected.raised is None, expected.raised
+        self.judge(
+            lambda library: observe(reported, library, by_one),
+            lambda seen: assert_same_states([expected], [seen]),
+        )
+
+    def judge_states(self, reported: Callable[[Library, Take], list[Outcome]]) -> None:
+        """Likewise, of states after each step."""
+        expected = reported(self.reference, by_four)
+        self.judge(lambda library: reported(library, by_one), lambda seen: assert_same_states(expected, seen))
+
+    def judge_iterations(
+        self, reported: Callable[[Library, Take], Iterations], norm_type: float = 2.0, take: Take = by_one
+    ) -> None:
+        """torch's calls clip by the norms that were returned, and these are judged by torch's."""
+        self.judge(
+            lambda library: reported(library, take),
+            lambda seen: assert_same_iterations(
+                reported(self.reference, by_four_with(norms_in(seen))), seen, norm_type
+            ),
+        )
+
+    def judge_scenario(
+        self, kind: str, grad_outcomes: list[float | None], *expected: float, take: Take = by_one
+    ) -> None:
+        """In `iterations`; `expected` are the largest norm and its order."""
+
+        def reported(library: Library, take: Take) -> Iterations:
+            return list(iterations(library, self._device, take, kind, grad_outcomes, *expected))
+
+        self.judge_iterations(reported, *expected[1:], take=take)

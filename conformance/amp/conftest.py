@@ -1,0 +1,15 @@
+"""The fixture that hands tests the fused step."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library
+from conformance.strategies.fused_steps import FusedStep
+
+
+@pytest.fixture
+def fused(deviation: DeviationJudge, reference: Library, device: str) -> FusedStep:
+    """Of tests that name `ROW`."""
+    return FusedStep(deviation, reference, device)
