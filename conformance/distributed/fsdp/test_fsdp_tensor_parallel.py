@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,13 @@ import torch
 from conformance.distributed.fsdp import tensor_parallel_cases as cases
 from conformance.distributed.fsdp.judging import assert_all_close, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.tensor_parallel_cases import Parallel
-from conformance.distributed.fsdp.twins import FULL, holds
+from conformance.distributed.fsdp.twins import FULL, Seen, Twins, TwinsOf, each, holds, values_of
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
 from conformance.judge.tolerances import TRAINED
-from conformance.ranks import RankPool
 
 DEEP = pytest.mark.profile("deep")
-Ranks = Callable[..., RankPool]
 
 FLAT, ORIGINALS = {"use_orig_params": False}, {"use_orig_params": True}
 _FLAT, _ORIGINALS = Parallel((2, 2), FLAT), Parallel((2, 2), ORIGINALS)
@@ -57,161 +53,141 @@ _REPLICAS = [
 _MESHES = [_FLAT, _ORIGINALS, *_LATTICE, *_REPLICAS]
 
 
-def seen(ranks: Ranks, library: Library, asks: Any, parallel: Parallel, **arguments: Any) -> list[Outcome]:
-    pool = ranks(parallel.batches * parallel.sizes[-1])
-    return outcomes(pool, library, "tensor_parallel_cases:probe", asks=asks, parallel=parallel, **arguments)
+def twins_for(twins_of: TwinsOf, parallel: Parallel) -> Twins:
+    return twins_of(parallel.batches * parallel.sizes[-1])
+
+
+def seen_by(twins: Twins, library: Library, asks: Any, parallel: Parallel, **arguments: Any) -> Seen:
+    case = "tensor_parallel_cases:probe"
+    return outcomes(twins.pool, library, case, asks=asks, parallel=parallel, **arguments)
 
 
 def assert_agree(
-    ranks: Ranks, libraries: Sequence[Library], asks: Any, parallel: Parallel, **arguments: Any
-) -> list[Outcome]:
-    """Judges the subject by the reference; `libraries` is (reference, subject)."""
-    expected, actual = (seen(ranks, library, asks, parallel, **arguments) for library in libraries)
-    for outcome in expected:
-        assert outcome.raised is None, outcome.raised
+    twins_of: TwinsOf, asks: Any, parallel: Parallel, *, all_raise: bool = False, **arguments: Any
+) -> Seen:
+    """Judge rank by rank; gives what the subject's saw."""
+    twins = twins_for(twins_of, parallel)
+    expected, actual = (
+        seen_by(twins, library, asks, parallel, **arguments) for library in (twins.reference, twins.subject)
+    )
+    assert all((one.raised is not None) is all_raise for one in expected), expected
     assert_ranks_agree(expected, actual)
     return actual
 
 
-def values_of(outcome: Outcome) -> dict[str, Any]:
-    return {name: one["values"] for name, one in outcome.value["parameters"].items()}
+def deviate(twins_of: TwinsOf, asks: Any, parallel: Parallel, asked: dict[str, Any], **sides: Any) -> None:
+    """Judge by the row that the test names; `sides` are those of `DeviationJudge.judge`."""
+    twins = twins_for(twins_of, parallel)
+    twins.judge(lambda library: seen_by(twins, library, asks, parallel, **asked), **sides)
 
 
-def assert_like_unsharded(got: Sequence[Outcome], expected: dict[str, Any]) -> None:
-    for outcome in got:
-        assert outcome.raised is None, outcome.raised
-        assert_all_close("parameters", expected["parameters"], values_of(outcome), TRAINED)
+def assert_like_unsharded(got: Seen, expected: dict[str, Any]) -> None:
+    for value in values_of(got):
+        parameters = {name: one["values"] for name, one in value["parameters"].items()}
+        assert_all_close("parameters", expected["parameters"], parameters, TRAINED)
+
+
+def like_unsharded(expected: dict[str, Any]) -> Callable[[Seen], bool]:
+    return lambda got: holds(assert_like_unsharded, got, expected)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.trains")
 @pytest.mark.parametrize("parallel", _MESHES, ids=str)
-def test_trains(subject: Library, reference: Library, ranks: Ranks, parallel: Parallel) -> None:
-    got = assert_agree(ranks, (reference, subject), cases.train, parallel)
+def test_trains(twins_of: TwinsOf, parallel: Parallel) -> None:
+    got = assert_agree(twins_of, cases.train, parallel)
     assert_like_unsharded(got, cases.train_unsharded(parallel))
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.accumulates")
-def test_accumulates(subject: Library, reference: Library, ranks: Ranks) -> None:
-    parallel = Parallel((2, 2), FLAT)
-    got = assert_agree(ranks, (reference, subject), cases.accumulate, parallel)
-    assert_like_unsharded(got, cases.train_unsharded(parallel, steps=1, backwards=2))
+def test_accumulates(twins_of: TwinsOf) -> None:
+    got = assert_agree(twins_of, cases.accumulate, _FLAT)
+    assert_like_unsharded(got, cases.train_unsharded(_FLAT, steps=1, backwards=2))
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.summoned")
 @_BOTH
-def test_what_is_written_to_summoned_parameters_stays(
-    subject: Library, reference: Library, ranks: Ranks, parallel: Parallel
-) -> None:
-    assert_agree(ranks, (reference, subject), cases.write_summoned, parallel)
+def test_what_is_written_to_summoned_parameters_stays(twins_of: TwinsOf, parallel: Parallel) -> None:
+    assert_agree(twins_of, cases.write_summoned, parallel)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.saves")
 @_KINDS
-def test_saves(subject: Library, reference: Library, ranks: Ranks, parallel: Parallel, kind: str) -> None:
-    assert_agree(ranks, (reference, subject), cases.save, parallel, kind=kind)
+def test_saves(twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
+    assert_agree(twins_of, cases.save, parallel, kind=kind)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.loads")
 @_KINDS
-def test_loads(subject: Library, reference: Library, ranks: Ranks, parallel: Parallel, kind: str) -> None:
-    got = assert_agree(ranks, (reference, subject), cases.reload, parallel, kind=kind)
+def test_loads(twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
+    got = assert_agree(twins_of, cases.reload, parallel, kind=kind)
     assert_like_unsharded(got, cases.train_unsharded(parallel, steps=1))
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.loads_together")
 @pytest.mark.deviation("fsdp.load_beside_tensor_parallelism")
-def test_loads_on_all_ranks_or_on_none(deviation: DeviationJudge, ranks: Ranks) -> None:
-    deviation.judge(
-        lambda library: [
-            one.value for one in seen(ranks, library, cases.fit, Parallel((2, 2), FLAT), rank_at_fault=1)
-        ],
-        we_do=lambda got: got == ["RuntimeError, unchanged: True"] * 4,
-    )
+def test_loads_on_all_ranks_or_on_none(twins_of: TwinsOf) -> None:
+    we_do = each(lambda value: value == "RuntimeError, unchanged: True")
+    deviate(twins_of, cases.fit, _FLAT, {"rank_at_fault": 1}, we_do=we_do)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.reshards")
 @FULL
 @pytest.mark.parametrize("sizes", [(4, 1), (1, 4)])
 def test_another_mesh_reads_what_was_written(
-    subject: Library, reference: Library, ranks: Ranks, sizes: tuple[int, int], tmp_path: Path
+    twins_of: TwinsOf, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
-    parallel = Parallel((2, 2), FLAT)
-    for library in (reference, subject):
+    twins = twins_for(twins_of, _FLAT)
+    expected = cases.train_unsharded(_FLAT, steps=1)["parameters"]
+    for library in (twins.reference, twins.subject):
         path = str(tmp_path / library.spec.replace("/", "_"))
-        got = seen(ranks, library, cases.reshard, parallel, path=path, sizes=sizes)
-        expected = cases.train_unsharded(parallel, steps=1)["parameters"]
-        for outcome in got:
-            assert outcome.raised is None, outcome.raised
-            assert_all_close("parameters", expected, outcome.value["parameters"], TRAINED)
+        for value in values_of(seen_by(twins, library, cases.reshard, _FLAT, path=path, sizes=sizes)):
+            assert_all_close("parameters", expected, value["parameters"], TRAINED)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.resumes")
 @pytest.mark.deviation("fsdp.optimizer_state_of_dtensors")
 @_KINDS
-def test_training_is_resumed(deviation: DeviationJudge, ranks: Ranks, parallel: Parallel, kind: str) -> None:
+def test_training_is_resumed(twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
     expected = cases.train_unsharded(parallel, steps=2)
 
-    def goes_on(got: Sequence[Outcome]) -> bool:
-        return all(
-            outcome.raised is None
-            and holds(assert_like_unsharded, [Outcome({"parameters": outcome.value["resumed"]})], expected)
-            for outcome in got
-        )
+    def goes_on(value: Any) -> bool:
+        return holds(assert_like_unsharded, [Outcome({"parameters": value["resumed"]})], expected)
 
-    deviation.judge(
-        partial(_seen_by, ranks, cases.resume, parallel, kind=kind),
-        we_do=goes_on,
-    )
+    deviate(twins_of, cases.resume, parallel, {"kind": kind}, we_do=each(goes_on))
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.clips")
 @pytest.mark.deviation("fsdp.norm_of_dtensors")
 @pytest.mark.parametrize("norm_type", [2.0, pytest.param(torch.inf, marks=FULL)])
 @_BOTH
-def test_the_norm_counts_each_element_once(
-    deviation: DeviationJudge, ranks: Ranks, parallel: Parallel, norm_type: float
-) -> None:
+def test_the_norm_counts_each_element_once(twins_of: TwinsOf, parallel: Parallel, norm_type: float) -> None:
     expected = cases.train_unsharded(parallel, norm=(0.5, norm_type), steps=1)
 
-    def is_right(got: Sequence[Outcome]) -> bool:
+    def is_right(got: Seen) -> bool:
         if not holds(assert_like_unsharded, got, expected):
             return False
         norms = [outcome.value["norm"].values for outcome in got]
         return all(TRAINED.excess(expected["norm"], norm) is None for norm in norms)
 
-    deviation.judge(
-        partial(_seen_by, ranks, cases.clip, parallel, norm_type=norm_type),
-        we_do=is_right,
-        may_agree=norm_type == torch.inf,
-    )
+    may_agree = norm_type == torch.inf
+    deviate(twins_of, cases.clip, parallel, {"norm_type": norm_type}, we_do=is_right, may_agree=may_agree)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.originals")
 @pytest.mark.deviation("fsdp.original_dtensors")
 @pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 4), marks=FULL)])
-def test_originals_that_are_not_sharded_train(
-    deviation: DeviationJudge, ranks: Ranks, sizes: tuple[int, int]
-) -> None:
+def test_originals_that_are_not_sharded_train(twins_of: TwinsOf, sizes: tuple[int, int]) -> None:
     parallel = Parallel(sizes, ORIGINALS)
-    expected = cases.train_unsharded(parallel)
-    deviation.judge(
-        partial(_seen_by, ranks, cases.train, parallel),
-        we_do=lambda got: holds(assert_like_unsharded, got, expected),
-        torch_does=_raises,
-    )
+    we_do = like_unsharded(cases.train_unsharded(parallel))
+    deviate(twins_of, cases.train, parallel, {}, we_do=we_do, torch_does=_raises)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.originals")
 @pytest.mark.deviation("fsdp.original_dtensors")
 @FULL
-def test_originals_accumulate(deviation: DeviationJudge, ranks: Ranks) -> None:
-    parallel = Parallel((2, 2), ORIGINALS)
-    expected = cases.train_unsharded(parallel, steps=1, backwards=2)
-    deviation.judge(
-        partial(_seen_by, ranks, cases.accumulate, parallel),
-        we_do=lambda got: holds(assert_like_unsharded, got, expected),
-        torch_does=_raises,
-    )
+def test_originals_accumulate(twins_of: TwinsOf) -> None:
+    we_do = like_unsharded(cases.train_unsharded(_ORIGINALS, steps=1, backwards=2))
+    deviate(twins_of, cases.accumulate, _ORIGINALS, {}, we_do=we_do, torch_does=_raises)
 
 
 _FULLY = [
@@ -230,37 +206,22 @@ _FULLY = [
 
 @clause("distributed.fsdp.fully_shard.tensor_parallel")
 @pytest.mark.parametrize("parallel", _FULLY, ids=str)
-def test_fully_shard_trains(subject: Library, reference: Library, ranks: Ranks, parallel: Parallel) -> None:
-    got = assert_agree(ranks, (reference, subject), cases.train_sharded, parallel)
+def test_fully_shard_trains(twins_of: TwinsOf, parallel: Parallel) -> None:
+    got = assert_agree(twins_of, cases.train_sharded, parallel)
     assert_like_unsharded(got, cases.train_unsharded(parallel))
 
 
 @clause("distributed.fsdp.fully_shard.tensor_parallel")
 @pytest.mark.parametrize("asks", [pytest.param(cases.accumulate_sharded, marks=FULL), cases.load_sharded])
-def test_fully_shard_accumulates_and_loads(
-    subject: Library, reference: Library, ranks: Ranks, asks: Any
-) -> None:
-    parallel = _FULLY[0]
-    assert_agree(ranks, (reference, subject), asks, parallel)
+def test_fully_shard_accumulates_and_loads(twins_of: TwinsOf, asks: Any) -> None:
+    assert_agree(twins_of, asks, _FULLY[0])
 
 
 @clause("distributed.fsdp.fully_shard.tensor_parallel")
 @FULL
-def test_fully_shard_refuses_meshes_that_do_not_belong_together(
-    subject: Library, reference: Library, ranks: Ranks
-) -> None:
-    expected, actual = (
-        seen(ranks, library, cases.on_another_mesh, _FULLY[0]) for library in (reference, subject)
-    )
-    assert expected[0].raised is not None
-    assert_ranks_agree(expected, actual)
+def test_fully_shard_refuses_meshes_that_do_not_belong_together(twins_of: TwinsOf) -> None:
+    assert_agree(twins_of, cases.on_another_mesh, _FULLY[0], all_raise=True)
 
 
-def _raises(got: Sequence[Outcome]) -> bool:
+def _raises(got: Seen) -> bool:
     return all(one.raised is not None for one in got)
-
-
-def _seen_by(
-    ranks: Ranks, asks: Any, parallel: Parallel, library: Library, **arguments: Any
-) -> list[Outcome]:
-    return seen(ranks, library, asks, parallel, **arguments)
