@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -43,20 +43,44 @@ def placed_gradients(
     return gradients
 
 
-def outcomes(
-    pool: RankPool, library: Library, function: str, gradients: Sequence[PlacedGradient], **arguments: Any
-) -> list[Outcome]:
-    """What every rank saw; `mesh_shape` may be among the arguments, for a mesh of several dimensions."""
-    mesh_shape = arguments.pop("mesh_shape", ())
-    library.find(f"nn.utils.{function}")  # missing here rather than on the ranks, which is reported as such
-    return pool.run(
-        "conformance.ranks.cases:clip",
-        library=library.spec,
-        function=function,
-        gradients=gradients,
-        arguments=arguments,
-        mesh_shape=mesh_shape,
-    )
+@dataclass(frozen=True)
+class Clipping:
+    """The fixture `clipping`: what both libraries clip on the ranks of one world."""
+
+    reference: Library
+    subject: Library
+    pool: RankPool
+
+    def seen_by(
+        self, library: Library, function: str, gradients: Sequence[PlacedGradient], **arguments: Any
+    ) -> list[Outcome]:
+        """What every rank saw; `mesh_shape` may be among the arguments, for a mesh of several dimensions."""
+        mesh_shape = arguments.pop("mesh_shape", ())
+        library.find(
+            f"nn.utils.{function}"
+        )  # missing here rather than on the ranks, which is reported as such
+        return self.pool.run(
+            "conformance.ranks.cases:clip",
+            library=library.spec,
+            function=function,
+            gradients=gradients,
+            arguments=arguments,
+            mesh_shape=mesh_shape,
+        )
+
+    def agrees(self, function: str, gradients: Sequence[PlacedGradient], **arguments: Any) -> list[Outcome]:
+        """Judge rank by rank; gives what the subject's saw."""
+        expected, actual = (
+            self.seen_by(library, function, gradients, **arguments)
+            for library in (self.reference, self.subject)
+        )
+        assert_ranks_agree_with(expected, actual, tolerance_of(gradients, arguments.get("norm_type", 2.0)))
+        return actual
+
+
+@pytest.fixture
+def clipping(reference: Library, subject: Library, rank_pool: RankPool) -> Clipping:
+    return Clipping(reference, subject, rank_pool)
 
 
 def assert_ranks_agree_with(
@@ -122,29 +146,22 @@ def has_empty_part(gradient: PlacedGradient, world_size: int) -> bool:
 @pytest.mark.parametrize("foreach", [None, False, True], ids=str)
 @given(gradients=placed_gradients(), max_norm=max_norms, norm_type=st.sampled_from(NORM_TYPES))
 def test_clips_as_torch_does_on_every_rank(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
+    clipping: Clipping,
     foreach: bool | None,
     gradients: list[PlacedGradient],
     max_norm: float,
     norm_type: float,
 ) -> None:
-    gradients = without_empty_parts(gradients, rank_pool.world_size, norm_type)
-    arguments = {"max_norm": max_norm, "norm_type": norm_type, "foreach": foreach}
-    assert_ranks_agree_with(
-        outcomes(rank_pool, reference, "clip_grad_norm_", gradients, **arguments),
-        outcomes(rank_pool, subject, "clip_grad_norm_", gradients, **arguments),
-        tolerance_of(gradients, norm_type),
-    )
+    gradients = without_empty_parts(gradients, clipping.pool.world_size, norm_type)
+    clipping.agrees("clip_grad_norm_", gradients, max_norm=max_norm, norm_type=norm_type, foreach=foreach)
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor")
 @given(gradients=placed_gradients(), max_norm=max_norms)
 def test_parts_make_up_the_clipped_whole(
-    subject: Library, rank_pool: RankPool, gradients: list[PlacedGradient], max_norm: float
+    clipping: Clipping, gradients: list[PlacedGradient], max_norm: float
 ) -> None:
-    seen = outcomes(rank_pool, subject, "clip_grad_norm_", gradients, max_norm=max_norm)
+    seen = clipping.seen_by(clipping.subject, "clip_grad_norm_", gradients, max_norm=max_norm)
     tolerance = tolerance_of(gradients)
     flat = torch.cat([gradient.value.double().reshape(-1) for gradient in gradients])
     norm = torch.linalg.vector_norm(flat)
@@ -191,47 +208,27 @@ def test_meshes_of_two_dimensions(
         for placements in LAYOUTS[layout]
     ]
     given: dict[str, Any] = {"max_norm": 1.0} if function == "clip_grad_norm_" else {}
-    for norm_type, foreach in (
-        (2.0, None),
-        (1.0, False),
-        (3.0, None),
-        (math.inf, None),
-        (0.0, None),
-        (-1.0, None),
-    ):
-        expected, actual = (
-            outcomes(
-                ranks(4, device),
-                library,
-                function,
-                gradients,
-                mesh_shape=(2, 2),
-                norm_type=norm_type,
-                foreach=foreach,
-                **given,
-            )
-            for library in (reference, subject)
-        )
-        assert all(outcome.raised is None for outcome in expected)
-        assert_ranks_agree_with(expected, actual, tolerance_of(gradients, norm_type))
+    clipping = Clipping(reference, subject, ranks(4, device))
+    for norm_type in (2.0, 1.0, 3.0, math.inf, 0.0, -1.0):
+        how = {"mesh_shape": (2, 2), "foreach": False if norm_type == 1.0 else None}
+        seen = clipping.agrees(function, gradients, norm_type=norm_type, **how, **given)
+        assert all(outcome.raised is None for outcome in seen)
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_collectives")
 @given(gradients=placed_gradients(), norm_type=st.sampled_from(NORM_TYPES))
 def test_issues_no_more_collectives_than_torch(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    gradients: list[PlacedGradient],
-    norm_type: float,
+    clipping: Clipping, gradients: list[PlacedGradient], norm_type: float
 ) -> None:
-    gradients = without_empty_parts(gradients, rank_pool.world_size, norm_type)
-    outcomes(rank_pool, reference, "clip_grad_norm_", gradients, max_norm=1.0, norm_type=norm_type)
-    allowed = [len(trace) for trace in rank_pool.traces]
-    outcomes(rank_pool, subject, "clip_grad_norm_", gradients, max_norm=1.0, norm_type=norm_type)
-    for rank, trace in enumerate(rank_pool.traces):
+    pool = clipping.pool
+    gradients = without_empty_parts(gradients, pool.world_size, norm_type)
+    asked = {"max_norm": 1.0, "norm_type": norm_type}
+    clipping.seen_by(clipping.reference, "clip_grad_norm_", gradients, **asked)
+    allowed = [len(trace) for trace in pool.traces]
+    clipping.seen_by(clipping.subject, "clip_grad_norm_", gradients, **asked)
+    for rank, trace in enumerate(pool.traces):
         assert len(trace) <= allowed[rank], f"rank {rank} issued {[str(call) for call in trace]}"
-        assert list(trace) == list(rank_pool.traces[0])
+        assert list(trace) == list(pool.traces[0])
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_nonfinite")
@@ -242,22 +239,15 @@ def test_issues_no_more_collectives_than_torch(
     shard_dim=st.sampled_from([None, 0]),
 )
 def test_nonfinite_on_one_rank_is_seen_by_all(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
+    clipping: Clipping,
     error_if_nonfinite: bool,
     gradients: list[PlacedGradient],
     bad: float,
     shard_dim: int | None,
 ) -> None:
     gradients = [*gradients, PlacedGradient(torch.tensor([1.0, 2.0, 3.0, bad]), shard_dim)]
-    arguments = {"max_norm": 1.0, "error_if_nonfinite": error_if_nonfinite}
-    seen = outcomes(rank_pool, subject, "clip_grad_norm_", gradients, **arguments)
-    assert_ranks_agree_with(
-        outcomes(rank_pool, reference, "clip_grad_norm_", gradients, **arguments),
-        seen,
-        tolerance_of(gradients),
-    )
+    asked = {"max_norm": 1.0, "error_if_nonfinite": error_if_nonfinite}
+    seen = clipping.agrees("clip_grad_norm_", gradients, **asked)
     if not error_if_nonfinite:
         assert not any(norm_of_the_whole(outcome).isfinite() for outcome in seen)
         return
@@ -269,7 +259,7 @@ def test_nonfinite_on_one_rank_is_seen_by_all(
 @pytest.mark.deviation("clip_grad.true_norm_of_extreme_gradients")
 @pytest.mark.parametrize(("value", "dtype"), [(1e20, torch.float32), (6e4, torch.float16)], ids=str)
 def test_extreme_dtensors(
-    deviation: DeviationJudge, rank_pool: RankPool, value: float, dtype: torch.dtype
+    deviation: DeviationJudge, clipping: Clipping, value: float, dtype: torch.dtype
 ) -> None:
     """Four elements of one size, whose norm is the double of it."""
     gradients = [PlacedGradient(torch.full((4,), value, dtype=dtype), 0)]
@@ -279,7 +269,7 @@ def test_extreme_dtensors(
         return all(norm.dtype == torch.float32 and norm.item() == pytest.approx(2 * value) for norm in norms)
 
     deviation.judge(
-        lambda library: outcomes(rank_pool, library, "clip_grad_norm_", gradients, max_norm=1e30),
+        lambda library: clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1e30),
         torch_does=lambda seen: all(norm_of_the_whole(outcome).isinf() for outcome in seen),
         we_do=has_true_norm,
     )
@@ -289,17 +279,14 @@ def test_extreme_dtensors(
 @pytest.mark.parametrize("foreach", [None, False], ids=str)
 @given(gradients=placed_gradients(), plain=st.integers(0, 5))
 def test_dtensors_among_plain_tensors(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    foreach: bool | None,
-    gradients: list[PlacedGradient],
-    plain: int,
+    clipping: Clipping, foreach: bool | None, gradients: list[PlacedGradient], plain: int
 ) -> None:
     gradients.insert(plain, PlacedGradient(torch.tensor([3.0, 4.0]), None, is_dtensor=False))
-    expected = outcomes(rank_pool, reference, "clip_grad_norm_", gradients, max_norm=1.0, foreach=foreach)
+    expected, actual = (
+        clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1.0, foreach=foreach)
+        for library in (clipping.reference, clipping.subject)
+    )
     assert all(outcome.raised is not None for outcome in expected)
-    actual = outcomes(rank_pool, subject, "clip_grad_norm_", gradients, max_norm=1.0, foreach=foreach)
     if are_unchanged(gradients, actual):
         # Better than torch, which with foreach=False has scaled the first gradients when it comes to refuse.
         expected, actual = (
@@ -312,46 +299,27 @@ def test_dtensors_among_plain_tensors(
 @pytest.mark.parametrize("foreach", [None, False, True], ids=str)
 @given(gradients=placed_gradients(), clip_value=st.sampled_from([0.0, 0.1, 1.0, 1e3]))
 def test_clamps_as_torch_does_on_every_rank(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    foreach: bool | None,
-    gradients: list[PlacedGradient],
-    clip_value: float,
+    clipping: Clipping, foreach: bool | None, gradients: list[PlacedGradient], clip_value: float
 ) -> None:
-    arguments = {"clip_value": clip_value, "foreach": foreach}
-    assert_ranks_agree_with(
-        outcomes(rank_pool, reference, "clip_grad_value_", gradients, **arguments),
-        outcomes(rank_pool, subject, "clip_grad_value_", gradients, **arguments),
-        tolerance_of(gradients),
-    )
+    clipping.agrees("clip_grad_value_", gradients, clip_value=clip_value, foreach=foreach)
 
 
 @clause("nn.utils.clip_grad.get_total_norm.dtensor")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @given(data=st.data(), norm_type=st.sampled_from(NORM_TYPES))
 def test_total_norm_is_that_of_the_whole(
-    subject: Library,
-    reference: Library,
-    rank_pool: RankPool,
-    dtype: torch.dtype,
-    data: st.DataObject,
-    norm_type: float,
+    clipping: Clipping, dtype: torch.dtype, data: st.DataObject, norm_type: float
 ) -> None:
     drawn = data.draw(placed_gradients(dtypes=(dtype,)))
-    gradients = without_empty_parts(drawn, rank_pool.world_size, norm_type)
-    assert_ranks_agree_with(
-        outcomes(rank_pool, reference, "get_total_norm", gradients, norm_type=norm_type),
-        outcomes(rank_pool, subject, "get_total_norm", gradients, norm_type=norm_type),
-        tolerance_of(gradients, norm_type),
-    )
+    gradients = without_empty_parts(drawn, clipping.pool.world_size, norm_type)
+    clipping.agrees("get_total_norm", gradients, norm_type=norm_type)
 
 
 @clause("nn.utils.clip_grad.get_total_norm.dtensor")
 @pytest.mark.world_sizes(fewest=2)
-def test_the_largest_element_where_a_part_is_empty(subject: Library, rank_pool: RankPool) -> None:
+def test_the_largest_element_where_a_part_is_empty(clipping: Clipping) -> None:
     gradients = [PlacedGradient(torch.tensor([-3.0]), 0), PlacedGradient(torch.tensor([2.0, 1.0]), None)]
-    for outcome in outcomes(rank_pool, subject, "get_total_norm", gradients, norm_type=math.inf):
+    for outcome in clipping.seen_by(clipping.subject, "get_total_norm", gradients, norm_type=math.inf):
         assert norm_of_the_whole(outcome) == 3.0
 
 
