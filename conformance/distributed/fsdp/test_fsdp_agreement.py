@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp.agreement_cases import ASTRAY, LARGE, TIMEOUT_S, Program
+from conformance.distributed.fsdp.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
@@ -43,6 +43,15 @@ def seen_of(library: Library, program: Program) -> Seen:
             return _seen_in(fault)
     pairs = zip(together[1 - ASTRAY], apart[1 - ASTRAY], strict=True)
     return Seen(is_right=all(torch.equal(*pair) for pair in pairs))
+
+
+def fault_of(
+    library: Library, case: str, *, world_size: int = 2, grace_s: float = SHORT_GRACE_S, **arguments: Any
+) -> RankFault:
+    """What becomes of ranks of their own, which do not come to the case's end."""
+    with RankPool(world_size, grace_s=grace_s) as pool, pytest.raises(RankFault) as fault:
+        pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
+    return fault.value
 
 
 def _seen_in(fault: RankFault) -> Seen:
@@ -243,9 +252,7 @@ def test_one_rank_alone_writes_before_a_backward(deviation: DeviationJudge, use_
 @clause("distributed.fsdp.fsdp_agreement.parts_while_wrapping")
 @pytest.mark.deadline(90)
 def test_states_synchronised_in_another_order(subject: Library) -> None:
-    with RankPool(2, grace_s=GRACE_S) as pool, pytest.raises(RankFault) as fault:
-        pool.run(f"{CASES}:synchronise", library=subject.spec)
-    reported = {failure.rank: failure.text for failure in fault.value.scene.failures}
+    reported = _seen_in(fault_of(subject, "synchronise", grace_s=GRACE_S)).raised
     assert len(reported) == 2, reported
     for text in reported.values():
         assert "'Block.0.weight' of shape (8, 4)" in text, text
@@ -269,10 +276,8 @@ def test_a_rank_that_waits_for_the_others_elsewhere(
     def raised(library: Library) -> str:
         # Who waits until the time-out is not waited for where it is known; others may take longer on a busy machine.
         timeout_s = 2.0 if library is reference else TIMEOUT_S
-        how = {"library": library.spec, "face": face, "by": by, "timeout_s": timeout_s}
-        with RankPool(2, grace_s=SHORT_GRACE_S) as pool, pytest.raises(RankFault) as fault:
-            pool.run(f"{CASES}:wait_elsewhere", **how)
-        return " ".join(one.text for one in fault.value.scene.failures)
+        fault = fault_of(library, "wait_elsewhere", face=face, by=by, timeout_s=timeout_s)
+        return " ".join(one.text for one in fault.scene.failures)
 
     named = rf"rank {ASTRAY} waits in torch\.distributed\.{by}\(\) where rank {1 - ASTRAY} gathered '\w+'"
     deviation.judge(
@@ -294,10 +299,7 @@ def test_one_rank_alone_asks_for_a_state(
 ) -> None:
     def raised(library: Library) -> Seen:
         timeout_s = 2.0 if library is reference else TIMEOUT_S
-        how = {"library": library.spec, "face": face, "pause_s": pause_s, "timeout_s": timeout_s}
-        with RankPool(2, grace_s=SHORT_GRACE_S) as pool, pytest.raises(RankFault) as fault:
-            pool.run(f"{CASES}:ask_alone", **how)
-        return _seen_in(fault.value)
+        return _seen_in(fault_of(library, "ask_alone", face=face, pause_s=pause_s, timeout_s=timeout_s))
 
     named = rf"some ranks alone ask for a state dict: .*rank {ASTRAY} .*of a state dict.*; call what gives it on every"
     deviation.judge(
@@ -325,15 +327,8 @@ def test_one_rank_alone_asks_for_a_state(
     ids=lambda program: f"{program.face} {program.by} {program.mode}",
 )
 @pytest.mark.world_sizes(fewest=2, also=[3])
-def test_what_changes_on_all_ranks(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], program: Program, world_size: int
-) -> None:
-    assert_trained_alike(
-        *(
-            ranks(world_size).run(f"{CASES}:run", library=library.spec, program=program)
-            for library in (reference, subject)
-        )
-    )
+def test_what_changes_on_all_ranks(cpu_twins: Twins, program: Program) -> None:
+    assert_trained_alike(cpu_twins, "run", program=program)
 
 
 @clause("distributed.fsdp.fsdp_agreement.alike_in_other_words")
@@ -347,42 +342,29 @@ def test_what_changes_on_all_ranks(
     ],
     ids=lambda program: f"{program.face} {program.by}",
 )
-def test_one_rank_says_it_in_other_words(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool], program: Program
-) -> None:
-    assert_trained_alike(
-        *(
-            ranks(2).run(f"{CASES}:run", library=library.spec, program=program)
-            for library in (reference, subject)
-        )
-    )
+def test_one_rank_says_it_in_other_words(twins_of: TwinsOf, program: Program) -> None:
+    assert_trained_alike(twins_of(2), "run", program=program)
 
 
 @clause("distributed.fsdp.fsdp_agreement.alike_in_other_words")
 @pytest.mark.deadline(90)
-def test_one_rank_gathers_by_hand_first(
-    subject: Library, reference: Library, ranks: Callable[..., RankPool]
-) -> None:
-    assert_trained_alike(
-        *(ranks(2).run(f"{CASES}:gather_by_hand", library=library.spec) for library in (reference, subject))
+def test_one_rank_gathers_by_hand_first(twins_of: TwinsOf) -> None:
+    assert_trained_alike(twins_of(2), "gather_by_hand")
+
+
+def assert_trained_alike(twins: Twins, case: str, **arguments: Any) -> None:
+    expected, actual = (
+        twins.pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
+        for library in (twins.reference, twins.subject)
     )
-
-
-def assert_trained_alike(
-    expected: Sequence[Sequence[torch.Tensor]], actual: Sequence[Sequence[torch.Tensor]]
-) -> None:
     for rank in range(len(expected)):
         for tensor, other in zip(expected[rank], actual[rank], strict=True):
             assert (excess := TRAINED.excess(tensor, other)) is None, f"rank {rank}: {excess}"
 
 
 def losses_reported(library: Library, *, world_size: int = 3, **loss: Any) -> dict[int, str]:
-    with RankPool(world_size, grace_s=GRACE_S) as pool:
-        try:
-            pool.run(f"{CASES}:lose_a_rank", library=library.spec, **loss)
-        except RankFault as fault:
-            return {f.rank: f.text for f in fault.scene.failures if f.rank != loss["victim"]}
-    raise AssertionError("the rank was not killed")
+    fault = fault_of(library, "lose_a_rank", world_size=world_size, grace_s=GRACE_S, **loss)
+    return {f.rank: f.text for f in fault.scene.failures if f.rank != loss["victim"]}
 
 
 def is_named_by_none(reported: dict[int, str], victim: int) -> bool:

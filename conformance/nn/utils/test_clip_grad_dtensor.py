@@ -56,9 +56,8 @@ class Clipping:
     ) -> list[Outcome]:
         """What every rank saw; `mesh_shape` may be among the arguments, for a mesh of several dimensions."""
         mesh_shape = arguments.pop("mesh_shape", ())
-        library.find(
-            f"nn.utils.{function}"
-        )  # missing here rather than on the ranks, which is reported as such
+        # Missing here rather than on the ranks, which is reported as such.
+        library.find(f"nn.utils.{function}")
         return self.pool.run(
             "conformance.ranks.cases:clip",
             library=library.spec,
