@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -52,6 +53,17 @@ def is_right(script: Script, make: Make, device: str, library: Library) -> Any:
     return True
 
 
+def judge_values(
+    deviation: DeviationJudge, script: Script, make: Make, device: str, torch_does: Sequence[Any] = (False,)
+) -> None:
+    """Ours is right; of torch's `is_right` says one of these."""
+    deviation.judge(
+        lambda library: is_right(script, make, device, library),
+        torch_does=lambda seen: seen in torch_does,
+        we_do=lambda seen: seen is True,
+    )
+
+
 @clause("dynamo.optimizer.init_group.users")
 @pytest.mark.parametrize("make", [users.Collecting, users.Plain])
 def test_as_torch_compiles_them(subject: Library, reference: Library, device: str, make: Make) -> None:
@@ -92,31 +104,19 @@ def test_made_in_the_compiled_function(subject: Library, reference: Library, dev
 @clause("dynamo.optimizer.init_group.arguments")
 @pytest.mark.deviation("optimizer_variable.lists_by_keyword")
 def test_lists_by_keyword(deviation: DeviationJudge, device: str) -> None:
-    deviation.judge(
-        lambda library: is_right(trained, users.ByKeyword, device, library),
-        torch_does=lambda seen: seen is False,
-        we_do=lambda seen: seen is True,
-    )
+    judge_values(deviation, trained, users.ByKeyword, device)
 
 
 @clause("dynamo.optimizer.init_group.arguments")
 @pytest.mark.deviation("optimizer_variable.lists_not_empty")
 def test_lists_that_hold_something(deviation: DeviationJudge, device: str) -> None:
-    deviation.judge(
-        lambda library: is_right(trained, users.IntoFilled, device, library),
-        torch_does=lambda seen: seen is False,
-        we_do=lambda seen: seen is True,
-    )
+    judge_values(deviation, trained, users.IntoFilled, device)
 
 
 @clause("dynamo.optimizer.init_group.arguments")
 @pytest.mark.deviation("optimizer_variable.results_of_any_kind")
 def test_tensors_come_back(deviation: DeviationJudge, device: str) -> None:
-    deviation.judge(
-        lambda library: is_right(trained, users.Returning, device, library),
-        torch_does=lambda seen: seen == "AssertionError",
-        we_do=lambda seen: seen is True,
-    )
+    judge_values(deviation, trained, users.Returning, device, torch_does=("AssertionError",))
 
 
 @clause("dynamo.optimizer.guards.schedules")
@@ -127,11 +127,7 @@ def test_a_rate_that_init_group_collects(deviation: DeviationJudge, device: str)
             harness.train().optimizer.param_groups[0]["lr"] = rate
         return trained(harness)
 
-    deviation.judge(
-        lambda library: is_right(script, users.RatesHandedOver, device, library),
-        torch_does=lambda seen: seen is False,
-        we_do=lambda seen: seen is True,
-    )
+    judge_values(deviation, script, users.RatesHandedOver, device)
 
 
 @clause("dynamo.optimizer.guards.state")
@@ -145,21 +141,13 @@ def test_state_that_init_group_collects(deviation: DeviationJudge, device: str, 
             harness.train().optimizer.state[harness.parameters[index]]["scale"] = value
         return trained(harness)
 
-    deviation.judge(
-        lambda library: is_right(script, users.ScaledByState, device, library),
-        torch_does=lambda seen: seen is False,
-        we_do=lambda seen: seen is True,
-    )
+    judge_values(deviation, script, users.ScaledByState, device)
 
 
 @clause("dynamo.optimizer.init_group.users")
 @pytest.mark.deviation("optimizer_variable.step_counts_of_python")
 def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, device: str) -> None:
-    deviation.judge(
-        lambda library: is_right(trained, users.CountingSteps, device, library),
-        torch_does=lambda seen: seen == "InternalTorchDynamoError",
-        we_do=lambda seen: seen is True,
-    )
+    judge_values(deviation, trained, users.CountingSteps, device, torch_does=("InternalTorchDynamoError",))
 
 
 @clause("dynamo.optimizer.optimizer.attributes")
@@ -181,11 +169,8 @@ def test_attributes_that_a_step_writes(deviation: DeviationJudge, device: str) -
     def script(harness: Harness) -> Any:
         return trained(harness), harness.optimizer.taken
 
-    deviation.judge(
-        lambda library: is_right(script, users.KeepingCount, device, library),
-        torch_does=lambda seen: seen in (False, "AssertionError"),  # torch 2.11 has no word for it
-        we_do=lambda seen: seen is True,
-    )
+    # torch 2.11 has no word for it.
+    judge_values(deviation, script, users.KeepingCount, device, torch_does=(False, "AssertionError"))
 
 
 @clause("dynamo.optimizer.init_group.errors")
