@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from conformance.distributed.fsdp.fsdp_cases import Step, Training
 from conformance.distributed.fsdp.judging import share_of_examples, trains_like_unsharded
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.distributed.fsdp.twins import Seen, Twins, both_kinds, each_strategy, leaf_by_leaf
+from conformance.distributed.fsdp.twins import (
+    Seen,
+    Twins,
+    Wrapping,
+    each_strategy,
+    each_wrapping,
+    leaf_by_leaf,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.ranks import RankFault
@@ -35,11 +42,10 @@ def test_without_reentrance(twins: Twins, strategy: str, data: st.DataObject) ->
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.checkpointing.reentrant")
-@both_kinds
-@each_strategy
-def test_with_reentrance(twins: Twins, strategy: str, use_orig_params: bool) -> None:
+@each_wrapping
+def test_with_reentrance(twins: Twins, wrapping: Wrapping) -> None:
     schedule = (Step(), Step(forwards=2, order="no_sync"), Step(forwards=2))
-    twins.train(Training(checkpointed("reentrant"), leaf_by_leaf(strategy, use_orig_params), schedule))
+    twins.train(Training(checkpointed("reentrant"), leaf_by_leaf(**wrapping), schedule))
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.reentrance_anywhere")

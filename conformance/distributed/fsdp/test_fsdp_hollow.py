@@ -6,7 +6,7 @@ import pytest
 
 from conformance.distributed.fsdp.fsdp_cases import Step, Training
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.distributed.fsdp.twins import FULL, Twins, both_kinds, leaf_by_leaf
+from conformance.distributed.fsdp.twins import FULL, Twins, Wrapping, each_wrapping, leaf_by_leaf
 from conformance.judge.clauses import clause
 
 STRATEGIES = ["FULL_SHARD", *(pytest.param(one, marks=FULL) for one in ("SHARD_GRAD_OP", "NO_SHARD"))]
@@ -31,8 +31,7 @@ STEPS = (Step(), Step(before="eval"), Step(forwards=2, order="no_sync"), Step(fo
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hollow")
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-@both_kinds
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_wrapping
 @pytest.mark.world_sizes(fewest=2)
-def test_trains(twins: Twins, strategy: str, use_orig_params: bool, tree: ModuleTree) -> None:
-    twins.train(Training(tree, leaf_by_leaf(strategy, use_orig_params), STEPS))
+def test_trains(twins: Twins, wrapping: Wrapping, tree: ModuleTree) -> None:
+    twins.train(Training(tree, leaf_by_leaf(**wrapping), STEPS))

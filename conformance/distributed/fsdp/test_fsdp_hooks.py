@@ -12,8 +12,10 @@ from conformance.distributed.fsdp.twins import (
     FLAT,
     Twins,
     TwinsOf,
+    Wrapping,
     both_kinds,
     each_strategy,
+    each_wrapping,
     leaf_by_leaf,
     torch_cannot,
 )
@@ -25,12 +27,9 @@ LOW = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.modules")
 @pytest.mark.parametrize("on", ["root", "unit", "wrapped"])
-@both_kinds
-@each_strategy
-def test_hooks_of_modules_run_as_with_torch(
-    twins: Twins, strategy: str, use_orig_params: bool, on: str
-) -> None:
-    twins.agree(hook_cases.hooks_of_modules, leaf_by_leaf(strategy, use_orig_params), on=on)
+@each_wrapping
+def test_hooks_of_modules_run_as_with_torch(twins: Twins, wrapping: Wrapping, on: str) -> None:
+    twins.agree(hook_cases.hooks_of_modules, leaf_by_leaf(**wrapping), on=on)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.modules")
@@ -40,10 +39,9 @@ def test_what_hooks_of_modules_return_counts(twins: Twins, strategy: str) -> Non
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.tensors")
-@both_kinds
-@each_strategy
-def test_hooks_of_tensors_run_as_with_torch(twins: Twins, strategy: str, use_orig_params: bool) -> None:
-    twins.agree(hook_cases.hooks_of_tensors, leaf_by_leaf(strategy, use_orig_params))
+@each_wrapping
+def test_hooks_of_tensors_run_as_with_torch(twins: Twins, wrapping: Wrapping) -> None:
+    twins.agree(hook_cases.hooks_of_tensors, leaf_by_leaf(**wrapping))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.parameters")

@@ -8,8 +8,9 @@ from conformance.distributed.fsdp import construct_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.twins import (
     Twins,
+    Wrapping,
     both_kinds,
-    each_strategy,
+    each_wrapping,
     flat_or_originals,
     leaf_by_leaf,
 )
@@ -38,20 +39,16 @@ def test_a_wrapped_sequential_takes_indices(twins: Twins) -> None:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.apply")
-@both_kinds
-@each_strategy
-def test_apply_shows_whole_parameters(twins: Twins, strategy: str, use_orig_params: bool) -> None:
-    twins.agree(construct_cases.applied, leaf_by_leaf(strategy, use_orig_params))
+@each_wrapping
+def test_apply_shows_whole_parameters(twins: Twins, wrapping: Wrapping) -> None:
+    twins.agree(construct_cases.applied, leaf_by_leaf(**wrapping))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
 @pytest.mark.parametrize("how", ["double", "to", "cpu", "cpu and back"])
-@both_kinds
-@each_strategy
-def test_the_model_is_converted_behind_wrapping(
-    twins: Twins, strategy: str, use_orig_params: bool, how: str
-) -> None:
-    setup = leaf_by_leaf(strategy, use_orig_params)
+@each_wrapping
+def test_the_model_is_converted_behind_wrapping(twins: Twins, wrapping: Wrapping, how: str) -> None:
+    setup = leaf_by_leaf(**wrapping)
     twins.agree(construct_cases.converted, setup, how=how, may_raise=how == "cpu")
 
 
@@ -62,9 +59,6 @@ def test_optimizers_may_step_parameters_together(twins: Twins, setup: Setup) -> 
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
-@both_kinds
-@each_strategy
-def test_moving_a_model_to_where_it_is_loses_no_graph(
-    twins: Twins, strategy: str, use_orig_params: bool
-) -> None:
-    twins.agree(construct_cases.moved_between, leaf_by_leaf(strategy, use_orig_params))
+@each_wrapping
+def test_moving_a_model_to_where_it_is_loses_no_graph(twins: Twins, wrapping: Wrapping) -> None:
+    twins.agree(construct_cases.moved_between, leaf_by_leaf(**wrapping))

@@ -15,7 +15,14 @@ from conformance.distributed.fsdp.fsdp_cases import Setup, Training
 from conformance.distributed.fsdp.judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.lab import SIMPLE, TREE
 from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.distributed.fsdp.twins import STRATEGIES, Twins, both_kinds, each_strategy, leaf_by_leaf
+from conformance.distributed.fsdp.twins import (
+    STRATEGIES,
+    Twins,
+    Wrapping,
+    each_strategy,
+    each_wrapping,
+    leaf_by_leaf,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED, Tolerance
 from conformance.strategies.sharding import WRAPS, steps, trainings
@@ -94,14 +101,13 @@ def test_float32_asked_for_is_no_mixed_precision(twins: Twins, strategy: str) ->
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduce_dtype")
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16], ids=str)
-@both_kinds
-@each_strategy
+@each_wrapping
 def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
-    twins: Twins, strategy: str, use_orig_params: bool, reduce_dtype: torch.dtype | None
+    twins: Twins, wrapping: Wrapping, reduce_dtype: torch.dtype | None
 ) -> None:
     """The master weights stay in float32, whatever their gradients went through."""
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
-    setup = leaf_by_leaf(strategy, use_orig_params, mixed_precision=policy)
+    setup = leaf_by_leaf(**wrapping, mixed_precision=policy)
     for seen in twins.values(precision_cases.gradients, setup, tree=SIMPLE):
         whole = torch.cat([grad.values.reshape(-1) for grad in seen["whole"].values()])
         weights = [state["value"] for state in seen["shards"].values()]
@@ -115,13 +121,10 @@ def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.kept_in_low_precision")
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
-@both_kinds
-@each_strategy
-def test_gradients_are_kept_in_low_precision(
-    twins: Twins, strategy: str, use_orig_params: bool, name: str
-) -> None:
+@each_wrapping
+def test_gradients_are_kept_in_low_precision(twins: Twins, wrapping: Wrapping, name: str) -> None:
     precision = {name: torch.bfloat16, "keep_low_precision_grads": True}
-    setup = leaf_by_leaf(strategy, use_orig_params, mixed_precision=precision)
+    setup = leaf_by_leaf(**wrapping, mixed_precision=precision)
     twins.agree(precision_cases.gradients, setup, tolerance_of({name: torch.bfloat16}), tree=SIMPLE)
 
 
@@ -150,15 +153,12 @@ def test_buffers_that_are_no_floats_keep_their_dtype(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.sequences")
-@both_kinds
-@each_strategy
+@each_wrapping
 @pytest.mark.parametrize(
     "sequence", ["forward summon forward", "train eval", "train backward eval train backward"]
 )
-def test_forwards_of_every_kind_follow_each_other(
-    twins: Twins, strategy: str, use_orig_params: bool, sequence: str
-) -> None:
-    setup = leaf_by_leaf(strategy, use_orig_params, mixed_precision={"param_dtype": torch.bfloat16})
+def test_forwards_of_every_kind_follow_each_other(twins: Twins, wrapping: Wrapping, sequence: str) -> None:
+    setup = leaf_by_leaf(**wrapping, mixed_precision={"param_dtype": torch.bfloat16})
     tolerance = Tolerance(8, "two forwards and backwards", torch.bfloat16, terms=1.0)
     twins.agree(precision_cases.in_sequence, setup, tolerance, tree=SIMPLE, calls=sequence)
 

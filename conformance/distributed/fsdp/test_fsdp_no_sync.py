@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import no_sync_cases
 from conformance.distributed.fsdp.judging import share_of_examples
-from conformance.distributed.fsdp.twins import FLAT, Twins, both_kinds, each_strategy, leaf_by_leaf
+from conformance.distributed.fsdp.twins import (
+    FLAT,
+    Twins,
+    Wrapping,
+    each_strategy,
+    each_wrapping,
+    leaf_by_leaf,
+)
 from conformance.judge.clauses import clause
 from conformance.strategies.sharding import steps, trainings
 
@@ -29,12 +36,9 @@ def test_accumulates_with_and_without_it(twins: Twins, strategy: str, data: st.D
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.leaves_unreduced")
 @pytest.mark.parametrize("does", no_sync_cases.DOES, ids=lambda does: does.__name__)
-@both_kinds
-@each_strategy
-def test_gradients_inside_are_each_ranks_own(
-    twins: Twins, strategy: str, use_orig_params: bool, does: Any
-) -> None:
-    twins.agree(no_sync_cases.around_no_sync, leaf_by_leaf(strategy, use_orig_params), does=does)
+@each_wrapping
+def test_gradients_inside_are_each_ranks_own(twins: Twins, wrapping: Wrapping, does: Any) -> None:
+    twins.agree(no_sync_cases.around_no_sync, leaf_by_leaf(**wrapping), does=does)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.restores")

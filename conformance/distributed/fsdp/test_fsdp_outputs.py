@@ -11,8 +11,9 @@ from conformance.distributed.fsdp.twins import (
     Seen,
     Twins,
     TwinsOf,
+    Wrapping,
     both_kinds,
-    each_strategy,
+    each_wrapping,
     holds,
     raises,
 )
@@ -25,13 +26,9 @@ DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds, on each rank
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.some_outputs")
 @pytest.mark.parametrize("uses", ["one", "both, one without gradient"])
-@both_kinds
-@each_strategy
-def test_a_unit_trains_by_some_of_its_outputs(
-    twins: Twins, strategy: str, use_orig_params: bool, uses: str
-) -> None:
-    asked = {"strategy": strategy, "use_orig_params": use_orig_params, "uses": uses}
-    twins.agree(trained, tolerance=TRAINED, **asked)
+@each_wrapping
+def test_a_unit_trains_by_some_of_its_outputs(twins: Twins, wrapping: Wrapping, uses: str) -> None:
+    twins.agree(trained, tolerance=TRAINED, **wrapping, uses=uses)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.some_outputs")

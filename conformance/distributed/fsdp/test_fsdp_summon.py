@@ -21,9 +21,11 @@ from conformance.distributed.fsdp.twins import (
     STRATEGIES,
     Seen,
     Twins,
+    Wrapping,
     both_kinds,
     each,
     each_strategy,
+    each_wrapping,
     leaf_by_leaf,
     raises,
     torch_cannot,
@@ -71,10 +73,9 @@ def test_parameters_are_whole_and_named_as_before_wrapping(twins: Twins, strateg
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.writeback")
-@both_kinds
-@each_strategy
-def test_what_is_changed_inside_is_trained_on(twins: Twins, strategy: str, use_orig_params: bool) -> None:
-    twins.agree(summon_cases.trains_on, leaf_by_leaf(strategy, use_orig_params))
+@each_wrapping
+def test_what_is_changed_inside_is_trained_on(twins: Twins, wrapping: Wrapping) -> None:
+    twins.agree(summon_cases.trains_on, leaf_by_leaf(**wrapping))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.refused")
@@ -124,10 +125,9 @@ def test_a_forward_of_inner_units_inside(twins: Twins, use_orig_params: bool, wr
 @pytest.mark.deviation("fsdp.computes_while_summoned")
 @pytest.mark.parametrize("backward", ["", "inside", "after"])
 @pytest.mark.parametrize("writeback", [True, False])
-@both_kinds
-@each_strategy
+@each_wrapping
 def test_a_forward_inside_leaves_whole_what_is_shown(
-    twins: Twins, strategy: str, use_orig_params: bool, writeback: bool, backward: str
+    twins: Twins, wrapping: Wrapping, writeback: bool, backward: str
 ) -> None:
     adds, model = 0.5 if writeback else 0.0, SIMPLE.build()
     with torch.no_grad():
@@ -146,13 +146,13 @@ def test_a_forward_inside_leaves_whole_what_is_shown(
 
     twins.deviate(
         summon_cases.computes,
-        leaf_by_leaf(strategy, use_orig_params),
+        leaf_by_leaf(**wrapping),
         tree=SIMPLE,
         options={"writeback": writeback},
         backward=backward,
         adds=adds,
         we_do=is_right,
-        may_agree=not writeback or strategy == "NO_SHARD" or twins.is_alone,
+        may_agree=not writeback or wrapping["strategy"] == "NO_SHARD" or twins.is_alone,
     )
 
 
@@ -162,12 +162,11 @@ def _is_close(expected: Any, actual: torch.Tensor) -> bool:
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.computes_while_summoned")
 @pytest.mark.deviation("fsdp.computes_while_summoned")
-@both_kinds
-@each_strategy
-def test_a_forward_inside_has_mixed_precision(twins: Twins, strategy: str, use_orig_params: bool) -> None:
+@each_wrapping
+def test_a_forward_inside_has_mixed_precision(twins: Twins, wrapping: Wrapping) -> None:
     twins.deviate(
         summon_cases.computes,
-        leaf_by_leaf(strategy, use_orig_params, mixed_precision={"param_dtype": torch.bfloat16}),
+        leaf_by_leaf(**wrapping, mixed_precision={"param_dtype": torch.bfloat16}),
         tree=SIMPLE,
         options={"writeback": True},
         torch_does=raises(RuntimeError, "dtype"),
@@ -234,10 +233,9 @@ def test_offloads_what_it_gathers(
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.offloaded_and_changed")
 @pytest.mark.deviation("fsdp.offloaded_and_changed")
-@both_kinds
-@each_strategy
-def test_what_is_changed_behind_was_shown_before(twins: Twins, strategy: str, use_orig_params: bool) -> None:
-    setup = replace(leaf_by_leaf(strategy, use_orig_params), offload_params=True)
+@each_wrapping
+def test_what_is_changed_behind_was_shown_before(twins: Twins, wrapping: Wrapping) -> None:
+    setup = replace(leaf_by_leaf(**wrapping), offload_params=True)
     plain = dict(TREE.build().named_parameters())
 
     def is_right(seen: dict[str, Any]) -> bool:

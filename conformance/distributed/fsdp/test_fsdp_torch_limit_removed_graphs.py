@@ -10,7 +10,7 @@ from torch import nn
 
 from conformance.distributed.fsdp import graph_cases
 from conformance.distributed.fsdp.test_fsdp_torch_limit_removed_writes import any_of, as_without_sharding
-from conformance.distributed.fsdp.twins import Seen, Twins, both_kinds, each_strategy
+from conformance.distributed.fsdp.twins import Seen, Twins, Wrapping, each_strategy, each_wrapping
 from conformance.distributed.fsdp.written_cases import Does, Forked, written, written_without_sharding
 from conformance.judge.clauses import clause
 
@@ -20,8 +20,7 @@ deviates = pytest.mark.deviation("fsdp.graphs_of_former_weights")
 
 @refused
 @deviates
-@both_kinds
-@each_strategy
+@each_wrapping
 @pytest.mark.parametrize("makes", [Forked, graph_cases.Parted])
 @any_of(
     graph_cases.stepped_between,
@@ -29,7 +28,7 @@ deviates = pytest.mark.deviation("fsdp.graphs_of_former_weights")
     graph_cases.evaluated_between,
 )
 def test_a_backward_through_other_weights_is_refused(
-    twins: Twins, does: Does, makes: type[nn.Module], strategy: str, use_orig_params: bool
+    twins: Twins, does: Does, makes: type[nn.Module], wrapping: Wrapping
 ) -> None:
     """In the words that autograd has for it without sharding, on every rank; torch has more than one way to fail."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as without_sharding:
@@ -44,8 +43,7 @@ def test_a_backward_through_other_weights_is_refused(
             for outcome in seen
         )
 
-    asked = {"does": does, "makes": makes, "strategy": strategy, "use_orig_params": use_orig_params}
-    twins.deviate(written, **asked, we_do=is_refused, may_agree=True)
+    twins.deviate(written, does=does, makes=makes, **wrapping, we_do=is_refused, may_agree=True)
 
 
 def _without_versions_and_types(text: str) -> str:
@@ -55,8 +53,7 @@ def _without_versions_and_types(text: str) -> str:
 
 @refused
 @deviates
-@both_kinds
-@each_strategy
+@each_wrapping
 @pytest.mark.parametrize(
     ("does", "makes"),
     [
@@ -66,10 +63,9 @@ def _without_versions_and_types(text: str) -> str:
     ],
     ids=lambda one: one.__name__,
 )
-def test_training_goes_on(twins: Twins, does: Does, makes: Any, strategy: str, use_orig_params: bool) -> None:
-    asked = {"does": does, "makes": makes, "strategy": strategy, "use_orig_params": use_orig_params}
+def test_training_goes_on(twins: Twins, does: Does, makes: Any, wrapping: Wrapping) -> None:
     we_do = as_without_sharding(does, twins.world_size, makes)
-    twins.deviate(written, **asked, we_do=we_do, may_agree=True)
+    twins.deviate(written, does=does, makes=makes, **wrapping, we_do=we_do, may_agree=True)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.steps_in_between")

@@ -13,9 +13,10 @@ from conformance.distributed.fsdp.judging import assert_all_close
 from conformance.distributed.fsdp.twins import (
     Seen,
     Twins,
-    both_kinds,
+    Wrapping,
     each,
     each_strategy,
+    each_wrapping,
     holds,
     raises,
 )
@@ -40,8 +41,7 @@ def as_without_sharding(does: Does, ranks: int, makes: type[nn.Module] = Forked)
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.writes_are_seen")
 @pytest.mark.deviation("fsdp.written_behind_counters")
-@both_kinds
-@each_strategy
+@each_wrapping
 @any_of(
     written_cases.exchanged_in_place,
     written_cases.exchanged_by_memory,
@@ -50,17 +50,14 @@ def as_without_sharding(does: Does, ranks: int, makes: type[nn.Module] = Forked)
     written_cases.stepped_and_cleared,
     written_cases.inferred_first,
 )
-def test_what_was_written_is_computed_with(
-    twins: Twins, does: Does, strategy: str, use_orig_params: bool
-) -> None:
-    asked = {"does": does, "strategy": strategy, "use_orig_params": use_orig_params}
-    twins.deviate(written, **asked, we_do=as_without_sharding(does, twins.world_size), may_agree=True)
+def test_what_was_written_is_computed_with(twins: Twins, does: Does, wrapping: Wrapping) -> None:
+    we_do = as_without_sharding(does, twins.world_size)
+    twins.deviate(written, does=does, **wrapping, we_do=we_do, may_agree=True)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_former_weights")
 @pytest.mark.deviation("fsdp.graphs_of_former_weights")
-@both_kinds
-@each_strategy
+@each_wrapping
 @pytest.mark.parametrize("makes", [Headed, Forked], ids=["root", "inner"])
 @any_of(
     written_cases.stepped_between,
@@ -69,25 +66,20 @@ def test_what_was_written_is_computed_with(
     written_cases.memory_between,
 )
 def test_a_backward_of_weights_that_were_kept_and_written_to(
-    twins: Twins, does: Does, makes: Any, strategy: str, use_orig_params: bool
+    twins: Twins, does: Does, makes: Any, wrapping: Wrapping
 ) -> None:
     """The outermost unit is kept from forward to backward, and others where nothing is resharded."""
-    asked = {"does": does, "makes": makes, "strategy": strategy, "use_orig_params": use_orig_params}
     is_refused = raises(RuntimeError, "has been modified by an inplace operation")
-    twins.deviate(written, **asked, we_do=is_refused, may_agree=True)
+    twins.deviate(written, does=does, makes=makes, **wrapping, we_do=is_refused, may_agree=True)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_former_weights")
 @pytest.mark.deviation("fsdp.graphs_of_former_weights")
-@both_kinds
-@each_strategy
-def test_a_backward_that_does_not_read_what_was_written(
-    twins: Twins, strategy: str, use_orig_params: bool
-) -> None:
+@each_wrapping
+def test_a_backward_that_does_not_read_what_was_written(twins: Twins, wrapping: Wrapping) -> None:
     does = written_cases.stepped_beside
-    asked = {"does": does, "makes": Headed, "strategy": strategy, "use_orig_params": use_orig_params}
     we_do = as_without_sharding(does, twins.world_size, Headed)
-    twins.deviate(written, **asked, we_do=we_do, may_agree=True)
+    twins.deviate(written, does=does, makes=Headed, **wrapping, we_do=we_do, may_agree=True)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.writes.shapes")
@@ -102,26 +94,21 @@ def test_memory_of_another_shape(twins: Twins, does: Does, strategy: str) -> Non
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.waiting_gradients")
 @pytest.mark.deviation("fsdp.waiting_gradients")
-@both_kinds
-@each_strategy
+@each_wrapping
 @any_of(
     written_cases.zeroed, written_cases.replaced_gradients, written_cases.not_reached, written_cases.moved
 )
-def test_gradients_that_wait_are_what_is_shown_of_them(
-    twins: Twins, does: Does, strategy: str, use_orig_params: bool
-) -> None:
-    asked = {"does": does, "strategy": strategy, "use_orig_params": use_orig_params}
-    twins.deviate(written, **asked, we_do=as_without_sharding(does, twins.world_size), may_agree=True)
+def test_gradients_that_wait_are_what_is_shown_of_them(twins: Twins, does: Does, wrapping: Wrapping) -> None:
+    we_do = as_without_sharding(does, twins.world_size)
+    twins.deviate(written, does=does, **wrapping, we_do=we_do, may_agree=True)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.others_in_their_places")
 @pytest.mark.deviation("fsdp.others_in_their_places")
-@both_kinds
-@each_strategy
-def test_a_call_with_other_parameters_is_refused(twins: Twins, strategy: str, use_orig_params: bool) -> None:
-    does = written_cases.called_with_others
-    asked = {"does": does, "strategy": strategy, "use_orig_params": use_orig_params}
-    twins.deviate(written, **asked, we_do=raises(RuntimeError, "was replaced by another tensor"))
+@each_wrapping
+def test_a_call_with_other_parameters_is_refused(twins: Twins, wrapping: Wrapping) -> None:
+    is_refused = raises(RuntimeError, "was replaced by another tensor")
+    twins.deviate(written, does=written_cases.called_with_others, **wrapping, we_do=is_refused)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.others_in_their_places")
@@ -134,12 +121,8 @@ def test_a_parameter_that_a_unit_would_not_see_is_refused(twins: Twins, strategy
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.cast_between")
 @pytest.mark.deviation("fsdp.cast_between")
-@both_kinds
-@each_strategy
+@each_wrapping
 @any_of(written_cases.cast_between, written_cases.flat_cast_between)
-def test_a_cast_between_forward_and_backward_is_refused(
-    twins: Twins, does: Does, strategy: str, use_orig_params: bool
-) -> None:
-    asked = {"does": does, "strategy": strategy, "use_orig_params": use_orig_params}
+def test_a_cast_between_forward_and_backward_is_refused(twins: Twins, does: Does, wrapping: Wrapping) -> None:
     is_refused = raises(RuntimeError, "was moved or cast between its forward and its backward")
-    twins.deviate(written, **asked, we_do=is_refused)
+    twins.deviate(written, does=does, **wrapping, we_do=is_refused)

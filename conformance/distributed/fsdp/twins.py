@@ -32,6 +32,16 @@ FULL = pytest.mark.profile("full")
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 both_kinds = pytest.mark.parametrize("use_orig_params", [False, True])
 
+Wrapping = dict[str, Any]  # a strategy and a kind of parameters
+each_wrapping = pytest.mark.parametrize(
+    "wrapping",
+    [
+        pytest.param({"strategy": one, "use_orig_params": kind}, id=f"{one}-{kind}")
+        for kind in (False, True)
+        for one in STRATEGIES
+    ],
+)
+
 Seen = list[Outcome]  # by rank
 
 
