@@ -48,7 +48,6 @@ def sharded_trainings(
     *,
     dtype: torch.dtype = torch.float64,
     tree: dict[str, Any] | None = None,
-    orders: tuple[str, ...] = _ORDERS,
     **sharding: Any,
 ) -> ShardedTraining:
     drawn = draw(shardings(**sharding))
@@ -57,7 +56,7 @@ def sharded_trainings(
     trees = module_trees(dtype=dtype, **given)
     if drawn.units == "list" and not _CLOSES_LISTS:
         trees = trees.filter(lambda tree: all(group.calls == 1 for group in tree.body.groups()))
-    schedule = st.lists(steps(orders, _FREEZING), min_size=2, max_size=3)
+    schedule = st.lists(steps(_ORDERS, _FREEZING), min_size=2, max_size=3)
     return ShardedTraining(draw(trees), drawn, without_stale_gradients(draw(schedule)))
 
 

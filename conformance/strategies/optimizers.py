@@ -116,11 +116,9 @@ def with_each_options(name: str, way: str, parameters: Iterable[torch.Tensor]) -
     return [maker(name, way)([{"params": [parameter], **options}]) for parameter, options in pairs]
 
 
-def four_parameters(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+def four_parameters(device: str = "cpu") -> list[torch.nn.Parameter]:
     draw = seeding.generator(100)
-    return [
-        torch.nn.Parameter(torch.randn(3, 2 + index, generator=draw).to(device, dtype)) for index in range(4)
-    ]
+    return [torch.nn.Parameter(torch.randn(3, 2 + index, generator=draw).to(device)) for index in range(4)]
 
 
 def draw_gradient(parameter: torch.Tensor, number: int) -> torch.Tensor:

@@ -29,11 +29,11 @@ max_norms = st.sampled_from([1e-3, 0.5, 10.0, 1e6, 0.0])
 
 @st.composite
 def placed_gradients(
-    draw: st.DrawFn, *, min_size: int = 1, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
 ) -> list[PlacedGradient]:
     """Lists whose sharded dimensions are short and odd, so that some ranks hold less than others, or nothing."""
     gradients: list[PlacedGradient] = []
-    for _ in range(draw(st.integers(min_size, 5))):
+    for _ in range(draw(st.integers(1, 5))):
         shape = draw(st.lists(st.integers(1, 7), min_size=0, max_size=2))
         generator = seeding.generator(draw(st.integers(0, 2**16)))
         scale = draw(st.sampled_from([1e-3, 1.0, 30.0]))
