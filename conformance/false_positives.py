@@ -84,17 +84,8 @@ def _run(options: argparse.Namespace, seed: int) -> tuple[dict[str, Any], dict[s
 
 def _report(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="false-positives-") as directory:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *options.tests,
-            "-q",
-            "-n",
-            "auto",
-            "-p",
-            "no:cacheprovider",
-        ]
+        command = [sys.executable, "-m", "pytest", *options.tests]
+        command += ["-q", "-n", "auto", "-p", "no:cacheprovider"]
         command += [f"--subject={options.subject}", f"--profile={options.profile}", f"--seed={seed}"]
         ended = subprocess.run(
             [*command, f"--report={directory}"], cwd=_ROOT, capture_output=True, text=True, check=False

@@ -72,12 +72,7 @@ def _unless_unsafe(part: str, report: dict[str, Any]) -> dict[str, Any]:
     return {"error": f"{part} not begun: {ends['hang']} tests hung and {ends['crash']} ended their process"}
 
 
-def _tell(
-    report: dict[str, Any],
-    out: Path,
-    console: Console,
-    baseline: dict[str, Any] | None,
-) -> int:
+def _tell(report: dict[str, Any], out: Path, console: Console, baseline: dict[str, Any] | None) -> int:
     """The verdict, in files and on the terminal, and as an exit code."""
     changes = compare(baseline, report) if baseline else None
     report["baseline"] = asdict(changes) if changes else None
@@ -112,15 +107,9 @@ def _timed(options: argparse.Namespace, out: Path, progress: Progress, stop: Sto
     from benchmarks import point  # noqa: PLC0415 (lies in a checkout alone)
 
     file = out / "speed.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "--quick",
-        f"--subject={options.subject}",
-        *([f"--baseline={options.baseline}"] if options.baseline else []),
-        *([f"--machine={options.machine}"] if options.machine else []),
-    ]
+    command = [sys.executable, "-m", "benchmarks", "--quick", f"--subject={options.subject}"]
+    command += [f"--baseline={options.baseline}"] if options.baseline else []
+    command += [f"--machine={options.machine}"] if options.machine else []
     command += _one_device(options)
     kept = out / point.FILE
     kept.unlink(missing_ok=True)
@@ -130,14 +119,8 @@ def _timed(options: argparse.Namespace, out: Path, progress: Progress, stop: Sto
 
 def _trained(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
     file = out / "training.json"
-    command = [
-        sys.executable,
-        "-m",
-        "conformance.training",
-        "--gate",
-        f"--subject={options.subject}",
-        f"--json={file}",
-    ]
+    command = [sys.executable, "-m", "conformance.training", "--gate"]
+    command += [f"--subject={options.subject}", f"--json={file}"]
     return _part("training", command + _one_device(options), file, out, progress, stop)
 
 

@@ -136,11 +136,7 @@ def test_a_cuda_device_with_and_without_bfloat16(
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("cache_enabled", [None, True, False])
 def test_attributes(
-    compare: Compare,
-    device: str,
-    dtype: torch.dtype | None,
-    enabled: bool,
-    cache_enabled: bool | None,
+    compare: Compare, device: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None
 ) -> None:
     def read(library: Library) -> Outcome:
         def attributes() -> tuple[Any, ...]:

@@ -83,11 +83,7 @@ def test_backward_runs_in_forwards_state(
 @pytest.mark.parametrize("region", ["none", "enabled", "disabled"])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW, torch.float64], ids=str)
 def test_casts_inputs(
-    compare: Compare,
-    device: str,
-    cast_inputs: torch.dtype | None,
-    region: str,
-    dtype: torch.dtype,
+    compare: Compare, device: str, cast_inputs: torch.dtype | None, region: str, dtype: torch.dtype
 ) -> None:
     def run(library: Library) -> Outcome:
         seen: dict[str, Any] = {}

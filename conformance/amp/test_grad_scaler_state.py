@@ -298,11 +298,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {"pickle": pickled, "deepcopy": copy.d
 @pytest.mark.parametrize("enabled", [True, False])
 @given(grad_outcomes=GRAD_OUTCOMES)
 def test_copies(
-    compare: Compare,
-    device: str,
-    how: str,
-    enabled: bool,
-    grad_outcomes: list[float | None],
+    compare: Compare, device: str, how: str, enabled: bool, grad_outcomes: list[float | None]
 ) -> None:
     """A fresh scaler, a used one and one switched off; original and copy go on, each for itself."""
 

@@ -53,11 +53,7 @@ def test_iterations(compare: Compare, device: str, optimizer: str, grad_outcomes
 @pytest.mark.parametrize("unscale", [True, False])
 @given(grad_outcomes=GRAD_OUTCOMES)
 def test_iterations_of_every_dtype(
-    compare: Compare,
-    device: str,
-    dtype: torch.dtype,
-    unscale: bool,
-    grad_outcomes: list[float | None],
+    compare: Compare, device: str, dtype: torch.dtype, unscale: bool, grad_outcomes: list[float | None]
 ) -> None:
     gradients = (
         Gradient((5,), dtype, seed=1),
@@ -91,12 +87,7 @@ def test_a_skipped_step_is_not_called(subject: Library, device: str, last: float
 @pytest.mark.parametrize("optimizer", ["recording", "aware", "fused adam"])
 @given(edit=st.sampled_from([0.0, 1.0, math.inf, math.nan]), last=st.sampled_from([None, math.inf, math.nan]))
 def test_decided_once_an_iteration(
-    compare: Compare,
-    device: str,
-    unscale: bool,
-    optimizer: str,
-    edit: float,
-    last: float | None,
+    compare: Compare, device: str, unscale: bool, optimizer: str, edit: float, last: float | None
 ) -> None:
     """Gradients changed after unscale_ (clipped, zeroed, spoilt) change no decision: it was taken there."""
 
@@ -150,11 +141,7 @@ def test_hands_arguments_on(
 @pytest.mark.parametrize("closure", [lambda: 1.0, None], ids=["closure", "None"])
 @pytest.mark.parametrize("unscale", [True, False])
 def test_closure_by_keyword(
-    compare: Compare,
-    device: str,
-    optimizer: str,
-    closure: Callable[[], float] | None,
-    unscale: bool,
+    compare: Compare, device: str, optimizer: str, closure: Callable[[], float] | None, unscale: bool
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer)
@@ -202,10 +189,7 @@ def test_closure_by_position(deviation: DeviationJudge, device: str, unscale: bo
     plan=st.lists(st.tuples(st.booleans(), st.sampled_from([None, None, *NONFINITE])), min_size=3, max_size=6)
 )
 def test_optimizers_that_unscale_by_themselves(
-    compare: Compare,
-    device: str,
-    optimizer: str,
-    plan: list[tuple[bool, float | None]],
+    compare: Compare, device: str, optimizer: str, plan: list[tuple[bool, float | None]]
 ) -> None:
     """They get the scale unless unscale_ was called, they get found_inf always, and nothing stays on them."""
 

@@ -41,11 +41,7 @@ def unscaling(case: GradientList, device: str, **options: Any) -> Scenario:
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
 @given(data=st.data(), init_scale=SCALES)
 def test_divides_in_place(
-    compare: Compare,
-    device: str,
-    dtype: torch.dtype,
-    data: st.DataObject,
-    init_scale: float,
+    compare: Compare, device: str, dtype: torch.dtype, data: st.DataObject, init_scale: float
 ) -> None:
     case = data.draw(gradient_lists(dtypes=(dtype,)))
     compare(unscaling(case, device, init_scale=init_scale))

@@ -48,11 +48,7 @@ class Stop:
 
 
 def run(
-    command: Sequence[str],
-    log: Path,
-    deadline_s: float,
-    stop: Stop,
-    watch: Callable[[], Any] = lambda: None,
+    command: Sequence[str], log: Path, deadline_s: float, stop: Stop, watch: Callable[[], Any] = lambda: None
 ) -> tuple[str, int]:
     """Run a command; returns why it was ended, empty if it ended by itself, and its code."""
     end = time.monotonic() + deadline_s

@@ -126,19 +126,8 @@ def test_a_subject_that_cannot_be_judged_ends_in_an_error(tmp_path: Path, name: 
     source, code, reported = SUBJECTS[name]
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(source)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        "0",
-        "--profile",
-        "quick",
-    ]
-    command += ["--subject", name, "conformance/nn/utils/test_clip_grad_value.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    command += ["--profile", "quick", "--subject", name, "conformance/nn/utils/test_clip_grad_value.py"]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     ended = subprocess.run(
         command,

@@ -46,12 +46,7 @@ def _interrupt(*_: Any, **__: Any) -> None:
 
 
 def train(
-    lab: Lab,
-    *,
-    face: str,
-    fails: str = "",
-    accumulates: str = "",
-    clears: bool | str = True,
+    lab: Lab, *, face: str, fails: str = "", accumulates: str = "", clears: bool | str = True
 ) -> dict[str, Any]:
     """Losses and whole parameters of the steps but for the second, whose last backward fails, or does not take place.
 

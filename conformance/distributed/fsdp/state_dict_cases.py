@@ -70,12 +70,7 @@ def _rank_of(part: ShardMetadata) -> int:
 
 
 def saved(
-    lab: Lab,
-    *,
-    form: Form,
-    at: str = "root",
-    inside: bool = False,
-    options: Mapping[str, Any] | None = None,
+    lab: Lab, *, form: Form, at: str = "root", inside: bool = False, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """A state dict after a forward and a backward, and what has become of the model by it."""
     lab.backward()

@@ -323,10 +323,7 @@ def fit(rank: Rank, library: Library, parallel: Parallel, *, rank_at_fault: int)
 
 
 def train_unsharded(
-    parallel: Parallel,
-    norm: tuple[float, float] | None = None,
-    steps: int | None = None,
-    backwards: int = 1,
+    parallel: Parallel, norm: tuple[float, float] | None = None, steps: int | None = None, backwards: int = 1
 ) -> dict[str, Any]:
     """The mean over all batches, of so many backwards a step; with `norm`, the largest one and its order, clipped."""
     model = plain_model()

@@ -43,11 +43,7 @@ def test_any_sequence_of_calls(twins: Twins, data: st.DataObject) -> None:
 @pytest.mark.parametrize("more_ranks", [3, 4])
 @share_of_examples(0.3)
 @given(data=st.data())
-def test_any_sequence_of_calls_on_more_ranks(
-    twins_of: TwinsOf,
-    more_ranks: int,
-    data: st.DataObject,
-) -> None:
+def test_any_sequence_of_calls_on_more_ranks(twins_of: TwinsOf, more_ranks: int, data: st.DataObject) -> None:
     assert_same(twins_of(more_ranks), data.draw(plans(more_ranks)))
 
 
@@ -56,10 +52,7 @@ def test_any_sequence_of_calls_on_more_ranks(
 @pytest.mark.parametrize("optimizer", PLAIN)
 @WITH_AND_WITHOUT_UNSCALE
 def test_one_ranks_inf_keeps_all_from_stepping(
-    twins_of: TwinsOf,
-    more_ranks: int,
-    optimizer: str,
-    unscale: bool,
+    twins_of: TwinsOf, more_ranks: int, optimizer: str, unscale: bool
 ) -> None:
     """Each rank in its turn, between clean steps."""
     calls = iteration(unscale=unscale)
@@ -220,12 +213,7 @@ def test_where_several_ranks_find_inf(twins_of: TwinsOf, more_ranks: int, optimi
 @pytest.mark.parametrize("more_ranks", [1, 2, *(pytest.param(number, marks=FULL) for number in (3, 4))])
 @pytest.mark.parametrize("optimizer", ["recording", "aware", "adam"])
 @WITH_AND_WITHOUT_UNSCALE
-def test_ranks_without_gradients(
-    twins_of: TwinsOf,
-    more_ranks: int,
-    optimizer: str,
-    unscale: bool,
-) -> None:
+def test_ranks_without_gradients(twins_of: TwinsOf, more_ranks: int, optimizer: str, unscale: bool) -> None:
     """All but the first rank have none; then no rank has."""
     calls = iteration(unscale=unscale) + iteration(unscale=unscale) + iteration(unscale=unscale)
     for bare in (tuple(range(1, more_ranks)), tuple(range(more_ranks))):
@@ -254,11 +242,7 @@ def test_ranks_without_gradients_skip_with_their_peers(
 @pytest.mark.parametrize("bare", [(), (0,), (0, 1, 2)], ids=str)
 @WITH_AND_WITHOUT_UNSCALE
 def test_a_check_is_one_all_reduce(
-    twins_of: TwinsOf,
-    more_ranks: int,
-    optimizer: str,
-    bare: tuple[int, ...],
-    unscale: bool,
+    twins_of: TwinsOf, more_ranks: int, optimizer: str, bare: tuple[int, ...], unscale: bool
 ) -> None:
     """Three steps of two optimizers, of dtypes that differ by rank; nothing but the checks is a collective."""
     both = parts(more_ranks, bare=bare, optimizers=2)

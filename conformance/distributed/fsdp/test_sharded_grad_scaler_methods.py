@@ -83,10 +83,7 @@ def test_bad_arguments(compare: Compare, device: str, arguments: dict[str, Any])
 @pytest.mark.parametrize("where", ["cpu", "cuda", "xpu", None])
 @pytest.mark.parametrize("cuda_is_there", [True, False])
 def test_device_and_the_warning_without_cuda(
-    compare: Compare,
-    monkeypatch: pytest.MonkeyPatch,
-    where: str | None,
-    cuda_is_there: bool,
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, where: str | None, cuda_is_there: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda_is_there)
 

@@ -182,11 +182,7 @@ def test_no_gradients_of_any_dtype(compare: Compare, device: str, dtype: torch.d
 @pytest.mark.parametrize("foreach", [True, False, None])
 @given(case=gradient_lists(dtypes=(torch.float32, torch.float64)), max_norm=max_norms)
 def test_foreach(
-    compare: Compare,
-    device: str,
-    foreach: bool | None,
-    case: GradientList,
-    max_norm: float,
+    compare: Compare, device: str, foreach: bool | None, case: GradientList, max_norm: float
 ) -> None:
     compare(
         lambda library: clip_of(library, case, device, max_norm, foreach=foreach),
@@ -259,11 +255,7 @@ def test_extreme_gradients(deviation: DeviationJudge, device: str, extreme: str,
 @pytest.mark.parametrize("last", [None, math.nan])
 @pytest.mark.parametrize("max_norm", [0.5, 1.0])
 def test_deprecated_spelling(
-    compare: Compare,
-    device: str,
-    keywords: dict[str, Any],
-    last: float | None,
-    max_norm: float,
+    compare: Compare, device: str, keywords: dict[str, Any], last: float | None, max_norm: float
 ) -> None:
     case = GradientList((Gradient((3,)), Gradient((4, 2), seed=1, last=last)))
     compare(

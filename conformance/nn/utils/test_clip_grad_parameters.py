@@ -29,10 +29,7 @@ from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, Gradient
 )
 @given(case=gradient_lists(min_size=2))
 def test_containers(
-    compare: Compare,
-    device: str,
-    container: Callable[[list[Any]], Any],
-    case: GradientList,
+    compare: Compare, device: str, container: Callable[[list[Any]], Any], case: GradientList
 ) -> None:
     compare(lambda library: clip_of(library, case, device, 0.25, container=container), norm_tolerance(case))
 

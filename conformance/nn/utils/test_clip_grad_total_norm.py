@@ -34,11 +34,7 @@ def tensors_of(case: GradientList, device: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data())
 def test_total_norm(
-    compare: Compare,
-    device: str,
-    dtype: torch.dtype,
-    norm_type: float,
-    data: st.DataObject,
+    compare: Compare, device: str, dtype: torch.dtype, norm_type: float, data: st.DataObject
 ) -> None:
     case = data.draw(
         gradient_lists(dtypes=(dtype,)).filter(

@@ -46,10 +46,7 @@ def test_long_gradients_among_short_ones(compare: Compare, device: str, dtype: t
 @pytest.mark.parametrize("container", [list, tuple, lambda p: (x for x in p), lambda p: p[-1]])
 @given(case=gradient_lists(dtypes=(torch.float32, torch.float16), min_size=2))
 def test_clamps_any_container(
-    compare: Compare,
-    device: str,
-    container: Callable[[list[Any]], Any],
-    case: GradientList,
+    compare: Compare, device: str, container: Callable[[list[Any]], Any], case: GradientList
 ) -> None:
     compare(
         lambda library: clip_of(library, case, device, 0.25, function="clip_grad_value_", container=container)

@@ -69,17 +69,7 @@ _WORDS = {
 def test_clauses_hold_on_backend(subject: Library, backend: str, tmp_path: Path) -> None:
     if subject.package != "impl":
         return  # other subjects have no backends
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "--profile=quick",
-    ]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     environment = os.environ | {
         "TANDEM_KERNELS": "triton" if "triton" in backend else backend,
         "TRITON_INTERPRET": str(int("triton" in backend)),
@@ -88,7 +78,7 @@ def test_clauses_hold_on_backend(subject: Library, backend: str, tmp_path: Path)
     log = tmp_path / "log"
     with log.open("w") as output:
         ended = subprocess.run(
-            [*words, f"--subject={subject.spec}", *_WORDS[backend]],
+            [*words, "--profile=quick", f"--subject={subject.spec}", *_WORDS[backend]],
             env=environment,
             cwd=HERE.parent,
             stdout=output,
