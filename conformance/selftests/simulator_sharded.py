@@ -123,6 +123,14 @@ def prefetching(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Mod
     return sharded
 
 
+def stepped_in_backward(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
+    sharded = per_parameter()(library, model, rank)
+    for parameter in sharded.parameters():
+        optimizer = torch.optim.AdamW([parameter], 1e-2)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: step(sharded, optimizer))
+    return sharded
+
+
 def without_syncing(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
     if hasattr(model, "no_sync"):
         return contextlib.nullcontext() if last else model.no_sync()
@@ -283,6 +291,7 @@ PER_PARAMETER_WAYS = {
     "fully_shard, an optimizer on a stream of its own": Way(
         per_parameter(), step=step_on_a_stream_of_its_own
     ),
+    "fully_shard, stepped in the backward": Way(stepped_in_backward),
     "fully_shard, gathered for nothing": Way(per_parameter(), between=gather_for_nothing),
 }
 WAYS = {**FLAT_WAYS, **PER_PARAMETER_WAYS, "DDP": Way(replicated, accumulate=without_syncing)}

@@ -156,6 +156,29 @@ def stepped_before_backward(
     return [parameter.grad.to_local() for parameter in model.parameters()]
 
 
+def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
+    """By a hook after accumulation a parameter: when each ran, beside how many gradients, and what came of it."""
+    model = _blocks()
+    for block in (*model, model):
+        site.shard(block)
+    events: list[Any] = []
+    for name, parameter in model.named_parameters():
+        optimizer = torch.optim.AdamW([parameter], 0.1)
+
+        def step(one: torch.Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            events.append((name, sum(each.grad is not None for each in model.parameters())))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for number, block in enumerate(model):
+        block.register_full_backward_hook(lambda *_, number=number: events.append(number))
+    for number in range(3):
+        model.set_requires_gradient_sync(number > 0 or syncs_first)
+        model(_batch(site, number)).sum().backward()
+    return {"events": events, **held(model)}
+
+
 def without_a_backward(site: Site) -> dict[str, bool]:
     """Whether forwards that a graph is made of, and nothing more, leave something: on an input, or anywhere."""
     model = _blocks()

@@ -87,10 +87,15 @@ def test_what_a_backward_does_not_read_may_be_stepped(twins: Twins) -> None:
     assert_agree(twins, cases.stepped_before_backward, kept=False, how={}, only="inner.bias")
 
 
+@clause("distributed.fsdp.fully_shard.hooks_after_accumulation")
+@pytest.mark.parametrize("syncs_first", [True, False])
+def test_optimizers_step_in_the_backward(twins: Twins, syncs_first: bool) -> None:
+    assert_agree(twins, cases.stepped_in_backward, syncs_first=syncs_first)
+
+
 @clause("distributed.fsdp.fully_shard.without_a_backward")
-def test_forwards_alone_leave_nothing(subject: Library, rank_pool: RankPool) -> None:
-    seen = outcomes(rank_pool, subject, "fully_shard_construct_cases:probe", asks=cases.without_a_backward)
-    assert [one.value for one in seen] == [{"hooks": False, "objects": False}] * rank_pool.world_size
+def test_forwards_alone_leave_nothing(twins: Twins) -> None:
+    assert_agree(twins, cases.without_a_backward)
 
 
 @clause("distributed.fsdp.fully_shard.compiled_blocks")

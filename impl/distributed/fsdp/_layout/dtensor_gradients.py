@@ -48,6 +48,7 @@ class DTensorGradients:
         self._group = group
         self._unreduced: list[Tensor | None] = []  # of all parameters, taken aside from the unsharded ones
         self._reduced: list[tuple[list[ShardedParam], Tensor]] = []  # of this backward, not shown yet
+        self._were_reduced = False  # in this backward
         self._on_the_way = group.params  # whose gradients the last input had
         self._state = UnreducedState()
 
@@ -81,7 +82,7 @@ class DTensorGradients:
         took_part = group.unsharded_params is not None and any(
             param.sharded.requires_grad for param in group.params
         )
-        return group.options.reduces_unused and took_part and not self._reduced
+        return group.options.reduces_unused and took_part and not self._were_reduced
 
     def begin_backward(self) -> None:
         """What earlier backwards left unreduced goes aside, so that what is there came in this one."""
@@ -93,14 +94,14 @@ class DTensorGradients:
             self._add_to_unreduced(unsharded.take_gradients())
 
     def abandon_backward(self) -> None:
-        self._reduced.clear()
+        self._forget_reduced()
         if self._state.abandon_backward():
             self._forget_unreduced()
 
     def forget(self) -> None:
         """Whatever was not shown, as after an exception."""
         self._forget_unreduced()
-        self._reduced.clear()
+        self._forget_reduced()
         unsharded = self._group.unsharded_params
         if unsharded is not None:
             unsharded.take_gradients()
@@ -154,23 +155,36 @@ class DTensorGradients:
             self._group.reduction.without = WITHOUT + ", ".join(missing) if missing else ""
 
     def add(self, reduced: Tensor) -> None:
-        """Sync: none where memory is pinned: before anything is shown the host waits, once for all units."""
-        group = self._group
+        """Shown at the end of the backward; at once where there are hooks that wait for it, such as optimizers.
+
+        Sync: none where memory is pinned: before anything is shown the host waits, once for all units.
+        """
+        group, params = self._group, self._on_the_way
+        self._were_reduced = True
+        has_hooks = any(param.sharded._post_accumulate_grad_hooks for param in params)
         if group.offloads:
             reduced = reduced.to(group.dtype)
-            reduced = sent_to_host(reduced) if group.pins else reduced.to("cpu")
-        self._reduced.append((self._on_the_way, reduced))
+            reduced = sent_to_host(reduced) if group.pins and not has_hooks else reduced.to("cpu")
+        if has_hooks:
+            self._show(params, reduced.to(group.dtype))
+        else:
+            self._reduced.append((params, reduced))
 
     def end_backward(self, synced: bool) -> None:
         del synced
         if self._state.end_backward():
             self._forget_unreduced()
         self._show_unreduced()
-        reduced, self._reduced = self._reduced, []
+        reduced = list(self._reduced)
+        self._forget_reduced()
         for params, flat in reduced:
             self._show(params, flat.to(self._group.dtype))
         if self._group.options.reshards_after_backward:
             self._group.drop_parts()  # of what this backward did not use
+
+    def _forget_reduced(self) -> None:
+        self._reduced.clear()
+        self._were_reduced = False
 
     def _forget_unreduced(self) -> None:
         self._unreduced = []
