@@ -156,6 +156,25 @@ def stepped_before_backward(
     return [parameter.grad.to_local() for parameter in model.parameters()]
 
 
+def cast_between(site: Site, kept: bool) -> str:
+    """What a backward raises whose forward came before a cast."""
+    model = _blocks()
+    for block in (*model, model):
+        site.shard(block, reshard_after_forward=not kept)
+    loss = model(_batch(site, 0)).sum()
+    model.float()
+    return str(tried(loss.backward)).partition(":")[0]
+
+
+def plain_in_its_place(site: Site, trained: bool) -> Any:
+    """What a forward makes of a parameter that is not sharded, in the place of one that is."""
+    model = site.shard(Block().double())
+    if trained:
+        model(_batch(site, 0)).sum().backward()
+    model.inner.bias = nn.Parameter(torch.ones(6, dtype=torch.float64, device=site.rank.device))
+    return tried(lambda: model(_batch(site, 1)))
+
+
 def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
     """By a hook after accumulation a parameter: when each ran, beside how many gradients, and what came of it."""
     model = _blocks()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from conformance.distributed.fsdp import fully_shard_beside_cases as cases
 from conformance.distributed.fsdp.fully_shard_judging import assert_agree, deviate, deviate_by_hand
-from conformance.distributed.fsdp.twins import Twins, raises
+from conformance.distributed.fsdp.twins import Seen, Twins, raises
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.outcome import observe
@@ -85,6 +87,28 @@ def test_a_backward_does_not_read_what_was_stepped_since(
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")
 def test_what_a_backward_does_not_read_may_be_stepped(twins: Twins) -> None:
     assert_agree(twins, cases.stepped_before_backward, kept=False, how={}, only="inner.bias")
+
+
+@clause("distributed.fsdp.fully_shard.cast_between")
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_cast_between_forward_and_backward_is_an_error(twins: Twins, kept: bool) -> None:
+    assert {one.value for one in assert_agree(twins, cases.cast_between, kept=kept)} == {"RuntimeError"}
+
+
+@clause("distributed.fsdp.fully_shard.plain_in_its_place")
+@pytest.mark.deviation("fully_shard.plain_in_its_place")
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_whole_parameter_in_a_sharded_ones_place(twins: Twins, trained: bool) -> None:
+    def says(*words: str) -> Callable[[Seen], bool]:
+        return lambda seen: all(all(word in str(one.value) for word in words) for one in seen)
+
+    deviate(
+        twins,
+        cases.plain_in_its_place,
+        torch_does=says("tensor(") if trained else says("AttributeError", "_local_tensor"),
+        we_do=says("TypeError", "inner.bias", "put a DTensor there"),
+        trained=trained,
+    )
 
 
 @clause("distributed.fsdp.fully_shard.hooks_after_accumulation")

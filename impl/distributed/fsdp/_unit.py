@@ -64,7 +64,6 @@ class Unit(Generic[_Group]):
         self._gathered: Any = None  # the event of their gather
         self._was_prefetched = False
         self._in_graph: list[Unsharded] = []  # whose views the last graph was built from
-        self._lost_graph = False  # since they were given up
         self._forwards = OpenForwards()
         self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
         self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
@@ -101,7 +100,6 @@ class Unit(Generic[_Group]):
 
     def register_params(self) -> None:
         """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
-        self._lost_graph = any(unsharded.is_given_up for unsharded in self._in_graph)
         for group in self.param_groups:
             tracked = group.stepped if group.is_tracked else []
             track_optimizer_writes(tracked, group.gradients.are_there)
@@ -143,7 +141,6 @@ class Unit(Generic[_Group]):
                 group.gradients.forget_if_cleared()
             for unit in (self, *self.lenders):
                 unit.unshard()
-            self._lost_graph = False
             if self.config.forward_prefetch:
                 self._prefetch(self.root.order.after_in_forward(self))
             for named in self.prefetches_in_forward:
@@ -252,7 +249,7 @@ class Unit(Generic[_Group]):
             group.gradients.begin_backward()
 
     def _refuse_lost_graph(self) -> None:
-        if self._lost_graph:
+        if any(unsharded.is_given_up for unsharded in self._in_graph):
             raise RuntimeError(
                 f"{self.name} was moved or cast between its forward and its backward, whose graph has the parameters "
                 "as they were; do it before the forward"

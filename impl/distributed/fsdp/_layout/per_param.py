@@ -127,7 +127,7 @@ class DTensorGroup:
         was_changed = False
         for index, found in self._registration.replaced(self.stepped):
             if isinstance(found, nn.Parameter):
-                self.params[index].sharded = found
+                self.params[index].replace(found)
                 was_changed = True
         if was_changed or (self.pins and self._has_other_parts()):
             self.pin()
@@ -224,6 +224,8 @@ class DTensorGroup:
             dtypes = [asked if own.is_floating_point else own for own in dtypes]
         found = self.unsharded_params
         if found is None or found.dtypes != dtypes:
+            if found is not None:
+                found.is_given_up = True
             with torch.inference_mode(False), torch.no_grad():
                 extensions = [
                     GatherExtension(param, self.device, self.options.policy) if extends else None

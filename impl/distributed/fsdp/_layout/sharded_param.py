@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -138,6 +138,16 @@ class ShardedParam:
     @local.setter
     def local(self, part: Tensor) -> None:
         self.sharded._local_tensor = part
+
+    def replace(self, other: nn.Parameter) -> None:
+        """By what a user has put in its place."""
+        if not isinstance(other, DTensor):
+            raise TypeError(
+                f"{self.name} is sharded, and a {type(other).__name__} that is not has been put in its place; put a "
+                "DTensor there, as distribute_tensor(value, parameter.device_mesh, parameter.placements) makes it, or "
+                "copy what is whole to the ranks by set_model_state_dict()"
+            )
+        self.sharded = other
 
     def as_dtensor(self, local: Tensor) -> Any:
         """A part of the parameter or its gradient, laid out as the parameter is."""

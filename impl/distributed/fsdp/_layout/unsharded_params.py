@@ -75,7 +75,7 @@ class UnshardedParams:
     """
 
     aliases_shard = False
-    is_given_up = False
+    is_given_up = False  # for another, since parameters were cast
 
     def __init__(
         self,
