@@ -325,15 +325,18 @@ def course(rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, in
 
 
 @functools.cache
-def _freeze_what_is_imported() -> None:
-    """It need not be looked through again. (`gc.get_freeze_count`, which could tell, walks through all of it.)"""
+def _collect_between_courses_alone() -> None:
+    """When Python collects by itself hangs on what ran before, and when memory is free on that. What was imported need
+    not be looked through again.
+    """
+    gc.disable()
     gc.freeze()
 
 
 def course_of(rank: Rank, library: str, way: Way, seed: int) -> Course:
     loaded = importlib.import_module(LIBRARIES[library])
     gc.collect()  # what earlier trainings left is not to be freed in the middle of this one
-    _freeze_what_is_imported()
+    _collect_between_courses_alone()
     simulator.log_hazards()
     simulator.set_schedule(seed, rank.rank)
     bits = _train(loaded, way, rank)
