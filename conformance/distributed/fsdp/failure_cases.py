@@ -164,7 +164,7 @@ class _Training:
 
     def clear(self, accumulates: str) -> None:
         self.optimizer.zero_grad()
-        if self.face == "fully_shard" and accumulates in ("not", "throughout"):
+        if hasattr(self.model, "reset_iter_state") and accumulates in ("not", "throughout"):
             self.model.reset_iter_state()  # an optimizer does not know of what has not been synchronised
 
     @contextlib.contextmanager

@@ -190,8 +190,6 @@ def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
             optimizer.zero_grad()
 
         parameter.register_post_accumulate_grad_hook(step)
-    for number, block in enumerate(model):
-        block.register_full_backward_hook(lambda *_, number=number: events.append(number))
     for number in range(3):
         model.set_requires_gradient_sync(number > 0 or syncs_first)
         model(_batch(site, number)).sum().backward()
