@@ -1,8 +1,9 @@
-"""Probes of what fully_shard stands beside: compiled blocks, replicas, losses in chunks, torch's checkpoint helpers."""
+"""Probes of what fully_shard stands beside: compiled blocks, transforms, replicas, losses in chunks, checkpoints."""
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.distributed.tensor import Shard
 
 from conformance import simulator
-from conformance.distributed.fsdp.fully_shard_calls import ReportingReduceScatter
+from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
 from conformance.distributed.fsdp.fully_shard_cases import described, held, registered
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
@@ -125,6 +126,45 @@ def changed_behind(site: Site) -> bool:
     return torch.equal(made.cpu(), expected)
 
 
+class _Partly(nn.Module):
+    """Beside a weight it may have a parameter that has no elements."""
+
+    def __init__(self, shape: tuple[int, ...], has_weight: bool) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(shape))
+        self.weight = nn.Parameter(torch.ones(4, 4)) if has_weight else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x if self.weight is None else x @ self.weight) + self.empty.sum()
+
+
+def without_elements(site: Site, shape: tuple[int, ...], dim: int, has_weight: bool) -> list[Any]:
+    """What two steps make of a root around a unit with such a parameter, and the shapes of its gradients."""
+    model: Any = nn.Sequential(_Partly(shape, has_weight), nn.Linear(4, 1, bias=False)).to(site.rank.device)
+    nn.init.ones_(model[1].weight)
+    site.shard(model[0], shard_placement_fn=lambda parameter: Shard(dim))
+    site.shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.125)
+    shapes = []
+    for _ in range(2):
+        model(torch.ones(1, 4, device=site.rank.device)).sum().backward()
+        shapes.append(tuple(model[0].empty.grad.full_tensor().shape))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [shapes, *(one.detach().full_tensor().cpu() for one in model.parameters())]
+
+
+def without_elements_by_hand(shape: tuple[int, ...], has_weight: bool) -> list[Any]:
+    model = nn.Sequential(_Partly(shape, has_weight), nn.Linear(4, 1, bias=False))
+    nn.init.ones_(model[1].weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.125)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return [[shape] * 2, *(one.detach() for one in model.parameters())]
+
+
 def gathered_for_no_backward(site: Site) -> torch.Tensor:
     """What a model comes to whose first weights are 0, behind a backward that ended right before these."""
     model, between = _blocks(), []
@@ -214,6 +254,53 @@ def without_a_backward(site: Site) -> dict[str, bool]:
     return {"hooks": more_hooks > hooks, "objects": more_objects >= objects + 50}
 
 
+def kept_for_backward(site: Site, rows: int) -> dict[str, Any]:
+    """What a rank shows between a forward and a backward of a parameter of so many rows."""
+    layer: Any = nn.Linear(64, rows, bias=False).to(site.rank.device)
+    with torch.no_grad():
+        layer.weight.copy_(1 + torch.arange(float(rows))[:, None].expand(rows, 64))
+    model: Any = nn.Sequential(layer, nn.Linear(rows, 1).to(site.rank.device))
+    nn.init.ones_(model[1].weight)
+    site.shard(layer, reshard_after_forward=2)
+    site.shard(model)
+    shown = []
+    for _ in range(4):
+        _spoil_memory(4 * -(-rows // 4) * 64, site.rank.device)
+        loss = model(torch.ones(2, 64, device=site.rank.device)).sum()
+        shown.append(described(layer.weight))
+        loss.backward()
+    return {"shown": shown, "gradient": described(layer.weight.grad)}
+
+
+def _spoil_memory(numel: int, device: torch.device) -> None:
+    """Tensors of so many elements that nobody writes to are made of this."""
+    used = [torch.full((numel,), 1e30, device=device) for _ in range(64)]
+    del used
+
+
+class _KeepingAllGather(ReportingAllGather):
+    """Reports what it is given."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(size, 1e30, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self._report([input_tensor.clone()])
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def gathered_by_own(site: Site) -> list[Any]:
+    """What an all-gather of one's own is given of parameters that the last rank has fewer rows of."""
+    layer: Any = nn.Linear(4, 5).to(site.rank.device)
+    for parameter in layer.parameters():
+        nn.init.ones_(parameter)
+    given: list[Any] = []
+    site.shard(layer).set_custom_all_gather(_KeepingAllGather(given.extend))
+    return [layer(torch.ones(1, 4, device=site.rank.device)).detach(), *given]
+
+
 def compiled(site: Site, how: str) -> dict[str, Any]:
     """Blocks that are compiled before they are sharded, for themselves or with what shards them."""
     torch._dynamo.reset()
@@ -235,6 +322,24 @@ def compiled(site: Site, how: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "held": held(model)}
+
+
+def transformed(site: Site, how: str) -> dict[str, Any]:
+    """What a transform of torch.func makes of a model that was never called before, and the step behind it."""
+    model = _blocks(2)
+    for block in (*model, model):
+        site.shard(block)
+    batch = _batch(site, 0)
+    with warnings.catch_warnings(action="ignore"):  # torch's own of a process's first one
+        torch.func.jvp(torch.sin, (batch,), (batch,))
+    if how == "vjp":
+        made = torch.func.vjp(model, batch)[1](torch.ones_like(batch))[0]
+    elif how == "jvp":
+        made = torch.func.jvp(model, (batch,), (torch.ones_like(batch),))[1]
+    else:
+        made = torch.func.grad(lambda given: model(given).square().sum())(batch)
+    model(batch).sum().backward()
+    return {"made": made.detach(), "held": held(model)}
 
 
 class _Headed(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 from conformance.distributed.fsdp.fully_shard_calls import TREE
-from conformance.distributed.fsdp.fully_shard_cases import FULLY_SHARD, held, registered
+from conformance.distributed.fsdp.fully_shard_cases import FULLY_SHARD, described, held, registered
 from conformance.distributed.fsdp.lab import tried
 from conformance.distributed.fsdp.module_trees import call, loss_of
 from conformance.judge.library import Library, load_library
@@ -164,6 +164,41 @@ def attributes(site: Site) -> dict[str, Any]:
         "names": [name for name, _ in model.named_parameters()],
         "copied": tried(lambda: copy.deepcopy(model)),
         "held": held(model),
+    }
+
+
+class _Adapted(nn.Module):
+    """Names what is trained alone, or gives what it has under no name."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        self.gives, self.base, self.adapter = gives, nn.Linear(2, 2), nn.Linear(2, 2)
+        self.frozen, self.scale = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        for _, parameter in nn.Module.named_parameters(self):
+            nn.init.constant_(parameter, 0.5)
+        self.base.requires_grad_(False)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.base(x) + self.adapter(x)) * self.frozen * self.scale
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            if parameter.requires_grad:
+                yield name, nn.Parameter(parameter.detach()) if self.gives == "others" else parameter
+
+
+def adapted(site: Site, gives: str, around: bool) -> dict[str, Any]:
+    """A step of a module that says itself what its parameters are, sharded for itself or by one around it."""
+    model = _Adapted(gives).to(site.rank.device)
+    outer: Any = nn.Sequential(model)
+    site.shard(outer if around else model)
+    (loss := outer(torch.ones(1, 2, device=site.rank.device)).sum()).backward()
+    every = list(nn.Module.named_parameters(model))
+    return {
+        "loss": loss.detach(),
+        "held": {name: [described(one), described(one.grad)] for name, one in every},
+        "after": held(model),
     }
 
 

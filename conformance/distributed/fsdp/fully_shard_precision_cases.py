@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.fully_shard_cases import whole
+from conformance.distributed.fsdp.fsdp_cases import mesh_of
+from conformance.distributed.fsdp.fully_shard_cases import held, whole
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
 
 _LEARNING_RATE = 0.25
 _STEPS = 2
+_BACKWARDS = 5
 LOW, FULL = torch.bfloat16, torch.float32
 # Of a parameter: to compute, to reduce and to step in.
 Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
@@ -46,6 +48,65 @@ def _model(cast: Callable[[Mixed], Any]) -> Mixed:
 
 def _batch(rank: int, number: int) -> Tensor:
     return torch.linspace(-1 - rank, 1 + number, 12).view(3, 4)
+
+
+# -- complex parameters
+
+
+class _Waves(nn.Module):
+    def __init__(self, dtype: torch.dtype, has_scale: bool) -> None:
+        super().__init__()
+        turns = torch.linspace(-3, 3, 35, dtype=torch.float64).view(5, 7)
+        self.weight = nn.Parameter(torch.polar(turns + 4, turns).to(dtype))
+        self.bias = nn.Parameter(torch.polar(turns[0].abs(), turns[0]).to(dtype))
+        scale = torch.linspace(1, 2, 7).to(dtype.to_real())
+        self.scale = nn.Parameter(scale, requires_grad=False) if has_scale else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (x.to(self.weight.dtype) @ self.weight + self.bias).abs()
+        return made if self.scale is None else made * self.scale
+
+
+def of_complex(
+    site: Site, dtype: torch.dtype, has_scale: bool, replicates: bool, policy: Mapping[str, torch.dtype]
+) -> dict[str, Any]:
+    """Two steps, of parameters that real ones may be gathered with.
+
+    Args:
+        replicates: over all ranks.
+        policy: as MixedPrecisionPolicy takes it.
+    """
+    model: Any = _Waves(dtype, has_scale).to(site.rank.device)
+    given = {"mesh": mesh_of(site.rank, 1)} if replicates else {}
+    site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(**policy), **given)
+    optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
+    seen = []
+    for number in range(_STEPS):
+        batch = torch.linspace(-1 - site.rank.rank, 1 + number, 15, device=site.rank.device).view(3, 5)
+        loss = model(batch).square().mean()
+        loss.backward()
+        seen.append((loss.detach(), held(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"seen": seen, "after": held(model)}
+
+
+# -- what is left unsynchronised
+
+
+def accumulated(site: Site, policy: Mapping[str, torch.dtype], dtype: torch.dtype) -> dict[str, Any]:
+    """The gradients of several backwards, of which the last one alone synchronises; all ranks have the same."""
+    model: Any = nn.Linear(16, 16, bias=False, dtype=dtype).to(site.rank.device)
+    nn.init.constant_(model.weight, 0.01)
+    site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(**policy))
+    shown = []
+    for number in range(_BACKWARDS):
+        model.set_requires_gradient_sync(number == _BACKWARDS - 1)
+        # 1 / 3 is cut off in every dtype.
+        batch = torch.linspace(-1, 2 + number, 64, device=site.rank.device).view(4, 16) / 3
+        model(batch.to(dtype)).abs().pow(3).sum().backward()
+        shown.append(held(model))
+    return {"shown": shown}
 
 
 # -- parameters of several dtypes

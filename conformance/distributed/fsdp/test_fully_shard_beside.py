@@ -1,4 +1,4 @@
-"""fully_shard beside what else users train with: compiled blocks, replicas, losses in chunks, checkpoint helpers."""
+"""fully_shard beside what else users work with: blocks, transforms, replicas, losses in chunks, checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from conformance.distributed.fsdp import fully_shard_beside_cases as cases
 from conformance.distributed.fsdp.fully_shard_judging import assert_agree, deviate, deviate_by_hand
-from conformance.distributed.fsdp.twins import Seen, Twins, raises
+from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, raises
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.outcome import observe
@@ -24,6 +24,14 @@ def test_hooks_and_communication_get_what_torchs_do(
     twins: Twins, dtype: torch.dtype, sums_alone: bool, own: bool
 ) -> None:
     assert_agree(twins, cases.hooked, dtype=dtype, sums_alone=sums_alone, own=own)
+
+
+@clause("distributed.fsdp.fully_shard.reduction")
+@pytest.mark.world_sizes(fewest=2)
+def test_an_all_gather_of_ones_own_gets_what_torchs_does(
+    twins: Twins,
+) -> None:
+    assert_agree(twins, cases.gathered_by_own)
 
 
 @clause("distributed.fsdp.fully_shard.pinned")
@@ -60,6 +68,19 @@ def test_what_torch_has_accelerators_do(twins: Twins, device: str, what: str) ->
     gradient = torch.arange(1.0, 4.0).repeat(2, 1)
     expected = observe(lambda: gradient * twins.world_size / 3 if what == "divided" else gradient)
     deviate_by_hand(twins, expected, cases.without_accelerator, what=what)
+
+
+@clause("distributed.fsdp.fully_shard.without_elements")
+@pytest.mark.deviation("fully_shard.without_elements")
+@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize(("shape", "dim"), [((0, 4), 0), ((4, 0), 0), ((0, 4), 1)])
+def test_a_parameter_may_have_no_elements(
+    twins: Twins, shape: tuple[int, ...], dim: int, has_weight: bool
+) -> None:
+    expected = observe(cases.without_elements_by_hand, shape, has_weight)
+    asked = {"shape": shape, "dim": dim, "has_weight": has_weight}
+    words = (RuntimeError, "_chunk_cat") if dim == 0 else (AssertionError, "requires even sharding")
+    deviate_by_hand(twins, expected, cases.without_elements, torch_does=raises(*words), **asked)
 
 
 @clause("distributed.fsdp.fully_shard.gathered_for_no_backward")
@@ -122,10 +143,23 @@ def test_forwards_alone_leave_nothing(twins: Twins) -> None:
     assert_agree(twins, cases.without_a_backward)
 
 
+@clause("distributed.fsdp.fully_shard.kept_for_backward")
+@pytest.mark.parametrize("rows", [13, 5])
+def test_what_is_kept_for_a_backward_ends_in_zeros(twins_of: TwinsOf, rows: int) -> None:
+    seen = assert_agree(twins_of(4), cases.kept_for_backward, rows=rows)
+    assert seen[1].value["shown"][-1]["local"].values[-1].count_nonzero() == 0
+
+
 @clause("distributed.fsdp.fully_shard.compiled_blocks")
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_blocks_may_be_compiled(twins: Twins, how: str) -> None:
     assert_agree(twins, cases.compiled, how=how)
+
+
+@clause("distributed.fsdp.fully_shard.transforms")
+@pytest.mark.parametrize("how", ["vjp", "jvp", "grad"])
+def test_a_model_is_differentiated_by_transforms(twins: Twins, how: str) -> None:
+    assert_agree(twins, cases.transformed, how=how)
 
 
 @clause("distributed.fsdp.fully_shard.loss_in_chunks")

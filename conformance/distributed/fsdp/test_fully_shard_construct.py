@@ -44,6 +44,14 @@ def test_modules_get_a_class_of_their_own(twins: Twins) -> None:
     assert_agree(twins, cases.attributes)
 
 
+@clause("distributed.fsdp.fully_shard.named_by_modules")
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("gives", ["fewer", "others"])
+def test_modules_say_what_their_parameters_are(twins: Twins, gives: str, around: bool) -> None:
+    (actual, *_) = assert_agree(twins, cases.adapted, gives=gives, around=around, may_raise=True)
+    assert (actual.raised is None) == (gives == "fewer"), actual.raised
+
+
 @clause("distributed.fsdp.fully_shard.state")
 def test_tells_what_it_keeps_of_a_module(twins: Twins) -> None:
     assert_agree(twins, cases.states)

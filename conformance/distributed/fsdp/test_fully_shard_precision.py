@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import fully_shard_precision_cases as cases
-from conformance.distributed.fsdp.fully_shard_judging import deviate_by_hand, seen_by
+from conformance.distributed.fsdp.fully_shard_judging import assert_agree, deviate_by_hand, seen_by
 from conformance.distributed.fsdp.fully_shard_precision_cases import FULL, LOW, Dtypes
 from conformance.distributed.fsdp.judging import assert_ranks_agree
 from conformance.distributed.fsdp.twins import Twins, values_of
@@ -16,6 +16,50 @@ from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 
 _WHOLE: Dtypes = (FULL, None, FULL)
+
+
+@clause("distributed.fsdp.fully_shard.complex_parameters")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("has_scale", [False, True], ids=["alone", "beside real ones"])
+@pytest.mark.parametrize("replicates", [False, True], ids=["sharded", "replicated"])
+def test_trains_complex_parameters(
+    twins: Twins, dtype: torch.dtype, has_scale: bool, replicates: bool
+) -> None:
+    assert_agree(twins, cases.of_complex, dtype=dtype, has_scale=has_scale, replicates=replicates, policy={})
+
+
+@clause("distributed.fsdp.fully_shard.complex_parameters")
+@pytest.mark.parametrize(
+    "policy",
+    [{"param_dtype": LOW}, {"param_dtype": LOW, "reduce_dtype": LOW}, {"reduce_dtype": torch.complex128}],
+    ids=["low", "low altogether", "reduced in full"],
+)
+def test_complex_parameters_keep_their_dtype(twins: Twins, policy: Mapping[str, torch.dtype]) -> None:
+    how = {"dtype": torch.complex64, "has_scale": False, "replicates": False, "policy": policy}
+    assert_agree(twins, cases.of_complex, **how)
+
+
+@clause("distributed.fsdp.fully_shard.complex_parameters")
+def test_complex_gradients_add_up(twins: Twins) -> None:
+    policy = {"param_dtype": LOW, "reduce_dtype": LOW}
+    assert_agree(twins, cases.accumulated, policy=policy, dtype=torch.complex64)
+
+
+@clause("distributed.fsdp.fully_shard.accumulation_in_low_precision")
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        ({"reduce_dtype": LOW}, FULL),
+        ({"reduce_dtype": FULL}, torch.float64),
+        ({"param_dtype": LOW, "reduce_dtype": FULL}, FULL),
+        ({"param_dtype": LOW, "reduce_dtype": LOW}, FULL),
+    ],
+    ids=["lower", "lower than double", "higher", "as low"],
+)
+def test_accumulates_with_torchs_roundings(
+    twins: Twins, policy: Mapping[str, torch.dtype], dtype: torch.dtype
+) -> None:
+    assert_agree(twins, cases.accumulated, policy=policy, dtype=dtype)
 
 
 @clause("distributed.fsdp.fully_shard.dtypes_in_a_group")

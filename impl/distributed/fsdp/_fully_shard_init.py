@@ -148,15 +148,18 @@ def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
 def managed_params(
     roots: Sequence[nn.Module], modules: Sequence[nn.Module], ignored: set[nn.Parameter]
 ) -> list[ManagedParam]:
-    """In the order of the modules, each with all places that have it.
+    """In the order of the modules, each with all places that have it; those that a class's own `named_parameters`
+    leaves out stay as they are, where they are the module's own.
 
     Raises:
         ValueError: one has no dimensions.
+        AssertionError: `named_parameters` gives what no module has.
     """
     places: dict[nn.Parameter, list[ParamLocation]] = {}
     for module in modules:
+        shown = _shown_by(module, roots)
         for attribute, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored:
+            if parameter is None or parameter in ignored or parameter not in shown:
                 continue
             if not parameter.shape:
                 raise ValueError(
@@ -164,11 +167,21 @@ def managed_params(
                     f"Change {attribute} to a 1D tensor with numel equal to 1."
                 )
             places.setdefault(parameter, []).append(ParamLocation(module, attribute))
-    names = {p: name for root in reversed(roots) for name, p in root.named_parameters()}
+    # Not by what a root shows, which may be less than what the modules below it do.
+    names = {p: name for root in reversed(roots) for name, p in nn.Module.named_parameters(root)}
     return [
         ManagedParam(ParamInfo(names[p], tuple(where), form_of(p)), local_parameter(p), p)
         for p, where in places.items()
     ]
+
+
+def _shown_by(module: nn.Module, roots: Sequence[nn.Module]) -> set[nn.Parameter]:
+    shown = {p for _, p in module.named_parameters(recurse=False)}
+    if type(module).named_parameters is not nn.Module.named_parameters:
+        there = {p for root in roots for _, p in nn.Module.named_parameters(root)}
+        if not shown <= there:
+            raise AssertionError(f"Some parameters are not in the module tree of {tuple(roots)}")
+    return shown
 
 
 def borrowed_apart(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from impl.distributed.fsdp._autograd import outside_transforms
 from impl.distributed.fsdp._collectives import Reduction, all_gather_into, all_gather_rows
 from impl.distributed.fsdp._desync.monitor import GATHERED, GATHERED_ANEW, WITHOUT
 from impl.distributed.fsdp._groups import Groups
@@ -201,6 +202,7 @@ def dtypes_of(group: ParamGroup) -> list[str]:
     return found
 
 
+@outside_transforms
 @no_grad_fast
 def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False) -> None:
     """Unshard a group of the unit `name`; anew, if it `is_kept` unsharded and its shards were written to.

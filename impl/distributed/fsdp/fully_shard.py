@@ -96,7 +96,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
         a reduce-scatter of the gradients; with replicas an all-reduce.
     Source: torch.distributed.fsdp.fully_shard 2.13; differences: what says itself how it is gathered is resharded to
         all ranks, whatever number is given; meshes of the same ranks are one, whichever object says so; torch refuses
-        a parameter that modules of two calls have, and trained parameters of several dtypes in one call.
+        a parameter that modules of two calls have, and trained ones of several dtypes in one call or without elements.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh

@@ -38,6 +38,8 @@ class Reduced(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def compute_dtype(self) -> torch.dtype: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype: ...
     def drop_parts(self) -> None: ...
 
 
@@ -112,12 +114,10 @@ class DTensorGradients:
         self._add_to_unreduced(grads)
 
     def _add_to_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        dtype = self._group.options.precision.reduce_dtype
-        earlier = self._unreduced or [None] * len(grads)
-        self._unreduced = [
-            _sum(one, grad if grad is None or dtype is None else grad.to(dtype))
-            for one, grad in zip(earlier, grads, strict=True)
-        ]
+        """In the dtype that they are reduced in; what is added is rounded with the sum alone."""
+        dtype, earlier = self._group.reduce_dtype, self._unreduced or [None] * len(grads)
+        sums = [_sum(one, grad) for one, grad in zip(earlier, grads, strict=True)]
+        self._unreduced = [one if one is None else one.to(dtype) for one in sums]
 
     def reduce_input(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
@@ -142,8 +142,9 @@ class DTensorGradients:
             buffer, _ = new_buffer(numel, dtype, _alone)
         else:
             buffer = custom.allocate((numel,), dtype=dtype, device=group.device)
-        rows = [param.rows(grad) for param, grad in pairs]
-        torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
+        rows = [param.rows(grad) for param, grad in pairs if grad.numel()]
+        if rows:  # the operator takes none without elements
+            torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
         return buffer
 
     def _note_reduced(self, params: list[ShardedParam]) -> None:

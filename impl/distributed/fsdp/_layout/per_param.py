@@ -80,11 +80,17 @@ class DTensorGroup:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return self.options.precision.param_dtype or self.dtype
+        own = self.dtype
+        # Without their imaginary part they would be others.
+        return own if own.is_complex else self.options.precision.param_dtype or own
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return self.options.precision.reduce_dtype or self.compute_dtype
+        asked = self.options.precision
+        # What is computed with may be their own dtype, whatever was asked for.
+        if asked.reduce_dtype is None or asked.reduce_dtype is asked.param_dtype:
+            return self.compute_dtype
+        return asked.reduce_dtype
 
     def precision_of(self, index: int) -> ParamPrecision:
         param = self.params[index]
@@ -282,6 +288,8 @@ class DTensorGroup:
             numel = over.size() * packing.total
             output = custom.allocate((numel,), dtype=packing.dtype, device=self.device)
         mine = output[over.rank() * packing.total :][: packing.total]
+        if custom is not None:
+            mine.zero_()  # padding too is the user's to see, and to quantise with the rest
         pieces = packing.pieces(mine, given, is_own=custom is None)
         torch._foreach_copy_(pieces, list(given))
         return Gathering(over, output, mine, ())
@@ -322,7 +330,7 @@ class DTensorGroup:
         # What an extension has made cannot be cut.
         if not is_asked or fewer is None or unsharded is None or any(self._extends):
             return []
-        return [run.view(fewer.size(), -1)[fewer.rank()].clone() for _, run in unsharded.runs]
+        return [param.kept_of(run, fewer.rank(), fewer.size()) for param, run in unsharded.runs]
 
     def show_at(self, param: ShardedParam, locations: tuple[ParamLocation, ...]) -> None:
         """Have other modules, which had the same parameter, see it too; nothing is unsharded."""

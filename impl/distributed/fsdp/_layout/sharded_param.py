@@ -153,6 +153,15 @@ class ShardedParam:
         """A part of the parameter or its gradient, laid out as the parameter is."""
         return made_dtensor(local, self.sharded._spec)
 
+    def kept_of(self, run: Tensor, rank: int, ranks: int) -> Tensor:
+        """A copy of the part of a run [W * n] that `rank` of fewer `ranks` keeps for a backward.
+
+        What it shows of that may have a row more than there is, which lies in the padding: nobody has written to it.
+        """
+        kept = run.view(ranks, -1)[rank].clone()
+        kept[max(prod(self.shape) - rank * len(kept), 0) :].zero_()
+        return kept
+
     def shown_for_backward(self, part: Tensor, mesh: DeviceMesh) -> nn.Parameter:
         """What the rank keeps of the unsharded parameter for a backward: rows of it, over the second dimension."""
         start, stop = rows_of(self.shape[0], mesh.get_local_rank(1), mesh.size(1))

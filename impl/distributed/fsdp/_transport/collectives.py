@@ -21,9 +21,16 @@ def method_of_group(*names: str) -> Callable[..., dist.Work]:
 
     def issue(group: dist.ProcessGroup, *tensors: Any) -> dist.Work:
         name = next((name for name in names if hasattr(group, name)), names[0])
-        return getattr(group, name)(*tensors)
+        return getattr(group, name)(*map(_as_real, tensors))
 
     return issue
+
+
+def _as_real(given: Any) -> Any:
+    """A tensor, or several, in dtypes that backends have: sums of complex numbers are those of their parts."""
+    if isinstance(given, list):
+        return [_as_real(one) for one in given]
+    return torch.view_as_real(given) if isinstance(given, Tensor) and given.is_complex() else given
 
 
 # From 2.13 on torch deprecates the older names, which are all that 2.11 and a group that is a mere backend have.
