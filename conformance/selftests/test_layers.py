@@ -51,7 +51,7 @@ WITHIN_SHARDING = (
     ),
     (
         "_full_precision",
-        "_open_forwards",
+        "_input_gradients",
         "_groups",
         "_param_registration",
         "_optimizer_writes",

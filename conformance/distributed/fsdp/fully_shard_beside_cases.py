@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -32,13 +31,13 @@ class Block(nn.Module):
         return x + self.inner(self.norm(x)).tanh()
 
 
-def _blocks(number: int = 3) -> Any:
+def blocks(number: int = 3) -> Any:
     with torch.random.fork_rng([]):
         torch.manual_seed(4)
         return nn.Sequential(*(Block() for _ in range(number))).double()
 
 
-def _batch(site: Site, number: int) -> torch.Tensor:
+def batch_of(site: Site, number: int) -> torch.Tensor:
     batch = torch.linspace(-1, 1, 24, dtype=torch.float64, device=site.rank.device)
     return batch.view(4, 6) * (1 + site.rank.rank + number)
 
@@ -77,7 +76,7 @@ def without_accelerator(site: Site, what: str) -> torch.Tensor:
 
 
 def _offloaded(site: Site, **policy: Any) -> Any:
-    model = _blocks()
+    model = blocks()
     for block in (*model, model):
         site.shard(block, offload_policy=site.fsdp.CPUOffloadPolicy(**policy))
     return model
@@ -89,7 +88,7 @@ def pinned(site: Site, pins: bool) -> dict[str, Any]:
     seen = {"sharded": _are_pinned(model.parameters())}
     loaded = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(loaded, assign=True)
-    batch, waits = _batch(site, 0).requires_grad_(), []
+    batch, waits = batch_of(site, 0).requires_grad_(), []
 
     def note_waits(*_: Any) -> None:
         if site.rank.device.type == simulator.NAME:
@@ -116,7 +115,7 @@ def _are_pinned(tensors: Iterable[Any]) -> list[bool]:
 
 def changed_behind(site: Site) -> bool:
     """Whether what a forward has made is what parameters come to that are 0 right behind it."""
-    model, batch = _offloaded(site), _batch(site, 0)
+    model, batch = _offloaded(site), batch_of(site, 0)
     with torch.no_grad():
         expected = model(batch).cpu()
         torch.accelerator.synchronize()
@@ -167,91 +166,17 @@ def without_elements_by_hand(shape: tuple[int, ...], has_weight: bool) -> list[A
 
 def gathered_for_no_backward(site: Site) -> torch.Tensor:
     """What a model comes to whose first weights are 0, behind a backward that ended right before these."""
-    model, between = _blocks(), []
+    model, between = blocks(), []
     for block in (*model, model):
         site.shard(block)
     first = list(model[0].parameters())
     model.set_reshard_after_backward(False)
     model[2].register_forward_pre_hook(lambda module, args: between.append(*args))
-    torch.autograd.grad(model(_batch(site, 0)).sum(), between)
+    torch.autograd.grad(model(batch_of(site, 0)).sum(), between)
     with torch.no_grad():
         for parameter in first:
             parameter.zero_()
-        return model(_batch(site, 0))
-
-
-def stepped_before_backward(
-    site: Site, kept: bool, how: dict[str, bool], only: str = ""
-) -> list[torch.Tensor]:
-    """The gradients of a backward whose forward came before a step of the parameters whose names end so."""
-    model = _blocks()
-    for block in (*model, model):
-        site.shard(block, reshard_after_forward=not kept)
-    stepped = [parameter for name, parameter in model.named_parameters() if name.endswith(only)]
-    optimizer = torch.optim.AdamW(stepped, 0.1, **how)
-    model(_batch(site, 0)).sum().backward()
-    loss = model(_batch(site, 1)).sum()
-    optimizer.step()
-    loss.backward()
-    return [parameter.grad.to_local() for parameter in model.parameters()]
-
-
-def cast_between(site: Site, kept: bool) -> str:
-    """What a backward raises whose forward came before a cast."""
-    model = _blocks()
-    for block in (*model, model):
-        site.shard(block, reshard_after_forward=not kept)
-    loss = model(_batch(site, 0)).sum()
-    model.float()
-    return str(tried(loss.backward)).partition(":")[0]
-
-
-def plain_in_its_place(site: Site, trained: bool) -> Any:
-    """What a forward makes of a parameter that is not sharded, in the place of one that is."""
-    model = site.shard(Block().double())
-    if trained:
-        model(_batch(site, 0)).sum().backward()
-    model.inner.bias = nn.Parameter(torch.ones(6, dtype=torch.float64, device=site.rank.device))
-    return tried(lambda: model(_batch(site, 1)))
-
-
-def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
-    """By a hook after accumulation a parameter: when each ran, beside how many gradients, and what came of it."""
-    model = _blocks()
-    for block in (*model, model):
-        site.shard(block)
-    events: list[Any] = []
-    for name, parameter in model.named_parameters():
-        optimizer = torch.optim.AdamW([parameter], 0.1)
-
-        def step(one: torch.Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            events.append((name, sum(each.grad is not None for each in model.parameters())))
-            optimizer.step()
-            optimizer.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(step)
-    for number in range(3):
-        model.set_requires_gradient_sync(number > 0 or syncs_first)
-        model(_batch(site, number)).sum().backward()
-    return {"events": events, **held(model)}
-
-
-def without_a_backward(site: Site) -> dict[str, bool]:
-    """Whether forwards that a graph is made of, and nothing more, leave something: on an input, or anywhere."""
-    model = _blocks()
-    for block in (*model, model):
-        site.shard(block)
-    batch = _batch(site, 0).requires_grad_()
-
-    def left(forwards: int) -> tuple[int, int]:
-        for _ in range(forwards):
-            model(batch)
-        gc.collect()
-        return len(batch._backward_hooks or ()), len(gc.get_objects())
-
-    hooks, objects = left(80)  # a history of the last steps may be full then
-    more_hooks, more_objects = left(50)
-    return {"hooks": more_hooks > hooks, "objects": more_objects >= objects + 50}
+        return model(batch_of(site, 0))
 
 
 def kept_for_backward(site: Site, rows: int) -> dict[str, Any]:
@@ -304,7 +229,7 @@ def gathered_by_own(site: Site) -> list[Any]:
 def compiled(site: Site, how: str) -> dict[str, Any]:
     """Blocks that are compiled before they are sharded, for themselves or with what shards them."""
     torch._dynamo.reset()
-    model = _blocks()
+    model = blocks()
     for name, block in list(model.named_children()):
         if how == "in place":
             block.compile(backend="aot_eager")
@@ -316,7 +241,7 @@ def compiled(site: Site, how: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses = []
     for number in range(3):
-        loss = model(_batch(site, number)).square().mean()
+        loss = model(batch_of(site, number)).square().mean()
         loss.backward()
         losses.append(loss.detach())
         optimizer.step()
@@ -326,10 +251,10 @@ def compiled(site: Site, how: str) -> dict[str, Any]:
 
 def transformed(site: Site, how: str) -> dict[str, Any]:
     """What a transform of torch.func makes of a model that was never called before, and the step behind it."""
-    model = _blocks(2)
+    model = blocks(2)
     for block in (*model, model):
         site.shard(block)
-    batch = _batch(site, 0)
+    batch = batch_of(site, 0)
     with warnings.catch_warnings(action="ignore"):  # torch's own of a process's first one
         torch.func.jvp(torch.sin, (batch,), (batch,))
     if how == "vjp":
@@ -347,7 +272,7 @@ class _Headed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.norm, self.head = _blocks(2), nn.LayerNorm(6).double(), nn.Linear(6, 6).double()
+        self.body, self.norm, self.head = blocks(2), nn.LayerNorm(6).double(), nn.Linear(6, 6).double()
         with torch.no_grad():
             self.head.weight.copy_(torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6))
             self.head.bias.fill_(0.25)
@@ -368,8 +293,8 @@ def evaluated_again(site: Site) -> torch.Tensor:
     """Inputs on the CPU, behind an evaluation whose head was called for itself."""
     model = _headed(site)
     with torch.no_grad():
-        model.head(model(_batch(site, 0)))
-        return model(_batch(site, 1).cpu()).cpu()
+        model.head(model(batch_of(site, 0)))
+        return model(batch_of(site, 1).cpu()).cpu()
 
 
 def in_chunks(site: Site, keeps: bool) -> dict[str, Any]:
@@ -382,9 +307,9 @@ def in_chunks(site: Site, keeps: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     seen: dict[str, Any] = {"losses": [], "held": []}
     with torch.no_grad():
-        seen["evaluated"] = model.head(model(_batch(site, 9)))
+        seen["evaluated"] = model.head(model(batch_of(site, 9)))
     for number in range(2):
-        hidden = model(_batch(site, number))
+        hidden = model(batch_of(site, number))
         chunks = [chunk.requires_grad_() for chunk in hidden.detach().split(2)]
         if keeps:
             model.head.set_reshard_after_forward(False)
@@ -424,14 +349,14 @@ def whole_states(site: Site, offloads: bool, flat: bool) -> dict[str, Any]:
     """
     from_library = site.library.provides(f"{_HELPERS}.get_state_dict")
     helpers: Any = site.library.find(_HELPERS) if from_library else checkpoints
-    model = _blocks(2)
+    model = blocks(2)
     model.append(nn.Linear(6, 5).double())
     model[-1].register_buffer("seen", torch.arange(3))
     site.shard(model[0], shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
     site.shard(model[1], mesh=site.rank.mesh(1, site.rank.world_size, names=("copies", "parts")))
     site.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    model(_batch(site, 0)).square().mean().backward()
+    model(batch_of(site, 0)).square().mean().backward()
     optimizer.step()
     options = checkpoints.StateDictOptions(
         full_state_dict=True, cpu_offload=offloads, flatten_optimizer_state_dict=flat
@@ -453,7 +378,7 @@ def _described(state: Any) -> Any:
 
 def checkpointed(site: Site, whole: bool) -> dict[str, Any]:
     """Saved by torch's helpers and loaded into a model that has gone on since."""
-    model = _blocks()
+    model = blocks()
     for block in model:
         site.shard(block)
     site.shard(model)
@@ -461,7 +386,7 @@ def checkpointed(site: Site, whole: bool) -> dict[str, Any]:
     options = checkpoints.StateDictOptions(full_state_dict=whole)
 
     def step(number: int) -> torch.Tensor:
-        loss = model(_batch(site, number)).square().mean()
+        loss = model(batch_of(site, number)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

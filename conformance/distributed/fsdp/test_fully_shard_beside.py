@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import fully_shard_beside_cases as cases
+from conformance.distributed.fsdp import fully_shard_graph_cases as graph_cases
 from conformance.distributed.fsdp.fully_shard_judging import assert_agree, deviate, deviate_by_hand
 from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, raises
 from conformance.judge.clauses import clause
@@ -98,7 +99,7 @@ def test_a_backward_does_not_read_what_was_stepped_since(
 ) -> None:
     deviate(
         twins,
-        cases.stepped_before_backward,
+        graph_cases.stepped_before_backward,
         kept=kept,
         how=how,
         we_do=raises(RuntimeError, "has been modified by an inplace operation"),
@@ -107,13 +108,13 @@ def test_a_backward_does_not_read_what_was_stepped_since(
 
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")
 def test_what_a_backward_does_not_read_may_be_stepped(twins: Twins) -> None:
-    assert_agree(twins, cases.stepped_before_backward, kept=False, how={}, only="inner.bias")
+    assert_agree(twins, graph_cases.stepped_before_backward, kept=False, how={}, only="inner.bias")
 
 
 @clause("distributed.fsdp.fully_shard.cast_between")
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_cast_between_forward_and_backward_is_an_error(twins: Twins, kept: bool) -> None:
-    assert {one.value for one in assert_agree(twins, cases.cast_between, kept=kept)} == {"RuntimeError"}
+    assert {one.value for one in assert_agree(twins, graph_cases.cast_between, kept=kept)} == {"RuntimeError"}
 
 
 @clause("distributed.fsdp.fully_shard.plain_in_its_place")
@@ -125,7 +126,7 @@ def test_a_whole_parameter_in_a_sharded_ones_place(twins: Twins, trained: bool) 
 
     deviate(
         twins,
-        cases.plain_in_its_place,
+        graph_cases.plain_in_its_place,
         torch_does=says("tensor(") if trained else says("AttributeError", "_local_tensor"),
         we_do=says("TypeError", "inner.bias", "put a DTensor there"),
         trained=trained,
@@ -135,12 +136,18 @@ def test_a_whole_parameter_in_a_sharded_ones_place(twins: Twins, trained: bool) 
 @clause("distributed.fsdp.fully_shard.hooks_after_accumulation")
 @pytest.mark.parametrize("syncs_first", [True, False])
 def test_optimizers_step_in_the_backward(twins: Twins, syncs_first: bool) -> None:
-    assert_agree(twins, cases.stepped_in_backward, syncs_first=syncs_first)
+    assert_agree(twins, graph_cases.stepped_in_backward, syncs_first=syncs_first)
+
+
+@clause("distributed.fsdp.fully_shard.without_a_backward")
+@pytest.mark.world_sizes(fewest=2)
+def test_what_one_rank_keeps_for_itself_changes_no_order(twins: Twins) -> None:
+    assert_agree(twins, graph_cases.kept_by_one_rank)
 
 
 @clause("distributed.fsdp.fully_shard.without_a_backward")
 def test_forwards_alone_leave_nothing(twins: Twins) -> None:
-    assert_agree(twins, cases.without_a_backward)
+    assert_agree(twins, graph_cases.without_a_backward)
 
 
 @clause("distributed.fsdp.fully_shard.kept_for_backward")

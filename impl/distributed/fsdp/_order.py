@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Generic, TypeVar
 
 _Unit = TypeVar("_Unit")
+_LONG = 10_000
 
 
 class Order(Generic[_Unit]):
@@ -18,6 +19,11 @@ class Order(Generic[_Unit]):
         self._begun: list[_Unit] = []
         self._ended: list[_Unit] = []
         self._place_of_end: dict[_Unit, int] = {}
+
+    @property
+    def is_long(self) -> bool:
+        """So many forwards, and no backward: none may come."""
+        return len(self._begun) > _LONG
 
     def begin_forward(self, unit: _Unit) -> None:
         self._begun.append(unit)

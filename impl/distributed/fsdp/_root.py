@@ -134,7 +134,7 @@ class Root:
             for group in unit.param_groups:
                 group.gradients.refuse_optimizers()
         self._end_step()
-        if not any(unit.awaits_backward for unit in self.units):
+        if self.order.is_long or not any(unit.awaits_backward for unit in self.units):
             self.order.next_iteration()
         event, self.settings.post_optim_event = self.settings.post_optim_event, None
         if event is None:

@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._autograd import next_node
 from impl.distributed.fsdp._config import Config
+from impl.distributed.fsdp._input_gradients import InputGradients, follow_in_backward
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
-from impl.distributed.fsdp._open_forwards import OpenForwards, follow_in_backward
 from impl.distributed.fsdp._optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._param_group import (
     ParamGroup,
@@ -64,7 +64,8 @@ class Unit(Generic[_Group]):
         self._gathered: Any = None  # the event of their gather
         self._was_prefetched = False
         self._in_graph: list[Unsharded] = []  # whose views the last graph was built from
-        self._forwards = OpenForwards()
+        self.awaits_backward = False
+        self._inputs = InputGradients()
         self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
         self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
         self._has_begun_backward = False
@@ -80,10 +81,6 @@ class Unit(Generic[_Group]):
     @property
     def is_unsharded(self) -> bool:
         return self._dtypes is not None or bool(self.summoned)
-
-    @property
-    def awaits_backward(self) -> bool:
-        return self._forwards.await_backward
 
     def begin_summoning(self, summoned: Sequence[SummonedParams], by_all: bool) -> None:
         """The user is shown unsharded parameters: all of the unit on this rank, or none; or on all ranks."""
@@ -136,7 +133,6 @@ class Unit(Generic[_Group]):
             return args, kwargs
         with span("FSDP::pre_forward", self.name):
             self.root.note_begun(self)
-            self._forwards.begin(self.before_backward)
             for group in self.param_groups:
                 group.gradients.forget_if_cleared()
             for unit in (self, *self.lenders):
@@ -147,7 +143,7 @@ class Unit(Generic[_Group]):
                 self._prefetch(named)
             args, kwargs = self._cast(args, kwargs)
             if self.param_groups and torch.is_grad_enabled():
-                for tensor in self._forwards.watch((args, kwargs), self.finish_if_complete):
+                for tensor in self._inputs.watch((args, kwargs), self.finish_if_complete):
                     self._follow_gradients_of(tensor)
             self._first_node = next_node()
             return args, kwargs
@@ -173,7 +169,10 @@ class Unit(Generic[_Group]):
             self.root.note_ended(self)
             self._move(Move.END_FORWARD)
             watched = self._entries(outputs, held) if torch.is_grad_enabled() else []
-            self._forwards.end(watched)
+            self._inputs.end()
+            for output in watched:
+                output.register_hook(self.before_backward)
+            self.awaits_backward |= bool(watched)
             self._refuse_changes()
             for unit in (self, *self.lenders):
                 unit._end_use(awaits_backward=bool(watched))
@@ -206,7 +205,7 @@ class Unit(Generic[_Group]):
         if self.phase in FORWARDS and self._depth == 0:  # else it may be caught in the forward around it
             self._move(Move.END_FORWARD)
             self.root.note_abandoned()
-            self._forwards.abandon()
+            self._inputs.abandon()
             if not self.is_lent():
                 self.reshard()
             for lender in self.lenders:
@@ -240,7 +239,7 @@ class Unit(Generic[_Group]):
         self.root.begin_backward()
         self.phase = after
         self._has_begun_backward = True
-        self._forwards.note_backward()
+        self.awaits_backward = False
         if not self.param_groups:
             return
         if unshards:
@@ -280,9 +279,9 @@ class Unit(Generic[_Group]):
         """An input has its gradient: finish as soon as nothing in the graph will read the views again."""
         if self.phase not in BACKWARDS or self._finishes_at_end:
             return
-        if have_all_gradients(self.param_groups, self._in_graph, self._forwards.have_all_gradients):
+        if have_all_gradients(self.param_groups, self._in_graph, self._inputs.are_complete):
             self.finish_backward()
-        elif self._forwards.have_all_gradients:
+        elif self._inputs.are_complete:
             note_unreduced(self.param_groups, self._in_graph, self.name)
 
     def finish_backward(self) -> None:
@@ -305,6 +304,7 @@ class Unit(Generic[_Group]):
         """The backward raised: drop what it has not shown in `.grad`. No collective, since peers may go on."""
         if self.phase in BACKWARDS:
             self._move(Move.END_BACKWARD)
+        self.awaits_backward = False
         for unsharded in self._in_graph if self._has_begun_backward else ():  # else they are of earlier ones
             for view in unsharded.trainable:
                 view.grad = None
@@ -315,6 +315,7 @@ class Unit(Generic[_Group]):
 
     def close_backward(self) -> None:
         """Do what the graph left open."""
+        self.awaits_backward = False
         has_grads = any(view.grad is not None for unsharded in self._in_graph for view in unsharded.trainable)
         if self.phase in BACKWARDS or has_grads:
             self.finish_backward()
@@ -326,7 +327,7 @@ class Unit(Generic[_Group]):
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._forwards.forget()
+        self._inputs.forget()
         self._finishes_at_end = bool(self._borrowers)
         self._has_begun_backward = False
 

@@ -44,7 +44,7 @@ class _Detection:
         """A closure may run the last backward, so there it is looked at behind it."""
         optimizer_itself, *others = args
         closure = others[0] if others else kwargs.get("closure")
-        if closure is None:
+        if not callable(closure):  # a step of somebody's may take something else
             self._refuse_if_waiting(optimizer)
             return None
 

@@ -168,6 +168,7 @@ class DTensorGradients:
             reduced = sent_to_host(reduced) if group.pins and not has_hooks else reduced.to("cpu")
         if has_hooks:
             self._show(params, reduced.to(group.dtype))
+            self._forget_unreduced()  # which is in it, and counts even if this backward raises
         else:
             self._reduced.append((params, reduced))
 

@@ -1,0 +1,113 @@
+"""Probes of fully_shard: what comes between a forward and its backward, or instead of it, and hooks in the backward."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+
+from conformance.distributed.fsdp.fully_shard_beside_cases import Block, batch_of, blocks
+from conformance.distributed.fsdp.fully_shard_cases import held
+from conformance.distributed.fsdp.fully_shard_construct_cases import Site
+from conformance.distributed.fsdp.lab import tried
+
+
+def cast_between(site: Site, kept: bool) -> str:
+    """What a backward raises whose forward came before a cast."""
+    model = blocks()
+    for block in (*model, model):
+        site.shard(block, reshard_after_forward=not kept)
+    loss = model(batch_of(site, 0)).sum()
+    model.float()
+    return str(tried(loss.backward)).partition(":")[0]
+
+
+def plain_in_its_place(site: Site, trained: bool) -> Any:
+    """What a forward makes of a parameter that is not sharded, in the place of one that is."""
+    model = site.shard(Block().double())
+    if trained:
+        model(batch_of(site, 0)).sum().backward()
+    model.inner.bias = nn.Parameter(torch.ones(6, dtype=torch.float64, device=site.rank.device))
+    return tried(lambda: model(batch_of(site, 1)))
+
+
+def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
+    """By a hook after accumulation a parameter: when each ran, beside how many gradients, and what came of it."""
+    model = blocks()
+    for block in (*model, model):
+        site.shard(block)
+    events: list[Any] = []
+    for name, parameter in model.named_parameters():
+        optimizer = torch.optim.AdamW([parameter], 0.1)
+
+        def step(one: torch.Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            events.append((name, sum(each.grad is not None for each in model.parameters())))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        model.set_requires_gradient_sync(number > 0 or syncs_first)
+        model(batch_of(site, number)).sum().backward()
+    return {"events": events, **held(model)}
+
+
+class _WithAuxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.auxiliary, self.head = blocks()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = self.body(x)
+        return self.head(seen), self.auxiliary(seen)
+
+
+def kept_by_one_rank(site: Site) -> dict[str, Any]:
+    """An output that no loss has been made of, as for a log; the other ranks drop it."""
+    model = _WithAuxiliary()
+    for block in (*model.children(), model):
+        site.shard(block)
+    logged = []
+    for number in range(3):
+        output, auxiliary = model(batch_of(site, number))
+        if site.rank.rank == 0:
+            logged.append(auxiliary)
+        del auxiliary
+        output.sum().backward()
+    return held(model)
+
+
+def without_a_backward(site: Site) -> dict[str, bool]:
+    """Whether forwards that a graph is made of, and nothing more, leave something: on an input, or anywhere."""
+    model = blocks()
+    for block in (*model, model):
+        site.shard(block)
+    batch = batch_of(site, 0).requires_grad_()
+
+    def left(forwards: int) -> tuple[int, int]:
+        for _ in range(forwards):
+            model(batch)
+        gc.collect()
+        return len(batch._backward_hooks or ()), len(gc.get_objects())
+
+    hooks, objects = left(80)  # a history of the last steps may be full then
+    more_hooks, more_objects = left(50)
+    return {"hooks": more_hooks > hooks, "objects": more_objects >= objects + 50}
+
+
+def stepped_before_backward(
+    site: Site, kept: bool, how: dict[str, bool], only: str = ""
+) -> list[torch.Tensor]:
+    """The gradients of a backward whose forward came before a step of the parameters whose names end so."""
+    model = blocks()
+    for block in (*model, model):
+        site.shard(block, reshard_after_forward=not kept)
+    stepped = [parameter for name, parameter in model.named_parameters() if name.endswith(only)]
+    optimizer = torch.optim.AdamW(stepped, 0.1, **how)
+    model(batch_of(site, 0)).sum().backward()
+    loss = model(batch_of(site, 1)).sum()
+    optimizer.step()
+    loss.backward()
+    return [parameter.grad.to_local() for parameter in model.parameters()]
