@@ -72,7 +72,10 @@ def is_imported(path: str) -> bool:
 
 
 def is_defined_in_its_module(path: str) -> bool:
-    return resolve(path).__module__ == _place(path)[0]
+    """What replaces a class may bear its name, and derives from it then."""
+    found = resolve(path)
+    bases = {(base.__module__, base.__qualname__) for base in found.__mro__[1:]}
+    return found.__module__ == _place(path)[0] and (found.__module__, found.__qualname__) not in bases
 
 
 def _place(path: str) -> tuple[str, str]:

@@ -98,7 +98,7 @@ def without_a_backward(site: Site) -> dict[str, bool]:
 
 
 def stepped_before_backward(
-    site: Site, kept: bool, how: dict[str, bool], only: str = ""
+    site: Site, kept: bool, how: dict[str, bool], only: str = "", cleared: bool = False
 ) -> list[torch.Tensor]:
     """The gradients of a backward whose forward came before a step of the parameters whose names end so."""
     model = blocks()
@@ -108,6 +108,8 @@ def stepped_before_backward(
     optimizer = torch.optim.AdamW(stepped, 0.1, **how)
     model(batch_of(site, 0)).sum().backward()
     loss = model(batch_of(site, 1)).sum()
+    if cleared:  # so that nothing is written
+        optimizer.zero_grad()
     optimizer.step()
     loss.backward()
     return [parameter.grad.to_local() for parameter in model.parameters()]

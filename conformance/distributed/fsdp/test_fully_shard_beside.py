@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -107,8 +108,10 @@ def test_a_backward_does_not_read_what_was_stepped_since(
 
 
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")
-def test_what_a_backward_does_not_read_may_be_stepped(twins: Twins) -> None:
-    assert_agree(twins, graph_cases.stepped_before_backward, kept=False, how={}, only="inner.bias")
+@pytest.mark.parametrize("what", [{"only": "inner.bias"}, {"cleared": True}], ids=["unread", "nothing"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_a_backward_does_not_read_may_be_stepped(twins: Twins, kept: bool, what: dict[str, Any]) -> None:
+    assert_agree(twins, graph_cases.stepped_before_backward, kept=kept, how={"foreach": True}, **what)
 
 
 @clause("distributed.fsdp.fully_shard.cast_between")

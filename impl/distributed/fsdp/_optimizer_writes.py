@@ -46,14 +46,16 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if torch.compiler.is_compiling():  # a graph moves the counters of what it writes to
         return
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ours = [one for one in stepped if isinstance(one, DTensor) or _tracked.get(id(one)) is one]
+    ours = [parameter for parameter in stepped if _tracked.get(id(parameter)) is parameter]
     # None is left where a hook of the optimizer's own has cleared them all.
-    torch.autograd.graph.increment_version([p for p in ours if _is_written(p)] or ours)
+    written = [parameter for parameter in ours if _is_written(parameter)] or ours
+    written += [one for one in stepped if isinstance(one, DTensor) and one.grad is not None]
+    torch.autograd.graph.increment_version(written)
 
 
 def _is_written(parameter: Tensor) -> bool:
     """By a step, on any rank: all of them have to see one, also those that have no element of the parameter."""
     if parameter.grad is not None or parameter.numel() > 0:
         return parameter.grad is not None
-    have_gradients = _have_gradients[parameter]() if parameter in _have_gradients else None
+    have_gradients = _have_gradients[parameter]()
     return have_gradients is not None and have_gradients()
