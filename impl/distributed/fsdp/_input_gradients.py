@@ -13,6 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from impl.distributed.fsdp._autograd import register_first_hook
 from impl.distributed.fsdp._nested import tensors_in
 
+_FEW = 16
+
 
 class InputGradients:
     """Of the forwards whose backward is not over.
@@ -23,7 +25,8 @@ class InputGradients:
 
     def __init__(self) -> None:
         self._missing = 0
-        self._hooks: list[RemovableHandle] = []  # of those that are alive, one a tensor
+        self._hooks: list[RemovableHandle] = []  # one a tensor, of those that are alive
+        self._many = _FEW  # hooks, before those that are not are let go
         self._times = WeakTensorKeyDictionary()  # that a tensor was watched
         self._last: list[Tensor] = []  # watched in the forward that runs
 
@@ -33,7 +36,9 @@ class InputGradients:
 
     def watch(self, given: Any, on_gradient: Callable[[], None]) -> list[Tensor]:
         """Have `on_gradient` called at the gradient of each differentiable tensor in `given`, which it returns."""
-        self._hooks = [hook for hook in self._hooks if hook.hooks_dict_ref() is not None]
+        if len(self._hooks) >= self._many:
+            self._hooks = [hook for hook in self._hooks if hook.hooks_dict_ref() is not None]
+            self._many = max(_FEW, 2 * len(self._hooks))
         self._last = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
         for tensor in self._last:
             times = self._times.get(tensor)
