@@ -26,7 +26,7 @@ _FINDS_A_STREAM = "get_external_object_by_index"  # which computes nothing; on a
 
 
 class Noted:
-    """A backend that runs what it is given, and keeps the operations of each graph that has any."""
+    """A backend that runs what it is given, and keeps the operations of each graph."""
 
     def __init__(self) -> None:
         self.graphs: list[list[str]] = []
@@ -34,8 +34,8 @@ class Noted:
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         del inputs
         names = [_name_of(node.target) for node in graph.graph.nodes if node.op.startswith("call_")]
-        if found := [name for name in names if name != _FINDS_A_STREAM]:
-            self.graphs.append(found)
+        if set(names) != {_FINDS_A_STREAM}:
+            self.graphs.append(names)
         return graph.forward
 
 

@@ -64,6 +64,21 @@ class _WithAuxiliary(nn.Module):
         return self.head(seen), self.auxiliary(seen)
 
 
+class _TrainsInside(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm(x.detach()).sum().backward()
+        raise ValueError("the user's own")
+
+
+def raised_behind_an_inner_backward(site: Site) -> list[str]:
+    """What a forward raises in which a part was trained, twice; the inputs are differentiable."""
+    model = _TrainsInside().double()
+    for module in (model.norm, model):
+        site.shard(module)
+    batch = batch_of(site, 0).requires_grad_()
+    return [tried(lambda: model(batch)) for _ in range(2)]
+
+
 def kept_by_one_rank(site: Site) -> dict[str, Any]:
     """An output that no loss has been made of, as for a log; the other ranks drop it."""
     model = _WithAuxiliary()

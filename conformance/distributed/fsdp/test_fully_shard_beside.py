@@ -30,9 +30,7 @@ def test_hooks_and_communication_get_what_torchs_do(
 
 @clause("distributed.fsdp.fully_shard.reduction")
 @pytest.mark.world_sizes(fewest=2)
-def test_an_all_gather_of_ones_own_gets_what_torchs_does(
-    twins: Twins,
-) -> None:
+def test_an_all_gather_of_ones_own_gets_what_torchs_does(twins: Twins) -> None:
     assert_agree(twins, cases.gathered_by_own)
 
 
@@ -140,6 +138,11 @@ def test_a_whole_parameter_in_a_sharded_ones_place(twins: Twins, trained: bool) 
 @pytest.mark.parametrize("syncs_first", [True, False])
 def test_optimizers_step_in_the_backward(twins: Twins, syncs_first: bool) -> None:
     assert_agree(twins, graph_cases.stepped_in_backward, syncs_first=syncs_first)
+
+
+@clause("distributed.fsdp.failures.in_a_forward")
+def test_what_a_forward_raises_behind_a_backward_inside_it(twins: Twins) -> None:
+    assert_agree(twins, graph_cases.raised_behind_an_inner_backward)
 
 
 @clause("distributed.fsdp.fully_shard.without_a_backward")

@@ -71,7 +71,7 @@ class InputGradients:
     def forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._missing = [], 0
+        self._hooks, self._last, self._missing = [], [], 0
         self._times = WeakTensorKeyDictionary()
 
 

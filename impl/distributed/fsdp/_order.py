@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Generic, TypeVar
 
 _Unit = TypeVar("_Unit")
-_LONG = 10_000
+_LONG = 10_000  # for an iteration, in forwards of units
 
 
 class Order(Generic[_Unit]):

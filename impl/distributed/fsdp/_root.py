@@ -154,10 +154,11 @@ class Root:
         """Close every unit; COMPUTE waits for the gradients, or REDUCE goes on with them if others will be added."""
         for unit in self.units:
             unit.close_backward()
-        adds_up_on = StreamRole.REDUCE if self.adds_up_later else StreamRole.COMPUTE
+        adds_up_on = StreamRole.REDUCE
         if not self.adds_up_later:
             self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
             self.memory.forget_reduced()
+            adds_up_on = StreamRole.COMPUTE
         if self._offloads:
             self.streams.block(
                 self.streams.record(StreamRole.COMPUTE)
