@@ -151,7 +151,8 @@ def not_the_last(model: nn.Module, last: bool) -> contextlib.AbstractContextMana
 def summon(library: ModuleType, model: nn.Module) -> None:
     with library.FullyShardedDataParallel.summon_full_params(model):
         halve(model)
-    with library.FullyShardedDataParallel.summon_full_params(model, writeback=False, offload_to_cpu=True):
+    offload = dist.get_world_size() > 1  # torch refuses to where nothing is sharded
+    with library.FullyShardedDataParallel.summon_full_params(model, writeback=False, offload_to_cpu=offload):
         pass
 
 

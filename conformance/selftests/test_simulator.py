@@ -126,3 +126,36 @@ def test_training_has_the_bits_of_the_cpu_under_every_schedule() -> None:
     assert ended.returncode == 0, ended.stderr
     for name, told in json.loads(ended.stdout).items():
         assert told == {"equal": [True] * 7, "hazards": []}, name
+
+
+# Each of which was right at its call before, with another number or by itself.
+REFUSED = """
+import torch
+from conformance import simulator
+
+simulator.enable()
+simulator.set_schedule(1)  # as late as it may be
+x, u = torch.ones(3, device="sim"), torch.ones(3, dtype=torch.uint8, device="sim")
+for call, right, wrong in (
+    (u.fill_, 3, 300),
+    (lambda lambd: torch.nn.functional.softshrink(x, lambd), 0.5, -1.0),
+    (lambda p: torch.renorm(x.view(3, 1), p, 0, 1.0), 2.0, -2.0),
+    (lambda length: x.add_(torch.ones(length, device="sim")), 3, 4),
+):
+    call(right)
+    for _ in range(2):
+        try:
+            call(wrong)
+        except RuntimeError as error:
+            print(error)
+print(torch.arange(0, 2, 0.5, device="sim").tolist(), torch.arange(0, 2, 1.0, device="sim").tolist())
+"""
+
+
+def test_what_is_refused_is_told_at_its_call_whatever_was_taken_before() -> None:
+    ended = run("-c", REFUSED)
+    assert ended.returncode == 0, ended.stderr
+    *told, drawn = ended.stdout.splitlines()
+    assert len(told) == 8
+    assert not any("failed on the device" in one for one in told)
+    assert drawn == "[0.0, 0.5, 1.0, 1.5] [0.0, 1.0]"

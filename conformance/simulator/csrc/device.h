@@ -150,6 +150,7 @@ std::tuple<std::string, Task, Range> first_use(const AllocationP& stale, const s
 void hold_pool(c10::MempoolId_t pool, int by);
 void forget_finished(const AllocationP& allocation);  // called when its last task has run
 void empty_cache(int device);
+void begin_schedule();  // with fresh memory
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 void fail_allocation(int64_t nth);

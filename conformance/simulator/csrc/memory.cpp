@@ -27,6 +27,7 @@ struct Block {
   Block *before = nullptr, *after = nullptr;  // its neighbours in the segment
   bool free = false;
   bool small = false;
+  int64_t schedule = 0;  // of which it is
   uint64_t freed_at = 0;
 };
 
@@ -39,7 +40,8 @@ struct FitFirst {  // the smallest that fits; of equal ones that which was freed
 };
 
 struct Memory {
-  std::map<std::tuple<StreamKey, c10::MempoolId_t, bool>, std::set<Block*, FitFirst>> pools;
+  std::map<std::tuple<StreamKey, c10::MempoolId_t, bool, int64_t>, std::set<Block*, FitFirst>> pools;
+  int64_t schedule = 0;  // what lives on from one into the next would let its blocks lie elsewhere: they are not used there
   std::map<c10::MempoolId_t, int> held;  // pools of graphs, which are not emptied
   std::multimap<size_t, char*> pinned_pool;
   std::map<const char*, AllocationP> living;    // by address
@@ -68,7 +70,7 @@ void put_in_pool(Block* block) {
   auto& m = memory();
   block->free = true;
   block->freed_at = ++m.frees;
-  auto& pool = m.pools[{block->home, block->pool, block->small}];
+  auto& pool = m.pools[{block->home, block->pool, block->small, block->schedule}];
   for (auto* next : {block->before, block->after}) {
     if (next == nullptr || !next->free) continue;
     pool.erase(next);
@@ -92,13 +94,14 @@ Block* new_segment(size_t size, StreamKey home, c10::MempoolId_t of, bool small)
   if (of != kNoPool) poison(begin, whole);
   auto* block = new Block{static_cast<char*>(begin), whole, home, of};
   block->small = small;
+  block->schedule = memory().schedule;
   return block;
 }
 
 Block* take_block(size_t size, StreamKey home, c10::MempoolId_t of) {
   auto& m = memory();
   bool small = size <= kSmall;
-  auto& pool = m.pools[{home, of, small}];
+  auto& pool = m.pools[{home, of, small, m.schedule}];
   Block least{nullptr, size, home};
   least.freed_at = UINT64_MAX;
   auto found = pool.lower_bound(&least);
@@ -114,6 +117,7 @@ Block* take_block(size_t size, StreamKey home, c10::MempoolId_t of) {
   if (small ? rest >= kAlign : rest > kMega) {
     auto* other = new Block{block->begin + size, rest, home, of, block, block->after};
     other->small = small;
+    other->schedule = block->schedule;
     other->free = true;
     other->freed_at = block->freed_at;
     if (block->after != nullptr) block->after->before = other;
@@ -290,6 +294,13 @@ void forget_finished(const AllocationP& life) {
 void fail_allocation(int64_t nth) {
   Lock lock;
   memory().until_failure = nth;
+}
+
+void begin_schedule() {
+  for (int device = 0; device < device_count(); device++) empty_cache(device);  // after all its work
+  Lock lock;
+  memory().schedule++;
+  std::erase_if(memory().pools, [](auto& entry) { return entry.second.empty(); });
 }
 
 void empty_cache(int device) {

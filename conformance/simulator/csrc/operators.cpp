@@ -7,7 +7,7 @@
 
 #include <cmath>
 #include <sstream>
-#include <unordered_set>
+#include <unordered_map>
 
 using at::Tensor;
 using c10::DispatchKey;
@@ -56,8 +56,9 @@ Tensor copy_of_number(const Tensor& tensor) {
   return copy;
 }
 
-// What a thread has learnt of operators: whose meta kernel is missing, and which combinations the CPU takes.
-thread_local std::unordered_set<std::string> without_meta, tried_once;
+// What a thread has learnt of calls: what comes of one with such arguments, or that the CPU has to be asked each time.
+thread_local std::unordered_map<std::string, std::optional<Stack>> learnt;
+constexpr size_t kLearnt = 20'000;
 
 class Call {
  public:
@@ -79,7 +80,10 @@ class Call {
     to_cpu();
     for (size_t i = 0; i < args_.size(); i++)
       each(args_[i], [&](const Tensor& tensor) { if (!tensor.is_cpu()) ranges_.push_back(range_of(tensor, writes_[i])); });
-    if (known_ && !by_shapes_alone()) try_once();
+    if (known_ && !call_.empty()) {
+      if (!by_shapes_alone()) try_once();
+      learn(meta_);
+    }
     if (draws_in_place() && !by_shapes_alone()) draw();
     else if (known_) queue();
     else run_now();
@@ -100,6 +104,7 @@ class Call {
     for (auto& arg : args_)
       each(arg, [&](const Tensor& tensor) {
         if (tensor.is_cpu()) return;
+        has_tensors_ = true;
         TORCH_CHECK(tensor.device().type() == kSim, name(), ": got a tensor on ", tensor.device(), " among those on sim");
         int index = tensor.device().index();
         TORCH_CHECK(device_ < 0 || device_ == index, "Expected all tensors to be on the same device, but found at least two devices, ",
@@ -111,10 +116,10 @@ class Call {
     if (device_ < 0) device_ = current_device();
   }
 
-  // The CPU's kernel runs late, and would tell late that it does not take these dtypes, or such a number. So for each
-  // combination it is called once beforehand, on tensors full of ones (of zeros, where they may be indices).
+  // The CPU's kernel runs late, and would tell late that it does not take these dtypes, or such a number. So it is called
+  // once beforehand, on tensors full of ones (of zeros, where they may be indices).
   void try_once() {
-    if (name().rfind("aten::", 0) != 0 || is_layer_norm() || tried_once.count(combination())) return;
+    if (name().rfind("aten::", 0) != 0 || is_layer_norm()) return;
     Stack tried;
     bool pointwise = op_.hasTag(at::Tag::pointwise);
     for (auto& arg : args_)
@@ -129,21 +134,35 @@ class Call {
       if (arg.isDevice()) arg = c10::Device(c10::kCPU);
     Below below;
     op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &tried);
-    tried_once.insert(combination());
   }
 
-  std::string combination() const {
+  // A call, by all that says what comes of it; of a number beside tensors that is no integer, its size alone.
+  std::string told() const {
     std::ostringstream out;
-    out << name() << '.' << schema_.overload_name();
-    for (auto& arg : args_) {
+    out << &schema_ << by_shapes_alone() << c10::get_default_dtype_as_scalartype();
+    std::function<void(const IValue&)> tell = [&](const IValue& value) {
       out << '|';
-      each(arg, [&](const Tensor& tensor) { out << static_cast<int>(tensor.scalar_type()) << ':' << tensor.dim() << ' '; });
-      if (arg.isInt() || arg.isDouble()) {  // as far as a dtype may not hold it
-        auto number = std::abs(arg.toScalar().to<double>());
-        out << arg.tagKind() << std::isnan(number) << (number > 65504) << (number > 3.5e38) << (number > 255);
+      if (value.isTensor() && value.toTensor().defined()) {
+        auto& tensor = value.toTensor();
+        out << tensor.scalar_type() << tensor.is_cpu() << is_wrapped(tensor) << tensor.sizes() << tensor.strides();
+      } else if (value.isList()) {
+        out << value.toListRef().size();
+        for (auto& one : value.toListRef()) tell(one);
+      } else if (value.isDouble() && has_tensors_) {
+        auto number = value.toDouble();
+        out << (number > 0) << (number < 0);
+        for (auto limit : {1., 255., 65504., 3.5e38}) out << (std::abs(number) > limit);
+      } else if (!value.isTensor()) {
+        out << value;
       }
-    }
+    };
+    for (auto& arg : args_) tell(arg);
     return out.str();
+  }
+
+  void learn(std::optional<Stack> what) {
+    if (learnt.size() == kLearnt) learnt.clear();
+    learnt[call_] = std::move(what);
   }
 
   // What it returns, by its meta kernel. Where there is none, or it refuses, the CPU's kernel is run at once and says why.
@@ -158,16 +177,19 @@ class Call {
     fresh_ = fresh;
     bool hidden_draw = generator_ < 0 && op_.hasTag(at::Tag::nondeterministic_seeded);
     if ((generator_ >= 0 || hidden_draw) && !by_shapes_alone()) known_ = false;
-    auto full_name = name() + "." + schema_.overload_name();
-    if (!known_ || without_meta.count(full_name)) {
-      known_ = known_ && !fresh;
+    if (!known_) return;
+    call_ = told();
+    if (auto found = learnt.find(call_); found != learnt.end()) {
+      call_.clear();
+      known_ = found->second.has_value();
+      if (known_) meta_ = *found->second;
       return;
     }
     try {
       call_meta();
     } catch (const c10::NotImplementedError&) {
-      without_meta.insert(full_name);
       known_ = !fresh;
+      if (fresh) learn(std::nullopt);
     } catch (const std::exception&) {
       known_ = false;  // of an operator that only writes to its arguments too: an error is told at the call
     }
@@ -195,6 +217,7 @@ class Call {
       if (!writes_[i] || !args_[i].isTensor() || !schema_.arguments()[i].kwarg_only()) continue;
       auto &out = args_[i].toTensor(), &meta = in[i].toTensor();
       if (out.sizes() == meta.sizes()) continue;
+      call_.clear();
       out.resize_(meta.sizes());
       if (out.strides() != meta.strides()) out.as_strided_(meta.sizes(), meta.strides());
     }
@@ -341,7 +364,8 @@ class Call {
   std::vector<bool> writes_;
   int generator_ = -1, device_ = -1;
   StreamKey stream_;
-  bool known_ = true, fresh_ = false;
+  bool known_ = true, fresh_ = false, has_tensors_ = false;
+  std::string call_;  // as told, where it is a new one
   Aliases aliases_;
   std::vector<Range> ranges_;
   std::vector<IValue> results_;

@@ -408,7 +408,7 @@ void watch_for_held_up_host() {
 }
 
 void set_schedule(uint64_t seed, int rank) {
-  for (int device = 0; device < device_count(); device++) empty_cache(device);  // after all its work
+  begin_schedule();
   Lock lock;
   auto& r = runtime();
   constexpr uint64_t kFixed = 4;
@@ -416,6 +416,7 @@ void set_schedule(uint64_t seed, int rank) {
   r.draws.seed(seed * 1000003 + static_cast<uint64_t>(rank));
   r.course = 0;
   r.first_tick = r.ticks;
+  r.host.clear();  // by which nothing is compared from here on, nor by what streams of the past did
   r.waits.clear();
   r.unreplayable.clear();
   forget_all_accesses();
