@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import importlib
@@ -325,19 +324,13 @@ def course(rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, in
         return course_of(rank, library, WAYS[way], seed)
 
 
-@functools.cache
-def _collect_between_courses_alone() -> None:
-    """When Python collects by itself hangs on what ran before, and when memory is free on that. What was imported need
-    not be looked through again.
-    """
-    gc.disable()
-    gc.freeze()
-
-
 def course_of(rank: Rank, library: str, way: Way, seed: int) -> Course:
     loaded = importlib.import_module(LIBRARIES[library])
-    gc.collect()  # what earlier trainings left is not to be freed in the middle of this one
-    _collect_between_courses_alone()
+    # What earlier trainings left is not to be freed in the middle of this one: when Python collects by itself hangs on
+    # what ran before. What stays, what torch's FSDP1 leaks at one rank for one, need not be looked through again.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     simulator.log_hazards()
     simulator.set_schedule(seed, rank.rank)
     bits = _train(loaded, way, rank)
