@@ -30,7 +30,7 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
 def assert_torchs(subject: Library, reference: Library, script: Script, make: Make, **harness: Any) -> None:
     outcomes = [outcome(library, after(script), make, **harness) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
-    assert outcomes[0].raised is None, "the script itself fails on torch"
+    assert outcomes[0].raised is None, f"the script itself fails on torch: {outcomes[0].raised}"
 
 
 @clause("dynamo.optimizer.graphs.one_for_a_step")
