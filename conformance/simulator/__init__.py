@@ -14,7 +14,7 @@ How an operator travels, and the file of csrc that it passes:
     y = x * 2                        Python
     │ operators.cpp                  outputs at once, by the meta kernel; the CPU kernel is what is left to do
     │ memory.cpp                     memory of the current stream's pool, full of poison
-    │ graphs.cpp                     what is captured is kept, and goes on from here in each replay
+    │ schedule.cpp: enqueue          the stream's capture may keep it (graphs.cpp): it goes on from here in each replay
     │ hazards.cpp                    who touched this memory before, and does this stream know that it was done?
     ▼ schedule.cpp: issue            and the host goes on
     stream 0   ▕ mul ▏ record e ▏                   streams are queues: nothing runs by itself

@@ -13,14 +13,13 @@ namespace sim {
 namespace {
 using at::Tensor;
 using c10d::OpType;
-using c10d::Work;
-using WorkP = c10::intrusive_ptr<Work>;
+using WorkP = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<Tensor>;
 
-class SimWork final : public Work {
+class SimWork final : public c10d::Work {
  public:
   SimWork(RecordingP recording, Tensors inputs, Tensors outputs, int rank, OpType op)
-      : Work(rank, op), recording_(std::move(recording)), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
+      : c10d::Work(rank, op), recording_(std::move(recording)), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
   bool isCompleted() override { return query(recording_); }
   void synchronize() override {
     int device = recording_->stream.first;

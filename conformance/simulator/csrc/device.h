@@ -29,6 +29,7 @@ std::string text(const PlaceP& place);  // "file:line function < file:line funct
 // -- schedule.cpp: streams are queues, and a seed says which one moves
 using StreamKey = std::pair<int, int64_t>;  // device, stream
 using Clock = std::map<StreamKey, int64_t>;
+inline StreamKey key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
 struct Allocation;
 using AllocationP = std::shared_ptr<Allocation>;
@@ -57,8 +58,13 @@ using RecordingP = std::shared_ptr<Recording>;
 
 struct Task {  // what waits for its turn on a stream
   std::function<void()> run;
-  std::function<bool()> is_complete;  // a collective goes on elsewhere after `run`; it ends with `finish`
-  std::function<void()> finish;
+  std::function<bool()> is_complete = nullptr;  // a collective goes on elsewhere after `run`; it ends with `finish`
+  std::function<void()> finish = nullptr;
+};
+struct Work {
+  std::string name;
+  Task task;
+  std::vector<Range> ranges;
 };
 void join(Clock& clock, const Clock& other);
 
@@ -71,9 +77,14 @@ class Lock {  // the runtime's lock; nobody waits for it, or holds it, with the 
  private:
   PyThreadState* thread_ = nullptr;
 };
+template <class T>
+T take_all(T& from) {
+  Lock lock;
+  return std::exchange(from, {});
+}
 
 int current_device();
-void set_device(int device);
+int exchange_device(int device);
 int device_count();
 void set_device_count(int count);
 int64_t current_stream(int device);
@@ -83,7 +94,7 @@ int64_t new_stream(int device);
 using Sizes = std::vector<std::vector<int64_t>>;
 // `sizes`: of the tensors that an operator was given; of a collective, how many ranks it has.
 void enqueue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const Sizes& sizes = {});
-void issue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const PlaceP& place);  // captured or not
+void issue(StreamKey stream, Work work, const PlaceP& place);  // captured or not
 RecordingP record(StreamKey stream);
 void block(StreamKey stream, const RecordingP& recording);
 bool query(const RecordingP& recording);
@@ -91,6 +102,7 @@ bool query(const RecordingP& recording);
 void wait_on_host(const RecordingP& recording, const char* why);
 void synchronize_stream(StreamKey stream, const char* why);
 void synchronize_device(int device, const char* why);
+void drain();  // what all devices have to do
 void settle();  // the host is held up by something else: meanwhile the device does all it can
 void watch_for_held_up_host();
 void set_schedule(uint64_t seed, int rank);  // ranks draw for themselves
@@ -101,15 +113,24 @@ std::vector<std::string> take_unreplayable();
 uint64_t course();  // a digest of what ran and what memory was given, in their order
 void note_course(uint64_t what);
 
-// -- graphs.cpp: what is issued to a capturing stream is kept for replays; these say whether it was
-bool anybody_captures();
 constexpr c10::MempoolId_t kNoPool{0, 0};
-c10::MempoolId_t pool_of(StreamKey stream);  // that a capture allocates from, if any
-inline bool is_capturing(StreamKey stream) { return pool_of(stream) != kNoPool; }
-bool keep_work(StreamKey stream, const std::string& name, const Task& task, std::vector<Range> ranges);
-bool keep_recording(StreamKey stream, const RecordingP& recording);
-bool keep_wait(StreamKey stream, const RecordingP& recording);
-void refuse_in_capture(const char* what, const RecordingP& recording);  // null: of all that a device does
+class Capture {  // is given what its streams would be, and runs nothing of it
+ public:
+  virtual int64_t number() const = 0;         // of all captures
+  virtual c10::MempoolId_t pool() const = 0;  // that its streams allocate from
+  virtual bool forbids() const = 0;           // this thread to ask anything of any device
+  [[noreturn]] virtual void lose(const std::string& why) = 0;
+  virtual void keep_work(StreamKey stream, Work work) = 0;
+  virtual void keep_recording(StreamKey stream, const RecordingP& recording) = 0;
+  virtual void keep_wait(StreamKey stream, const RecordingP& recording) = 0;  // of a stream that is its own from here on, too
+};
+void give_stream_to(Capture* capture, StreamKey stream);
+void end_capture(Capture* capture);
+Capture* capture_of(StreamKey stream);
+inline bool is_capturing(StreamKey stream) { return capture_of(stream) != nullptr; }
+bool anybody_captures();
+
+// -- graphs.cpp: captures that can be replayed
 void register_graphs();
 
 // -- trace.cpp: what was asked for, with nothing done
@@ -130,7 +151,7 @@ struct Block;
 struct Allocation {  // one life of a piece of memory, from being given out to being given back
   char* begin = nullptr;
   size_t size = 0;
-  c10::MempoolId_t pool{0, 0};  // of a graph
+  c10::MempoolId_t pool = kNoPool;  // of a graph
   StreamKey home;             // pinned memory is at home on device -1
   std::set<StreamKey> users;  // other streams that it was recorded on
   std::vector<RecordingP> recordings;  // of what they were doing when it was freed
@@ -138,6 +159,7 @@ struct Allocation {  // one life of a piece of memory, from being given out to b
   int64_t pending_reads = 0, pending_writes = 0;
   bool freed = false;
   bool stale = false;  // not touched since it was given out, in a graph or while tasks of its former life were pending
+  char* end() const { return begin + size; }
   int64_t pending() const { return pending_reads + pending_writes; }
   bool pinned() const { return home.first < 0; }
 };
@@ -145,11 +167,10 @@ struct Allocation {  // one life of a piece of memory, from being given out to b
 AllocationP allocation_at(const void* address);
 bool is_pinned(const void* address);
 void record_use(const void* address, StreamKey stream);
-void poison(void* begin, size_t size);
-std::tuple<std::string, Task, Range> first_use(const AllocationP& stale, const std::string& by);  // the task in front of it
+void poison(const char* begin, size_t size);
+Work first_use(const AllocationP& stale, const std::string& by);  // what is in front of it
 void hold_pool(c10::MempoolId_t pool, int by);
 void forget_finished(const AllocationP& allocation);  // called when its last task has run
-void empty_cache(int device);
 void begin_schedule();  // with fresh memory
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();

@@ -4,8 +4,6 @@
 // it may be asked by the host, nor, by its mode, anything else, or it is lost; what is allocated meanwhile is of the
 // graph's own pool. That is poison before its first use in each replay. A replay stands in the current stream, behind the
 // one before; inside, what the capture did not order may run in any order.
-#include "headers.h"
-
 #include "tensors.h"
 
 #include <ATen/core/GraphImplInterface.h>
@@ -16,20 +14,11 @@ namespace sim {
 namespace {
 struct Step {  // a recording, a wait for one, or work
   StreamKey stream;
-  RecordingP records, waits;
-  std::string name;
-  Task task;
-  std::vector<Range> ranges;
+  RecordingP records = nullptr, waits = nullptr;
+  Work work = {};
 };
 
-class Graph;
-std::map<StreamKey, Graph*> capturing;  // under the runtime's lock
-Graph* capture_of(StreamKey stream) {
-  auto found = capturing.find(stream);
-  return found == capturing.end() ? nullptr : found->second;
-}
-
-class Graph final : public at::GraphImplInterface {
+class Graph final : public at::GraphImplInterface, public Capture {
  public:
   ~Graph() override { reset(); }
   void instantiate() override {}
@@ -50,7 +39,8 @@ class Graph final : public at::GraphImplInterface {
     hold_pool(pool_, 1);
     mode_ = mode;
     thread_ = std::this_thread::get_id();
-    capturing[origin_ = stream] = this;
+    origin_ = stream;
+    give_stream_to(this, stream);
     clocks_[stream];
     ready_ = true;
   }
@@ -59,10 +49,11 @@ class Graph final : public at::GraphImplInterface {
     Lock lock;
     TORCH_CHECK(capture_of(origin_) == this, "sim: no capture to end");
     for (auto& [stream, clock] : clocks_)
-      if (lost_.empty() && clocks_[origin_][stream] < clock[stream]) lost_ = stream_name(stream) + " joined it and was not waited for";
+      if (lost_.empty() && clocks_[origin_][stream] < clock[stream])
+        lost_ = stream_name(stream) + " joined it and was not waited for";
     if (lost_.empty() && current(current_device()) != origin_) lost_ = "it does not end in the stream that it began in";
     auto why = lost_;
-    std::erase_if(capturing, [&](auto& entry) { return entry.second == this; });
+    end_capture(this);
     if (!why.empty()) reset();
     TORCH_CHECK(why.empty(), "sim: the capture is lost: ", why);
   }
@@ -82,15 +73,16 @@ class Graph final : public at::GraphImplInterface {
       if (made) at = {step.stream.first, new_stream(step.stream.first)};
       if (step.waits) block(at, recordings.at(step.waits));
       if (step.records) recordings[step.records] = record(at);
-      if (!step.task.run) continue;
-      auto ranges = step.ranges;
-      for (auto& range : ranges) {
+      if (!step.work.task.run) continue;
+      auto work = step.work;
+      for (auto& range : work.ranges) {
         if (!range.life || range.life->pool == pool_) continue;
         range.life = allocation_at(range.begin);  // whose it is now
-        TORCH_CHECK(range.life && !range.life->freed, "sim: a graph ", range.write ? "writes" : "reads", " memory, in ", step.name,
-            ", that was freed since it was captured: keep it as long as the graph");
+        TORCH_CHECK(range.life && !range.life->freed, "sim: a graph ", range.write ? "writes" : "reads", " memory, in ",
+            work.name, ", that was freed since it was captured: keep it as long as the graph");
       }
-      issue(at, step.name + ", replayed,", step.task, std::move(ranges), place);
+      work.name += ", replayed,";
+      issue(at, std::move(work), place);
     }
     replayed_ = record(stream);
   }
@@ -98,21 +90,43 @@ class Graph final : public at::GraphImplInterface {
   void reset() override {
     std::vector<Step> gone;  // what they hold goes outside of the lock
     Lock lock;
-    std::erase_if(capturing, [&](auto& entry) { return entry.second == this; });
+    end_capture(this);
     if (std::exchange(ready_, false)) hold_pool(pool_, -1);
     gone.swap(steps_);
     clocks_.clear();
     lost_.clear();
   }
 
-  int64_t number() const { return number_; }
-  bool forbids() const {
-    return mode_ != at::GraphCaptureMode::Relaxed && (mode_ != at::GraphCaptureMode::ThreadLocal || thread_ == std::this_thread::get_id());
+  int64_t number() const override { return number_; }
+  bool forbids() const override {
+    if (mode_ == at::GraphCaptureMode::ThreadLocal) return thread_ == std::this_thread::get_id();
+    return mode_ != at::GraphCaptureMode::Relaxed;
   }
-  [[noreturn]] void lose(const std::string& why) {
+  [[noreturn]] void lose(const std::string& why) override {
     if (lost_.empty()) lost_ = why;
     TORCH_CHECK(false, "sim: a graph is being captured, and the capture is lost: ", lost_);
   }
+  void keep_work(StreamKey stream, Work work) override {
+    for (auto& range : work.ranges) {
+      range.life = allocation_at(range.begin);
+      if (!range.life || range.life->pool != pool_ || !std::exchange(range.life->stale, false)) continue;
+      keep({stream, nullptr, nullptr, first_use(range.life, work.name)});
+    }
+    keep({stream, nullptr, nullptr, std::move(work)});
+  }
+  void keep_recording(StreamKey stream, const RecordingP& recording) override {
+    recording->capture = number_;
+    keep({stream, recording});
+  }
+  void keep_wait(StreamKey stream, const RecordingP& recording) override {
+    if (recording->capture != number_) lose(stream_name(stream) + " is captured, and waits for what is not");
+    if (stream.second == 0) lose("the default stream waits for what is captured, and cannot be captured itself");
+    give_stream_to(this, stream);
+    join(clocks_[stream], recording->clock);
+    keep({stream, nullptr, recording});
+  }
+
+ private:
   void keep(Step step) {
     if (!lost_.empty()) lose(lost_);
     auto& clock = clocks_[step.stream];
@@ -120,17 +134,9 @@ class Graph final : public at::GraphImplInterface {
     else if (!step.waits) clock[step.stream] = ++ticks_;
     steps_.push_back(std::move(step));
   }
-  void wait(StreamKey stream, const RecordingP& recording) {
-    if (recording->capture != number_) lose(stream_name(stream) + " is captured, and waits for what is not");
-    if (stream.second == 0) lose("the default stream waits for what is captured, and cannot be captured itself");
-    capturing[stream] = this;
-    join(clocks_[stream], recording->clock);
-    keep({stream, nullptr, recording});
-  }
 
- private:
-  int64_t number_ = 0;  // of all captures
-  c10::MempoolId_t pool_{0, 0};
+  int64_t number_ = 0;
+  c10::MempoolId_t pool_ = kNoPool;
   at::GraphCaptureMode mode_ = at::GraphCaptureMode::Default;
   std::thread::id thread_;
   StreamKey origin_;
@@ -144,51 +150,8 @@ class Graph final : public at::GraphImplInterface {
 };
 }  // namespace
 
-bool anybody_captures() { return !capturing.empty(); }
-c10::MempoolId_t pool_of(StreamKey stream) {
-  Lock lock;
-  auto* graph = capture_of(stream);
-  return graph == nullptr ? kNoPool : graph->pool();
-}
-
-bool keep_recording(StreamKey stream, const RecordingP& recording) {
-  auto* graph = capture_of(stream);
-  if (graph == nullptr) return false;
-  recording->capture = graph->number();
-  graph->keep({stream, recording});
-  return true;
-}
-
-bool keep_wait(StreamKey stream, const RecordingP& recording) {
-  auto* graph = capture_of(stream);
-  if (graph == nullptr && recording->capture == 0) return false;
-  auto* its = capture_of(recording->stream);
-  if (graph == nullptr && its != nullptr && its->number() == recording->capture) graph = its;
-  TORCH_CHECK(graph != nullptr, "sim: ", stream_name(stream), " waits for an event of a capture that is over");
-  graph->wait(stream, recording);
-  return true;
-}
-
-bool keep_work(StreamKey stream, const std::string& name, const Task& task, std::vector<Range> ranges) {
-  auto* graph = capture_of(stream);
-  if (graph == nullptr) return false;
-  for (auto& range : ranges) {
-    range.life = allocation_at(range.begin);
-    if (!range.life || range.life->pool != graph->pool() || !std::exchange(range.life->stale, false)) continue;
-    auto [first, poisoning, whole] = first_use(range.life, name);
-    graph->keep({stream, nullptr, nullptr, first, poisoning, {whole}});
-  }
-  graph->keep({stream, nullptr, nullptr, name, task, std::move(ranges)});
-  return true;
-}
-
-void refuse_in_capture(const char* what, const RecordingP& recording) {
-  for (auto& [stream, graph] : capturing)
-    if (!recording || recording->capture == graph->number() || graph->forbids()) graph->lose(std::string("the host may not call ") + what + " meanwhile");
-  TORCH_CHECK(!recording || recording->capture == 0, "sim: ", what, " of an event of a capture, which only replays come to");
-}
-
 void register_graphs() {
-  at::GraphImplRegistry()->Register(c10::DeviceTypeName(kSim, false), [](const at::GraphImplArgs&) { return std::make_unique<Graph>(); });
+  auto make = [](const at::GraphImplArgs&) { return std::make_unique<Graph>(); };
+  at::GraphImplRegistry()->Register(c10::DeviceTypeName(kSim, false), make);
 }
 }  // namespace sim

@@ -15,20 +15,13 @@ using c10::Stream;
 namespace sim {
 namespace {
 RecordingP recording_of(void* event) { return event == nullptr ? nullptr : *static_cast<RecordingP*>(event); }
-StreamKey key_of(const Stream& stream) { return {stream.device_index(), stream.id()}; }
 Stream stream_of(int device, int64_t id) { return Stream(Stream::UNSAFE, device_of(device), id); }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kSim; }
-  Device exchangeDevice(Device device) const override {
-    auto former = getDevice();
-    setDevice(device);
-    return former;
-  }
+  Device exchangeDevice(Device device) const override { return device_of(exchange_device(index_of(device))); }
   Device getDevice() const override { return device_of(current_device()); }
-  void setDevice(Device device) const override {
-    if (device.has_index()) set_device(device.index());
-  }
+  void setDevice(Device device) const override { exchange_device(index_of(device)); }
   void uncheckedSetDevice(Device device) const noexcept override { setDevice(device); }
   Stream getStream(Device device) const override { return stream_of(index_of(device), current_stream(index_of(device))); }
   Stream getDefaultStream(Device device) const override { return stream_of(index_of(device), 0); }
@@ -60,7 +53,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     synchronize_device(device < 0 ? current_device() : device, "synchronize");
   }
-  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override { record_use(data.get(), key_of(stream)); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    record_use(data.get(), key_of(stream));
+  }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -69,7 +64,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 struct Generator final : c10::GeneratorImpl {
   at::Generator host;
   explicit Generator(int device)
-      : c10::GeneratorImpl(device_of(device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), host(at::detail::createCPUGenerator()) {}
+      : c10::GeneratorImpl(device_of(device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        host(at::detail::createCPUGenerator()) {}
   void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
   void set_offset(uint64_t) override {}
   uint64_t get_offset() const override { return 0; }
@@ -97,12 +93,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(device_count()); }
-  void setCurrentDevice(c10::DeviceIndex device) const override { set_device(device); }
+  void setCurrentDevice(c10::DeviceIndex device) const override { exchange_device(device); }
   c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(current_device()); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
-    auto former = getCurrentDevice();
-    set_device(device);
-    return former;
+    return static_cast<c10::DeviceIndex>(exchange_device(device));
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
     return device < 0 ? getCurrentDevice() : exchangeDevice(device);
@@ -114,7 +108,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     auto keep = std::min(size, impl->nbytes());
     if (keep != 0 && impl->data() != nullptr) {
       auto *to = static_cast<char*>(fresh.get()), *from = static_cast<char*>(impl->mutable_data());
-      enqueue(current(current_device()), "resize_", {[=] { std::memcpy(to, from, keep); }, {}, {}}, {{to, to + keep, true}, {from, from + keep, false}});
+      enqueue(current(current_device()), "resize_", {[=] { std::memcpy(to, from, keep); }},
+          {{to, to + keep, true}, {from, from + keep, false}});
     }
     impl->set_data_ptr_noswap(std::move(fresh));
     impl->set_nbytes(size);

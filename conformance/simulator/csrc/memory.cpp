@@ -13,25 +13,26 @@
 #include <cstring>
 
 namespace sim {
-namespace {
-constexpr size_t kAlign = 512, kPage = 4096, kMega = size_t{1} << 20;
-constexpr size_t kSmall = kMega;  // requests up to here share segments of two megabytes
-
-}  // namespace
-
+struct Kind {  // of segments: what is asked for is given from one of its kind
+  StreamKey home;
+  c10::MempoolId_t graph;
+  bool small;
+  int64_t schedule;  // what lives on from one into the next would let its blocks lie elsewhere: they are not used there
+  auto operator<=>(const Kind&) const = default;
+};
 struct Block {
   char* begin;
   size_t size;
-  StreamKey home;
-  c10::MempoolId_t pool{0, 0};
+  Kind kind;
   Block *before = nullptr, *after = nullptr;  // its neighbours in the segment
   bool free = false;
-  bool small = false;
-  int64_t schedule = 0;  // of which it is
   uint64_t freed_at = 0;
 };
 
 namespace {
+constexpr size_t kAlign = 512, kPage = 4096, kMega = size_t{1} << 20;
+constexpr size_t kSmall = kMega;  // requests up to here share segments of two megabytes
+
 struct FitFirst {  // the smallest that fits; of equal ones that which was freed last, whose former users are the nearest
   bool operator()(const Block* a, const Block* b) const {
     if (a->size != b->size) return a->size < b->size;
@@ -39,16 +40,17 @@ struct FitFirst {  // the smallest that fits; of equal ones that which was freed
   }
 };
 
+using Stats = c10::CachingDeviceAllocator::DeviceStats;
 struct Memory {
-  std::map<std::tuple<StreamKey, c10::MempoolId_t, bool, int64_t>, std::set<Block*, FitFirst>> pools;
-  int64_t schedule = 0;  // what lives on from one into the next would let its blocks lie elsewhere: they are not used there
+  std::map<Kind, std::set<Block*, FitFirst>> pools;
+  int64_t schedule = 0;
   std::map<c10::MempoolId_t, int> held;  // pools of graphs, which are not emptied
   std::multimap<size_t, char*> pinned_pool;
   std::map<const char*, AllocationP> living;    // by address
   std::map<const char*, AllocationP> pinned;    // every block that was ever made, with its latest life
   std::vector<AllocationP> finishing;           // freed, with tasks pending
   std::vector<AllocationP> retired, retired_pinned;  // freed, but in use by streams that they were recorded on
-  std::map<int, c10::CachingDeviceAllocator::DeviceStats> stats;
+  std::map<int, Stats> stats;
   uint64_t frees = 0;
   int64_t until_failure = 0;
 };
@@ -59,10 +61,12 @@ Memory& memory() {
 
 size_t rounded(size_t size, size_t to) { return (size + to - 1) / to * to; }
 
-void tally(c10::CachingAllocator::StatArray& array, bool small, int64_t amount) {
-  for (auto index : {size_t{0}, size_t{small ? 1u : 2u}}) {
-    if (amount > 0) array[index].increase(amount);
-    else array[index].decrease(-amount);
+// Of the device, that a block is more, or less, in use.
+void tally(c10::CachingAllocator::StatArray Stats::*what, const Block& block, bool more) {
+  auto& array = memory().stats[block.kind.home.first].*what;
+  for (auto index : {size_t{0}, size_t{block.kind.small ? 1u : 2u}}) {
+    if (more) array[index].increase(block.size);
+    else array[index].decrease(block.size);
   }
 }
 
@@ -70,56 +74,43 @@ void put_in_pool(Block* block) {
   auto& m = memory();
   block->free = true;
   block->freed_at = ++m.frees;
-  auto& pool = m.pools[{block->home, block->pool, block->small, block->schedule}];
+  auto& pool = m.pools[block->kind];
   for (auto* next : {block->before, block->after}) {
     if (next == nullptr || !next->free) continue;
     pool.erase(next);
-    auto *low = std::min(block, next, [](auto* a, auto* b) { return a->begin < b->begin; }), *high = low == block ? next : block;
+    auto* low = next->begin < block->begin ? next : block;
+    auto* high = low == block ? next : block;
     low->size += high->size;
     low->after = high->after;
     if (low->after != nullptr) low->after->before = low;
     low->freed_at = block->freed_at;
-    low->free = true;
     delete high;
     block = low;
   }
   pool.insert(block);
 }
 
-Block* new_segment(size_t size, StreamKey home, c10::MempoolId_t of, bool small) {
-  size_t whole = small ? 2 * kMega : size < 10 * kMega ? 20 * kMega : rounded(size, 2 * kMega);
-  void* begin = nullptr;
-  TORCH_CHECK_WITH(OutOfMemoryError, posix_memalign(&begin, kPage, whole) == 0, "sim out of memory. Tried to allocate ", whole, " bytes.");
-  tally(memory().stats[home.first].reserved_bytes, small, static_cast<int64_t>(whole));
-  if (of != kNoPool) poison(begin, whole);
-  auto* block = new Block{static_cast<char*>(begin), whole, home, of};
-  block->small = small;
-  block->schedule = memory().schedule;
+Block* new_segment(size_t size, const Kind& kind) {
+  size_t whole = kind.small ? 2 * kMega : size < 10 * kMega ? 20 * kMega : rounded(size, 2 * kMega);
+  auto* begin = static_cast<char*>(std::aligned_alloc(kPage, whole));
+  TORCH_CHECK_WITH(OutOfMemoryError, begin != nullptr, "sim out of memory. Tried to allocate ", whole, " bytes.");
+  if (kind.graph != kNoPool) poison(begin, whole);
+  auto* block = new Block{begin, whole, kind};
+  tally(&Stats::reserved_bytes, *block, true);
   return block;
 }
 
-Block* take_block(size_t size, StreamKey home, c10::MempoolId_t of) {
-  auto& m = memory();
-  bool small = size <= kSmall;
-  auto& pool = m.pools[{home, of, small, m.schedule}];
-  Block least{nullptr, size, home};
+Block* take_block(size_t size, const Kind& kind) {
+  auto& pool = memory().pools[kind];
+  Block least{nullptr, size, kind};
   least.freed_at = UINT64_MAX;
   auto found = pool.lower_bound(&least);
-  Block* block;
-  if (found == pool.end()) {
-    block = new_segment(size, home, of, small);
-  } else {
-    block = *found;
-    pool.erase(found);
-  }
+  auto* block = found == pool.end() ? new_segment(size, kind) : *found;
+  if (found != pool.end()) pool.erase(found);
   block->free = false;
   auto rest = block->size - size;
-  if (small ? rest >= kAlign : rest > kMega) {
-    auto* other = new Block{block->begin + size, rest, home, of, block, block->after};
-    other->small = small;
-    other->schedule = block->schedule;
-    other->free = true;
-    other->freed_at = block->freed_at;
+  if (kind.small ? rest >= kAlign : rest > kMega) {
+    auto* other = new Block{block->begin + size, rest, kind, block, block->after, /*free=*/true, block->freed_at};
     if (block->after != nullptr) block->after->before = other;
     block->after = other;
     block->size = size;
@@ -131,9 +122,9 @@ Block* take_block(size_t size, StreamKey home, c10::MempoolId_t of) {
 void give_back_finished(std::vector<AllocationP>& retired) {
   if (anybody_captures()) return;  // as CUDA's, which asks no event then
   std::erase_if(retired, [](auto& life) {
-    auto& recordings = life->recordings;
-    if (!std::all_of(recordings.begin(), recordings.end(), [](auto& recording) { return recording->done; })) return false;
-    for (auto& recording : recordings) query(recording);  // the allocator asked, so the host knows
+    for (auto& recording : life->recordings)
+      if (!recording->done) return false;
+    for (auto& recording : life->recordings) query(recording);  // the allocator asked, so the host knows
     if (life->pinned()) memory().pinned_pool.emplace(life->size, life->begin);
     else put_in_pool(life->block);
     return true;
@@ -151,13 +142,31 @@ void end_life(void* context) {
     note_course(3 * life->size);
     m.living.erase(life->begin);
     if (life->pending()) m.finishing.push_back(life);
-    tally(m.stats[life->home.first].allocated_bytes, life->block->small, -static_cast<int64_t>(life->size));
+    tally(&Stats::allocated_bytes, *life->block, false);
     note({"free", life->home, reinterpret_cast<int64_t>(life->begin)});
   }
   life->users.erase(life->home);
   for (auto& user : life->users) life->recordings.push_back(record(user));
   if (!life->pinned() && life->users.empty()) put_in_pool(life->block);
   else (life->pinned() ? m.retired_pinned : m.retired).push_back(life);
+}
+
+void empty_cache() {
+  drain();
+  Lock lock;
+  auto& m = memory();
+  give_back_finished(m.retired);
+  for (auto& [kind, pool] : m.pools) {
+    if (m.held.count(kind.graph)) continue;
+    std::erase_if(pool, [](auto* block) {
+      if (block->before != nullptr || block->after != nullptr) return false;
+      forget_accesses(block->begin, block->begin + block->size);
+      tally(&Stats::reserved_bytes, *block, false);
+      std::free(block->begin);
+      delete block;
+      return true;
+    });
+  }
 }
 
 struct DeviceMemory final : c10::DeviceAllocator {
@@ -169,32 +178,32 @@ struct DeviceMemory final : c10::DeviceAllocator {
     auto& m = memory();
     if (m.until_failure > 0 && --m.until_failure == 0) {
       m.stats[device].num_ooms++;
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory. Tried to allocate ", size, " bytes. The allocation was asked to fail.");
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory. Tried to allocate ", size,
+          " bytes. The allocation was asked to fail.");
     }
     give_back_finished(m.retired);
     auto life = std::make_shared<Allocation>();
     life->home = {device, current_stream(device)};
-    life->pool = pool_of(life->home);
-    life->block = take_block(rounded(size, kAlign), life->home, life->pool);
+    if (auto* capture = capture_of(life->home)) life->pool = capture->pool();
+    size = rounded(size, kAlign);
+    life->block = take_block(size, {life->home, life->pool, size <= kSmall, m.schedule});
     life->begin = life->block->begin;
     life->size = life->block->size;
     // Its former life's tasks may be pending.
-    auto overlaps = [&](auto& former) { return former->begin < life->begin + life->size && life->begin < former->begin + former->size; };
+    auto overlaps = [&](auto& former) { return former->begin < life->end() && life->begin < former->end(); };
     life->stale = life->pool != kNoPool || std::any_of(m.finishing.begin(), m.finishing.end(), overlaps);
     if (!life->stale) poison(life->begin, life->size);
     m.living[life->begin] = life;
     note({"allocate", life->home, reinterpret_cast<int64_t>(life->begin), 0, static_cast<int64_t>(life->size)});
     note_course(2 * life->size + life->stale);
-    tally(m.stats[device].allocated_bytes, life->block->small, static_cast<int64_t>(life->size));
+    tally(&Stats::allocated_bytes, *life->block, true);
     return {life->begin, new AllocationP(life), &end_life, on};
   }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {
-    for (int device = 0; device < device_count(); device++) empty_cache(device);
-  }
-  void recordStream(const c10::DataPtr& data, c10::Stream stream) override { record_use(data.get(), {stream.device_index(), stream.id()}); }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+  void emptyCache(c10::MempoolId_t) override { empty_cache(); }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override { record_use(data.get(), key_of(stream)); }
+  Stats getDeviceStats(c10::DeviceIndex device) override {
     Lock lock;
     return memory().stats[device];
   }
@@ -230,15 +239,13 @@ struct PinnedMemory final : c10::Allocator {
       m.pinned_pool.erase(latest);
       note_reuse(m.pinned[life->begin]);
     } else {
-      void* begin = nullptr;
-      TORCH_CHECK(posix_memalign(&begin, kPage, whole) == 0, "sim: no host memory for ", whole, " pinned bytes");
-      life->begin = static_cast<char*>(begin);
+      life->begin = static_cast<char*>(std::aligned_alloc(kPage, whole));
+      TORCH_CHECK(life->begin != nullptr, "sim: no host memory for ", whole, " pinned bytes");
     }
     m.pinned[life->begin] = life;
     poison(life->begin, whole);
     return {life->begin, new AllocationP(life), &end_life, on};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
 };
 
@@ -246,7 +253,7 @@ AllocationP find(std::map<const char*, AllocationP>& all, const void* address) {
   auto found = all.upper_bound(static_cast<const char*>(address));
   if (found == all.begin()) return nullptr;
   auto& life = (--found)->second;
-  return address < life->begin + life->size ? life : nullptr;
+  return address < life->end() ? life : nullptr;
 }
 }  // namespace
 
@@ -259,13 +266,13 @@ c10::Allocator* pinned_allocator() {
   return one;
 }
 
-void poison(void* begin, size_t size) {
-  if (!by_shapes_alone()) std::memset(begin, 0xFF, size);
+void poison(const char* begin, size_t size) {
+  if (!by_shapes_alone()) std::memset(const_cast<char*>(begin), 0xFF, size);
 }
 
-std::tuple<std::string, Task, Range> first_use(const AllocationP& stale, const std::string& by) {
-  Task poisoning{[stale] { poison(stale->begin, stale->size); }, {}, {}};
-  return {"the first use of memory given out again, by " + by, poisoning, {stale->begin, stale->begin + stale->size, true, stale}};
+Work first_use(const AllocationP& stale, const std::string& by) {
+  Task poisoning{[stale] { poison(stale->begin, stale->size); }};
+  return {"the first use of memory given out again, by " + by, poisoning, {{stale->begin, stale->end(), true, stale}}};
 }
 void hold_pool(c10::MempoolId_t pool, int by) {
   auto& held = memory().held;
@@ -288,8 +295,7 @@ void record_use(const void* address, StreamKey stream) {
   note({"use", stream, reinterpret_cast<int64_t>(life->begin)});
 }
 void forget_finished(const AllocationP& life) {
-  auto& finishing = memory().finishing;
-  if (life->freed) finishing.erase(std::remove(finishing.begin(), finishing.end(), life), finishing.end());
+  if (life->freed) std::erase(memory().finishing, life);
 }
 void fail_allocation(int64_t nth) {
   Lock lock;
@@ -297,31 +303,9 @@ void fail_allocation(int64_t nth) {
 }
 
 void begin_schedule() {
-  for (int device = 0; device < device_count(); device++) empty_cache(device);  // after all its work
+  empty_cache();  // after all work
   Lock lock;
   memory().schedule++;
   std::erase_if(memory().pools, [](auto& entry) { return entry.second.empty(); });
-}
-
-void empty_cache(int device) {
-  synchronize_device(device, nullptr);
-  Lock lock;
-  auto& m = memory();
-  give_back_finished(m.retired);
-  for (auto& [key, pool] : m.pools) {
-    if (std::get<0>(key).first != device || m.held.count(std::get<1>(key))) continue;
-    for (auto at = pool.begin(); at != pool.end();) {
-      auto* block = *at;
-      if (block->before != nullptr || block->after != nullptr) {
-        ++at;
-        continue;
-      }
-      at = pool.erase(at);
-      forget_accesses(block->begin, block->begin + block->size);
-      tally(m.stats[device].reserved_bytes, block->small, -static_cast<int64_t>(block->size));
-      std::free(block->begin);
-      delete block;
-    }
-  }
 }
 }  // namespace sim

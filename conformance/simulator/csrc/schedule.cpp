@@ -20,15 +20,11 @@ constexpr auto kPatience = std::chrono::seconds(3);     // with a collective, be
 constexpr auto kHeldUp = std::chrono::milliseconds(1500);  // a host of several that calls nothing is waiting elsewhere
 constexpr auto kHang = std::chrono::seconds(300);
 
-enum class Kind { Run, Record, Wait, Collective };
-
-struct Entry {
-  Kind kind;
-  OperationP operation;
-  Task task;
-  RecordingP recording;
-  std::vector<Range> ranges;
-  bool started = false;
+struct Entry {  // work, a recording, or a wait for one
+  OperationP operation = nullptr;
+  Task task = {};  // of a collective that has begun, without what it began with
+  std::vector<Range> ranges = {};
+  RecordingP records = nullptr, waits = nullptr;
 };
 
 enum class Pace { Late, Early, Drawn };
@@ -46,6 +42,7 @@ struct Runtime {
   std::recursive_mutex mutex;
   std::map<StreamKey, Queue> queues;
   std::map<int, int64_t> next_stream;
+  std::map<StreamKey, Capture*> captures;
   Order order = Order::Late;
   std::mt19937_64 draws{0};
   Clock host;
@@ -102,7 +99,8 @@ void keep_error(const Entry& entry) {
     what = error.what();
   }
   r.error = std::make_exception_ptr(std::runtime_error(
-      "sim: " + entry.operation->name + " failed on the device: " + what + "\n  it was called at " + text(entry.operation->place)));
+      "sim: " + entry.operation->name + " failed on the device: " + what +
+      "\n  it was called at " + text(entry.operation->place)));
 }
 
 // Runs something of the head of a queue, outside of which nothing of the queue may move meanwhile.
@@ -144,8 +142,9 @@ void complete(Queue& queue) {
     }
     if (r.last_call < until) continue;
     // Peers may be held up by what lies in another queue here: it goes on, as it would on a real device.
-    if (!step_any(false)) until = r.last_call + kPatience;
-    else r.unreplayable.push_back("other streams went on while " + queue.entries.front().operation->name + " waited for its peers");
+    auto& name = queue.entries.front().operation->name;
+    if (step_any(false)) r.unreplayable.push_back("other streams went on while " + name + " waited for its peers");
+    else until = r.last_call + kPatience;
   }
   queue.busy = false;
 }
@@ -155,19 +154,17 @@ void complete(Queue& queue) {
 bool step(Queue& queue, bool needed) {
   if (queue.busy || queue.entries.empty()) return false;
   auto& head = queue.entries.front();
-  if (head.kind == Kind::Wait && !head.recording->done) return false;
-  if (head.kind == Kind::Record) head.recording->done = true;
-  if (head.kind == Kind::Run || (head.kind == Kind::Collective && !head.started)) {
-    head.started = true;
+  if (head.waits && !head.waits->done) return false;
+  if (head.records) head.records->done = true;
+  if (auto run = std::exchange(head.task.run, nullptr)) {
     note_course(static_cast<uint64_t>(head.operation->tick - runtime().first_tick));
-    auto run = std::move(head.task.run);
     run_part(queue, run);
-    if (head.kind == Kind::Collective) return true;
-  } else if (head.kind == Kind::Collective) {
+    if (head.task.is_complete) return true;
+  } else if (head.task.is_complete) {
     if (!needed) return false;
     complete(queue);
     note_course(~static_cast<uint64_t>(head.operation->tick - runtime().first_tick));
-    run_part(queue, queue.entries.front().task.finish);
+    run_part(queue, head.task.finish);
   }
   pop(queue);
   return true;
@@ -190,7 +187,7 @@ bool step_any(bool only_drawn) {
 bool towards_end(Queue& queue) {
   if (queue.entries.empty()) return false;
   auto& head = queue.entries.front();
-  if (head.kind == Kind::Wait && !head.recording->done) return towards_end(queue_of(head.recording->stream));
+  if (head.waits && !head.waits->done) return towards_end(queue_of(head.waits->stream));
   return step(queue, true);
 }
 
@@ -225,6 +222,14 @@ void tell_host(const RecordingP& recording) {
   join(host, recording->clock);
   note_host(host);
 }
+
+// Of the host, in a capture: to ask about `recording`; where that is null, about all that a device does.
+void refuse_in_capture(const std::string& what, const RecordingP& recording) {
+  for (auto& [stream, capture] : runtime().captures)
+    if (!recording || recording->capture == capture->number() || capture->forbids())
+      capture->lose("the host may not call " + what + " meanwhile");
+  TORCH_CHECK(!recording || recording->capture == 0, "sim: ", what, " of an event of a capture, which only replays come to");
+}
 }  // namespace
 
 void join(Clock& clock, const Clock& other) {
@@ -246,10 +251,10 @@ Lock::~Lock() {
 int current_device() { return thread_device; }
 int device_count() { return devices; }
 void set_device_count(int count) { devices = count; }
-void set_device(int device) {
+int exchange_device(int device) {
   TORCH_CHECK(device >= 0 && device < devices, "sim: got device ", device, ", but there are ", devices,
       "; ask for more when the simulator is enabled");
-  thread_device = device;
+  return std::exchange(thread_device, device);
 }
 int64_t current_stream(int device) { return thread_streams[device]; }
 int64_t exchange_stream(int device, int64_t stream) { return std::exchange(thread_streams[device], stream); }
@@ -259,6 +264,17 @@ int64_t new_stream(int device) {
   queue_of({device, stream});
   return stream;
 }
+
+void give_stream_to(Capture* capture, StreamKey stream) { runtime().captures[stream] = capture; }
+void end_capture(Capture* capture) {
+  std::erase_if(runtime().captures, [&](auto& entry) { return entry.second == capture; });
+}
+Capture* capture_of(StreamKey stream) {
+  Lock lock;
+  auto found = runtime().captures.find(stream);
+  return found == runtime().captures.end() ? nullptr : found->second;
+}
+bool anybody_captures() { return !runtime().captures.empty(); }
 
 void note_course(uint64_t what) {
   auto& course = runtime().course;
@@ -274,25 +290,25 @@ void enqueue(StreamKey stream, std::string name, Task task, std::vector<Range> r
   }
   auto place = here();
   Lock lock;
-  if (!keep_work(stream, name, task, ranges)) issue(stream, std::move(name), std::move(task), std::move(ranges), place);
+  Work work{std::move(name), std::move(task), std::move(ranges)};
+  if (auto* capture = capture_of(stream)) capture->keep_work(stream, std::move(work));
+  else issue(stream, std::move(work), place);
 }
 
-void issue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const PlaceP& place) {
+void issue(StreamKey stream, Work work, const PlaceP& place) {
   auto& r = runtime();
   auto& queue = queue_of(stream);
   r.last_call = Time::now();
   join(queue.clock, r.host);
-  for (auto& range : ranges) {
+  for (auto& range : work.ranges) {
     if (!range.life) range.life = allocation_at(range.begin);
     if (!range.life) continue;
     (range.write ? range.life->pending_writes : range.life->pending_reads)++;
-    if (!std::exchange(range.life->stale, false)) continue;
-    auto [first, poisoning, whole] = first_use(range.life, name);
-    issue(stream, first, poisoning, {whole}, place);
+    if (std::exchange(range.life->stale, false)) issue(stream, first_use(range.life, work.name), place);
   }
   queue.clock[stream] = ++r.ticks;
-  Entry entry{task.is_complete ? Kind::Collective : Kind::Run, nullptr, std::move(task), nullptr, std::move(ranges)};
-  entry.operation = std::make_shared<Operation>(Operation{std::move(name), stream, r.ticks, place});
+  auto operation = std::make_shared<Operation>(Operation{std::move(work.name), stream, r.ticks, place});
+  Entry entry{std::move(operation), std::move(work.task), std::move(work.ranges)};
   note_access(entry.operation, queue.clock, entry.ranges);
   for (auto& range : entry.ranges)
     if (range.life && range.life->pinned()) close_to_host(range.life);
@@ -304,23 +320,29 @@ RecordingP record(StreamKey stream) {
   Lock lock;
   auto recording = std::make_shared<Recording>();
   recording->stream = stream;
-  if (keep_recording(stream, recording)) return recording;
+  if (auto* capture = capture_of(stream)) {
+    capture->keep_recording(stream, recording);
+    return recording;
+  }
   auto& queue = queue_of(stream);
   join(queue.clock, runtime().host);
   recording->clock = queue.clock;
   recording->done = queue.entries.empty() && !queue.busy;
   note({"record", stream, reinterpret_cast<int64_t>(recording.get())});
-  if (!recording->done) queue.entries.push_back({Kind::Record, nullptr, {}, recording, {}});
+  if (!recording->done) queue.entries.push_back({.records = recording});
   return recording;
 }
 
 void block(StreamKey stream, const RecordingP& recording) {
   Lock lock;
-  if (keep_wait(stream, recording)) return;
+  auto* capture = capture_of(stream);
+  if (auto* its = capture_of(recording->stream); !capture && its && its->number() == recording->capture) capture = its;
+  if (capture != nullptr) return capture->keep_wait(stream, recording);
+  TORCH_CHECK(recording->capture == 0, "sim: ", stream_name(stream), " waits for an event of a capture that is over");
   note({"wait", stream, reinterpret_cast<int64_t>(recording.get())});
   auto& queue = queue_of(stream);
   join(queue.clock, recording->clock);
-  if (!recording->done) queue.entries.push_back({Kind::Wait, nullptr, {}, recording, {}});
+  if (!recording->done) queue.entries.push_back({.waits = recording});
 }
 
 bool query(const RecordingP& recording) {
@@ -344,8 +366,7 @@ void wait_on_host(const RecordingP& recording, const char* why) {
   refuse_in_capture(why == nullptr ? "synchronize" : why, recording);
   TORCH_CHECK(!r.depth || recording->done, "sim: a task on the device waits for the device");
   note({"host_wait", recording->stream, reinterpret_cast<int64_t>(recording.get())});
-  r.last_call = Time::now();
-  auto since = Time::now();
+  auto since = r.last_call = Time::now();
   while (!recording->done) {
     bool moved = r.order == Order::Drawn && r.draws() % 2 && step_any(true);
     if (!moved) moved = towards_end(queue_of(recording->stream));
@@ -373,6 +394,9 @@ void synchronize_device(int device, const char* why) {
       if (key.first == device) recordings.push_back(record(key));
   }
   for (auto& recording : recordings) wait_on_host(recording, nullptr);
+}
+void drain() {
+  for (int device = 0; device < devices; device++) synchronize_device(device, nullptr);
 }
 
 void settle() {
@@ -424,19 +448,14 @@ void set_schedule(uint64_t seed, int rank) {
   for (auto& [key, queue] : r.queues) queue.pace = draw_pace(key);
 }
 
-Waits take_waits() {
-  Lock lock;
-  return std::exchange(runtime().waits, {});
-}
-std::vector<std::string> take_unreplayable() {
-  Lock lock;
-  return std::exchange(runtime().unreplayable, {});
-}
+Waits take_waits() { return take_all(runtime().waits); }
+std::vector<std::string> take_unreplayable() { return take_all(runtime().unreplayable); }
 uint64_t course() {
   Lock lock;
   return runtime().course;
 }
 std::string stream_name(StreamKey stream) {
-  return "sim:" + std::to_string(stream.first) + (stream.second == 0 ? " default stream" : " stream " + std::to_string(stream.second));
+  auto which = stream.second == 0 ? " default stream" : " stream " + std::to_string(stream.second);
+  return "sim:" + std::to_string(stream.first) + which;
 }
 }  // namespace sim
