@@ -1,7 +1,6 @@
 // Autocast of the device: torch's own lists of operators.
-#include "headers.h"
-
 #include <ATen/autocast_mode.h>
+#include <torch/library.h>
 
 using namespace at;            // the lists name operators and types without their namespaces
 using namespace at::autocast;

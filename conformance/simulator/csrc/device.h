@@ -12,7 +12,6 @@
 #include <memory>
 #include <set>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -68,6 +67,12 @@ struct Work {
 };
 void join(Clock& clock, const Clock& other);
 
+template <class T>
+T& only() {  // never destroyed: threads and tensors outlive what is static
+  static auto* one = new T;
+  return *one;
+}
+
 class Lock {  // the runtime's lock; nobody waits for it, or holds it, with the interpreter's lock
  public:
   Lock();
@@ -83,12 +88,12 @@ T take_all(T& from) {
   return std::exchange(from, {});
 }
 
-int current_device();
-int exchange_device(int device);
+c10::DeviceIndex current_device();
+c10::DeviceIndex exchange_device(c10::DeviceIndex device);
 int device_count();
 void set_device_count(int count);
 int64_t current_stream(int device);
-int64_t exchange_stream(int device, int64_t stream);
+int64_t exchange_stream(StreamKey stream);
 int64_t new_stream(int device);
 
 using Sizes = std::vector<std::vector<int64_t>>;
@@ -137,9 +142,10 @@ void register_graphs();
 struct Asked {
   std::string what;  // run, record, wait, host_wait, allocate, free, use
   StreamKey stream{0, 0};
-  int64_t number = 0, reads = 0, writes = 0;  // an address, or of a recording; bytes
-  std::string name;
-  Sizes sizes;
+  const void* of = nullptr;  // memory, or a recording
+  int64_t reads = 0, writes = 0;  // bytes
+  std::string name = {};
+  Sizes sizes = {};
 };
 bool by_shapes_alone();
 void trace_by_shapes_alone(bool now);
@@ -156,11 +162,10 @@ struct Allocation {  // one life of a piece of memory, from being given out to b
   std::set<StreamKey> users;  // other streams that it was recorded on
   std::vector<RecordingP> recordings;  // of what they were doing when it was freed
   Block* block = nullptr;
-  int64_t pending_reads = 0, pending_writes = 0;
+  int64_t pending = 0;  // tasks
   bool freed = false;
   bool stale = false;  // not touched since it was given out, in a graph or while tasks of its former life were pending
   char* end() const { return begin + size; }
-  int64_t pending() const { return pending_reads + pending_writes; }
   bool pinned() const { return home.first < 0; }
 };
 

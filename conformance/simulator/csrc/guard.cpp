@@ -1,6 +1,4 @@
 // What torch asks any device for: a guard, hooks, a generator.
-#include "headers.h"
-
 #include "tensors.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -10,11 +8,13 @@
 #include <cstring>
 
 using c10::Device;
+using c10::DeviceIndex;
 using c10::Stream;
 
 namespace sim {
 namespace {
 RecordingP recording_of(void* event) { return event == nullptr ? nullptr : *static_cast<RecordingP*>(event); }
+DeviceIndex or_current(DeviceIndex device) { return device < 0 ? current_device() : device; }
 Stream stream_of(int device, int64_t id) { return Stream(Stream::UNSAFE, device_of(device), id); }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -27,12 +27,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getDefaultStream(Device device) const override { return stream_of(index_of(device), 0); }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream getNewStream(Device device, int) const override { return stream_of(index_of(device), new_stream(index_of(device))); }
-  Stream exchangeStream(Stream stream) const override {
-    return stream_of(stream.device_index(), exchange_stream(stream.device_index(), stream.id()));
-  }
+  Stream exchangeStream(Stream to) const override { return stream_of(to.device_index(), exchange_stream(key_of(to))); }
   void* getStreamNativeHandle(const Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<RecordingP*>(event); }
-  void record(void** event, const Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<RecordingP*>(event); }
+  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new RecordingP;
     *static_cast<RecordingP*>(*event) = sim::record(key_of(stream));
   }
@@ -43,20 +41,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto recording = recording_of(event);
     return !recording || query(recording);
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count()); }
+  DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(device_count()); }
   bool isStreamCapturing(const Stream& stream) const override { return is_capturing(key_of(stream)); }
   bool queryStream(const Stream& stream) const override { return query(sim::record(key_of(stream))); }
   void synchronizeStream(const Stream& stream) const override { synchronize_stream(key_of(stream), "synchronize of a stream"); }
   void synchronizeEvent(void* event) const override {
     if (auto recording = recording_of(event)) wait_on_host(recording, "synchronize of an event");
   }
-  void synchronizeDevice(const c10::DeviceIndex device) const override {
-    synchronize_device(device < 0 ? current_device() : device, "synchronize");
-  }
+  void synchronizeDevice(const DeviceIndex device) const override { synchronize_device(or_current(device), "synchronize"); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
     record_use(data.get(), key_of(stream));
   }
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
+  double elapsedTime(void*, void*, const DeviceIndex) const override { return 0.0; }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -83,24 +79,16 @@ struct Generator final : c10::GeneratorImpl {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
-    return default_generator(device < 0 ? current_device() : device);
-  }
-  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
-    return at::make_generator<Generator>(device < 0 ? current_device() : device);
-  }
+  const at::Generator& getDefaultGenerator(DeviceIndex device) const override { return default_generator(or_current(device)); }
+  at::Generator getNewGenerator(DeviceIndex device) const override { return at::make_generator<Generator>(or_current(device)); }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(device_count()); }
-  void setCurrentDevice(c10::DeviceIndex device) const override { exchange_device(device); }
-  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(current_device()); }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
-    return static_cast<c10::DeviceIndex>(exchange_device(device));
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return device < 0 ? getCurrentDevice() : exchangeDevice(device);
-  }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return static_cast<DeviceIndex>(device_count()); }
+  void setCurrentDevice(DeviceIndex device) const override { exchange_device(device); }
+  DeviceIndex getCurrentDevice() const override { return current_device(); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override { return exchange_device(device); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchange_device(or_current(device)); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     c10::DeviceGuard guard(impl->device());
@@ -116,11 +104,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-const bool registered = [] {
-  c10::SetAllocator(kSim, device_allocator());
-  at::RegisterPrivateUse1HooksInterface(new Hooks);
-  return true;
-}();
+REGISTER_ALLOCATOR(kSim, device_allocator())
+const bool registered = (at::RegisterPrivateUse1HooksInterface(new Hooks), true);
 }  // namespace
 
 const at::Generator& default_generator(int device) {

@@ -13,9 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <cstring>
 
 extern "C" __attribute__((weak)) void _Py_DumpTraceback(int file, PyThreadState* thread);  // CPython's own, in a signal
 
@@ -27,7 +25,7 @@ constexpr size_t kPages = 2048;  // pinned blocks watched at a time
 struct Access {
   OperationP operation;
   bool write;
-  uint64_t life;
+  const Allocation* life;
 };
 struct Cell {  // memory that the same operations touched
   const char* end;
@@ -53,10 +51,7 @@ struct Log {
   std::set<std::string> seen;
   std::map<const char*, std::vector<Access>> unseen;  // by pinned block: what the host does not know to be done
 };
-Log& log() {
-  static auto* one = new Log;
-  return *one;
-}
+Log& log() { return only<Log>(); }
 std::array<Closed, kPages> closed;
 std::array<Touch, 64> touches;
 struct sigaction former_action;
@@ -76,28 +71,23 @@ bool is_before(const Operation& operation, const Clock& clock) {
 // The first cell that reaches beyond `begin`, cut so that none crosses `begin` or `end`; gaps are filled.
 std::map<const char*, Cell>::iterator cut(const char* begin, const char* end) {
   auto& cells = log().cells;
-  auto split = [&](const char* at) {
+  for (auto* at : {begin, end}) {
     auto next = cells.upper_bound(at);
-    if (next == cells.begin()) return;
+    if (next == cells.begin()) continue;
     auto cell = std::prev(next);
-    if (cell->first == at || cell->second.end <= at) return;
-    cells.emplace(at, Cell{cell->second.end, cell->second.accesses});
+    if (cell->first == at || cell->second.end <= at) continue;
+    cells.emplace(at, cell->second);
     cell->second.end = at;
-  };
-  split(begin);
-  split(end);
+  }
   for (auto at = begin; at < end;) {
     auto next = cells.lower_bound(at);
-    if (next != cells.end() && next->first == at) {
-      at = next->second.end;
-      continue;
-    }
     auto until = next == cells.end() ? end : std::min(end, next->first);
-    cells.emplace(at, Cell{until, {}});
-    at = until;
+    at = cells.try_emplace(at, Cell{until, {}}).first->second.end;
   }
   return cells.find(begin);
 }
+
+std::string does(const Operation& operation, bool write) { return operation.name + (write ? " writes" : " reads"); }
 
 void tell(const Operation& now, bool write, const Access& before, bool same_life) {
   auto& earlier = *before.operation;
@@ -105,7 +95,7 @@ void tell(const Operation& now, bool write, const Access& before, bool same_life
   std::string missing = same_life
       ? on + " does not wait for " + there + " (wait_stream, or wait_event of an event recorded there afterwards)"
       : "the memory was freed while " + there + " used it, and given out again: record_stream on that stream before it is freed";
-  add({now.name + (write ? " writes" : " reads"), on, text(now.place), earlier.name + (before.write ? " writes" : " reads"), there, text(earlier.place), missing});
+  add({does(now, write), on, text(now.place), does(earlier, before.write), there, text(earlier.place), missing});
 }
 
 void touched(int, siginfo_t* info, void*) {
@@ -150,15 +140,16 @@ const Access* latest_unseen(const AllocationP& memory) {
 }
 
 void add_host(const std::string& what, const std::string& where, const Access* access, const std::string& missing) {
-  auto* operation = access != nullptr ? access->operation.get() : nullptr;
-  add({what, "host", where, operation == nullptr ? "a task" : operation->name + (access->write ? " writes" : " reads"),
-      operation == nullptr ? "" : stream_name(operation->stream), operation == nullptr ? "" : text(operation->place), missing});
+  if (access == nullptr) return add({what, "host", where, "a task", "", "", missing});
+  auto& before = *access->operation;
+  add({what, "host", where, does(before, access->write), stream_name(before.stream), text(before.place), missing});
 }
 
 void tell_touches() {
   for (auto& touch : touches) {
     if (touch.state.load() != 2) continue;
-    add_host(touch.will_be_written ? "the host touches" : "the host writes", frames_from(touch.frames), latest_unseen(allocation_at(touch.address)),
+    auto* what = touch.will_be_written ? "the host touches" : "the host writes";
+    add_host(what, frames_from(touch.frames), latest_unseen(allocation_at(touch.address)),
         "the host does not wait for the stream (synchronize it, or an event recorded there afterwards)");
     touch.state.store(0);
   }
@@ -183,15 +174,16 @@ void note_access(const OperationP& operation, const Clock& clock, const std::vec
   for (auto& range : ranges) {
     if (range.begin >= range.end) continue;
     auto& memory = range.life;
-    auto life = memory ? reinterpret_cast<uint64_t>(memory.get()) : 0;
+    auto* life = memory.get();
     if (memory && memory->pinned()) l.unseen[memory->begin].push_back({operation, range.write, life});
     for (auto cell = cut(range.begin, range.end); cell != l.cells.end() && cell->first < range.end; ++cell) {
       auto& accesses = cell->second.accesses;
       for (auto& before : accesses)
-        if ((before.write || range.write) && !is_before(*before.operation, clock)) tell(*operation, range.write, before, before.life == life);
-      accesses.erase(std::remove_if(accesses.begin(), accesses.end(), [&](auto& before) {
+        if ((before.write || range.write) && !is_before(*before.operation, clock))
+          tell(*operation, range.write, before, before.life == life);
+      std::erase_if(accesses, [&](auto& before) {
         return range.write ? is_before(*before.operation, clock) : !before.write && before.operation->stream == operation->stream;
-      }), accesses.end());
+      });
       accesses.push_back({operation, range.write, life});
     }
   }
@@ -201,7 +193,8 @@ void note_reuse(const AllocationP& pinned) {
   open_to_device(pinned);
   auto& l = log();
   if (auto* access = l.on ? latest_unseen(pinned) : nullptr)
-    add_host("the host's allocator gives out again", text(here()), access, "it was freed before the host knew that the stream was through with it: keep it until then");
+    add_host("the host's allocator gives out again", text(here()), access,
+        "it was freed before the host knew that the stream was through with it: keep it until then");
   l.unseen.erase(pinned->begin);
 }
 
@@ -209,15 +202,11 @@ void note_host(const Clock& host) {
   auto& l = log();
   if (!l.on) return;
   tell_touches();
-  for (auto block = l.unseen.begin(); block != l.unseen.end();) {
-    auto& accesses = block->second;
-    auto before = accesses.size();
-    std::erase_if(accesses, [&](auto& access) { return is_before(*access.operation, host); });
-    auto memory = allocation_at(block->first);
-    auto changed = before != accesses.size();
-    block = accesses.empty() ? l.unseen.erase(block) : std::next(block);
-    if (changed && memory) close_to_host(memory);
+  for (auto& [begin, accesses] : l.unseen) {
+    auto known = std::erase_if(accesses, [&](auto& access) { return is_before(*access.operation, host); });
+    if (known != 0) close_to_host(allocation_at(begin));
   }
+  std::erase_if(l.unseen, [](auto& block) { return block.second.empty(); });
 }
 
 void forget_accesses(const char* begin, const char* end) {
@@ -245,9 +234,9 @@ void open_to_device(const AllocationP& memory) {
 
 void close_to_host(const AllocationP& pinned) {
   open_to_device(pinned);
-  auto found = log().unseen.find(pinned->begin);
-  if (!log().on || found == log().unseen.end()) return;
-  bool written = std::any_of(found->second.begin(), found->second.end(), [](auto& access) { return access.write; });
+  if (!log().on || latest_unseen(pinned) == nullptr) return;
+  auto& unseen = log().unseen[pinned->begin];
+  bool written = std::any_of(unseen.begin(), unseen.end(), [](auto& access) { return access.write; });
   for (auto& block : closed) {
     if (block.begin.load() != nullptr) continue;
     block.size.store(pinned->size);

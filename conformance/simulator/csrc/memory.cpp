@@ -54,10 +54,7 @@ struct Memory {
   uint64_t frees = 0;
   int64_t until_failure = 0;
 };
-Memory& memory() {
-  static auto* one = new Memory;
-  return *one;
-}
+Memory& memory() { return only<Memory>(); }
 
 size_t rounded(size_t size, size_t to) { return (size + to - 1) / to * to; }
 
@@ -102,8 +99,7 @@ Block* new_segment(size_t size, const Kind& kind) {
 
 Block* take_block(size_t size, const Kind& kind) {
   auto& pool = memory().pools[kind];
-  Block least{nullptr, size, kind};
-  least.freed_at = UINT64_MAX;
+  Block least{nullptr, size, kind, nullptr, nullptr, /*free=*/true, /*freed_at=*/UINT64_MAX};
   auto found = pool.lower_bound(&least);
   auto* block = found == pool.end() ? new_segment(size, kind) : *found;
   if (found != pool.end()) pool.erase(found);
@@ -141,9 +137,9 @@ void end_life(void* context) {
   if (!life->pinned()) {
     note_course(3 * life->size);
     m.living.erase(life->begin);
-    if (life->pending()) m.finishing.push_back(life);
+    if (life->pending) m.finishing.push_back(life);
     tally(&Stats::allocated_bytes, *life->block, false);
-    note({"free", life->home, reinterpret_cast<int64_t>(life->begin)});
+    note({"free", life->home, life->begin});
   }
   life->users.erase(life->home);
   for (auto& user : life->users) life->recordings.push_back(record(user));
@@ -151,28 +147,10 @@ void end_life(void* context) {
   else (life->pinned() ? m.retired_pinned : m.retired).push_back(life);
 }
 
-void empty_cache() {
-  drain();
-  Lock lock;
-  auto& m = memory();
-  give_back_finished(m.retired);
-  for (auto& [kind, pool] : m.pools) {
-    if (m.held.count(kind.graph)) continue;
-    std::erase_if(pool, [](auto* block) {
-      if (block->before != nullptr || block->after != nullptr) return false;
-      forget_accesses(block->begin, block->begin + block->size);
-      tally(&Stats::reserved_bytes, *block, false);
-      std::free(block->begin);
-      delete block;
-      return true;
-    });
-  }
-}
-
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
-    int device = current_device();
-    c10::Device on(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(device));
+    auto device = current_device();
+    c10::Device on(c10::DeviceType::PrivateUse1, device);
     if (size == 0) return {nullptr, nullptr, &end_life, on};
     Lock lock;
     auto& m = memory();
@@ -194,14 +172,30 @@ struct DeviceMemory final : c10::DeviceAllocator {
     life->stale = life->pool != kNoPool || std::any_of(m.finishing.begin(), m.finishing.end(), overlaps);
     if (!life->stale) poison(life->begin, life->size);
     m.living[life->begin] = life;
-    note({"allocate", life->home, reinterpret_cast<int64_t>(life->begin), 0, static_cast<int64_t>(life->size)});
+    note({"allocate", life->home, life->begin, 0, static_cast<int64_t>(life->size)});
     note_course(2 * life->size + life->stale);
     tally(&Stats::allocated_bytes, *life->block, true);
     return {life->begin, new AllocationP(life), &end_life, on};
   }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override { empty_cache(); }
+  void emptyCache(c10::MempoolId_t) override {
+    drain();
+    Lock lock;
+    auto& m = memory();
+    give_back_finished(m.retired);
+    for (auto& [kind, pool] : m.pools) {
+      if (m.held.count(kind.graph)) continue;
+      std::erase_if(pool, [](auto* block) {
+        if (block->before != nullptr || block->after != nullptr) return false;
+        forget_accesses(block->begin, block->begin + block->size);
+        tally(&Stats::reserved_bytes, *block, false);
+        std::free(block->begin);
+        delete block;
+        return true;
+      });
+    }
+  }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override { record_use(data.get(), key_of(stream)); }
   Stats getDeviceStats(c10::DeviceIndex device) override {
     Lock lock;
@@ -257,14 +251,8 @@ AllocationP find(std::map<const char*, AllocationP>& all, const void* address) {
 }
 }  // namespace
 
-c10::DeviceAllocator* device_allocator() {
-  static auto* one = new DeviceMemory;
-  return one;
-}
-c10::Allocator* pinned_allocator() {
-  static auto* one = new PinnedMemory;
-  return one;
-}
+c10::DeviceAllocator* device_allocator() { return &only<DeviceMemory>(); }
+c10::Allocator* pinned_allocator() { return &only<PinnedMemory>(); }
 
 void poison(const char* begin, size_t size) {
   if (!by_shapes_alone()) std::memset(const_cast<char*>(begin), 0xFF, size);
@@ -292,18 +280,16 @@ void record_use(const void* address, StreamKey stream) {
   auto life = allocation_at(address);
   if (!life) return;
   life->users.insert(stream);
-  note({"use", stream, reinterpret_cast<int64_t>(life->begin)});
+  note({"use", stream, life->begin});
 }
-void forget_finished(const AllocationP& life) {
-  if (life->freed) std::erase(memory().finishing, life);
-}
+void forget_finished(const AllocationP& life) { std::erase(memory().finishing, life); }
 void fail_allocation(int64_t nth) {
   Lock lock;
   memory().until_failure = nth;
 }
 
 void begin_schedule() {
-  empty_cache();  // after all work
+  device_allocator()->emptyCache();  // after all work
   Lock lock;
   memory().schedule++;
   std::erase_if(memory().pools, [](auto& entry) { return entry.second.empty(); });

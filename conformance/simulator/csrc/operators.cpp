@@ -1,9 +1,8 @@
 // Every other operator: its outputs come at once, by its meta kernel, and its work is queued, on its CPU kernel.
-#include "headers.h"
-
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>
+#include <torch/library.h>
 
 #include <cmath>
 #include <sstream>
@@ -20,18 +19,10 @@ namespace {
 template <class F>
 IValue mapped(const IValue& value, F&& f) {
   if (value.isTensor()) return value.toTensor().defined() ? IValue(f(value.toTensor())) : value;
-  if (value.isTensorList()) {
-    c10::List<Tensor> out;
-    for (const Tensor& tensor : value.toTensorVector()) out.push_back(tensor.defined() ? f(tensor) : tensor);
-    return out;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<Tensor>> out;
-    for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector())
-      out.push_back(tensor && tensor->defined() ? std::optional<Tensor>(f(*tensor)) : tensor);
-    return out;
-  }
-  return value;
+  if (!value.isTensorList() && !value.isOptionalTensorList()) return value;
+  auto out = value.toList().copy();
+  for (size_t i = 0; i < out.size(); i++) out.set(i, mapped(out.get(i), f));
+  return out;
 }
 template <class F>
 void each(const IValue& value, F&& f) {
@@ -41,19 +32,21 @@ void each(const IValue& value, F&& f) {
   });
 }
 
+Tensors tensors_of(const IValue& value) { return value.isTensor() ? Tensors{value.toTensor()} : value.toTensorVector(); }
+
 bool is_wrapped(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_wrapped_number(); }
-
-Tensor on_meta(const Tensor& tensor) {
-  Tensor meta(at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type()));
-  if (is_wrapped(tensor)) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return meta;
-}
-
-Tensor copy_of_number(const Tensor& tensor) {
-  Below below;
-  auto copy = tensor.clone();
+Tensor wrapped_as(const Tensor& tensor, Tensor copy) {
   if (is_wrapped(tensor)) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
   return copy;
+}
+
+Tensor empty_on(c10::Device device, const Tensor& like) {
+  return at::empty_strided(like.sizes(), like.strides(), like.options().device(device));
+}
+
+void call_below(DispatchKey key, const c10::OperatorHandle& op, Stack* stack, bool quiet = true) {
+  Below below(quiet);
+  op.redispatchBoxed(DispatchKeySet(key), stack);
 }
 
 // What a thread has learnt of calls: what comes of one with such arguments, or that the CPU has to be asked each time.
@@ -79,7 +72,9 @@ class Call {
     infer();
     to_cpu();
     for (size_t i = 0; i < args_.size(); i++)
-      each(args_[i], [&](const Tensor& tensor) { if (!tensor.is_cpu()) ranges_.push_back(range_of(tensor, writes_[i])); });
+      each(args_[i], [&](const Tensor& tensor) {
+        if (!tensor.is_cpu()) ranges_.push_back(range_of(tensor, writes_[i]));
+      });
     if (known_ && !call_.empty()) {
       if (!by_shapes_alone()) try_once();
       learn(meta_);
@@ -94,11 +89,16 @@ class Call {
  private:
   const std::string& name() const { return schema_.name(); }
 
-  bool is_layer_norm() const { return name().rfind("aten::native_layer_norm", 0) == 0; }
+  bool is_layer_norm() const { return name().starts_with("aten::native_layer_norm"); }
 
   // Of halves, accelerators compute these in float32. The CPU keeps layer norm's statistics as it has the input, and its
   // fused SGD leaves out what fills whole vectors of registers.
-  bool widens_halves() const { return is_layer_norm() || name().rfind("aten::_fused_sgd_", 0) == 0; }
+  bool widens_halves() const { return is_layer_norm() || name().starts_with("aten::_fused_sgd_"); }
+
+  void check_same_device(bool same, const Tensor& tensor) const {
+    TORCH_CHECK(same, "Expected all tensors to be on the same device, but found at least two devices, ", device_of(device_),
+        " and ", tensor.device(), "! (", name(), ")");
+  }
 
   void find_device() {
     for (auto& arg : args_)
@@ -107,8 +107,7 @@ class Call {
         has_tensors_ = true;
         TORCH_CHECK(tensor.device().type() == kSim, name(), ": got a tensor on ", tensor.device(), " among those on sim");
         int index = tensor.device().index();
-        TORCH_CHECK(device_ < 0 || device_ == index, "Expected all tensors to be on the same device, but found at least two devices, ",
-            device_of(device_), " and ", tensor.device(), "! (", name(), ")");
+        check_same_device(device_ < 0 || device_ == index, tensor);
         device_ = index;
       });
     for (auto& arg : args_)
@@ -116,24 +115,25 @@ class Call {
     if (device_ < 0) device_ = current_device();
   }
 
+  template <class F>
+  Stack args_on(c10::Device device, F&& tensor_on) const {
+    Stack out;
+    for (auto& arg : args_) out.push_back(arg.isDevice() ? IValue(device) : mapped(arg, tensor_on));
+    return out;
+  }
+
   // The CPU's kernel runs late, and would tell late that it does not take these dtypes, or such a number. So it is called
   // once beforehand, on tensors full of ones (of zeros, where they may be indices).
   void try_once() {
-    if (name().rfind("aten::", 0) != 0 || is_layer_norm()) return;
-    Stack tried;
+    if (!name().starts_with("aten::") || is_layer_norm()) return;
     bool pointwise = op_.hasTag(at::Tag::pointwise);
-    for (auto& arg : args_)
-      tried.push_back(mapped(arg, [&](const Tensor& tensor) {
-        Below below;
-        auto copy = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
-        copy.fill_(pointwise || tensor.is_floating_point() || tensor.is_complex() ? 1 : 0);
-        if (is_wrapped(tensor)) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
-        return copy;
-      }));
-    for (auto& arg : tried)
-      if (arg.isDevice()) arg = c10::Device(c10::kCPU);
-    Below below;
-    op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &tried);
+    auto tried = args_on(c10::kCPU, [&](const Tensor& tensor) {
+      Below below;
+      auto copy = empty_on(c10::kCPU, tensor);
+      copy.fill_(pointwise || tensor.is_floating_point() || tensor.is_complex() ? 1 : 0);
+      return wrapped_as(tensor, copy);
+    });
+    call_below(DispatchKey::CPU, op_, &tried);
   }
 
   // A call, by all that says what comes of it; of a number beside tensors that is no integer, its size alone.
@@ -167,16 +167,14 @@ class Call {
 
   // What it returns, by its meta kernel. Where there is none, or it refuses, the CPU's kernel is run at once and says why.
   void infer() {
-    bool fresh = false;
     for (auto& value : schema_.returns()) {
       if (value.alias_info() != nullptr && value.alias_info()->isWrite()) continue;
       TORCH_CHECK(value.alias_info() == nullptr, "sim: ", name(), " is a view, and has no kernel of its own for sim");
-      fresh = true;
+      fresh_ = true;
       if (value.type()->str().find("Tensor") == std::string::npos) known_ = by_shapes_alone();
     }
-    fresh_ = fresh;
-    bool hidden_draw = generator_ < 0 && op_.hasTag(at::Tag::nondeterministic_seeded);
-    if ((generator_ >= 0 || hidden_draw) && !by_shapes_alone()) known_ = false;
+    bool draws = generator_ >= 0 || op_.hasTag(at::Tag::nondeterministic_seeded);
+    if (draws && !by_shapes_alone()) known_ = false;
     if (!known_) return;
     call_ = told();
     if (auto found = learnt.find(call_); found != learnt.end()) {
@@ -188,8 +186,8 @@ class Call {
     try {
       call_meta();
     } catch (const c10::NotImplementedError&) {
-      known_ = !fresh;
-      if (fresh) learn(std::nullopt);
+      known_ = !fresh_;
+      if (fresh_) learn(std::nullopt);
     } catch (const std::exception&) {
       known_ = false;  // of an operator that only writes to its arguments too: an error is told at the call
     }
@@ -197,22 +195,16 @@ class Call {
 
   void call_meta() {
     std::unordered_map<c10::TensorImpl*, Tensor> made;
-    for (auto& arg : args_) {
-      auto meta = mapped(arg, [&](const Tensor& tensor) {
-        if (tensor.is_cpu() && is_wrapped(tensor)) return tensor;
-        auto& out = made[tensor.unsafeGetTensorImpl()];
-        if (!out.defined()) out = on_meta(tensor);
-        return out;
-      });
-      if (meta.isDevice()) meta = c10::Device(c10::kMeta);
-      if (meta.isGenerator()) meta = IValue();
-      meta_.push_back(std::move(meta));
-    }
+    meta_ = args_on(c10::kMeta, [&](const Tensor& tensor) {
+      if (tensor.is_cpu() && is_wrapped(tensor)) return tensor;
+      auto& out = made[tensor.unsafeGetTensorImpl()];
+      if (out.defined()) return out;
+      Tensor meta(at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type()));
+      return out = wrapped_as(tensor, meta);
+    });
+    if (generator_ >= 0) meta_[generator_] = IValue();
     auto in = meta_;
-    {
-      Below below(/*quiet=*/false);
-      op_.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &meta_);
-    }
+    call_below(DispatchKey::Meta, op_, &meta_, /*quiet=*/false);
     for (size_t i = 0; i < args_.size(); i++) {  // an `out` that the operator resizes
       if (!writes_[i] || !args_[i].isTensor() || !schema_.arguments()[i].kwarg_only()) continue;
       auto &out = args_[i].toTensor(), &meta = in[i].toTensor();
@@ -225,19 +217,17 @@ class Call {
 
   void to_cpu() {
     bool of_cpu_alone = name().find("mkldnn") != std::string::npos;
-    TORCH_CHECK_NOT_IMPLEMENTED(by_shapes_alone() || (!of_cpu_alone && op_.hasComputedKernelForDispatchKey(DispatchKey::CPU)),
+    bool runs = !of_cpu_alone && op_.hasComputedKernelForDispatchKey(DispatchKey::CPU);
+    TORCH_CHECK_NOT_IMPLEMENTED(by_shapes_alone() || runs,
         "sim runs ", name(), " by its kernel for the CPU, which it does not have");
-    bool takes_host_indices = name().rfind("aten::index", 0) == 0 || name().rfind("aten::_index_put_impl_", 0) == 0 ||
-        name().rfind("aten::_unsafe_index", 0) == 0;
-    for (auto& arg : args_) {
-      cpu_.push_back(mapped(arg, [&](const Tensor& tensor) {
-        if (!tensor.is_cpu()) return aliases_.of(tensor);
-        TORCH_CHECK(tensor.dim() == 0 || takes_host_indices, "Expected all tensors to be on the same device, but found at least two devices, ",
-            device_of(device_), " and cpu! (", name(), ")");
-        return copy_of_number(tensor);
-      }));
-      if (cpu_.back().isDevice()) cpu_.back() = c10::Device(c10::kCPU);
-    }
+    bool takes_host_indices = name().starts_with("aten::index") || name().starts_with("aten::_index_put_impl_") ||
+        name().starts_with("aten::_unsafe_index");
+    cpu_ = args_on(c10::kCPU, [&](const Tensor& tensor) {
+      if (!tensor.is_cpu()) return aliases_.of(tensor);
+      check_same_device(tensor.dim() == 0 || takes_host_indices, tensor);
+      Below below;
+      return wrapped_as(tensor, tensor.clone());
+    });
     if (generator_ < 0) return;
     auto& given = args_[generator_];
     cpu_[generator_] = host_generator(given.isNone() ? std::nullopt : std::optional<at::Generator>(given.toGenerator()), device_);
@@ -252,21 +242,19 @@ class Call {
 
   // Drawn at once, in the host's order; put in place in the stream's.
   void draw() {
-    TORCH_CHECK(!is_capturing(stream_), "sim: ", name(), " draws its numbers on the host, which no replay of a graph would do again");
+    TORCH_CHECK(!is_capturing(stream_), "sim: ", name(),
+        " draws its numbers on the host, which no replay of a graph would do again");
     std::vector<std::pair<Tensor, Tensor>> pairs;
     for (size_t i = 0; i < args_.size(); i++) {
       if (!writes_[i]) continue;
       cpu_[i] = mapped(args_[i], [&](const Tensor& tensor) {
         Below below;
-        pairs.emplace_back(aliases_.of(tensor), at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU)));
+        pairs.emplace_back(aliases_.of(tensor), empty_on(c10::kCPU, tensor));
         return pairs.back().second;
       });
     }
-    {
-      Below below;
-      op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &cpu_);
-    }
-    enqueue(stream_, name(), {[pairs]() mutable { Below below; for (auto& [to, from] : pairs) to.copy_(from); }, {}, {}}, ranges_);
+    call_below(DispatchKey::CPU, op_, &cpu_);
+    enqueue(stream_, name(), {[pairs]() mutable { Below below; for (auto& [to, from] : pairs) to.copy_(from); }}, ranges_);
     for (size_t i = 0; i < schema_.returns().size(); i++) results_.push_back(*returned(i));
   }
 
@@ -280,29 +268,29 @@ class Call {
     TORCH_CHECK(false, "sim: ", name(), " returns no argument of its own");
   }
 
-  Tensor allocate_like(const Tensor& tensor) {
-    return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device_of(device_)));
+  template <class F>
+  void give_back(F&& fresh) {
+    for (size_t i = 0; i < schema_.returns().size(); i++) {
+      auto* arg = returned(i);
+      results_.push_back(arg != nullptr ? *arg : fresh(i));
+    }
   }
 
   void queue() {
     std::vector<std::pair<size_t, IValue>> outs;
-    for (size_t i = 0; i < schema_.returns().size(); i++) {
-      if (auto* arg = returned(i)) {
-        results_.push_back(*arg);
-        continue;
-      }
+    give_back([&](size_t i) {
       auto out = mapped(meta_[i], [&](const Tensor& meta) {
-        auto tensor = allocate_like(meta);
+        auto tensor = empty_on(device_of(device_), meta);
         ranges_.push_back(range_of(tensor, true));
         return tensor;
       });
       outs.emplace_back(i, mapped(out, [&](const Tensor& tensor) { return aliases_.of(tensor); }));
-      results_.push_back(std::move(out));
-    }
+      return out;
+    });
     Sizes sizes;
     for (auto& arg : args_)
       if (by_shapes_alone()) each(arg, [&](const Tensor& tensor) { sizes.push_back(tensor.sizes().vec()); });
-    enqueue(stream_, name(), {[op = op_, cpu = std::move(cpu_), outs = std::move(outs), widen = widens_halves(), writes = writes_]() mutable {
+    auto run = [op = op_, cpu = std::move(cpu_), outs = std::move(outs), widen = widens_halves(), writes = writes_]() mutable {
       Below below;
       std::vector<std::pair<Tensor, Tensor>> narrowed;
       for (size_t i = 0; widen && i < cpu.size(); i++)
@@ -312,20 +300,16 @@ class Call {
           if (writes[i]) narrowed.emplace_back(tensor, wide);
           return wide;
         });
-      op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &cpu);
+      call_below(DispatchKey::CPU, op, &cpu);
       for (auto& [to, from] : narrowed) to.copy_(from);
       for (auto& [i, out] : outs) {
-        if (out.isTensor()) {
-          auto to = out.toTensor(), from = cpu[i].toTensor();
-          // Statistics that nobody asked for are empty by the CPU's kernels, and as meta kernels have them by CUDA's.
-          if (to.defined() && (from.numel() != 0 || to.numel() == 0)) to.copy_(from);
-          continue;
-        }
-        auto to = out.toTensorVector(), from = cpu[i].toTensorVector();
+        auto to = tensors_of(out), from = tensors_of(cpu[i]);
+        // Statistics that nobody asked for are empty by the CPU's kernels, and as meta kernels have them by CUDA's.
         for (size_t j = 0; j < to.size(); j++)
-          if (to[j].defined()) to[j].copy_(from[j]);
+          if (to[j].defined() && (from[j].numel() != 0 || to[j].numel() == 0)) to[j].copy_(from[j]);
       }
-    }, {}, {}}, ranges_, sizes);
+    };
+    enqueue(stream_, name(), {std::move(run)}, ranges_, sizes);
   }
 
   // What it returns depends on data, or on the CPU's word: the host waits.
@@ -334,27 +318,22 @@ class Call {
     auto cpu = std::make_shared<Stack>(std::move(cpu_));
     auto error = std::make_shared<std::exception_ptr>();
     enqueue(stream_, name(), {[op = op_, cpu, error] {
-      Below below(/*quiet=*/false);
       try {
-        op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), cpu.get());
+        call_below(DispatchKey::CPU, op, cpu.get(), /*quiet=*/false);
       } catch (...) {
         *error = std::current_exception();
       }
-    }, {}, {}}, ranges_);
+    }}, ranges_);
     synchronize_stream(stream_, name().c_str());
     if (*error) std::rethrow_exception(*error);
-    for (size_t i = 0; i < schema_.returns().size(); i++) {
-      if (auto* arg = returned(i)) {
-        results_.push_back(*arg);
-        continue;
-      }
-      results_.push_back(mapped((*cpu)[i], [&](const Tensor& from) {
-        auto tensor = allocate_like(from);
-        auto to = alias_of(tensor);
-        enqueue(stream_, name() + " (its result)", {[from, to]() mutable { Below below; to.copy_(from); }, {}, {}}, {range_of(tensor, true)});
+    give_back([&](size_t i) {
+      return mapped((*cpu)[i], [&](const Tensor& from) {
+        auto tensor = empty_on(device_of(device_), from);
+        Task filling{[from, to = alias_of(tensor)]() mutable { Below below; to.copy_(from); }};
+        enqueue(stream_, name() + " (its result)", filling, {range_of(tensor, true)});
         return tensor;
-      }));
-    }
+      });
+    });
   }
 
   c10::OperatorHandle op_;
@@ -376,7 +355,8 @@ void call(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); 
 // torch asks a device of its own for these by names that have neither a meta kernel nor one for the CPU.
 template <bool backward>
 void convolution(const c10::OperatorHandle&, Stack* stack) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(backward ? "aten::convolution_backward" : "aten::convolution", "");
+  auto* name = backward ? "aten::convolution_backward" : "aten::convolution";
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   if (backward) {  // bias_sizes comes fourth there
     auto out_channels = (*(stack->end() - 10)).toTensor().size(1);
     stack->insert(stack->end() - 7, IValue(std::vector<int64_t>{out_channels}));

@@ -12,8 +12,7 @@ PlaceP here() {
   if (!Py_IsInitialized()) return last_of_program;
   auto gil = PyGILState_Ensure();
   auto place = std::make_shared<Place>();
-  auto* frame = PyEval_GetFrame();
-  Py_XINCREF(reinterpret_cast<PyObject*>(frame));
+  auto* frame = PyThreadState_GetFrame(PyThreadState_Get());
   while (frame != nullptr && place->frames.size() < kFrames) {
     place->frames.emplace_back(PyFrame_GetCode(frame), PyFrame_GetLasti(frame));  // code objects are kept for good
     auto* back = PyFrame_GetBack(frame);
@@ -34,17 +33,14 @@ PlaceP here() {
 std::string text(const PlaceP& place) {
   if (!place || !Py_IsInitialized()) return "";
   auto gil = PyGILState_Ensure();
-  std::string out = place->in_backward ? "(in a thread of autograd) " : "";
-  bool first = true;
+  std::string out;
   for (auto& [code, instruction] : place->frames) {
     auto* file = PyUnicode_AsUTF8(code->co_filename);
     auto* name = PyUnicode_AsUTF8(code->co_qualname);
-    out += std::string(first ? "" : " < ") + (file != nullptr ? file : "?") + ":" +
-        std::to_string(PyCode_Addr2Line(code, instruction < 0 ? 0 : instruction)) + " " +
-        (name != nullptr ? name : "?");
-    first = false;
+    auto line = std::to_string(PyCode_Addr2Line(code, std::max(instruction, 0)));
+    out += (out.empty() ? "" : " < ") + std::string(file ? file : "?") + ":" + line + " " + (name ? name : "?");
   }
   PyGILState_Release(gil);
-  return out;
+  return (place->in_backward ? "(in a thread of autograd) " : "") + out;
 }
 }  // namespace sim

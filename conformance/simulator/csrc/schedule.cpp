@@ -55,13 +55,10 @@ struct Runtime {
   std::vector<std::string> unreplayable;
   Time::time_point last_call = Time::now();
 };
-Runtime& runtime() {
-  static auto* one = new Runtime;
-  return *one;
-}
+Runtime& runtime() { return only<Runtime>(); }
 
 int devices = 1;
-thread_local int thread_device = 0;
+thread_local c10::DeviceIndex thread_device = 0;
 thread_local std::map<int, int64_t> thread_streams;
 
 Pace draw_pace(StreamKey key) {
@@ -78,11 +75,10 @@ Queue& queue_of(StreamKey key) {
 }
 
 void pop(Queue& queue) {
-  for (auto& [begin, end, write, memory] : queue.entries.front().ranges) {
-    if (!memory) continue;
-    (write ? memory->pending_writes : memory->pending_reads)--;
-    if (memory->pinned()) close_to_host(memory);
-    if (memory->pending() == 0) forget_finished(memory);
+  for (auto& range : queue.entries.front().ranges) {
+    if (!range.life) continue;
+    if (range.life->pinned()) close_to_host(range.life);
+    if (--range.life->pending == 0) forget_finished(range.life);
   }
   queue.entries.pop_front();
 }
@@ -104,8 +100,7 @@ void keep_error(const Entry& entry) {
 }
 
 // Runs something of the head of a queue, outside of which nothing of the queue may move meanwhile.
-template <class F>
-void run_part(Queue& queue, F&& part) {
+void run_part(Queue& queue, const std::function<void()>& part) {
   auto& r = runtime();
   queue.busy = true;
   r.depth++;
@@ -125,25 +120,24 @@ bool step_any(bool only_drawn);
 // Waits until the collective at the head of a queue is complete.
 void complete(Queue& queue) {
   auto& r = runtime();
-  auto is_complete = queue.entries.front().task.is_complete;
+  auto& task = queue.entries.front().task;
+  auto& operation = queue.entries.front().operation;
   auto since = Time::now();
   auto until = since + kPatience;
   queue.busy = true;
-  for (auto nap = std::chrono::microseconds(5); !is_complete(); nap = std::min(nap * 2, std::chrono::microseconds(500))) {
+  for (auto nap = std::chrono::microseconds(5); !task.is_complete(); nap = std::min(nap * 2, std::chrono::microseconds(500))) {
     r.mutex.unlock();
     std::this_thread::sleep_for(nap);
     r.mutex.lock();
     r.last_call = Time::now();
     if (r.last_call > since + kHang) {
       queue.busy = false;
-      auto& head = *queue.entries.front().operation;
-      TORCH_CHECK(false, "sim: ", head.name, " on ", stream_name(head.stream), " has waited for its peers for ",
-          std::chrono::duration_cast<std::chrono::seconds>(kHang).count(), " s; it was called at ", text(head.place));
+      TORCH_CHECK(false, "sim: ", operation->name, " on ", stream_name(operation->stream), " has waited for its peers for ",
+          kHang.count(), " s; it was called at ", text(operation->place));
     }
     if (r.last_call < until) continue;
     // Peers may be held up by what lies in another queue here: it goes on, as it would on a real device.
-    auto& name = queue.entries.front().operation->name;
-    if (step_any(false)) r.unreplayable.push_back("other streams went on while " + name + " waited for its peers");
+    if (step_any(false)) r.unreplayable.push_back("other streams went on while " + operation->name + " waited for its peers");
     else until = r.last_call + kPatience;
   }
   queue.busy = false;
@@ -212,11 +206,6 @@ void let_time_pass() {
   run_early_streams();
 }
 
-void throw_error() {
-  auto& r = runtime();
-  if (r.error) std::rethrow_exception(std::exchange(r.error, nullptr));
-}
-
 void tell_host(const RecordingP& recording) {
   auto& host = runtime().host;
   join(host, recording->clock);
@@ -233,10 +222,7 @@ void refuse_in_capture(const std::string& what, const RecordingP& recording) {
 }  // namespace
 
 void join(Clock& clock, const Clock& other) {
-  for (auto& [key, tick] : other) {
-    auto& mine = clock[key];
-    mine = std::max(mine, tick);
-  }
+  for (auto& [key, tick] : other) clock[key] = std::max(clock[key], tick);
 }
 
 Lock::Lock() {
@@ -248,16 +234,16 @@ Lock::~Lock() {
   if (thread_ != nullptr) PyEval_RestoreThread(thread_);
 }
 
-int current_device() { return thread_device; }
+c10::DeviceIndex current_device() { return thread_device; }
 int device_count() { return devices; }
 void set_device_count(int count) { devices = count; }
-int exchange_device(int device) {
-  TORCH_CHECK(device >= 0 && device < devices, "sim: got device ", device, ", but there are ", devices,
+c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
+  TORCH_CHECK(device >= 0 && device < devices, "sim: got device ", int{device}, ", but there are ", devices,
       "; ask for more when the simulator is enabled");
   return std::exchange(thread_device, device);
 }
 int64_t current_stream(int device) { return thread_streams[device]; }
-int64_t exchange_stream(int device, int64_t stream) { return std::exchange(thread_streams[device], stream); }
+int64_t exchange_stream(StreamKey stream) { return std::exchange(thread_streams[stream.first], stream.second); }
 int64_t new_stream(int device) {
   Lock lock;
   auto stream = ++runtime().next_stream[device];
@@ -284,7 +270,7 @@ void note_course(uint64_t what) {
 
 void enqueue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const Sizes& sizes) {
   if (by_shapes_alone()) {
-    Asked one{"run", stream, 0, 0, 0, std::move(name), sizes};
+    Asked one{"run", stream, nullptr, 0, 0, std::move(name), sizes};
     for (auto& range : ranges) (range.write ? one.writes : one.reads) += range.end - range.begin;
     return note(std::move(one));
   }
@@ -303,7 +289,7 @@ void issue(StreamKey stream, Work work, const PlaceP& place) {
   for (auto& range : work.ranges) {
     if (!range.life) range.life = allocation_at(range.begin);
     if (!range.life) continue;
-    (range.write ? range.life->pending_writes : range.life->pending_reads)++;
+    range.life->pending++;
     if (std::exchange(range.life->stale, false)) issue(stream, first_use(range.life, work.name), place);
   }
   queue.clock[stream] = ++r.ticks;
@@ -328,7 +314,7 @@ RecordingP record(StreamKey stream) {
   join(queue.clock, runtime().host);
   recording->clock = queue.clock;
   recording->done = queue.entries.empty() && !queue.busy;
-  note({"record", stream, reinterpret_cast<int64_t>(recording.get())});
+  note({"record", stream, recording.get()});
   if (!recording->done) queue.entries.push_back({.records = recording});
   return recording;
 }
@@ -339,7 +325,7 @@ void block(StreamKey stream, const RecordingP& recording) {
   if (auto* its = capture_of(recording->stream); !capture && its && its->number() == recording->capture) capture = its;
   if (capture != nullptr) return capture->keep_wait(stream, recording);
   TORCH_CHECK(recording->capture == 0, "sim: ", stream_name(stream), " waits for an event of a capture that is over");
-  note({"wait", stream, reinterpret_cast<int64_t>(recording.get())});
+  note({"wait", stream, recording.get()});
   auto& queue = queue_of(stream);
   join(queue.clock, recording->clock);
   if (!recording->done) queue.entries.push_back({.waits = recording});
@@ -365,7 +351,7 @@ void wait_on_host(const RecordingP& recording, const char* why) {
   if (why != nullptr) r.waits[{why, text(here())}]++;
   refuse_in_capture(why == nullptr ? "synchronize" : why, recording);
   TORCH_CHECK(!r.depth || recording->done, "sim: a task on the device waits for the device");
-  note({"host_wait", recording->stream, reinterpret_cast<int64_t>(recording.get())});
+  note({"host_wait", recording->stream, recording.get()});
   auto since = r.last_call = Time::now();
   while (!recording->done) {
     bool moved = r.order == Order::Drawn && r.draws() % 2 && step_any(true);
@@ -379,7 +365,7 @@ void wait_on_host(const RecordingP& recording, const char* why) {
     r.mutex.lock();
   }
   tell_host(recording);
-  throw_error();
+  if (r.error) std::rethrow_exception(std::exchange(r.error, nullptr));
 }
 
 void synchronize_stream(StreamKey stream, const char* why) { wait_on_host(record(stream), why); }

@@ -1,14 +1,11 @@
 // Tensors of the device: made, resized, viewed, copied.
-#include "headers.h"
-
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
-
-#include <cstring>
+#include <torch/library.h>
 
 using at::Tensor;
 using c10::Device;
@@ -18,9 +15,9 @@ using c10::DispatchKeySet;
 namespace sim {
 Below::Below(bool quiet)
     : guard(DispatchKeySet(DispatchKey::BackendSelect),
-          c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset |
-              DispatchKeySet({DispatchKey::ADInplaceOrView, DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PythonDispatcher,
-                  DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::Functionalize})) {
+          c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset | c10::python_ks |
+              DispatchKeySet({DispatchKey::PythonDispatcher, DispatchKey::Functionalize,
+                  DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode})) {
   struct Silent final : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   };
@@ -35,7 +32,8 @@ Tensor Aliases::of(const Tensor& tensor) {
   auto found = storages_.find(from);
   if (found == storages_.end()) {
     c10::DataPtr data(from->mutable_data(), Device(c10::kCPU));
-    found = storages_.emplace(from, c10::Storage(c10::Storage::use_byte_size_t(), from->nbytes(), std::move(data), nullptr, false)).first;
+    c10::Storage storage(c10::Storage::use_byte_size_t(), from->nbytes(), std::move(data), nullptr, false);
+    found = storages_.emplace(from, std::move(storage)).first;
   }
   alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(found->second), DispatchKeySet(DispatchKey::CPU), tensor.dtype());
   alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
@@ -44,16 +42,11 @@ Tensor Aliases::of(const Tensor& tensor) {
   return alias;
 }
 
-Tensor alias_of(const Tensor& tensor) {
-  if (tensor.is_cpu()) return tensor;
-  Aliases aliases;
-  return aliases.of(tensor);
-}
-
 Range range_of(const Tensor& tensor, bool write) {
   if (!tensor.defined() || tensor.numel() == 0 || tensor.storage().data() == nullptr) return {nullptr, nullptr, write};
   auto size = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
-  auto* begin = static_cast<const char*>(tensor.storage().data()) + tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+  auto offset = tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+  auto* begin = static_cast<const char*>(tensor.storage().data()) + offset;
   return {begin, begin + size, write};
 }
 
@@ -64,15 +57,15 @@ using Sizes = at::IntArrayRef;
 // PrivateUse1. MTIA's bit is in it, and is outranked by PrivateUse1's wherever a kernel is chosen.
 DispatchKeySet keys() { return DispatchKeySet(DispatchKey::PrivateUse1) | DispatchKeySet(c10::BackendComponent::MTIABit); }
 
-Tensor empty(Sizes size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>,
-    std::optional<at::MemoryFormat> format) {
-  c10::DeviceGuard guard(device_of(device ? index_of(*device) : current_device()));
-  return at::detail::empty_generic(size, device_allocator(), keys(), dtype.value_or(c10::get_default_dtype_as_scalartype()), format);
+Tensor empty(Sizes size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device,
+    std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(size, device_allocator(), keys(), c10::dtype_or_default(dtype), format);
 }
-Tensor empty_strided(Sizes size, Sizes stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device,
-    std::optional<bool>) {
-  c10::DeviceGuard guard(device_of(device ? index_of(*device) : current_device()));
-  return at::detail::empty_strided_generic(size, stride, device_allocator(), keys(), dtype.value_or(c10::get_default_dtype_as_scalartype()));
+Tensor empty_strided(Sizes size, Sizes stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<Device> device, std::optional<bool>) {
+  c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(size, stride, device_allocator(), keys(), c10::dtype_or_default(dtype));
 }
 
 void grow(const Tensor& tensor) {
@@ -90,40 +83,34 @@ const Tensor& resize_(const Tensor& self, Sizes size, std::optional<at::MemoryFo
 Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, Sizes size, Sizes stride) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
-  if (stride.data() == nullptr || stride.size() != size.size()) {
-    impl->set_storage_offset(offset);
-    impl->set_sizes_contiguous(size);
-  } else {
-    impl->set_sizes_and_strides(size, stride, offset);
-  }
+  impl->set_storage_offset(offset);
+  impl->set_sizes_contiguous(size);
+  if (stride.size() == size.size()) impl->set_sizes_and_strides(size, stride);
   grow(self);
   return self;
-}
-Tensor& set_whole_storage(Tensor& self, at::Storage source) {
-  auto count = static_cast<int64_t>(source.nbytes() / self.itemsize());
-  return set_storage(self, std::move(source), 0, {count}, {});
-}
-Tensor& set_tensor(Tensor& self, const Tensor& source) {
-  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 Tensor& set_nothing(Tensor& self) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), 0, device_allocator()->allocate(0), device_allocator(), true);
   return set_storage(self, std::move(storage), 0, {0}, {});
 }
-void record_stream(Tensor& self, c10::Stream stream) { record_use(self.storage().data(), {stream.device_index(), stream.id()}); }
+void record_stream(Tensor& self, c10::Stream stream) { record_use(self.storage().data(), key_of(stream)); }
 
 // By aliases, of host tensors too: their `.data` may be another's by the time that the copy runs.
 Task copying(const Tensor& from, const Tensor& to) {
   Aliases aliases;
   auto x = aliases.of(from), y = aliases.of(to);
-  return {[x, y]() mutable { Below below; y.copy_(x); }, {}, {}};
+  return {[x, y]() mutable { Below below; y.copy_(x); }};
+}
+
+void enqueue_copy(StreamKey stream, const char* name, const Tensor& from, const Tensor& to) {
+  enqueue(stream, name, copying(from, to), {range_of(from, false), range_of(to, true)});
 }
 
 // From one device to another, on the stream of the first; that of the second waits for it, and is waited for.
 void copy_between_devices(const Tensor& from, const Tensor& to) {
   auto source = current(from.device().index()), target = current(to.device().index());
   block(source, record(target));
-  enqueue(source, "copy between devices", copying(from, to), {range_of(from, false), range_of(to, true)});
+  enqueue_copy(source, "copy between devices", from, to);
   block(target, record(source));
 }
 
@@ -131,17 +118,14 @@ void copy_from_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   auto stream = current(to.device().index());
   auto pinned = is_pinned(from.storage().data());
   if (non_blocking && !pinned) {  // as CUDA: pageable memory is read before the call returns
-    Tensor staged;
-    {
-      Below below;
-      staged = from.detach().clone();
-    }
+    auto staged = [&] { Below below; return from.detach().clone(); }();
     auto alias = alias_of(to);
-    TORCH_CHECK(!is_capturing(stream), "sim: a copy from memory that is not pinned is captured, and no replay would read it again");
-    enqueue(stream, "copy from pageable memory", {[staged, alias]() mutable { Below below; alias.copy_(staged); }, {}, {}}, {range_of(to, true)});
-    return;
+    TORCH_CHECK(!is_capturing(stream),
+        "sim: a copy from memory that is not pinned is captured, and no replay would read it again");
+    Task task{[staged, alias]() mutable { Below below; alias.copy_(staged); }};
+    return enqueue(stream, "copy from pageable memory", task, {range_of(to, true)});
   }
-  enqueue(stream, "copy from the host", copying(from, to), {range_of(from, false), range_of(to, true)});
+  enqueue_copy(stream, "copy from the host", from, to);
   if (non_blocking) record_use(from.storage().data(), stream);
   else synchronize_stream(stream, "a copy from the host");
 }
@@ -153,12 +137,12 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
     Lock lock;
     auto memory = allocation_at(to.storage().data());
     auto range = range_of(to, true);
-    if (memory && !memory->pending() && !is_capturing(stream)) {
+    if (memory && !memory->pending && !is_capturing(stream)) {
       open_to_device(memory);
-      poison(const_cast<char*>(range.begin), static_cast<size_t>(range.end - range.begin));
+      poison(range.begin, range.end - range.begin);
     }
   }
-  enqueue(stream, "copy to the host", copying(from, to), {range_of(from, false), range_of(to, true)});
+  enqueue_copy(stream, "copy to the host", from, to);
   if (later) record_use(to.storage().data(), stream);
   else synchronize_stream(stream, "a copy to the host");
 }
@@ -175,7 +159,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   } else if (source.device() != to.device()) {
     copy_between_devices(source, to);
   } else {
-    enqueue(current(to.device().index()), "copy_", copying(source, to), {range_of(source, false), range_of(to, true)});
+    enqueue_copy(current(to.device().index()), "copy_", source, to);
   }
   return to;
 }
@@ -202,8 +186,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage_storage_offset", set_storage);
-  m.impl("set_.source_Storage", set_whole_storage);
-  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_.source_Storage", at::native::set_);
+  m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream);
   m.impl("_copy_from", copy_from);

@@ -6,6 +6,7 @@
 
 namespace sim {
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
+using Tensors = std::vector<at::Tensor>;
 
 inline c10::Device device_of(int index) { return c10::Device(kSim, static_cast<c10::DeviceIndex>(index)); }
 inline int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
@@ -26,7 +27,7 @@ class Aliases {  // CPU tensors over the same memory; those of one storage share
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
   std::unordered_map<c10::TensorImpl*, at::Tensor> tensors_;
 };
-at::Tensor alias_of(const at::Tensor& tensor);
+inline at::Tensor alias_of(const at::Tensor& tensor) { return tensor.is_cpu() ? tensor : Aliases().of(tensor); }
 Range range_of(const at::Tensor& tensor, bool write);
 
 at::Generator host_generator(const std::optional<at::Generator>& generator, int device);
