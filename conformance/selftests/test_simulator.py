@@ -77,6 +77,12 @@ def test_what_is_left_out_is_a_hazard_under_every_schedule(seen: list, name: str
         assert all("_cases.py" in in_program(hazard["before_place"]) for hazard in one["hazards"]), one
 
 
+def test_the_cure_of_memory_given_out_too_early_is_the_same_under_every_schedule(seen: list) -> None:
+    for one in of(seen, "record_stream", right=False):
+        for hazard in one["hazards"]:
+            assert "record_stream on that stream before it is freed" in hazard["missing"], one
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_seed_has_one_result(seen: list, name: str) -> None:
     for right in (True, False):

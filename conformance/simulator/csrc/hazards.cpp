@@ -25,7 +25,7 @@ constexpr size_t kPages = 2048;  // pinned blocks watched at a time
 struct Access {
   OperationP operation;
   bool write;
-  const Allocation* life;
+  AllocationP life;  // held, so that no later one has its address
 };
 struct Cell {  // memory that the same operations touched
   const char* end;
@@ -174,17 +174,16 @@ void note_access(const OperationP& operation, const Clock& clock, const std::vec
   for (auto& range : ranges) {
     if (range.begin >= range.end) continue;
     auto& memory = range.life;
-    auto* life = memory.get();
-    if (memory && memory->pinned()) l.unseen[memory->begin].push_back({operation, range.write, life});
+    if (memory && memory->pinned()) l.unseen[memory->begin].push_back({operation, range.write, memory});
     for (auto cell = cut(range.begin, range.end); cell != l.cells.end() && cell->first < range.end; ++cell) {
       auto& accesses = cell->second.accesses;
       for (auto& before : accesses)
         if ((before.write || range.write) && !is_before(*before.operation, clock))
-          tell(*operation, range.write, before, before.life == life);
+          tell(*operation, range.write, before, before.life == memory);
       std::erase_if(accesses, [&](auto& before) {
         return range.write ? is_before(*before.operation, clock) : !before.write && before.operation->stream == operation->stream;
       });
-      accesses.push_back({operation, range.write, life});
+      accesses.push_back({operation, range.write, memory});
     }
   }
 }
