@@ -15,7 +15,15 @@ from pathlib import Path
 from conformance import faults
 from conformance.faults.kills import Idle, Kill, Kills, read_kills, write_kills
 from conformance.faults.memory import known, remember
-from conformance.faults.trials import RedWithoutFault, fault_ids, idle, killing, proven, takes_ranks
+from conformance.faults.trials import (
+    RedWithoutFault,
+    asked_about,
+    fault_ids,
+    idle,
+    killing,
+    proven,
+    takes_ranks,
+)
 from conformance.faults.worker import Crew, Trial
 from conformance.judge import environment
 from conformance.judge.clauses import all_clauses
@@ -35,7 +43,8 @@ def main(words: Sequence[str]) -> int:
     kills = options.known
     began = time.monotonic() - kills.seconds
     try:
-        with Crew(options.subject, options.jobs) as crew:
+        clauses = asked_about(ids) if options.only else ()
+        with Crew(options.subject, options.jobs, clauses=clauses) as crew:
             _judge_faults(crew, kills, ids, Path(options.out))
             if options.clauses:
                 _judge_idle_clauses(crew, kills, Path(options.out))

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, TextIO
 import pytest
 import torch._dynamo  # noqa: F401 the first step of an optimizer imports it, which takes as long as a fault lives
 
-from conformance.faults.order import Task, in_order
+from conformance.faults.order import Task, in_order, starts_ranks
 from conformance.judge.clauses import HERE, all_clauses, clause_of
 from conformance.judge.deadlines import Deadlines
 from conformance.judge.judgement import RED
@@ -49,7 +50,9 @@ class Ending:
     seconds: float = 0.0
 
 
-def serve(tasks: connection.Connection, package: str, profile: str, folder: Path) -> None:
+def serve(
+    tasks: connection.Connection, package: str, profile: str, clauses: Collection[str], folder: Path
+) -> None:
     """Life of a worker: an `Ending` for each `Task`, or a sentence that says why there is none."""
     os.setsid()  # so that it is killed with all that it started, and Ctrl-C is its parent's alone
     os.environ.pop("PYTEST_ADDOPTS", None)
@@ -59,15 +62,16 @@ def serve(tasks: connection.Connection, package: str, profile: str, folder: Path
     plugins = [word for name in _UNUSED_PLUGINS for word in ("-p", f"no:{name}")]
     words = ["-q", "--tb=native", "--no-shrink", f"--subject={package}", f"--profile={profile}"]
     try:
-        pytest.main([*plugins, *words, *test_files()], plugins=[_Forking(tasks, folder)])
+        pytest.main([*plugins, *words, *test_files(clauses)], plugins=[_Forking(tasks, folder)])
     finally:
         sys.stdout.flush()  # what pytest has said of an error lies there
         os._exit(0)  # what a fork would clean up is its worker's
 
 
-def test_files() -> list[str]:
-    """What any subject is asked: by the clauses, and about its names and signatures."""
-    folders = {HERE, *(HERE.joinpath(*c.area.split(".")).parent for c in all_clauses().values())}
+def test_files(clauses: Collection[str]) -> list[str]:
+    """What any subject is asked: by these clauses (all, if none is named), and about its names and signatures."""
+    areas = {all_clauses()[clause_id].area for clause_id in clauses or all_clauses()}
+    folders = {HERE, *(HERE.joinpath(*area.split(".")).parent for area in areas)}
     return [str(file) for folder in sorted(folders) for file in sorted(folder.glob("test_*.py"))]
 
 
@@ -77,6 +81,7 @@ class _Forking:
     def __init__(self, tasks: connection.Connection, folder: Path) -> None:
         self._tasks, self._folder = tasks, folder
         self._worker: TextIO | None = None  # in a fork, whom it tells
+        self._has_fork_server = False  # which ranks come from; it costs as much as the worker itself
         self._kept: list[object] = []  # in a fork, what would end something of the worker's if it were let go
 
     @pytest.hookimpl(tryfirst=True)
@@ -84,12 +89,14 @@ class _Forking:
         if session.testsfailed:  # in collection: pytest's own loop says so and ends
             return None
         clauses = {item.nodeid: clause_of(item) for item in session.items}
-        start_fork_server()
         gc.freeze()
         with contextlib.suppress(EOFError, ConnectionError):  # nobody asks any more
             while True:
                 task = self._tasks.recv()
                 began = time.monotonic()
+                if not self._has_fork_server and any(map(starts_ranks, in_order(session.items, task))):
+                    self._has_fork_server = True
+                    start_fork_server()
                 notes = Notes(self._folder / str(time.monotonic_ns()))
                 notes.folder.mkdir()
                 reader, writer = os.pipe()
@@ -111,7 +118,8 @@ class _Forking:
 
     def _take_up(self, task: Task, session: pytest.Session, notes: Notes) -> None:
         """Make this run, in a fork, one about the task."""
-        keep_fork_server()
+        if self._has_fork_server:
+            keep_fork_server()
         load_library(task.spec)
         option = session.config.option
         option.subject, option.maxfail = task.spec, 1

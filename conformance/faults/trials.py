@@ -35,6 +35,11 @@ def areas_of(fault_id: str) -> frozenset[str]:
     return found
 
 
+def asked_about(faults: Iterable[str]) -> frozenset[str]:
+    """The clauses whose tests are run on one of these faults."""
+    return clauses_of(area for fault_id in faults for area in areas_of(fault_id))
+
+
 def takes_ranks(fault_id: str) -> bool:
     """Nothing in one process shows it: judging it takes tens of seconds, not two."""
     fault = find(fault_id)
@@ -48,7 +53,7 @@ class RedWithoutFault(Exception):
 def killing(package: str, fault_id: str, first: str = "") -> Trial[Kill]:
     """Whether a fault is killed; `first` is the test to begin with."""
     fault = find(fault_id)
-    clauses = clauses_of(areas_of(fault_id))
+    clauses = asked_about([fault_id])
     ending = yield Task(f"{package}+{fault_id}", clauses, fault.about, fault.on_ranks, first)
     return Kill(
         fault=fault_id,

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,15 +22,18 @@ Trial = Generator[Task, Ending, Result]
 
 
 class Worker:
-    """Runs tasks one at a time on a subject, `package`, as it is or with a fault in it."""
+    """Runs tasks one at a time on a subject, `package`, as it is or with a fault in it.
 
-    def __init__(self, package: str, profile: str = "quick") -> None:
+    Its tasks may ask for the tests of these clauses, or of all if none is named: what is not asked is not collected.
+    """
+
+    def __init__(self, package: str, profile: str = "quick", clauses: Collection[str] = ()) -> None:
         context = multiprocessing.get_context("spawn")
         self.tasks, far_end = context.Pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="faults-")
         folder = Path(self._folder.name)
         # Not a daemon: tests start ranks, and daemons may start nothing.
-        self._process = context.Process(target=serve, args=(far_end, package, profile, folder))
+        self._process = context.Process(target=serve, args=(far_end, package, profile, clauses, folder))
         self._process.start()
         far_end.close()
 
@@ -74,13 +77,15 @@ class Worker:
 class Crew:
     """Several workers, among which trials are shared out."""
 
-    def __init__(self, package: str, jobs: int, profile: str = "quick") -> None:
-        self._package, self._jobs, self._profile = package, jobs, profile
+    def __init__(
+        self, package: str, jobs: int, profile: str = "quick", clauses: Collection[str] = ()
+    ) -> None:
+        self._package, self._jobs, self._profile, self._clauses = package, jobs, profile, clauses
         self._workers: list[Worker] = []
 
     def __enter__(self) -> Crew:
         while len(self._workers) < self._jobs:
-            self._workers.append(Worker(self._package, self._profile))
+            self._workers.append(Worker(self._package, self._profile, self._clauses))
         return self
 
     def __exit__(self, *error: object) -> None:

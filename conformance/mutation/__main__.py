@@ -29,6 +29,7 @@ from conformance.mutation.groups import (
     GROUPS,
     Group,
     Mutant,
+    clauses_of,
     diff,
     draw,
     is_idle,
@@ -63,7 +64,8 @@ def main(words: Sequence[str]) -> int:
     try:
         _say("measuring which lines each test reaches")
         reach = measure(options.subject, options.groups, options.jobs, options.reach)
-        with Crew(options.subject, options.jobs) as crew:
+        clauses = frozenset[str]().union(*map(clauses_of, options.groups))
+        with Crew(options.subject, options.jobs, clauses=clauses) as crew:
             for group in options.groups:
                 results[group.name] = found = []
                 for result in _judged(crew, options, group, reach):

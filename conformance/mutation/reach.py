@@ -95,7 +95,8 @@ def measure(package: str, groups: Sequence[Group], jobs: int, kept: Path | None 
         environment = {_FOLDER: directory, _GROUPS: json.dumps([group.name for group in groups])}
         known = folder / "known.json"
         known.write_text(json.dumps([*reach.clauses]))
-        noting = _judged(f"{package}+{LINES}", folder, jobs, test_files(), environment | {_KNOWN: str(known)})
+        files = test_files(frozenset[str]().union(*map(clauses_of, groups)))
+        noting = _judged(f"{package}+{LINES}", folder, jobs, files, environment | {_KNOWN: str(known)})
         collected = json.loads((folder / _COLLECTED).read_text())
         red = [test["nodeid"] for test in noting if test["outcome"] in RED]
         plain = _judged(package, folder, jobs, red, environment) if red else []

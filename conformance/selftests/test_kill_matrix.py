@@ -24,7 +24,16 @@ from conformance.faults.kills import Idle, Kill, Kills, read_kills, write_kills
 from conformance.faults.memory import Memory, known, noted, remember, still_there
 from conformance.faults.order import Task, distance, likeness_to, lineage
 from conformance.faults.reasons import all_excuses, idle_reasons
-from conformance.faults.trials import candidates, clauses_of, fault_ids, idle, killing, proven, takes_ranks
+from conformance.faults.trials import (
+    asked_about,
+    candidates,
+    clauses_of,
+    fault_ids,
+    idle,
+    killing,
+    proven,
+    takes_ranks,
+)
 from conformance.faults.worker import Trial, Worker
 from conformance.judge import environment, surface
 from conformance.judge.clauses import all_clauses
@@ -85,7 +94,7 @@ def test_the_suite_turns_red(worker: Worker, subject: Library, fault_id: str) ->
 
 @pytest.mark.deadline(600)
 def test_a_sample_of_faults_in_torch_turns_it_red() -> None:
-    with Worker("torch") as worker:
+    with Worker("torch", clauses=asked_about(ON_TORCH)) as worker:
         kills = [carried_out(worker, killing("torch", fault_id)) for fault_id in ON_TORCH]
     assert [kill.fault for kill in kills if not kill.is_due] == []
 
@@ -111,7 +120,7 @@ def test_a_fault_that_ends_its_process_is_reported_with_its_clause(
     )
     monkeypatch.syspath_prepend(tmp_path)
     clause = "nn.utils.clip_grad.clip_grad_value_.clamps"
-    with Worker("deadly") as worker:
+    with Worker("deadly", clauses={clause}) as worker:
         twice = [worker.judge(Task("deadly", frozenset({clause}))) for _ in range(2)]
     assert [(ending.how, ending.clause) for ending in twice] == [("crash", clause)] * 2
     assert "test_clip_grad_value.py" in twice[0].nodeid
@@ -119,12 +128,13 @@ def test_a_fault_that_ends_its_process_is_reported_with_its_clause(
 
 @pytest.mark.deadline(120)
 def test_what_cannot_be_judged_is_neither_killed_nor_a_survivor() -> None:
-    with Worker("torch") as worker:
+    clauses = clauses_of(["cpu.amp.grad_scaler"])
+    with Worker("torch", clauses=clauses) as worker:
         with pytest.raises(RuntimeError, match="no fault is called 'forget:everything'"):
-            worker.judge(Task("torch+forget:everything", clauses_of(["cpu.amp.grad_scaler"])))
-        assert worker.judge(Task("torch", clauses_of(["cpu.amp.grad_scaler"]))).how == ""
+            worker.judge(Task("torch+forget:everything", clauses))
+        assert worker.judge(Task("torch", clauses)).how == ""
     with Worker("no.such.package") as worker, pytest.raises(RuntimeError, match=r"no\.such\.package"):
-        worker.judge(Task("no.such.package", clauses_of(["cpu.amp.grad_scaler"])))
+        worker.judge(Task("no.such.package", clauses))
 
 
 @pytest.mark.deadline(300)

@@ -222,7 +222,7 @@ def test_a_mutant_is_killed_by_a_test_that_reaches_it_and_what_it_was_made_of_is
         for site in sites(parsed(package, module))
         if site.function == "clip_grad_value_" and site.operator == "return_early"
     )
-    with Worker(package) as worker:
+    with Worker(package, clauses=clauses_of(GROUPS[2])) as worker:
         mutant = worker.judge(
             Task(f"{package}+mutant:{module}:{site.operator}:{site.number}", frozenset(), tests=(test,))
         )
