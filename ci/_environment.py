@@ -45,6 +45,8 @@ CPU_INDEX = os.environ.get("TANDEM_TORCH_INDEX", "https://download.pytorch.org/w
 INDEX_DEADLINE_S = 5  # to connect, not to download
 BIG_DOWNLOAD_MB = 5.0
 PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", "--no-color"]
+# Hundreds of the tests' processes would compile the same files each, a fifth of their start, if none kept them.
+_NOT_HANDED_ON = ("PYTHONHOME", "__PYVENV_LAUNCHER__", "PYTHONDONTWRITEBYTECODE")
 
 
 def say(text: str) -> None:
@@ -74,7 +76,7 @@ def enter(extras: Iterable[str]) -> dict[str, str]:
         if not _is_ready(stamp := _read_stamp(), expected, missing):
             _build(expected, stamp, missing)
         _wait_for(lock, fcntl.LOCK_SH)
-    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "__PYVENV_LAUNCHER__")}
+    environ = {name: value for name, value in os.environ.items() if name not in _NOT_HANDED_ON}
     if searched := environ.get("PYTHONPATH"):  # the command runs in another folder than it was given in
         environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, searched.split(os.pathsep)))
     return environ | {
