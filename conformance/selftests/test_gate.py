@@ -156,7 +156,8 @@ def test_a_gate_that_is_stopped_tells_what_is_known_and_begins_nothing_else(
     with subprocess.Popen(
         [sys.executable, "-m", "conformance.gate", "--subject=torch", f"--out={tmp_path}"],
         cwd=ROOT,
-        env=os.environ | {"TANDEM_MARK": mark, "PYTEST_ADDOPTS": _COLLECTED},
+        env=os.environ
+        | {"TANDEM_MARK": mark, "PYTEST_ADDOPTS": _COLLECTED, "PYTEST_XDIST_AUTO_NUM_WORKERS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -76,8 +76,8 @@ def _judge(name: str, folder: Path, words: tuple[str, ...]) -> None:
 
 
 def judged_by_workers(name: str, folder: Path, *words: str) -> dict[str, Any]:
-    """The report on a subject that ends processes: workers run the tests."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--profile=quick"]
+    """The report on a subject that ends processes: workers run the tests, one unless said."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--profile=quick"]
     command += [f"--subject={name}", f"--report={folder}", *words]
     path = os.pathsep.join(map(str, (folder, written(folder / "subjects"), ROOT)))
     with (folder / "log").open("w") as log:
@@ -309,7 +309,7 @@ LETHAL = {
 @pytest.mark.deadline(_WORKERS_LIMIT_S + 20)
 def test_what_ends_or_holds_its_process_is_reported_by_whoever_is_left(tmp_path: Path) -> None:
     others = "conformance/amp/test_autocast_mode.py::test_bad_arguments"
-    report = judged_by_workers("dies_in_many_ways", tmp_path, "--deadline=6", *LETHAL, others)
+    report = judged_by_workers("dies_in_many_ways", tmp_path, "-n", "2", "--deadline=6", *LETHAL, others)
     for test, expected in LETHAL.items():
         outcomes = [entry["outcome"] for entry in of(report, test)]
         assert outcomes.count(expected) == min(2, len(outcomes)), (test, outcomes)
