@@ -144,7 +144,7 @@ def draw(group: Group, package: str, sample: int, seed: int) -> list[Mutant]:
     chance = random.Random(f"{seed} {group.name}")
     made: dict[str, list[Mutant]] = {operator: [] for operator in OPERATORS}
     for module in modules_of(group, package):
-        for site in sites(parsed(package, module)):
+        for site in sites_in(package, module):
             made[site.operator].append(Mutant(group, module, site))
     turns = itertools.zip_longest(*(chance.sample(mutants, len(mutants)) for mutants in made.values()))
     return list(itertools.islice((mutant for turn in turns for mutant in turn if mutant), sample))
@@ -159,7 +159,7 @@ def mutant_called(package: str, name: str) -> Mutant:
     for group in GROUPS:
         for module in modules_of(group, package):
             if name.startswith(f"{module}:"):
-                for site in sites(parsed(package, module)):
+                for site in sites_in(package, module):
                     if Mutant(group, module, site).fault_id == f"{MUTANT}{name}":
                         return Mutant(group, module, site)
     raise LookupError(f"no mutant of {package} is called {name!r}")
@@ -169,12 +169,22 @@ def parsed(package: str, module: str) -> ast.Module:
     return ast.parse(file_of(package, module).read_text(encoding="utf-8"))
 
 
+@functools.cache
+def sites_in(package: str, module: str) -> list[Site]:
+    return sites(parsed(package, module))
+
+
+@functools.cache
+def _unparsed(package: str, module: str) -> list[str]:
+    return ast.unparse(parsed(package, module)).splitlines()
+
+
 def diff(package: str, mutant: Mutant) -> list[str]:
     """What the mistake changes: its lines with - and +, as Python writes the tree, and three around them."""
-    before, after = parsed(package, mutant.module), parsed(package, mutant.module)
+    after = parsed(package, mutant.module)
     mutate(after, mutant.site.operator, mutant.site.number)
     lines = difflib.unified_diff(
-        ast.unparse(before).splitlines(), ast.unparse(after).splitlines(), lineterm="", n=3
+        _unparsed(package, mutant.module), ast.unparse(after).splitlines(), lineterm="", n=3
     )
     return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
@@ -216,7 +226,7 @@ def stale_proofs(package: str) -> list[str]:
     for key in _proofs(package):
         module, function, operator, _ = key.split(":")
         known = module in _modules(package)
-        made = sites(parsed(package, module)) if known else []
+        made = sites_in(package, module) if known else []
         like = [site for site in made if (site.function, site.operator) == (function, operator)]
         if key not in (key_of(package, Mutant(GROUPS[0], module, site)) for site in like):
             found.append(key)
