@@ -56,7 +56,7 @@ specs = st.lists(
 )
 # Interpreted kernels take about a second for the largest lists.
 few = settings(max_examples=12, deadline=None)
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=2 * settings.default.max_examples, deadline=None)
 
 
 def by(backend, function, *arguments):
