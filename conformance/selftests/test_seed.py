@@ -80,8 +80,8 @@ def test_any_whole_number_is_a_seed(monkeypatch: pytest.MonkeyPatch, seed: int) 
 
 
 @pytest.fixture
-def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "1")
+def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "0")
 
 
 def runs(log: Path, subject: str, *words: str) -> tuple[int, list[dict[str, Any]]]:
@@ -93,7 +93,7 @@ def runs(log: Path, subject: str, *words: str) -> tuple[int, list[dict[str, Any]
 
 
 @pytest.mark.deadline(200)
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("in_one_process")
 def test_each_run_is_logged(tmp_path: Path) -> None:
     code, (first, second) = runs(tmp_path / "false_positives.jsonl", "torch", "--twice")
     assert code == 0
@@ -104,7 +104,7 @@ def test_each_run_is_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.deadline(200)
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("in_one_process")
 def test_a_fault_is_found_at_every_seed(tmp_path: Path) -> None:
     code, (only,) = runs(tmp_path / "false_positives.jsonl", "torch+skip:nn.utils.clip_grad_value_")
     assert (code, only["verdict"]) == (1, "red")

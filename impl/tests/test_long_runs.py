@@ -18,7 +18,7 @@ from impl.amp import GradScaler
 STEPS = pytest.mark.parametrize(
     "steps",
     [
-        500,
+        200,
         pytest.param(10_000, marks=pytest.mark.profile("deep")),
     ],
 )
