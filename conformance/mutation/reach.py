@@ -135,7 +135,7 @@ def _judged(
         "-p",
         __name__,
         "-n",
-        str(jobs),
+        str(jobs if jobs > 1 else 0),  # a worker would be two more imports of torch
     ]
     command += ["--profile=quick", f"--subject={spec}", f"--report={folder}", "--no-shrink", *tests]
     ended = subprocess.run(
