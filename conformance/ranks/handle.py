@@ -6,6 +6,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import re
 import select
 import selectors
 import signal
@@ -28,7 +29,15 @@ from conformance.ranks.process import Settings, serve
 # Imported once in the fork server, so that a rank starts in milliseconds. Importing is safe there; running an operator
 # is not: the threads that it starts would be missing in every fork. DTensor's first operator imports Dynamo, which
 # takes seconds that no case's deadline should pay.
-_PRELOADED = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo")
+_PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    rank_process.__name__,
+)
+# What a rank runs; of a subject it names nothing but the spec, so that each rank imports its own.
+_OF_CASES = re.compile(r"conformance\.(\w+\.)*(\w+_)?cases")
 _KILL_S = 10.0
 _TAIL_BYTES = 16_384
 _READ_BYTES = 65_536
@@ -42,7 +51,8 @@ _LAST_FRAME = b'  File "<string>", line 1 in <module>\n'
 def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # A new process imports its parent's main module, which under `python -m pytest` is pytest.
-    context.set_forkserver_preload([*_PRELOADED, *(["pytest"] if "pytest" in sys.modules else [])])
+    mains = ["pytest"] if "pytest" in sys.modules else []
+    context.set_forkserver_preload([*_PRELOADED, *mains, *filter(_OF_CASES.fullmatch, sys.modules)])
     return context
 
 
