@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Generator
 
 import pytest
+import torch
 
 from conformance.judge.library import Library
 from conformance.ranks.pool import RankPool
@@ -24,8 +25,13 @@ def _warm_pools() -> Generator[Pools]:
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest, _warm_pools: Pools, subject: Library) -> Callable[..., RankPool]:
-    """`ranks(world_size, device="cpu")`: the warm pool of that size, whose ranks have imported the subject."""
+def ranks(
+    request: pytest.FixtureRequest, _warm_pools: Pools, subject: Library
+) -> Generator[Callable[..., RankPool]]:
+    """`ranks(world_size, device="cpu")`: the warm pool of that size, whose ranks have imported the subject.
+
+    The test computes in one thread, as each rank does: more would stand in their way, and in each other's.
+    """
     for pool in _warm_pools.values():
         pool.new_test()
     asked: set[tuple[int, str]] = set()
@@ -41,7 +47,11 @@ def ranks(request: pytest.FixtureRequest, _warm_pools: Pools, subject: Library) 
             )
         return _warm_pools[key]
 
-    return pool_of
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield pool_of
+    if torch.get_num_threads() == 1:  # else a library has changed it, which the test is to be told
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture
