@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import signal
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -168,6 +169,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if _is_selected(config, item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: no collection, of which tests and pytest's end ask, looks at it again
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

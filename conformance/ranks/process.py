@@ -7,6 +7,7 @@ import datetime
 import faulthandler
 import fcntl
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -114,6 +115,7 @@ def serve(
     channel = Channel(control)
     with contextlib.suppress(EOFError, ConnectionError):
         _come_up(settings, channel)
+        gc.freeze()  # what is imported stays: a collection, of which cases ask for some, need not look at it again
         _hooks = report_collectives(channel.send)
         while True:
             _run_case(settings, channel, channel.receive())
