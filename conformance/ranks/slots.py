@@ -14,6 +14,7 @@ import time
 from collections.abc import Generator, Sequence
 
 _POLL_S = 0.002
+_RANKS_A_CORE = 2  # one rank in two waits: for its peers, or for its parent
 
 
 def cpu_count() -> int:
@@ -25,11 +26,11 @@ def cpu_count() -> int:
 def cpu_slots(
     needed: int, family: str, *, capacity: int | None = None, patience_s: float = 5.0
 ) -> Generator[int]:
-    """Hold `needed` of the family's `capacity` slots (default: one a core), all of them if they are fewer.
+    """Hold `needed` of the family's `capacity` slots (default: two a core), all of them if they are fewer.
 
     Yields how many are held, which is less only when patience has run out.
     """
-    capacity = capacity or cpu_count()
+    capacity = capacity or _RANKS_A_CORE * cpu_count()
     end = time.monotonic() + patience_s
     with contextlib.ExitStack() as held:
         # Whoever stands at the gate collects slots as they fall free, so that a wide case is never starved by narrow
