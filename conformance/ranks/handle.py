@@ -36,8 +36,8 @@ _PRELOADED = (
     "torch._dynamo",
     rank_process.__name__,
 )
-# What a rank runs; of a subject it names nothing but the spec, so that each rank imports its own.
-_OF_CASES = re.compile(r"conformance\.(\w+\.)*(\w+_)?cases")
+# What a rank runs. Cases import no subject, which each rank does for itself; those of clients do.
+_OF_CASES = re.compile(r"conformance\.(?!clients\.)(\w+\.)*(\w+_)?cases")
 _KILL_S = 10.0
 _TAIL_BYTES = 16_384
 _READ_BYTES = 65_536

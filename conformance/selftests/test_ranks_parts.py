@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from conformance.ranks.handle import Handle
 from conformance.ranks.pool import _Progress
 from conformance.ranks.slots import cpu_slots
 from conformance.ranks.trace import Agreement, Collective
+
+ROOT = Path(__file__).parents[2]
 
 
 def a_call(
@@ -223,3 +226,23 @@ def test_a_slot_is_waited_for_and_falls_free_with_its_holder() -> None:
         holder.kill()
     with cpu_slots(1, family, capacity=1) as count:
         assert count == 1
+
+
+BROUGHT = """
+import importlib, sys
+from pathlib import Path
+from conformance.ranks.handle import _OF_CASES
+
+names = [".".join(path.with_suffix("").parts) for path in sorted(Path("conformance").rglob("*cases.py"))]
+for name in filter(_OF_CASES.fullmatch, names):
+    if not name.startswith("conformance.selftests."):  # which judge no subject
+        importlib.import_module(name)
+print([name for name in sys.modules if name.split(".")[0] == "impl"])
+"""
+
+
+def test_cases_bring_no_subject_to_where_ranks_come_from() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BROUGHT], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout == "[]\n"

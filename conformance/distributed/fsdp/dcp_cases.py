@@ -16,7 +16,6 @@ from torch.distributed.optim import _NamedOptimizer
 from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters
 from conformance.distributed.fsdp.lab import Lab
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, copied, plain, step
-from impl.distributed.fsdp.checkpoint import LoadPlanner
 
 _GATHERED = Way("FULL", offloads=False)
 
@@ -71,6 +70,8 @@ def read(lab: Lab, *, path: str, way: Way, planner: Any = DefaultLoadPlanner) ->
 
 def read_by_torchs_helper(lab: Lab, *, path: str) -> Any:
     """The optimizer's rows by a function of DCP's, which reads what has one element whole on every rank."""
+    from impl.distributed.fsdp.checkpoint import LoadPlanner  # noqa: PLC0415  cases bring no subject along
+
     trained = _Trained(lab, Way("SHARDED"), seed=1)
     state = trained.state()
     dcp.load({"model": state["model"]}, checkpoint_id=path, planner=LoadPlanner())

@@ -75,10 +75,8 @@ class Call {
       each(args_[i], [&](const Tensor& tensor) {
         if (!tensor.is_cpu()) ranges_.push_back(range_of(tensor, writes_[i]));
       });
-    if (known_ && !call_.empty()) {
-      if (!by_shapes_alone()) try_once();
-      learn(meta_);
-    }
+    if (known_ && !was_learnt_ && !by_shapes_alone()) try_once();
+    if (known_ && !was_learnt_) learn(fresh_ ? meta_ : Stack{});
     if (draws_in_place() && !by_shapes_alone()) draw();
     else if (known_) queue();
     else run_now();
@@ -104,7 +102,6 @@ class Call {
     for (auto& arg : args_)
       each(arg, [&](const Tensor& tensor) {
         if (tensor.is_cpu()) return;
-        has_tensors_ = true;
         TORCH_CHECK(tensor.device().type() == kSim, name(), ": got a tensor on ", tensor.device(), " among those on sim");
         int index = tensor.device().index();
         check_same_device(device_ < 0 || device_ == index, tensor);
@@ -136,22 +133,27 @@ class Call {
     call_below(DispatchKey::CPU, op_, &tried);
   }
 
-  // A call, by all that says what comes of it; of a number beside tensors that is no integer, its size alone.
+  // A call, by all that says what comes of it: which arguments are the same tensor too. Of a number beside elements, whose
+  // relation to no other number matters, its size alone.
   std::string told() const {
     std::ostringstream out;
     out << &schema_ << by_shapes_alone() << c10::get_default_dtype_as_scalartype();
+    bool elementwise = op_.hasTag(at::Tag::pointwise) || name().starts_with("aten::_foreach_") || name().starts_with("aten::_fused_");
+    std::vector<const void*> seen;
     std::function<void(const IValue&)> tell = [&](const IValue& value) {
       out << '|';
       if (value.isTensor() && value.toTensor().defined()) {
         auto& tensor = value.toTensor();
-        out << tensor.scalar_type() << tensor.is_cpu() << is_wrapped(tensor) << tensor.sizes() << tensor.strides();
+        seen.push_back(tensor.unsafeGetTensorImpl());
+        out << std::find(seen.begin(), seen.end(), seen.back()) - seen.begin() << ' ' << tensor.scalar_type() << tensor.is_cpu()
+            << is_wrapped(tensor) << tensor.sizes() << tensor.strides();
       } else if (value.isList()) {
         out << value.toListRef().size();
         for (auto& one : value.toListRef()) tell(one);
-      } else if (value.isDouble() && has_tensors_) {
+      } else if (value.isDouble() && elementwise) {
         auto number = value.toDouble();
-        out << (number > 0) << (number < 0);
-        for (auto limit : {1., 255., 65504., 3.5e38}) out << (std::abs(number) > limit);
+        out << std::fpclassify(number) << (number > 0) << (number < 0);
+        for (auto limit : {1., 127., 255., 32767., 65504., 2147483647., 9.2e18, 3.4028235e38}) out << (std::abs(number) > limit);
       } else if (!value.isTensor()) {
         out << value;
       }
@@ -161,6 +163,7 @@ class Call {
   }
 
   void learn(std::optional<Stack> what) {
+    if (call_.empty()) return;
     if (learnt.size() == kLearnt) learnt.clear();
     learnt[call_] = std::move(what);
   }
@@ -176,9 +179,9 @@ class Call {
     bool draws = generator_ >= 0 || op_.hasTag(at::Tag::nondeterministic_seeded);
     if (draws && !by_shapes_alone()) known_ = false;
     if (!known_) return;
-    call_ = told();
+    if (name().starts_with("aten::")) call_ = told();  // another operator may take the place of one that a program made
     if (auto found = learnt.find(call_); found != learnt.end()) {
-      call_.clear();
+      was_learnt_ = true;
       known_ = found->second.has_value();
       if (known_) meta_ = *found->second;
       return;
@@ -343,8 +346,8 @@ class Call {
   std::vector<bool> writes_;
   int generator_ = -1, device_ = -1;
   StreamKey stream_;
-  bool known_ = true, fresh_ = false, has_tensors_ = false;
-  std::string call_;  // as told, where it is a new one
+  bool known_ = true, fresh_ = false, was_learnt_ = false;
+  std::string call_;  // as told, where what comes of it may be learnt
   Aliases aliases_;
   std::vector<Range> ranges_;
   std::vector<IValue> results_;
