@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.twins import Twins, TwinsOf
 from conformance.judge.library import Library
 from conformance.ranks import RankPool
@@ -23,6 +25,17 @@ def twins_of(
 def twins(twins_of: TwinsOf, world_size: int, device: str) -> Twins:
     """On the world size and the device that the test runs with."""
     return twins_of(world_size, device)
+
+
+@pytest.fixture
+def sites_of(twins_of: TwinsOf) -> TwinsOf:
+    return replace(twins_of, kind=Sites)
+
+
+@pytest.fixture
+def sites(sites_of: TwinsOf, world_size: int, device: str) -> Sites:
+    """On the world size and the device that the test runs with."""
+    return sites_of(world_size, device)
 
 
 @pytest.fixture

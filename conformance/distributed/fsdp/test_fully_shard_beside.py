@@ -10,8 +10,8 @@ import torch
 
 from conformance.distributed.fsdp import fully_shard_beside_cases as cases
 from conformance.distributed.fsdp import fully_shard_graph_cases as graph_cases
-from conformance.distributed.fsdp.fully_shard_judging import assert_agree, deviate, deviate_by_hand
-from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, raises
+from conformance.distributed.fsdp.fully_shard_judging import Sites
+from conformance.distributed.fsdp.twins import Seen, TwinsOf, raises
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.outcome import observe
@@ -23,34 +23,33 @@ from conformance.judge.outcome import observe
 @pytest.mark.parametrize("sums_alone", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 def test_hooks_and_communication_get_what_torchs_do(
-    twins: Twins, dtype: torch.dtype, sums_alone: bool, own: bool
+    sites: Sites, dtype: torch.dtype, sums_alone: bool, own: bool
 ) -> None:
-    assert_agree(twins, cases.hooked, dtype=dtype, sums_alone=sums_alone, own=own)
+    sites.agree(cases.hooked, dtype=dtype, sums_alone=sums_alone, own=own)
 
 
 @clause("distributed.fsdp.fully_shard.reduction")
 @pytest.mark.world_sizes(fewest=2)
-def test_an_all_gather_of_ones_own_gets_what_torchs_does(twins: Twins) -> None:
-    assert_agree(twins, cases.gathered_by_own)
+def test_an_all_gather_of_ones_own_gets_what_torchs_does(sites: Sites) -> None:
+    sites.agree(cases.gathered_by_own)
 
 
 @clause("distributed.fsdp.fully_shard.pinned")
 @pytest.mark.parametrize("pins", [True, False])
-def test_offloaded_shards_are_pinned(twins: Twins, device: str, pins: bool) -> None:
+def test_offloaded_shards_are_pinned(sites: Sites, device: str, pins: bool) -> None:
     if device == "cpu":
         unavailable("an accelerator")
-    (actual, *_) = assert_agree(twins, cases.pinned, pins=pins)
+    (actual, *_) = sites.agree(cases.pinned, pins=pins)
     assert set(actual.value.pop("waits", [0])) == {0}
     assert {each for where in actual.value.values() for each in where} == {pins}, actual.value
 
 
 @clause("distributed.fsdp.fully_shard.offloaded_and_changed")
 @pytest.mark.deviation("fully_shard.offloaded_and_changed")
-def test_what_offloaded_parameters_made_stays(twins: Twins, device: str) -> None:
+def test_what_offloaded_parameters_made_stays(sites: Sites, device: str) -> None:
     if device == "cpu":
         unavailable("an accelerator")
-    deviate(
-        twins,
+    sites.deviate(
         cases.changed_behind,
         torch_does=lambda seen: not all(each.value for each in seen),
         we_do=lambda seen: all(each.value for each in seen),
@@ -62,12 +61,12 @@ def test_what_offloaded_parameters_made_stays(twins: Twins, device: str) -> None
 @pytest.mark.deviation("fully_shard.without_accelerator")
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("what", ["pinned", "divided"])
-def test_what_torch_has_accelerators_do(twins: Twins, device: str, what: str) -> None:
+def test_what_torch_has_accelerators_do(sites: Sites, device: str, what: str) -> None:
     if torch.accelerator.is_available() or device != "cpu":
         unavailable("a machine without an accelerator")
     gradient = torch.arange(1.0, 4.0).repeat(2, 1)
-    expected = observe(lambda: gradient * twins.world_size / 3 if what == "divided" else gradient)
-    deviate_by_hand(twins, expected, cases.without_accelerator, what=what)
+    expected = observe(lambda: gradient * sites.world_size / 3 if what == "divided" else gradient)
+    sites.deviate_by_hand(expected, cases.without_accelerator, what=what)
 
 
 @clause("distributed.fsdp.fully_shard.without_elements")
@@ -75,17 +74,17 @@ def test_what_torch_has_accelerators_do(twins: Twins, device: str, what: str) ->
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize(("shape", "dim"), [((0, 4), 0), ((4, 0), 0), ((0, 4), 1)])
 def test_a_parameter_may_have_no_elements(
-    twins: Twins, shape: tuple[int, ...], dim: int, has_weight: bool
+    sites: Sites, shape: tuple[int, ...], dim: int, has_weight: bool
 ) -> None:
     expected = observe(cases.without_elements_by_hand, shape, has_weight)
     asked = {"shape": shape, "dim": dim, "has_weight": has_weight}
     words = (RuntimeError, "_chunk_cat") if dim == 0 else (AssertionError, "requires even sharding")
-    deviate_by_hand(twins, expected, cases.without_elements, torch_does=raises(*words), **asked)
+    sites.deviate_by_hand(expected, cases.without_elements, torch_does=raises(*words), **asked)
 
 
 @clause("distributed.fsdp.fully_shard.gathered_for_no_backward")
-def test_what_no_backward_used_is_gathered_again(twins: Twins) -> None:
-    assert_agree(twins, cases.gathered_for_no_backward)
+def test_what_no_backward_used_is_gathered_again(sites: Sites) -> None:
+    sites.agree(cases.gathered_for_no_backward)
 
 
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")
@@ -94,10 +93,9 @@ def test_what_no_backward_used_is_gathered_again(twins: Twins) -> None:
     ("kept", "how"), [(False, {"fused": True}), (True, {"foreach": True}), (True, {"foreach": False})]
 )
 def test_a_backward_does_not_read_what_was_stepped_since(
-    twins: Twins, kept: bool, how: dict[str, bool]
+    sites: Sites, kept: bool, how: dict[str, bool]
 ) -> None:
-    deviate(
-        twins,
+    sites.deviate(
         graph_cases.stepped_before_backward,
         kept=kept,
         how=how,
@@ -108,25 +106,24 @@ def test_a_backward_does_not_read_what_was_stepped_since(
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")
 @pytest.mark.parametrize("what", [{"only": "inner.bias"}, {"cleared": True}], ids=["unread", "nothing"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_a_backward_does_not_read_may_be_stepped(twins: Twins, kept: bool, what: dict[str, Any]) -> None:
-    assert_agree(twins, graph_cases.stepped_before_backward, kept=kept, how={"foreach": True}, **what)
+def test_what_a_backward_does_not_read_may_be_stepped(sites: Sites, kept: bool, what: dict[str, Any]) -> None:
+    sites.agree(graph_cases.stepped_before_backward, kept=kept, how={"foreach": True}, **what)
 
 
 @clause("distributed.fsdp.fully_shard.cast_between")
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_cast_between_forward_and_backward_is_an_error(twins: Twins, kept: bool) -> None:
-    assert {one.value for one in assert_agree(twins, graph_cases.cast_between, kept=kept)} == {"RuntimeError"}
+def test_a_cast_between_forward_and_backward_is_an_error(sites: Sites, kept: bool) -> None:
+    assert {one.value for one in sites.agree(graph_cases.cast_between, kept=kept)} == {"RuntimeError"}
 
 
 @clause("distributed.fsdp.fully_shard.plain_in_its_place")
 @pytest.mark.deviation("fully_shard.plain_in_its_place")
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_whole_parameter_in_a_sharded_ones_place(twins: Twins, trained: bool) -> None:
+def test_a_whole_parameter_in_a_sharded_ones_place(sites: Sites, trained: bool) -> None:
     def says(*words: str) -> Callable[[Seen], bool]:
         return lambda seen: all(all(word in str(one.value) for word in words) for one in seen)
 
-    deviate(
-        twins,
+    sites.deviate(
         graph_cases.plain_in_its_place,
         torch_does=says("tensor(") if trained else says("AttributeError", "_local_tensor"),
         we_do=says("TypeError", "inner.bias", "put a DTensor there"),
@@ -136,56 +133,55 @@ def test_a_whole_parameter_in_a_sharded_ones_place(twins: Twins, trained: bool) 
 
 @clause("distributed.fsdp.fully_shard.hooks_after_accumulation")
 @pytest.mark.parametrize("syncs_first", [True, False])
-def test_optimizers_step_in_the_backward(twins: Twins, syncs_first: bool) -> None:
-    assert_agree(twins, graph_cases.stepped_in_backward, syncs_first=syncs_first)
+def test_optimizers_step_in_the_backward(sites: Sites, syncs_first: bool) -> None:
+    sites.agree(graph_cases.stepped_in_backward, syncs_first=syncs_first)
 
 
 @clause("distributed.fsdp.failures.in_a_forward")
-def test_what_a_forward_raises_behind_a_backward_inside_it(twins: Twins) -> None:
-    assert_agree(twins, graph_cases.raised_behind_an_inner_backward)
+def test_what_a_forward_raises_behind_a_backward_inside_it(sites: Sites) -> None:
+    sites.agree(graph_cases.raised_behind_an_inner_backward)
 
 
 @clause("distributed.fsdp.fully_shard.without_a_backward")
 @pytest.mark.world_sizes(fewest=2)
-def test_what_one_rank_keeps_for_itself_changes_no_order(twins: Twins) -> None:
-    assert_agree(twins, graph_cases.kept_by_one_rank)
+def test_what_one_rank_keeps_for_itself_changes_no_order(sites: Sites) -> None:
+    sites.agree(graph_cases.kept_by_one_rank)
 
 
 @clause("distributed.fsdp.fully_shard.without_a_backward")
-def test_forwards_alone_leave_nothing(twins: Twins) -> None:
-    assert_agree(twins, graph_cases.without_a_backward)
+def test_forwards_alone_leave_nothing(sites: Sites) -> None:
+    sites.agree(graph_cases.without_a_backward)
 
 
 @clause("distributed.fsdp.fully_shard.kept_for_backward")
 @pytest.mark.parametrize("rows", [13, 5])
-def test_what_is_kept_for_a_backward_ends_in_zeros(twins_of: TwinsOf, rows: int) -> None:
-    seen = assert_agree(twins_of(4), cases.kept_for_backward, rows=rows)
+def test_what_is_kept_for_a_backward_ends_in_zeros(sites_of: TwinsOf, rows: int) -> None:
+    seen = sites_of(4).agree(cases.kept_for_backward, rows=rows)
     assert seen[1].value["shown"][-1]["local"].values[-1].count_nonzero() == 0
 
 
 @clause("distributed.fsdp.fully_shard.compiled_blocks")
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
-def test_blocks_may_be_compiled(twins: Twins, how: str) -> None:
-    assert_agree(twins, cases.compiled, how=how)
+def test_blocks_may_be_compiled(sites: Sites, how: str) -> None:
+    sites.agree(cases.compiled, how=how)
 
 
 @clause("distributed.fsdp.fully_shard.transforms")
 @pytest.mark.parametrize("how", ["vjp", "jvp", "grad"])
-def test_a_model_is_differentiated_by_transforms(twins: Twins, how: str) -> None:
-    assert_agree(twins, cases.transformed, how=how)
+def test_a_model_is_differentiated_by_transforms(sites: Sites, how: str) -> None:
+    sites.agree(cases.transformed, how=how)
 
 
 @clause("distributed.fsdp.fully_shard.loss_in_chunks")
 @pytest.mark.parametrize("keeps", [False, True])
-def test_the_loss_may_call_a_part(twins: Twins, keeps: bool) -> None:
-    assert_agree(twins, cases.in_chunks, keeps=keeps)
+def test_the_loss_may_call_a_part(sites: Sites, keeps: bool) -> None:
+    sites.agree(cases.in_chunks, keeps=keeps)
 
 
 @clause("distributed.fsdp.fully_shard.loss_in_chunks")
 @pytest.mark.deviation("fully_shard.root_behind_a_part")
-def test_the_root_moves_inputs_behind_a_part(twins: Twins) -> None:
-    deviate(
-        twins,
+def test_the_root_moves_inputs_behind_a_part(sites: Sites) -> None:
+    sites.deviate(
         cases.evaluated_again,
         torch_does=raises(RuntimeError, "Expected all tensors to be on the same device"),
         we_do=lambda seen: all(one.raised is None for one in seen),
@@ -194,18 +190,18 @@ def test_the_root_moves_inputs_behind_a_part(twins: Twins) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.replicated")
-def test_what_is_around_may_be_replicated(twins: Twins) -> None:
-    assert_agree(twins, cases.replicated)
+def test_what_is_around_may_be_replicated(sites: Sites) -> None:
+    sites.agree(cases.replicated)
 
 
 @clause("distributed.fsdp.fully_shard.checkpoint_helpers")
 @pytest.mark.parametrize("whole", [False, True])
-def test_torchs_helpers_save_and_load(twins: Twins, whole: bool) -> None:
-    assert_agree(twins, cases.checkpointed, whole=whole)
+def test_torchs_helpers_save_and_load(sites: Sites, whole: bool) -> None:
+    sites.agree(cases.checkpointed, whole=whole)
 
 
 @clause("distributed.fsdp.fully_shard.whole_states")
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("flat", [False, True])
-def test_states_are_put_together(twins: Twins, flat: bool, offloads: bool) -> None:
-    assert_agree(twins, cases.whole_states, flat=flat, offloads=offloads)
+def test_states_are_put_together(sites: Sites, flat: bool, offloads: bool) -> None:
+    sites.agree(cases.whole_states, flat=flat, offloads=offloads)

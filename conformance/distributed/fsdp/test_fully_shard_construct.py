@@ -11,9 +11,9 @@ import torch
 
 from conformance.distributed.fsdp import fully_shard_construct_cases as cases
 from conformance.distributed.fsdp import fully_shard_extension_cases as extension_cases
-from conformance.distributed.fsdp.fully_shard_judging import assert_agree, deviate, deviate_by_hand
+from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
-from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, each, values_of
+from conformance.distributed.fsdp.twins import Seen, TwinsOf, each, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
@@ -22,39 +22,39 @@ from conformance.judge.outcome import assert_same_outcome, observe
 
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.parametrize("way", cases.WAYS)
-def test_refuses(twins: Twins, way: str) -> None:
-    assert_agree(twins, cases.refused, may_raise=True, way=way)
+def test_refuses(sites: Sites, way: str) -> None:
+    sites.agree(cases.refused, may_raise=True, way=way)
 
 
 @clause("distributed.fsdp.fully_shard.later_refusals")
 @pytest.mark.parametrize("way", cases.LATER_WAYS)
-def test_refuses_what_torch_once_took(twins: Twins, way: str) -> None:
-    assert_agree(twins, cases.refused, may_raise=True, way=way)
+def test_refuses_what_torch_once_took(sites: Sites, way: str) -> None:
+    sites.agree(cases.refused, may_raise=True, way=way)
 
 
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.world_sizes(fewest=2)
-def test_refuses_uneven_columns(twins: Twins) -> None:
-    (actual, *_) = assert_agree(twins, cases.uneven, may_raise=True)
+def test_refuses_uneven_columns(sites: Sites) -> None:
+    (actual, *_) = sites.agree(cases.uneven, may_raise=True)
     assert actual.raised is not None
 
 
 @clause("distributed.fsdp.fully_shard.module_class")
-def test_modules_get_a_class_of_their_own(twins: Twins) -> None:
-    assert_agree(twins, cases.attributes)
+def test_modules_get_a_class_of_their_own(sites: Sites) -> None:
+    sites.agree(cases.attributes)
 
 
 @clause("distributed.fsdp.fully_shard.named_by_modules")
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("gives", ["fewer", "others"])
-def test_modules_say_what_their_parameters_are(twins: Twins, gives: str, around: bool) -> None:
-    (actual, *_) = assert_agree(twins, cases.adapted, gives=gives, around=around, may_raise=True)
+def test_modules_say_what_their_parameters_are(sites: Sites, gives: str, around: bool) -> None:
+    (actual, *_) = sites.agree(cases.adapted, gives=gives, around=around, may_raise=True)
     assert (actual.raised is None) == (gives == "fewer"), actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.state")
-def test_tells_what_it_keeps_of_a_module(twins: Twins) -> None:
-    assert_agree(twins, cases.states)
+def test_tells_what_it_keeps_of_a_module(sites: Sites) -> None:
+    sites.agree(cases.states)
 
 
 @pytest.mark.parametrize(
@@ -75,39 +75,39 @@ def test_policies_are_plain_objects(
 
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.parametrize("materialises", ["", "filled", "loaded"])
-def test_begins_on_the_meta_device(twins: Twins, materialises: str) -> None:
-    (actual, *_) = assert_agree(twins, cases.from_meta, may_raise=not materialises, materialises=materialises)
+def test_begins_on_the_meta_device(sites: Sites, materialises: str) -> None:
+    (actual, *_) = sites.agree(cases.from_meta, may_raise=not materialises, materialises=materialises)
     assert (actual.raised is None) == bool(materialises), actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.deviation("fully_shard.refused_first_forward")
-def test_trains_behind_a_forward_that_came_too_early(twins: Twins) -> None:
+def test_trains_behind_a_forward_that_came_too_early(sites: Sites) -> None:
     expected = observe(lambda: {"refused": True, "output": torch.full((1, 2), 4.0)})
-    deviate_by_hand(twins, expected, cases.materialised_late)
+    sites.deviate_by_hand(expected, cases.materialised_late)
 
 
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("by", ["2", "inf", "value"])
-def test_gradients_are_clipped(twins: Twins, by: str) -> None:
-    assert_agree(twins, cases.clipped, by=by)
+def test_gradients_are_clipped(sites: Sites, by: str) -> None:
+    sites.agree(cases.clipped, by=by)
 
 
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("overflows", [False, True])
-def test_steps_are_scaled(twins: Twins, overflows: bool) -> None:
-    assert_agree(twins, cases.scaled, overflows=overflows)
+def test_steps_are_scaled(sites: Sites, overflows: bool) -> None:
+    sites.agree(cases.scaled, overflows=overflows)
 
 
 @clause("distributed.fsdp.fully_shard.register_fsdp_forward_method")
 @pytest.mark.parametrize("registers", [True, False])
-def test_other_methods_compute(twins: Twins, registers: bool) -> None:
-    assert_agree(twins, cases.forward_method, may_raise=not registers, registers=registers)
+def test_other_methods_compute(sites: Sites, registers: bool) -> None:
+    sites.agree(cases.forward_method, may_raise=not registers, registers=registers)
 
 
 @clause("distributed.fsdp.fully_shard.share_comm_ctx")
-def test_two_models_share(twins: Twins) -> None:
-    assert_agree(twins, cases.shared_context)
+def test_two_models_share(sites: Sites) -> None:
+    sites.agree(cases.shared_context)
 
 
 @clause("distributed.fsdp.fully_shard.dp_mesh_dims")
@@ -159,15 +159,15 @@ def test_shards_over_named_dimensions(
 
 
 @clause("distributed.fsdp.fully_shard.settings_of_meshes")
-def test_copies_have_no_placement(twins: Twins) -> None:
-    (actual, *_) = assert_agree(twins, cases.placed_copies, may_raise=True)
+def test_copies_have_no_placement(sites: Sites) -> None:
+    (actual, *_) = sites.agree(cases.placed_copies, may_raise=True)
     assert actual.raised is not None
 
 
 @clause("distributed.fsdp.fully_shard.settings_of_copies")
 @pytest.mark.deviation("fully_shard.settings_of_copies")
 @pytest.mark.parametrize("method", ["set_reshard_after_forward", "set_separate_reduce_scatter_group"])
-def test_what_is_about_shards_is_refused_of_copies(twins: Twins, method: str) -> None:
+def test_what_is_about_shards_is_refused_of_copies(sites: Sites, method: str) -> None:
     def torch_does(seen: Seen) -> bool:
         is_silent = method == "set_reshard_after_forward"
         words = "" if is_silent else "Expected mesh_info to be FSDPMeshInfo, got "
@@ -189,7 +189,7 @@ def test_what_is_about_shards_is_refused_of_copies(twins: Twins, method: str) ->
         )
 
     asked = {"method": method, "argument": True}
-    deviate(twins, cases.settings_of_copies, **asked, torch_does=torch_does, we_do=we_do)
+    sites.deviate(cases.settings_of_copies, **asked, torch_does=torch_does, we_do=we_do)
 
 
 @clause("distributed.fsdp.fully_shard.extensions")
@@ -197,32 +197,31 @@ def test_what_is_about_shards_is_refused_of_copies(twins: Twins, method: str) ->
     ("kind", "policy"), [("Halved", {}), ("Halved", {"param_dtype": torch.float32}), ("Quantised", {})]
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_tensors_say_how_they_are_gathered(twins: Twins, kind: str, policy: dict[str, Any]) -> None:
-    assert_agree(twins, extension_cases.extended, kind=kind, policy=policy)
+def test_tensors_say_how_they_are_gathered(sites: Sites, kind: str, policy: dict[str, Any]) -> None:
+    sites.agree(extension_cases.extended, kind=kind, policy=policy)
 
 
 @clause("distributed.fsdp.fully_shard.extensions")
 @pytest.mark.parametrize("kind", ["OneMethod", "TwoArguments"])
-def test_refuses_half_an_extension(twins: Twins, kind: str) -> None:
-    (actual, *_) = assert_agree(twins, extension_cases.extended, may_raise=True, kind=kind)
+def test_refuses_half_an_extension(sites: Sites, kind: str) -> None:
+    (actual, *_) = sites.agree(extension_cases.extended, may_raise=True, kind=kind)
     assert actual.raised is not None
 
 
 @clause("distributed.fsdp.fully_shard.extensions")
 @pytest.mark.world_sizes(fewest=2)
-def test_refuses_what_is_gathered_without_padding(twins: Twins) -> None:
+def test_refuses_what_is_gathered_without_padding(sites: Sites) -> None:
     """Of the rank that it is missing on."""
-    *_, actual = assert_agree(twins, extension_cases.unpadded, may_raise=True)
+    *_, actual = sites.agree(extension_cases.unpadded, may_raise=True)
     assert actual.raised is None, actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.extensions_of_one_rank")
 @pytest.mark.deviation("fully_shard.extensions_of_one_rank")
-def test_one_rank_is_handed_all_that_is_gathered(twins_of: TwinsOf) -> None:
+def test_one_rank_is_handed_all_that_is_gathered(sites_of: TwinsOf) -> None:
     """In float64, of which halves in float32 lose some."""
     expected = extension_cases.extended_by_hand()
-    deviate(
-        twins_of(1),
+    sites_of(1).deviate(
         extension_cases.extended,
         kind="Halved",
         we_do=each(lambda one: does_as(expected, one["losses"][0].values)),

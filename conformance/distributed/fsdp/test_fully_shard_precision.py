@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import fully_shard_precision_cases as cases
-from conformance.distributed.fsdp.fully_shard_judging import assert_agree, deviate_by_hand, seen_by
+from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.fully_shard_precision_cases import FULL, LOW, Dtypes
 from conformance.distributed.fsdp.judging import assert_ranks_agree
-from conformance.distributed.fsdp.twins import Twins, values_of
+from conformance.distributed.fsdp.twins import values_of
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 
@@ -23,9 +23,9 @@ _WHOLE: Dtypes = (FULL, None, FULL)
 @pytest.mark.parametrize("has_scale", [False, True], ids=["alone", "beside real ones"])
 @pytest.mark.parametrize("replicates", [False, True], ids=["sharded", "replicated"])
 def test_trains_complex_parameters(
-    twins: Twins, dtype: torch.dtype, has_scale: bool, replicates: bool
+    sites: Sites, dtype: torch.dtype, has_scale: bool, replicates: bool
 ) -> None:
-    assert_agree(twins, cases.of_complex, dtype=dtype, has_scale=has_scale, replicates=replicates, policy={})
+    sites.agree(cases.of_complex, dtype=dtype, has_scale=has_scale, replicates=replicates, policy={})
 
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
@@ -34,15 +34,15 @@ def test_trains_complex_parameters(
     [{"param_dtype": LOW}, {"param_dtype": LOW, "reduce_dtype": LOW}, {"reduce_dtype": torch.complex128}],
     ids=["low", "low altogether", "reduced in full"],
 )
-def test_complex_parameters_keep_their_dtype(twins: Twins, policy: Mapping[str, torch.dtype]) -> None:
+def test_complex_parameters_keep_their_dtype(sites: Sites, policy: Mapping[str, torch.dtype]) -> None:
     how = {"dtype": torch.complex64, "has_scale": False, "replicates": False, "policy": policy}
-    assert_agree(twins, cases.of_complex, **how)
+    sites.agree(cases.of_complex, **how)
 
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
-def test_complex_gradients_add_up(twins: Twins) -> None:
+def test_complex_gradients_add_up(sites: Sites) -> None:
     policy = {"param_dtype": LOW, "reduce_dtype": LOW}
-    assert_agree(twins, cases.accumulated, policy=policy, dtype=torch.complex64)
+    sites.agree(cases.accumulated, policy=policy, dtype=torch.complex64)
 
 
 @clause("distributed.fsdp.fully_shard.accumulation_in_low_precision")
@@ -57,9 +57,9 @@ def test_complex_gradients_add_up(twins: Twins) -> None:
     ids=["lower", "lower than double", "higher", "as low"],
 )
 def test_accumulates_with_torchs_roundings(
-    twins: Twins, policy: Mapping[str, torch.dtype], dtype: torch.dtype
+    sites: Sites, policy: Mapping[str, torch.dtype], dtype: torch.dtype
 ) -> None:
-    assert_agree(twins, cases.accumulated, policy=policy, dtype=dtype)
+    sites.agree(cases.accumulated, policy=policy, dtype=dtype)
 
 
 @clause("distributed.fsdp.fully_shard.dtypes_in_a_group")
@@ -67,9 +67,9 @@ def test_accumulates_with_torchs_roundings(
 @pytest.mark.parametrize(
     "thaws", ["", "inner", "router"], ids=["trained", "thaws alone", "thaws with others"]
 )
-def test_trains_parameters_of_two_dtypes(twins: Twins, thaws: str) -> None:
-    expected = observe(cases.of_two_dtypes_by_hand, twins.world_size, thaws)
-    deviate_by_hand(twins, expected, cases.of_two_dtypes, thaws=thaws)
+def test_trains_parameters_of_two_dtypes(sites: Sites, thaws: str) -> None:
+    expected = observe(cases.of_two_dtypes_by_hand, sites.world_size, thaws)
+    sites.deviate_by_hand(expected, cases.of_two_dtypes, thaws=thaws)
 
 
 @clause("distributed.fsdp.fully_shard.precision_per_parameter")
@@ -84,10 +84,10 @@ def test_trains_parameters_of_two_dtypes(twins: Twins, thaws: str) -> None:
     ids=["masters", "masters alone", "in full apart", "each otherwise"],
 )
 def test_computes_reduces_and_steps_by_parameter(
-    twins: Twins, everywhere: Dtypes, apart: Mapping[str, Dtypes]
+    sites: Sites, everywhere: Dtypes, apart: Mapping[str, Dtypes]
 ) -> None:
     expected, found = (
-        seen_by(twins, twins.subject, asks, everywhere=everywhere, apart=apart)
+        sites.of_subject(asks, everywhere=everywhere, apart=apart)
         for asks in (cases.by_policy_by_hand, cases.by_policy)
     )
     assert_ranks_agree(expected, found)
@@ -95,8 +95,8 @@ def test_computes_reduces_and_steps_by_parameter(
 
 
 @clause("distributed.fsdp.fully_shard.masters")
-def test_masters_are_not_lost_in_silence(twins: Twins) -> None:
-    found, *_ = values_of(seen_by(twins, twins.subject, cases.lost_masters))
+def test_masters_are_not_lost_in_silence(sites: Sites) -> None:
+    found, *_ = values_of(sites.of_subject(cases.lost_masters))
     assert found["loaded"] == [str(FULL)]
     assert found["rounded"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
     assert found["partly"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
@@ -111,8 +111,8 @@ def test_masters_are_not_lost_in_silence(twins: Twins) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.param_precisions")
-def test_reports_what_each_parameter_has(twins: Twins) -> None:
-    found, *_ = values_of(seen_by(twins, twins.subject, cases.reported))
+def test_reports_what_each_parameter_has(sites: Sites) -> None:
+    found, *_ = values_of(sites.of_subject(cases.reported))
     for name, has in found["wrapped"].items():
         own = torch.float64 if name.startswith("inner") else FULL
         assert has == str((LOW, FULL, own)), name

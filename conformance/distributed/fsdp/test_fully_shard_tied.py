@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import fully_shard_tied_cases as cases
-from conformance.distributed.fsdp.fully_shard_judging import deviate, deviate_by_hand
-from conformance.distributed.fsdp.twins import Seen, Twins
+from conformance.distributed.fsdp.fully_shard_judging import Sites
+from conformance.distributed.fsdp.twins import Seen
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 
@@ -33,16 +33,16 @@ def refuses(words: str) -> Callable[[Seen], bool]:
     ],
     ids=" ".join,
 )
-def test_tied_weights_stay_tied(twins: Twins, units: tuple[str, ...]) -> None:
+def test_tied_weights_stay_tied(sites: Sites, units: tuple[str, ...]) -> None:
     """The unit that is sharded first is the owner."""
-    expected = observe(cases.tied_by_hand, twins.world_size)
-    deviate_by_hand(twins, expected, cases.tied, units=units)
+    expected = observe(cases.tied_by_hand, sites.world_size)
+    sites.deviate_by_hand(expected, cases.tied, units=units)
 
 
 @clause("distributed.fsdp.fully_shard.tied_in_two_models")
 @pytest.mark.deviation("fully_shard.tied_in_two_models")
-def test_models_do_not_part_in_silence(twins: Twins) -> None:
-    deviate(twins, cases.tied_in_two_models, we_do=refuses("ValueError"))
+def test_models_do_not_part_in_silence(sites: Sites) -> None:
+    sites.deviate(cases.tied_in_two_models, we_do=refuses("ValueError"))
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
@@ -50,48 +50,48 @@ def test_models_do_not_part_in_silence(twins: Twins) -> None:
 @pytest.mark.parametrize(
     ("trained", "zeros"), [(True, False), (False, False), (True, True)], ids=["trained", "frozen", "zeros"]
 )
-def test_owners_wait_for_what_is_around_them(twins: Twins, trained: bool, zeros: bool) -> None:
+def test_owners_wait_for_what_is_around_them(sites: Sites, trained: bool, zeros: bool) -> None:
     """In the backward, and where their own forward fails and is caught."""
     expected = observe(cases.around_by_hand, trained)
-    deviate_by_hand(twins, expected, cases.around, trained=trained, zeros=zeros)
+    sites.deviate_by_hand(expected, cases.around, trained=trained, zeros=zeros)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
-def test_owners_are_unsharded_where_others_need_them(twins: Twins) -> None:
+def test_owners_are_unsharded_where_others_need_them(sites: Sites) -> None:
     """In a backward for which the owner itself is not: a lookup reads no weights there, the last layer does."""
-    expected = observe(cases.tied_by_hand, twins.world_size)
-    deviate_by_hand(twins, expected, cases.tied, units=("embed", "body.2"), not_unsharded="embed")
+    expected = observe(cases.tied_by_hand, sites.world_size)
+    sites.deviate_by_hand(expected, cases.tied, units=("embed", "body.2"), not_unsharded="embed")
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
-def test_owners_are_unsharded_where_others_need_nothing(twins: Twins) -> None:
+def test_owners_are_unsharded_where_others_need_nothing(sites: Sites) -> None:
     """Though another one that comes first in the backward is not unsharded for it."""
-    deviate_by_hand(twins, observe(cases.shifted, None), cases.shifted)
+    sites.deviate_by_hand(observe(cases.shifted, None), cases.shifted)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.parametrize("has_run", [False, True], ids=["before the first forward", "behind a step"])
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "by its handle"])
-def test_modules_unshard_what_others_own(twins: Twins, has_run: bool, waits: bool) -> None:
+def test_modules_unshard_what_others_own(sites: Sites, has_run: bool, waits: bool) -> None:
     expected = observe(cases.unsharded_by_hand, has_run)
-    deviate_by_hand(twins, expected, cases.unsharded, has_run=has_run, waits=waits)
+    sites.deviate_by_hand(expected, cases.unsharded, has_run=has_run, waits=waits)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.world_sizes(fewest=2)
-def test_prefetching_gathers_what_others_own(twins: Twins) -> None:
+def test_prefetching_gathers_what_others_own(sites: Sites) -> None:
     forward = ["FSDPSequential", "gather", "FSDPEmbedding", "gather", "FSDPLinear", "FSDPLinear"]
     expected = observe(lambda: [*forward, "gather", "backward"])
-    deviate_by_hand(twins, expected, cases.prefetched)
+    sites.deviate_by_hand(expected, cases.prefetched)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.parametrize("differs", ["param_dtype", "reduce_dtype"])
-def test_one_parameter_has_one_precision(twins: Twins, differs: str) -> None:
+def test_one_parameter_has_one_precision(sites: Sites, differs: str) -> None:
     named = "ValueError: weight was sharded by an earlier call, as weight: to compute in torch.float64"
-    deviate(twins, cases.of_other_dtypes, **{differs: torch.float32}, we_do=refuses(named))
+    sites.deviate(cases.of_other_dtypes, **{differs: torch.float32}, we_do=refuses(named))

@@ -57,6 +57,8 @@ flat_or_originals = pytest.mark.parametrize("setup", [FLAT, ORIGINALS], ids=["fl
 class Twins:
     """The fixtures `twins`, `cpu_twins` and `twins_of`: both libraries on the ranks of one world."""
 
+    tolerance = ONE_STEP  # of what agrees, unless said
+
     def __init__(
         self, reference: Library, subject: Library, pool: RankPool, deviation: DeviationJudge | None = None
     ) -> None:
@@ -65,7 +67,7 @@ class Twins:
 
     def judging(self, subject: Library) -> Twins:
         """With another subject, on the same ranks."""
-        return Twins(self.reference, subject, self.pool, self._deviation)
+        return type(self)(self.reference, subject, self.pool, self._deviation)
 
     def __repr__(self) -> str:
         return f"Twins({self.reference.spec!r}, {self.subject.spec!r}, on {self.world_size} ranks)"
@@ -101,14 +103,14 @@ class Twins:
         self,
         program: Program,
         setup: Setup = ONE_UNIT,
-        tolerance: Tolerance = ONE_STEP,
+        tolerance: Tolerance | None = None,
         *,
         may_raise: bool = False,
         **arguments: Any,
     ) -> Seen:
         """Judge rank by rank; gives what the subject's saw."""
         expected, actual = self.of_both(program, setup, **arguments)
-        assert_ranks_agree(expected, actual, tolerance)
+        assert_ranks_agree(expected, actual, tolerance or self.tolerance)
         if not may_raise:
             values_of(actual)
         return actual
@@ -158,15 +160,16 @@ class Twins:
 
 @dataclass(frozen=True)
 class TwinsOf:
-    """The fixture `twins_of`: `twins_of(world_size, device="cpu")`, whatever world sizes are asked for."""
+    """The fixtures `twins_of` and `sites_of`: `twins_of(world_size, device="cpu")`, in whatever world is asked for."""
 
     reference: Library
     subject: Library
     ranks: Callable[..., RankPool]
     deviation: DeviationJudge | None
+    kind: type[Twins] = Twins
 
-    def __call__(self, world_size: int, device: str = "cpu") -> Twins:
-        return Twins(self.reference, self.subject, self.ranks(world_size, device), self.deviation)
+    def __call__(self, world_size: int, device: str = "cpu") -> Any:
+        return self.kind(self.reference, self.subject, self.ranks(world_size, device), self.deviation)
 
     def judging(self, subject: Library) -> TwinsOf:
         return replace(self, subject=subject)
