@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import gc
@@ -173,6 +174,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported stays: no collection, of which tests and pytest's end ask, looks at it again
+    atexit.register(gc.unfreeze)  # but Python's own at the end, without which extensions tell of leaks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -261,7 +261,7 @@ def test_what_is_red_without_the_fault_kills_nothing(monkeypatch: pytest.MonkeyP
 class CrewOnRed:
     """Ends every task at once: a test is red, whatever is injected."""
 
-    def __init__(self, package: str, jobs: int) -> None: ...
+    def __init__(self, package: str, jobs: int, *, clauses: Iterable[str]) -> None: ...
     def __enter__(self) -> CrewOnRed:
         return self
 
