@@ -4,6 +4,7 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 #include <unordered_map>
@@ -138,7 +139,8 @@ class Call {
   std::string told() const {
     std::ostringstream out;
     out << &schema_ << by_shapes_alone() << c10::get_default_dtype_as_scalartype();
-    bool elementwise = op_.hasTag(at::Tag::pointwise) || name().starts_with("aten::_foreach_") || name().starts_with("aten::_fused_");
+    bool elementwise = op_.hasTag(at::Tag::pointwise) || name().starts_with("aten::_foreach_") ||
+        name().starts_with("aten::_fused_");
     std::vector<const void*> seen;
     std::function<void(const IValue&)> tell = [&](const IValue& value) {
       out << '|';
