@@ -5,7 +5,11 @@ Nothing is told of collectives that are not ours. What they wait in can be seen:
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+import threading
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -35,8 +39,28 @@ class ForeignCollective(NamedTuple):
     ranks: tuple[int, ...]  # that it waits for, by their numbers in the default group
 
 
+_one_at_a_time = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Generator[None]:
+    with _one_at_a_time:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+@_no_garbage_collection()
 def foreign_collective(thread: int) -> ForeignCollective | None:
-    """The innermost one that a thread is in; only if two looks find the same does it wait there."""
+    """The innermost one that a thread is in; only if two looks find the same does it wait there.
+
+    No garbage is collected meanwhile: Python 3.11 may collect while it makes the object for the frame below, a
+    finalizer (a tensor's, say) lets the other thread run, and the frame is gone when its object is filled in.
+    """
     frame: Any = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.ranks import RankPool
+from impl.distributed.fsdp._desync.foreign_collective import foreign_collective
 from impl.distributed.fsdp._phase import Phase
 from impl.distributed.fsdp.tests import failed_gather_cases
 from impl.distributed.fsdp.tests.streamed import PLAIN, call, loss_of, model_of, world_of
@@ -139,6 +142,40 @@ def test_a_thread_that_looks_at_the_model_does_not_end_the_backward() -> None:
     assert "during forward/backward" in str(refused[0])
     torch.testing.assert_close(actual, expected)
     assert len(actual) > 0
+
+
+def test_no_garbage_is_collected_while_another_threads_frames_are_walked() -> None:
+    """A finalizer would let that thread run on, and Python 3.11 fill in a frame that is gone: a segmentation fault."""
+    look, may_end, collected = threading.Event(), threading.Event(), []
+
+    def wait_below(frames: int) -> None:
+        if frames:
+            wait_below(frames - 1)
+        else:
+            look.set()
+            may_end.wait()
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        frame = sys._getframe()
+        while (frame := frame.f_back) is not None:
+            if frame.f_code is foreign_collective.__wrapped__.__code__:
+                collected.append(phase)
+
+    waiting = threading.Thread(target=wait_below, args=(200,))
+    waiting.start()
+    look.wait()
+    threshold = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        assert foreign_collective(waiting.ident) is None
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+        may_end.set()
+        waiting.join()
+    assert not collected
+    assert gc.isenabled()
 
 
 @pytest.mark.deadline(120)
