@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance.gpu.rows import Rows, Task, in_words, serve
-from conformance.gpu.update_bounds import update
+from conformance.gpu.update_bounds import EACH, states_of, update
 from conformance.judge.tolerances import EXACT, Tolerance, norm_of
 from impl import kernels
 
@@ -24,12 +24,6 @@ _FACTOR = 0.37
 _LIMITS = -0.5, 0.25
 _NORMS = (1.0, 2.0, 3.0, math.inf)
 _NARROW = (torch.float16, torch.bfloat16)
-# Each with as many states as it has.
-_RULES: dict[str, tuple[kernels.Rule, int]] = {
-    "Adam": (kernels.AdamRule(0.01, 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled=True), 3),
-    "SGD": (kernels.SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=True, is_first_step=False), 1),
-    "Adagrad": (kernels.AdagradRule(0.01, 0.5, 1e-8, 0.1, maximize=False), 1),
-}
 _STEP, _INV_SCALE = 3.0, 0.125
 _PRODUCT = Tolerance(1, "a product that is rounded to float32 and then to the dtype, beside one rounded once")
 
@@ -81,11 +75,11 @@ def update_scale_(device: str) -> None:
         _assert_same(state[1], state[0], EXACT)
 
 
-def fused_step_(rule: kernels.Rule, states: int, params: list[Tensor]) -> None:
+def fused_step_(rule: kernels.Rule, params: list[Tensor]) -> None:
     """Within the roundings of the update, as they add up element by element."""
     device = params[0].device
     grads = [param.flip(0) / _INV_SCALE for param in params]
-    lists = [[param.abs() / (2 + number) for param in params] for number in range(states)]
+    lists = [[param.abs() / (2 + number) for param in params] for number in range(states_of(rule))]
     before = [[tensor.cpu().clone() for tensor in tensors] for tensors in (params, *lists)]
     steps = [torch.tensor(_STEP, device=device) for _ in params]
     factor, found = torch.tensor(_INV_SCALE, device=device), torch.ones((), device=device)
@@ -123,12 +117,11 @@ def work(task: Task, rows: Rows) -> None:
             word = str(dtypes[0]).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
             todo[f"{operation.__name__} {word}"] = lambda do=operation, of=dtypes: do(_drawn(of, task.device))
     todo["update_scale_"] = lambda: update_scale_(task.device)
-    for name, (rule, states) in _RULES.items():
+    for rule in EACH:
+        name = rule.OPTIMIZERS[0].__name__
         for dtype in (torch.float32, *_NARROW):
             word = f"fused_step_ {name} {str(dtype).removeprefix('torch.')}"
-            todo[word] = lambda of=rule, states=states, dtype=dtype: fused_step_(
-                of, states, _drawn((dtype,), task.device)
-            )
+            todo[word] = lambda of=rule, dtype=dtype: fused_step_(of, _drawn((dtype,), task.device))
     compiled = _kernels() if task.device == "cuda" and find_spec("triton") else {}
     rows.plan([*todo, *compiled])
     for name, call in todo.items():

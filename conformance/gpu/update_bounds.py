@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance.gpu.rounded import Rounded
-from impl.kernels import AdagradRule, AdamRule, Rule, SGDRule
+from impl.kernels.rules import AdagradRule, AdamRule, Rule, SGDRule
 
 _number = Rounded.number
 

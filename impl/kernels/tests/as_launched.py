@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from conformance.gpu.update_bounds import EACH, states_of
 from impl.kernels import AdagradRule, AdamRule, Parameters, Rule, SGDRule
 from impl.kernels._triton.clamp import launch_clamp
 from impl.kernels._triton.fused_step import launch_fused_step
@@ -61,6 +62,7 @@ def launch_all() -> bool:
         _step(adam, 3, torch.float32, torch.bfloat16, flag),
         _step(sgd, 1, torch.float16, None, None),
         _step(AdagradRule(0.1, 0.5, 1e-8, 0.0, maximize=True), 1, torch.float32, None, flag),
+        *(_step(rule, states_of(rule), torch.float32, None, flag) for rule in EACH),
     ))  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def of_fused_step(optimizer: str, copies: torch.dtype | None) -> Passes:
 
     params = [torch.nn.Parameter(torch.ones(NUMEL)) for _ in range(3)]
     narrow = [torch.ones(NUMEL, dtype=copies) for _ in params] if copies else []
-    stepped: Any = getattr(torch.optim, optimizer)(params, lr=0.125, fused=True)
+    stepped: Any = getattr(torch.optim, optimizer)(params, lr=0.125)
     scaler = GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))
     launched: list[str] = []

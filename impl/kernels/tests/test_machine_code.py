@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from conformance.gpu.update_bounds import EACH
+
 # Sixteen elements a thread need two wide reads in f16, two in bf16, four in f32, eight in f64.
 _WIDE = 2 + 2 + 4 + 8
 _READ = ("unscale", "scale", "clamp", "norm_two")
@@ -41,7 +43,7 @@ def test_what_the_launchers_ask_for_compiles():
     norm = ["partial_norm_kernel", "finish_norm_kernel"]
     assert said_by("impl.kernels.tests.as_launched") == [
         "update_scale_kernel", "unscale_kernel", "scale_kernel", "clamp_kernel", *norm, *norm,
-        "adam_kernel", "sgd_kernel", "adagrad_kernel",
+        "adam_kernel", "sgd_kernel", "adagrad_kernel", *(rule.KERNELS.triton for rule in EACH),
     ]  # fmt: skip
 
 
