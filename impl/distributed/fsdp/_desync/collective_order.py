@@ -22,6 +22,8 @@ refused. With nccl the host does not wait in collectives: the verdict is logged 
 device cannot be interrupted, and a rank that died is nccl's own watchdog's to find, which does not name it.
 Orders that change in the same way on all ranks are right. Where ranks part at a collective after which all of them have
 gone either way before, the digests alone tell.
+It is always on, for what it costs: of a step of 12 units on two ranks over gloo, 36 collectives, noting them takes
+0.2 to 0.3 ms of CPU and the monitor 0.1 to 0.2, beside 22 (Linear(64, 64)) to 86 (Linear(768, 768)) in all.
 Where the store cannot serve, or is gone while collectives go well, nothing is compared. Where rank 0, if it is of the
 group, kept the store, a collective that still waits 5 s after the store is gone is given up: the neighbour that it
 waits for may have raised and live on.
