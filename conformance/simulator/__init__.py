@@ -14,9 +14,9 @@ How an operator travels, and the file of csrc that it passes:
     y = x * 2                        Python
     │ operators.cpp                  outputs at once, by the meta kernel; the CPU kernel is what is left to do
     │ memory.cpp                     memory of the current stream's pool, full of poison
-    │ schedule.cpp: enqueue          the stream's capture may keep it (graphs.cpp): it goes on from here in each replay
+    │ launch.cpp: enqueue            the stream's capture may keep it (graphs.cpp): it goes on from here in each replay
     │ hazards.cpp                    who touched this memory before, and does this stream know that it was done?
-    ▼ schedule.cpp: issue            and the host goes on
+    ▼ schedule.cpp: append           and the host goes on
     stream 0   ▕ mul ▏ record e ▏                   streams are queues: nothing runs by itself
     stream 1   ▕ wait e ▏ all_gather ▏ copy_ ▏      collectives.cpp: gloo carries it, who needs it ends it
     ▼ the seed says which queue moves, and when; at the latest where the host waits for it

@@ -98,7 +98,9 @@ def set_schedule(seed: int, rank: int = 0) -> None:
         rank: of several processes, each of which draws for itself.
     Sync: all devices.
     """
-    needed().set_schedule(seed, rank)
+    extension = needed()
+    extension.begin_fresh_memory()
+    extension.set_schedule(seed, rank)
     take_hazards()
 
 

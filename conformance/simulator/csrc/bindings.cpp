@@ -6,9 +6,7 @@
 
 namespace py = pybind11;
 
-namespace sim {
-void bind_collectives(py::module_& m);
-}  // namespace sim
+namespace sim { void bind_collectives(py::module_& m); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace sim;
@@ -16,6 +14,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device_count", &set_device_count);
   m.def("device_count", &device_count);
   m.def("drain", &drain);
+  m.def("begin_fresh_memory", &begin_fresh_memory);
   m.def("set_schedule", &set_schedule);
   m.def("log_hazards", &log_hazards);
   m.def("fail_allocation", &fail_allocation);

@@ -1,4 +1,5 @@
-// What the parts of the simulated device know of one another. How an operator travels is drawn in ../__init__.py.
+// What the parts of the simulated device know of one another: first what they hand on, then the functions of each file,
+// which calls those of files above it here alone. How an operator travels is drawn in ../__init__.py.
 #pragma once
 #include <Python.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -6,7 +7,6 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -16,28 +16,15 @@
 #include <vector>
 
 namespace sim {
-// -- places.cpp: where in the Python program something was asked for
 struct Place {
   std::vector<std::pair<PyCodeObject*, int>> frames;  // innermost first; code and index of the instruction
   bool in_backward = false;                           // asked for by a thread of autograd: the frames are the caller's
 };
 using PlaceP = std::shared_ptr<const Place>;
-PlaceP here();
-std::string text(const PlaceP& place);  // "file:line function < file:line function ..."
 
-// -- schedule.cpp: streams are queues, and a seed says which one moves
 using StreamKey = std::pair<int, int64_t>;  // device, stream
 using Clock = std::map<StreamKey, int64_t>;
 inline StreamKey key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
-
-struct Allocation;
-using AllocationP = std::shared_ptr<Allocation>;
-struct Range {
-  const char* begin;
-  const char* end;
-  bool write;
-  AllocationP life = nullptr;  // whose memory it is, once that is known
-};
 
 struct Operation {  // what a stream was asked to do
   std::string name;
@@ -55,6 +42,29 @@ struct Recording {  // one recording of an event
 };
 using RecordingP = std::shared_ptr<Recording>;
 
+constexpr c10::MempoolId_t kNoPool{0, 0};
+struct Allocation {  // one life of a piece of memory, from being given out to being given back
+  char* begin = nullptr;
+  size_t size = 0;
+  c10::MempoolId_t pool = kNoPool;  // of a graph
+  StreamKey home;             // pinned memory is at home on device -1
+  std::set<StreamKey> users;  // other streams that it was recorded on
+  std::vector<RecordingP> recordings;  // of what they were doing when it was freed
+  struct Block* block = nullptr;
+  int64_t pending = 0;  // tasks
+  bool freed = false;
+  bool stale = false;  // not touched since it was given out, in a graph or while tasks of its former life were pending
+  char* end() const { return begin + size; }
+  bool pinned() const { return home.first < 0; }
+};
+using AllocationP = std::shared_ptr<Allocation>;
+struct Range {
+  const char* begin;
+  const char* end;
+  bool write;
+  AllocationP life = nullptr;  // whose memory it is, once that is known
+};
+
 struct Task {  // what waits for its turn on a stream
   std::function<void()> run;
   std::function<bool()> is_complete = nullptr;  // a collective goes on elsewhere after `run`; it ends with `finish`
@@ -65,7 +75,7 @@ struct Work {
   Task task;
   std::vector<Range> ranges;
 };
-void join(Clock& clock, const Clock& other);
+using Sizes = std::vector<std::vector<int64_t>>;
 
 template <class T>
 T& only() {  // never destroyed: threads and tensors outlive what is static
@@ -73,7 +83,12 @@ T& only() {  // never destroyed: threads and tensors outlive what is static
   return *one;
 }
 
-class Lock {  // the runtime's lock; nobody waits for it, or holds it, with the interpreter's lock
+// -- places.cpp: where in the Python program something was asked for
+PlaceP here();
+std::string text(const PlaceP& place);  // "file:line function < file:line function ..."
+
+// -- threads.cpp: the runtime's lock, and the device and streams that are a thread's current ones
+class Lock {  // nobody waits for it, or holds it, with the interpreter's lock
  public:
   Lock();
   ~Lock();
@@ -87,6 +102,7 @@ T take_all(T& from) {
   Lock lock;
   return std::exchange(from, {});
 }
+void nap(std::chrono::microseconds time);  // of who holds the lock: meanwhile others may
 
 c10::DeviceIndex current_device();
 c10::DeviceIndex exchange_device(c10::DeviceIndex device);
@@ -94,12 +110,38 @@ int device_count();
 void set_device_count(int count);
 int64_t current_stream(int device);
 int64_t exchange_stream(StreamKey stream);
-int64_t new_stream(int device);
+std::string stream_name(StreamKey stream);
 
-using Sizes = std::vector<std::vector<int64_t>>;
-// `sizes`: of the tensors that an operator was given; of a collective, how many ranks it has.
-void enqueue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const Sizes& sizes = {});
-void issue(StreamKey stream, Work work, const PlaceP& place);  // captured or not
+// -- trace.cpp: what was asked for, with nothing done
+struct Asked {
+  std::string what;  // run, record, wait, host_wait, allocate, free, use
+  StreamKey stream{0, 0};
+  const void* of = nullptr;  // memory, or a recording
+  int64_t reads = 0, writes = 0;  // bytes
+  std::string name = {};
+  Sizes sizes = {};
+};
+bool by_shapes_alone();
+void trace_by_shapes_alone(bool now);
+void note(Asked one);
+std::vector<Asked> take_asked();
+
+// -- hazards.cpp: what is read or written without an order, whichever order it had this time
+using Hazard = std::array<std::string, 7>;  // now, on which stream, where; before, likewise; what is missing
+void log_hazards(bool on);
+void note_access(const OperationP& operation, const Clock& clock, const std::vector<Range>& ranges);
+void note_reuse(const AllocationP& pinned);  // it is given out again
+void note_host(const Clock& host);           // what the host knows to have happened
+void forget_accesses(const char* begin, const char* end);
+void forget_all_accesses();
+void close_to_host(const AllocationP& pinned);  // as far as tasks that it does not know to be done ask for it
+void open_to_device(const AllocationP& allocation);
+std::vector<Hazard> take_hazards();
+
+// -- schedule.cpp: streams are queues, and a seed says which one moves
+void join(Clock& clock, const Clock& other);
+int64_t new_stream(int device);
+void append(StreamKey stream, Work work, const PlaceP& place);  // to its queue, as it is
 RecordingP record(StreamKey stream);
 void block(StreamKey stream, const RecordingP& recording);
 bool query(const RecordingP& recording);
@@ -118,7 +160,6 @@ std::vector<std::string> take_unreplayable();
 uint64_t course();  // a digest of what ran and what memory was given, in their order
 void note_course(uint64_t what);
 
-constexpr c10::MempoolId_t kNoPool{0, 0};
 class Capture {  // is given what its streams would be, and runs nothing of it
  public:
   virtual int64_t number() const = 0;         // of all captures
@@ -135,62 +176,23 @@ Capture* capture_of(StreamKey stream);
 inline bool is_capturing(StreamKey stream) { return capture_of(stream) != nullptr; }
 bool anybody_captures();
 
-// -- graphs.cpp: captures that can be replayed
-void register_graphs();
-
-// -- trace.cpp: what was asked for, with nothing done
-struct Asked {
-  std::string what;  // run, record, wait, host_wait, allocate, free, use
-  StreamKey stream{0, 0};
-  const void* of = nullptr;  // memory, or a recording
-  int64_t reads = 0, writes = 0;  // bytes
-  std::string name = {};
-  Sizes sizes = {};
-};
-bool by_shapes_alone();
-void trace_by_shapes_alone(bool now);
-void note(Asked one);
-std::vector<Asked> take_asked();
-
 // -- memory.cpp: what an address belongs to
-struct Block;
-struct Allocation {  // one life of a piece of memory, from being given out to being given back
-  char* begin = nullptr;
-  size_t size = 0;
-  c10::MempoolId_t pool = kNoPool;  // of a graph
-  StreamKey home;             // pinned memory is at home on device -1
-  std::set<StreamKey> users;  // other streams that it was recorded on
-  std::vector<RecordingP> recordings;  // of what they were doing when it was freed
-  Block* block = nullptr;
-  int64_t pending = 0;  // tasks
-  bool freed = false;
-  bool stale = false;  // not touched since it was given out, in a graph or while tasks of its former life were pending
-  char* end() const { return begin + size; }
-  bool pinned() const { return home.first < 0; }
-};
-
 AllocationP allocation_at(const void* address);
 bool is_pinned(const void* address);
 void record_use(const void* address, StreamKey stream);
 void poison(const char* begin, size_t size);
 Work first_use(const AllocationP& stale, const std::string& by);  // what is in front of it
 void hold_pool(c10::MempoolId_t pool, int by);
-void forget_finished(const AllocationP& allocation);  // called when its last task has run
-void begin_schedule();  // with fresh memory
+void begin_fresh_memory();  // in which the next schedule lays its blocks
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 void fail_allocation(int64_t nth);
 
-// -- hazards.cpp: what is read or written without an order, whichever order it had this time
-using Hazard = std::array<std::string, 7>;  // now, on which stream, where; before, likewise; what is missing
-void log_hazards(bool on);
-void note_access(const OperationP& operation, const Clock& clock, const std::vector<Range>& ranges);
-void note_reuse(const AllocationP& pinned);  // it is given out again
-void note_host(const Clock& host);           // what the host knows to have happened
-void forget_accesses(const char* begin, const char* end);
-void forget_all_accesses();
-void close_to_host(const AllocationP& pinned);  // as far as tasks that it does not know to be done ask for it
-void open_to_device(const AllocationP& allocation);
-std::vector<Hazard> take_hazards();
-std::string stream_name(StreamKey stream);
+// -- launch.cpp: work on its way to a stream
+// `sizes`: of the tensors that an operator was given; of a collective, how many ranks it has.
+void enqueue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const Sizes& sizes = {});
+void issue(StreamKey stream, Work work, const PlaceP& place);  // captured or not
+
+// -- graphs.cpp: captures that can be replayed
+void register_graphs();
 }  // namespace sim

@@ -39,7 +39,7 @@ struct Closed {  // a pinned block that is closed to the host; read by the handl
 };
 struct Touch {
   std::atomic<int> state{0};  // 0 free, 1 being written, 2 to be told
-  char* address;
+  const char* block;  // where it begins
   bool will_be_written;
   int frames;  // a pipe with the traceback
 };
@@ -55,6 +55,11 @@ Log& log() { return only<Log>(); }
 std::array<Closed, kPages> closed;
 std::array<Touch, 64> touches;
 struct sigaction former_action;
+
+void reopen(Closed& block) {
+  mprotect(block.begin.load(), block.size.load(), PROT_READ | PROT_WRITE);
+  block.begin.store(nullptr);
+}
 
 void add(Hazard hazard) {
   auto& l = log();
@@ -107,7 +112,7 @@ void touched(int, siginfo_t* info, void*) {
     for (auto& touch : touches) {
       int expected = 0;
       if (!touch.state.compare_exchange_strong(expected, 1)) continue;
-      touch.address = address;
+      touch.block = begin;
       touch.will_be_written = block.will_be_written.load();
       int ends[2] = {-1, -1};
       auto* thread = PyGILState_GetThisThreadState();
@@ -134,8 +139,8 @@ std::string frames_from(int file) {  // as Python writes them
   return all;
 }
 
-const Access* latest_unseen(const AllocationP& memory) {
-  auto found = memory ? log().unseen.find(memory->begin) : log().unseen.end();
+const Access* latest_unseen(const char* pinned) {
+  auto found = log().unseen.find(pinned);
   return found == log().unseen.end() || found->second.empty() ? nullptr : &found->second.back();
 }
 
@@ -149,7 +154,7 @@ void tell_touches() {
   for (auto& touch : touches) {
     if (touch.state.load() != 2) continue;
     auto* what = touch.will_be_written ? "the host touches" : "the host writes";
-    add_host(what, frames_from(touch.frames), latest_unseen(allocation_at(touch.address)),
+    add_host(what, frames_from(touch.frames), latest_unseen(touch.block),
         "the host does not wait for the stream (synchronize it, or an event recorded there afterwards)");
     touch.state.store(0);
   }
@@ -191,7 +196,7 @@ void note_access(const OperationP& operation, const Clock& clock, const std::vec
 void note_reuse(const AllocationP& pinned) {
   open_to_device(pinned);
   auto& l = log();
-  if (auto* access = l.on ? latest_unseen(pinned) : nullptr)
+  if (auto* access = l.on ? latest_unseen(pinned->begin) : nullptr)
     add_host("the host's allocator gives out again", text(here()), access,
         "it was freed before the host knew that the stream was through with it: keep it until then");
   l.unseen.erase(pinned->begin);
@@ -202,8 +207,9 @@ void note_host(const Clock& host) {
   if (!l.on) return;
   tell_touches();
   for (auto& [begin, accesses] : l.unseen) {
+    auto memory = accesses.front().life;
     auto known = std::erase_if(accesses, [&](auto& access) { return is_before(*access.operation, host); });
-    if (known != 0) close_to_host(allocation_at(begin));
+    if (known != 0) close_to_host(memory);
   }
   std::erase_if(l.unseen, [](auto& block) { return block.second.empty(); });
 }
@@ -219,21 +225,18 @@ void forget_all_accesses() {
   l.seen.clear();
   l.unseen.clear();
   for (auto& block : closed)
-    if (block.begin.load() != nullptr) open_to_device(allocation_at(block.begin.load()));
+    if (block.begin.load() != nullptr) reopen(block);
 }
 
 void open_to_device(const AllocationP& memory) {
   if (!memory->pinned()) return;
-  for (auto& block : closed) {
-    if (block.begin.load() != memory->begin) continue;
-    mprotect(memory->begin, memory->size, PROT_READ | PROT_WRITE);
-    block.begin.store(nullptr);
-  }
+  for (auto& block : closed)
+    if (block.begin.load() == memory->begin) reopen(block);
 }
 
 void close_to_host(const AllocationP& pinned) {
   open_to_device(pinned);
-  if (!log().on || latest_unseen(pinned) == nullptr) return;
+  if (!log().on || latest_unseen(pinned->begin) == nullptr) return;
   auto& unseen = log().unseen[pinned->begin];
   bool written = std::any_of(unseen.begin(), unseen.end(), [](auto& access) { return access.write; });
   for (auto& block : closed) {

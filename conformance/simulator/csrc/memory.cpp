@@ -48,7 +48,7 @@ struct Memory {
   std::multimap<size_t, char*> pinned_pool;
   std::map<const char*, AllocationP> living;    // by address
   std::map<const char*, AllocationP> pinned;    // every block that was ever made, with its latest life
-  std::vector<AllocationP> finishing;           // freed, with tasks pending
+  std::vector<AllocationP> finishing;           // freed with tasks pending, as many have still
   std::vector<AllocationP> retired, retired_pinned;  // freed, but in use by streams that they were recorded on
   std::map<int, Stats> stats;
   uint64_t frees = 0;
@@ -168,6 +168,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     life->begin = life->block->begin;
     life->size = life->block->size;
     // Its former life's tasks may be pending.
+    std::erase_if(m.finishing, [](auto& former) { return former->pending == 0; });
     auto overlaps = [&](auto& former) { return former->begin < life->end() && life->begin < former->end(); };
     life->stale = life->pool != kNoPool || std::any_of(m.finishing.begin(), m.finishing.end(), overlaps);
     if (!life->stale) poison(life->begin, life->size);
@@ -282,13 +283,12 @@ void record_use(const void* address, StreamKey stream) {
   life->users.insert(stream);
   note({"use", stream, life->begin});
 }
-void forget_finished(const AllocationP& life) { std::erase(memory().finishing, life); }
 void fail_allocation(int64_t nth) {
   Lock lock;
   memory().until_failure = nth;
 }
 
-void begin_schedule() {
+void begin_fresh_memory() {
   device_allocator()->emptyCache();  // after all work
   Lock lock;
   memory().schedule++;

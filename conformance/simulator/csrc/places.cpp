@@ -2,11 +2,8 @@
 #include "device.h"
 
 namespace sim {
-namespace {
 constexpr int kFrames = 24;
-
-auto& last_of_program = *new PlaceP(std::make_shared<Place>());  // of any thread that runs Python
-}  // namespace
+static auto& last_of_program = *new PlaceP(std::make_shared<Place>());  // of any thread that runs Python
 
 PlaceP here() {
   if (!Py_IsInitialized()) return last_of_program;

@@ -9,7 +9,7 @@
 
 #include <algorithm>
 #include <ctime>
-#include <mutex>
+#include <deque>
 #include <random>
 #include <thread>
 
@@ -39,7 +39,6 @@ struct Queue {
 enum class Order { Serial, Late, MainFirst, SideFirst, Drawn };
 
 struct Runtime {
-  std::recursive_mutex mutex;
   std::map<StreamKey, Queue> queues;
   std::map<int, int64_t> next_stream;
   std::map<StreamKey, Capture*> captures;
@@ -56,10 +55,6 @@ struct Runtime {
   Time::time_point last_call = Time::now();
 };
 Runtime& runtime() { return only<Runtime>(); }
-
-int devices = 1;
-thread_local c10::DeviceIndex thread_device = 0;
-thread_local std::map<int, int64_t> thread_streams;
 
 Pace draw_pace(StreamKey key) {
   auto& r = runtime();
@@ -78,7 +73,7 @@ void pop(Queue& queue) {
   for (auto& range : queue.entries.front().ranges) {
     if (!range.life) continue;
     if (range.life->pinned()) close_to_host(range.life);
-    if (--range.life->pending == 0) forget_finished(range.life);
+    range.life->pending--;
   }
   queue.entries.pop_front();
 }
@@ -125,10 +120,8 @@ void complete(Queue& queue) {
   auto since = Time::now();
   auto until = since + kPatience;
   queue.busy = true;
-  for (auto nap = std::chrono::microseconds(5); !task.is_complete(); nap = std::min(nap * 2, std::chrono::microseconds(500))) {
-    r.mutex.unlock();
-    std::this_thread::sleep_for(nap);
-    r.mutex.lock();
+  for (auto time = std::chrono::microseconds(5); !task.is_complete(); time = std::min(time * 2, std::chrono::microseconds(500))) {
+    nap(time);
     r.last_call = Time::now();
     if (r.last_call > since + kHang) {
       queue.busy = false;
@@ -225,25 +218,6 @@ void join(Clock& clock, const Clock& other) {
   for (auto& [key, tick] : other) clock[key] = std::max(clock[key], tick);
 }
 
-Lock::Lock() {
-  if (Py_IsInitialized() && PyGILState_Check()) thread_ = PyEval_SaveThread();
-  runtime().mutex.lock();
-}
-Lock::~Lock() {
-  runtime().mutex.unlock();
-  if (thread_ != nullptr) PyEval_RestoreThread(thread_);
-}
-
-c10::DeviceIndex current_device() { return thread_device; }
-int device_count() { return devices; }
-void set_device_count(int count) { devices = count; }
-c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
-  TORCH_CHECK(device >= 0 && device < devices, "sim: got device ", int{device}, ", but there are ", devices,
-      "; ask for more when the simulator is enabled");
-  return std::exchange(thread_device, device);
-}
-int64_t current_stream(int device) { return thread_streams[device]; }
-int64_t exchange_stream(StreamKey stream) { return std::exchange(thread_streams[stream.first], stream.second); }
 int64_t new_stream(int device) {
   Lock lock;
   auto stream = ++runtime().next_stream[device];
@@ -268,36 +242,20 @@ void note_course(uint64_t what) {
   course ^= course >> 29;
 }
 
-void enqueue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const Sizes& sizes) {
-  if (by_shapes_alone()) {
-    Asked one{"run", stream, nullptr, 0, 0, std::move(name), sizes};
-    for (auto& range : ranges) (range.write ? one.writes : one.reads) += range.end - range.begin;
-    return note(std::move(one));
-  }
-  auto place = here();
-  Lock lock;
-  Work work{std::move(name), std::move(task), std::move(ranges)};
-  if (auto* capture = capture_of(stream)) capture->keep_work(stream, std::move(work));
-  else issue(stream, std::move(work), place);
-}
-
-void issue(StreamKey stream, Work work, const PlaceP& place) {
+void append(StreamKey stream, Work work, const PlaceP& place) {
   auto& r = runtime();
   auto& queue = queue_of(stream);
   r.last_call = Time::now();
   join(queue.clock, r.host);
-  for (auto& range : work.ranges) {
-    if (!range.life) range.life = allocation_at(range.begin);
-    if (!range.life) continue;
-    range.life->pending++;
-    if (std::exchange(range.life->stale, false)) issue(stream, first_use(range.life, work.name), place);
-  }
   queue.clock[stream] = ++r.ticks;
   auto operation = std::make_shared<Operation>(Operation{std::move(work.name), stream, r.ticks, place});
   Entry entry{std::move(operation), std::move(work.task), std::move(work.ranges)};
   note_access(entry.operation, queue.clock, entry.ranges);
-  for (auto& range : entry.ranges)
-    if (range.life && range.life->pinned()) close_to_host(range.life);
+  for (auto& range : entry.ranges) {
+    if (!range.life) continue;
+    range.life->pending++;
+    if (range.life->pinned()) close_to_host(range.life);
+  }
   queue.entries.push_back(std::move(entry));
   let_time_pass();
 }
@@ -360,9 +318,7 @@ void wait_on_host(const RecordingP& recording, const char* why) {
     if (moved) continue;
     // Another thread is waiting for a collective at the head of the queue.
     TORCH_CHECK(Time::now() - since < kHang, "sim: the device does not get to what the host waits for");
-    r.mutex.unlock();
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-    r.mutex.lock();
+    nap(std::chrono::microseconds(50));
   }
   tell_host(recording);
   if (r.error) std::rethrow_exception(std::exchange(r.error, nullptr));
@@ -382,7 +338,7 @@ void synchronize_device(int device, const char* why) {
   for (auto& recording : recordings) wait_on_host(recording, nullptr);
 }
 void drain() {
-  for (int device = 0; device < devices; device++) synchronize_device(device, nullptr);
+  for (int device = 0; device < device_count(); device++) synchronize_device(device, nullptr);
 }
 
 void settle() {
@@ -408,7 +364,7 @@ void watch_for_held_up_host() {
       std::this_thread::sleep_for(kHeldUp / kNaps);
       auto used = std::clock() - std::exchange(worked, std::clock());
       idle = used * 500 < CLOCKS_PER_SEC ? idle + 1 : 0;  // a host that computes or imports is not held up
-      std::lock_guard<std::recursive_mutex> guard(r.mutex);
+      Lock lock;
       if (r.depth || idle < kNaps || Time::now() - r.last_call < kHeldUp) continue;
       bool moved = false;
       while (step_any(false)) moved = true;
@@ -418,7 +374,6 @@ void watch_for_held_up_host() {
 }
 
 void set_schedule(uint64_t seed, int rank) {
-  begin_schedule();
   Lock lock;
   auto& r = runtime();
   constexpr uint64_t kFixed = 4;
@@ -439,9 +394,5 @@ std::vector<std::string> take_unreplayable() { return take_all(runtime().unrepla
 uint64_t course() {
   Lock lock;
   return runtime().course;
-}
-std::string stream_name(StreamKey stream) {
-  auto which = stream.second == 0 ? " default stream" : " stream " + std::to_string(stream.second);
-  return "sim:" + std::to_string(stream.first) + which;
 }
 }  // namespace sim

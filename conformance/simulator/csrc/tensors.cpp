@@ -96,14 +96,10 @@ Tensor& set_nothing(Tensor& self) {
 void record_stream(Tensor& self, c10::Stream stream) { record_use(self.storage().data(), key_of(stream)); }
 
 // By aliases, of host tensors too: their `.data` may be another's by the time that the copy runs.
-Task copying(const Tensor& from, const Tensor& to) {
-  Aliases aliases;
-  auto x = aliases.of(from), y = aliases.of(to);
-  return {[x, y]() mutable { Below below; y.copy_(x); }};
-}
-
 void enqueue_copy(StreamKey stream, const char* name, const Tensor& from, const Tensor& to) {
-  enqueue(stream, name, copying(from, to), {range_of(from, false), range_of(to, true)});
+  Aliases aliases;
+  Task task{[x = aliases.of(from), y = aliases.of(to)]() mutable { Below below; y.copy_(x); }};
+  enqueue(stream, name, task, {range_of(from, false), range_of(to, true)});
 }
 
 // From one device to another, on the stream of the first; that of the second waits for it, and is waited for.

@@ -5,10 +5,8 @@
 #include <atomic>
 
 namespace sim {
-namespace {
-std::atomic<bool> on{false};
-std::vector<Asked> asked;
-}  // namespace
+static std::atomic<bool> on{false};
+static std::vector<Asked> asked;
 
 bool by_shapes_alone() { return on; }
 void note(Asked one) {

@@ -1,0 +1,25 @@
+// Work on its way to a stream: a capture may keep it; else it learns whose memory it touches, and goes into the queue.
+#include "device.h"
+
+namespace sim {
+void enqueue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const Sizes& sizes) {
+  if (by_shapes_alone()) {
+    Asked one{"run", stream, nullptr, 0, 0, std::move(name), sizes};
+    for (auto& range : ranges) (range.write ? one.writes : one.reads) += range.end - range.begin;
+    return note(std::move(one));
+  }
+  auto place = here();
+  Lock lock;
+  Work work{std::move(name), std::move(task), std::move(ranges)};
+  if (auto* capture = capture_of(stream)) capture->keep_work(stream, std::move(work));
+  else issue(stream, std::move(work), place);
+}
+
+void issue(StreamKey stream, Work work, const PlaceP& place) {
+  for (auto& range : work.ranges) {
+    if (!range.life) range.life = allocation_at(range.begin);
+    if (range.life && std::exchange(range.life->stale, false)) append(stream, first_use(range.life, work.name), place);
+  }
+  append(stream, std::move(work), place);
+}
+}  // namespace sim
