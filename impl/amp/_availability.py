@@ -1,5 +1,6 @@
 """Whether mixed precision for CUDA can do anything on this machine; `autocast` and `GradScaler` both ask."""
 
+import warnings
 from importlib.util import find_spec
 
 import torch
@@ -14,3 +15,11 @@ def amp_definitely_not_available() -> bool:
     False
     """
     return not (torch.cuda.is_available() or find_spec("torch_xla"))
+
+
+def warn_of_missing_cuda(stacklevel: int) -> None:
+    """Tell the maker of a `GradScaler`, as torch does."""
+    warnings.warn(
+        "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
+        stacklevel=stacklevel + 1,
+    )

@@ -13,9 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from impl.amp._opt_state import Found
 from impl.kernels import placed
-
-_Found = dict[torch.device, Tensor]
 
 _known_to_take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
@@ -45,7 +44,7 @@ def warn_of_scaler_as_argument(stacklevel: int) -> None:
 
 @contextlib.contextmanager
 def amp_attributes(
-    optimizer: torch.optim.Optimizer, scale: Tensor | None, found: _Found, here: _Found, home: torch.device
+    optimizer: torch.optim.Optimizer, scale: Tensor | None, found: Found, here: Found, home: torch.device
 ) -> Generator[None]:
     """The optimizer finds `grad_scale` and `found_inf` in its attributes; after an error what was there is back.
 

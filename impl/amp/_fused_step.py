@@ -28,14 +28,13 @@ from impl import kernels
 from impl.amp._conditional_step import step_unless
 from impl.amp._gradients import borrowed_grads, coalesced
 from impl.amp._loss_scale import inverse
-from impl.amp._opt_state import CheckResults, OptimizerState
+from impl.amp._opt_state import Found, KeptResults, OptimizerState
 from impl.kernels import KnownLayoutList, joined, placed
 from impl.nn.utils.clip_grad import clip_coefficient, clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
 from impl.optim._shards import Norms, local_part, shard_group, shard_groups
 
 _Optimizer = torch.optim.Optimizer
-Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 where there is inf or nan
 
 
 class Scaler(Protocol):
@@ -43,13 +42,13 @@ class Scaler(Protocol):
 
     _has_peers: bool
     _per_optimizer_states: dict[int, OptimizerState]
+    _check_results: KeptResults
 
     def unscale_(self, optimizer: _Optimizer) -> None: ...
     def step(self, optimizer: _Optimizer) -> float | None: ...
     def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]: ...
     def _place_of_norms(self, params: Sequence[Tensor]) -> torch.device: ...
     def _found_inf_per_device(self, optimizer: _Optimizer) -> Found: ...
-    def _check_results_on(self, optimizer: _Optimizer) -> CheckResults: ...
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ def _by_optimizer(step: _Step) -> FusedStepResult:
             torch._foreach_copy_([*options.low_precision_params], step.params)
     if step.scale is None:
         return FusedStepResult(norm, {}, {}, taken)
-    check_results = scaler._check_results_on(optimizer)
+    check_results = scaler._check_results.of(optimizer)
     return FusedStepResult(norm, check_results.here or {}, scaler._found_inf_per_device(optimizer), taken)
 
 
@@ -201,7 +200,7 @@ def _call_step(step: _Step) -> bool | None:
         return False
     if is_bad is False or getattr(optimizer, "_step_supports_amp_scaling", False):
         scaler.step(optimizer)
-        return scaler._check_results_on(optimizer).taken
+        return scaler._check_results.of(optimizer).taken
     return step_unless(optimizer, flag)
 
 

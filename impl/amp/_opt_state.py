@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypedDict
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-_Found = dict[torch.device, Tensor]
+Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 where there is inf or nan
 
 
 class OptState(Enum):
@@ -53,7 +54,7 @@ class OptimizerState(TypedDict):
     """One optimizer since the last `update`."""
 
     stage: OptState
-    found_inf_per_device: _Found
+    found_inf_per_device: Found
 
 
 def refresh_per_optimizer_state() -> OptimizerState:
@@ -74,22 +75,22 @@ def stage_of(states: Mapping[int, OptimizerState], optimizer: torch.optim.Optimi
 class CheckResults:
     """What was found about one optimizer, kept beyond `update`."""
 
-    checked: _Found | None = None  # by its last check
-    here: _Found | None = None  # the same, as far as this process's gradients tell
-    stepped: _Found | None = None  # by the check that its last step went by
+    checked: Found | None = None  # by its last check
+    here: Found | None = None  # the same, as far as this process's gradients tell
+    stepped: Found | None = None  # by the check that its last step went by
     taken: bool | None = None  # that step, once the host knows
     low_precision_params: Sequence[
         Tensor
     ] = ()  # that have the gradients which were checked, where params have not
 
     def note(
-        self, found: _Found, here: _Found, taken: bool | None, low_precision_params: Sequence[Tensor]
+        self, found: Found, here: Found, taken: bool | None, low_precision_params: Sequence[Tensor]
     ) -> None:
         """What a fused step found and did."""
         self.checked = self.stepped = found
         self.here, self.taken, self.low_precision_params = here, taken, low_precision_params
 
-    def known(self) -> _Found:
+    def known(self) -> Found:
         """What its last check found."""
         if self.checked is None:
             raise RuntimeError(
@@ -108,3 +109,18 @@ class CheckResults:
         if self.taken is None:
             self.taken = not any(flag.item() for flag in self.stepped.values())
         return self.taken
+
+
+class KeptResults:
+    """Check results by optimizer, none of which they keep alive."""
+
+    def __init__(self) -> None:
+        self._by_optimizer: WeakKeyDictionary[torch.optim.Optimizer, CheckResults] = WeakKeyDictionary()
+
+    def of(self, optimizer: torch.optim.Optimizer) -> CheckResults:
+        try:
+            return self._by_optimizer[optimizer]
+        except KeyError:
+            return self._by_optimizer.setdefault(optimizer, CheckResults())
+        except TypeError:  # it allows no weak references: nothing is kept that could be told from another's
+            return CheckResults()

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, cast, overload
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from impl import kernels
 from impl.amp import _fused_step, _gradients, _loss_scale
-from impl.amp._availability import amp_definitely_not_available
+from impl.amp._availability import amp_definitely_not_available, warn_of_missing_cuda
 from impl.amp._aware_optimizers import amp_attributes, takes_scaler, warn_of_scaler_as_argument
 from impl.amp._loss_scale import SMALLEST_SCALE, FloorWatch
-from impl.amp._opt_state import CheckResults, OptimizerState, OptState, advance, stage_of
+from impl.amp._opt_state import CheckResults, Found, KeptResults, OptimizerState, OptState, advance, stage_of
 
 # torch's name: pickles of torch's scalers ask for it.
 from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_optimizer_state
@@ -29,7 +27,6 @@ from impl.optim._shards import Norms
 __all__ = ["GradScaler", "OptState"]
 
 _Optimizer = torch.optim.Optimizer
-_Found = dict[torch.device, Tensor]
 
 
 class GradScaler:
@@ -39,8 +36,8 @@ class GradScaler:
     gradients are to be looked at or clipped, `unscale_(optimizer)` comes before the step. After a step that found
     inf or nan the scale falls by `backoff_factor`; after `growth_interval` steps without, it grows by `growth_factor`.
 
-    After an exception from any method the scaler and the gradients are as they were; but an error of the optimizer's
-    own `step` leaves its gradients unscaled, and the scaler knows that they are.
+    After an exception from any method the scaler, the gradients and the optimizer's attributes are as they were; but
+    an error of the optimizer's own `step` leaves its gradients unscaled, and the scaler knows that they are.
 
     Args:
         device: "cuda", "cpu" or another device type. "cuda" without CUDA switches the scaler off, with a warning.
@@ -58,10 +55,9 @@ class GradScaler:
     Sync: none, in all methods that do not say so; but where gradients lie on the host and the scale on a device, what
         checks them or steps by them waits for the scale and the check's results.
     Source: torch.amp.GradScaler 2.13; differences: `min_scale` and what watches it, float16 and bfloat16 losses are
-        scaled in float32, a positional closure is refused like one by keyword, `load_state_dict` checks first and
-        changes then, a loaded scale is known before the first `scale`, calls that fail change nothing, not the
-        optimizer's attributes either, and values that would ruin the scale or the gradients in silence are refused.
-        New: `fused_step`, `found_inf`, `step_was_taken`, `nonfinite_parameters`.
+        scaled in float32, a positional closure is refused like one by keyword, a loaded scale is known before the first
+        `scale`, calls that fail change nothing (`load_state_dict` too), and values that would ruin the scale or the
+        gradients in silence are refused. New: `fused_step`, `found_inf`, `step_was_taken`, `nonfinite_parameters`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -74,17 +70,6 @@ class GradScaler:
     >>> weight.detach(), scaler.step_was_taken(optimizer), scaler.get_scale()
     (tensor([0.5000, 0.5000]), True, 1024.0)
     """
-
-    # torch's own attribute names, since others read and assign them. Those up to the blank line are there only when
-    # the scaler is enabled. `_scale` and `_growth_tracker` are 0-dim, f32 and i32, and None until the first `scale`.
-    _init_scale: float
-    _scale: Tensor | None
-    _growth_factor: float
-    _backoff_factor: float
-    _growth_interval: int
-    _init_growth_tracker: int
-    _growth_tracker: Tensor | None
-    _per_optimizer_states: dict[int, OptimizerState]
 
     # Ours. The values here serve scalers that torch pickled.
     _min_scale: float = SMALLEST_SCALE
@@ -109,24 +94,23 @@ class GradScaler:
         self._device = device
         self._enabled = enabled
         if device == "cuda" and enabled and amp_definitely_not_available():
-            warnings.warn(
-                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
-                stacklevel=2 + self._frames_above,
-            )
+            warn_of_missing_cuda(stacklevel=2 + self._frames_above)
             self._enabled = False
         self._start_watching()
         if not self._enabled:
             return
         self._min_scale = _loss_scale.checked_settings(growth_factor, backoff_factor, init_scale, min_scale)
         self._error_if_stuck = error_if_stuck
+        # torch's own names, since others read and assign them; there only when the scaler is enabled. `_scale` and
+        # `_growth_tracker` are 0-dim, f32 and i32, and None until the first `scale`.
         self._init_scale = init_scale
-        self._scale = None
+        self._scale: Tensor | None = None
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
-        self._growth_tracker = None
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._growth_tracker: Tensor | None = None
+        self._per_optimizer_states: dict[int, OptimizerState] = defaultdict(_refresh_per_optimizer_state)
 
     @overload
     def scale(self, outputs: Tensor) -> Tensor: ...
@@ -144,11 +128,10 @@ class GradScaler:
             outputs: a tensor of any shape, dtype and device, or an iterable of such, nested as deep as one likes.
         Returns:
             The like of `outputs`: lists and tuples keep their type, other iterables become lazy iterators. Float16 and
-            bfloat16 come back as float32, in which a scaled loss fits.
+            bfloat16 come back as float32, in which a scaled loss fits; in float16 it is inf above 65504.
         Raises:
             ValueError: something in `outputs` is neither a tensor nor an iterable; a string is neither.
-        Source: torch.amp.GradScaler.scale 2.13; differences: float16 and bfloat16 of one dimension and more come back
-            as float32 (torch: as they were, and inf above 65504).
+        Source: torch.amp.GradScaler.scale 2.13; differences: float32 also of one dimension and more (torch: as it was).
 
         >>> GradScaler("cpu", init_scale=65536.0).scale([torch.tensor([2.0], dtype=torch.float16)])
         [tensor([131072.])]
@@ -180,12 +163,10 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        self._recall_scale(optimizer)
-        scale, _ = self._check_scale_growth_tracker("unscale_")
+        scale, _ = self._recalled("unscale_", optimizer)
         unscaled = advance(stage_of(self._per_optimizer_states, optimizer), "unscale_")
-        none_found = torch.zeros((), dtype=torch.float32, device=scale.device)
-        here = self._unscale_grads_(optimizer, _loss_scale.inverse(scale), none_found, self._unscales_fp16)
-        self._note_check(optimizer, here)["stage"] = unscaled
+        state = self._check_grads_(optimizer, _loss_scale.inverse(scale), self._unscales_fp16)
+        state["stage"] = unscaled
 
     def step(self, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` on unscaled gradients, unless one of them holds inf or nan.
@@ -205,11 +186,10 @@ class GradScaler:
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._recall_scale(optimizer)
-        self._check_scale_growth_tracker("step")
+        self._recalled("step", optimizer)
         stage = stage_of(self._per_optimizer_states, optimizer)
         stepped = advance(stage, "step")
-        check_results = self._check_results_on(optimizer)
+        check_results = self._check_results.of(optimizer)
         check_results.taken = None
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_if_finite(optimizer, stage, check_results, *args, **kwargs)
@@ -280,16 +260,14 @@ class GradScaler:
         options = _fused_step.FusedStepOptions(float(max_norm), float(norm_type), tuple(low_precision_params))
         if not self._enabled:
             return _fused_step.fused_step(self, optimizer, options, scale=None, known=None).norm
-        self._recall_scale(optimizer)
-        scale, _ = self._check_scale_growth_tracker("fused_step")
+        scale, _ = self._recalled("fused_step", optimizer)
         stage = stage_of(self._per_optimizer_states, optimizer)
         stepped = advance(stage, "step")
         known = self._found_inf_per_device(optimizer) if stage is OptState.UNSCALED else None
         done = _fused_step.fused_step(self, optimizer, options, scale, known)
         self._per_optimizer_states[id(optimizer)].update(stage=stepped, found_inf_per_device=done.found)
-        self._check_results_on(optimizer).note(
-            done.found, done.here, done.taken, options.low_precision_params
-        )
+        check_results = self._check_results.of(optimizer)
+        check_results.note(done.found, done.here, done.taken, options.low_precision_params)
         if update:
             self.update()
         return done.norm
@@ -311,8 +289,7 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        self._recall_scale(None)
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        scale, growth_tracker = self._recalled("update")
         if new_scale is not None:
             _loss_scale.set_scale_(scale, new_scale, self._device, self._min_scale)
             self._watch = FloorWatch()
@@ -342,7 +319,7 @@ class GradScaler:
         if not self._enabled:
             params = (param for group in optimizer.param_groups for param in group["params"])
             return torch.zeros((), device=next((param.device for param in params), None))
-        found = self._check_results_on(optimizer).known()
+        found = self._check_results.of(optimizer).known()
         scale, _ = self._check_scale_growth_tracker("found_inf")
         flags = [placed(flag, scale.device) for flag in found.values()]
         return torch.stack([torch.zeros_like(scale), *flags]).amax()
@@ -356,7 +333,7 @@ class GradScaler:
             RuntimeError: there was no `step` of the optimizer yet, or it checked nothing.
         Sync: one, and none where `step` has waited already.
         """
-        return self._check_results_on(optimizer).step_was_taken() if self._enabled else True
+        return self._check_results.of(optimizer).step_was_taken() if self._enabled else True
 
     def nonfinite_parameters(self, optimizer: _Optimizer) -> list[str]:
         """Tell whose gradients hold inf or nan; ask after `unscale_` or `step`, before they are cleared or clipped.
@@ -378,7 +355,7 @@ class GradScaler:
         ['weight']
         """
         refuse_what_has_no_groups(optimizer)
-        found = self._check_results_on(optimizer)
+        found = self._check_results.of(optimizer)
         return _gradients.nonfinite_parameters(optimizer, found.low_precision_params, found.here or {})
 
     def get_scale(self) -> float:
@@ -480,27 +457,26 @@ class GradScaler:
 
     def _unscale_grads_(
         self, optimizer: _Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> _Found:
+    ) -> Found:
         """Multiply every gradient by `inv_scale` in place; return, for each of their devices, what was found there.
 
         Both tensors are f32, of one element, on any device; `found_inf` is copied, and the copies are returned.
         Without `allow_fp16` float16 gradients are refused, whose unscaled values may vanish.
         """
-        found: _Found = {}
+        found: Found = {}
         for device, grads in _gradients.sorted_gradients(optimizer, allow_fp16):
             if device not in found:
                 found[device] = placed(found_inf, device, copy=True)
             kernels.unscale_(grads, placed(inv_scale, device), found[device])
         return found
 
-    def _check_inf_per_device(self, optimizer: _Optimizer) -> _Found:
+    def _check_inf_per_device(self, optimizer: _Optimizer) -> Found:
         """Check the gradients, float16 ones too, and leave them scaled."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        none_found = torch.zeros((), dtype=torch.float32, device=scale.device)
-        here = self._unscale_grads_(optimizer, torch.ones_like(none_found), none_found, True)
-        return self._note_check(optimizer, here)["found_inf_per_device"]
+        one = torch.ones((), dtype=torch.float32, device=scale.device)
+        return self._check_grads_(optimizer, one, allow_fp16=True)["found_inf_per_device"]
 
-    def _found_inf_per_device(self, optimizer: _Optimizer) -> _Found:
+    def _found_inf_per_device(self, optimizer: _Optimizer) -> Found:
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def _maybe_opt_step(
@@ -509,7 +485,7 @@ class GradScaler:
         """Call `optimizer.step` if the check found nothing. Sync: one for each device."""
         taken = not sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
         result = cast("float | None", optimizer.step(*args, **kwargs)) if taken else None
-        self._check_results_on(optimizer).taken = taken
+        self._check_results.of(optimizer).taken = taken
         return result
 
     def _get_scale_async(self) -> Tensor | None:
@@ -540,14 +516,14 @@ class GradScaler:
         self._start_watching()
 
     # What `ShardedGradScaler` does otherwise, for many processes.
-    def _reduce_found_inf(self, found_inf_per_device: _Found) -> _Found:
+    def _reduce_found_inf(self, found_inf_per_device: Found) -> Found:
         """Agree with other processes on what any check found here; what is returned decides on step and scale.
 
         What is given is left as it is, and empty if the optimizer has no gradients.
         """
         return found_inf_per_device
 
-    def _agree(self, norms: Norms, found_inf_per_device: _Found) -> tuple[Tensor, _Found]:
+    def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]:
         """Agree with other processes on a norm and on what a check found, in one collective, if any."""
         if norms.sharded:
             return _fused_step.agree_in_one_group(norms, found_inf_per_device)
@@ -561,21 +537,15 @@ class GradScaler:
 
     # Our own.
     def _start_watching(self) -> None:
-        self._check_results: WeakKeyDictionary[_Optimizer, CheckResults] = WeakKeyDictionary()
+        self._check_results = KeptResults()
         self._watch = FloorWatch()
 
-    def _check_results_on(self, optimizer: _Optimizer) -> CheckResults:
-        try:
-            return self._check_results[optimizer]
-        except KeyError:
-            return self._check_results.setdefault(optimizer, CheckResults())
-        except TypeError:  # it allows no weak references: nothing is kept that could be told from another's
-            return CheckResults()
-
-    def _note_check(self, optimizer: _Optimizer, here: _Found) -> OptimizerState:
-        """Agree on what a check found, and remember it."""
+    def _check_grads_(self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool) -> OptimizerState:
+        """Multiply the gradients by `inv_scale`, agree on what was found in them, and remember it."""
+        none_found = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
+        here = self._unscale_grads_(optimizer, inv_scale, none_found, allow_fp16)
         found = self._reduce_found_inf(here)
-        check_results = self._check_results_on(optimizer)
+        check_results = self._check_results.of(optimizer)
         check_results.checked, check_results.here = found, here
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = found
@@ -588,11 +558,12 @@ class GradScaler:
         assert self._scale is not None
         return self._scale
 
-    def _recall_scale(self, optimizer: _Optimizer | None) -> None:
-        """Settle a scale that was loaded, on the device of the optimizer's first gradient or else the scaler's own."""
+    def _recalled(self, funcname: str, optimizer: _Optimizer | None = None) -> tuple[Tensor, Tensor]:
+        """Scale and growth tracker; loaded ones settle where the first gradient lies, or else on `device`."""
         if self._scale is None and self._loaded:
             grad = None if optimizer is None else _gradients.first_gradient(optimizer)
             self._lazy_init_scale_growth_tracker(torch.device(self._device) if grad is None else grad.device)
+        return self._check_scale_growth_tracker(funcname)
 
     def _step_if_finite(
         self, optimizer: _Optimizer, stage: OptState, check_results: CheckResults, *args: Any, **kwargs: Any
@@ -618,7 +589,7 @@ class GradScaler:
         scale = self._get_scale_async()
         if scale is None:
             raise AssertionError("_get_scale_async returned None")
-        found, here = self._found_inf_per_device(optimizer), self._check_results_on(optimizer).here or {}
+        found, here = self._found_inf_per_device(optimizer), self._check_results.of(optimizer).here or {}
         try:
             with amp_attributes(optimizer, scale if is_scaled else None, found, here, scale.device):
                 return cast("float | None", optimizer.step(*args, **kwargs))
