@@ -116,7 +116,7 @@ class RatioFullyShardWholeState(comparison.Ratio):
     params = [_WORLDS, _DEVICES]
     param_names = ["world_size", "device"]
     is_one_off = True
-    workload = staticmethod(functools.partial(_on_ranks, "save_whole", "save_whole"))
+    workload = staticmethod(functools.partial(_on_ranks, "save_full_state", "save_full_state"))
 
     def setup_cache(self):
         return self.measure_all()

@@ -69,7 +69,7 @@ def loaded(rank: Any, *, subject: str) -> list[Tensor]:
     return [model.words.weight.to_local()[:2, :4].clone()]
 
 
-def save_whole(rank: Any, *, subject: str) -> list[Tensor]:
+def save_full_state(rank: Any, *, subject: str) -> list[Tensor]:
     """A few values of it."""
     try:
         helper = member(subject, _HELPER)

@@ -13,7 +13,7 @@ from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.ranks import RankPool
-from conformance.strategies.regions import LOW, cuda_as_told, operands, state
+from conformance.strategies.regions import LOW, cuda_reported, operands, state
 
 
 @clause("amp.autocast_mode.autocast.casts_by_operator")
@@ -123,7 +123,7 @@ def test_a_cuda_device_with_and_without_bfloat16(
 ) -> None:
     def inside(library: Library) -> Outcome:
         def run() -> Any:
-            with cuda_as_told(has_bfloat16), library.amp.autocast("cuda", dtype, enabled):
+            with cuda_reported(has_bfloat16), library.amp.autocast("cuda", dtype, enabled):
                 return state()
 
         return observe(run)

@@ -118,7 +118,9 @@ def test_starting_the_scale_by_hand(compare: Compare, device: str) -> None:
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.parametrize("last", [None, math.inf], ids=repr)
-def test_verdicts_that_others_read(compare: Compare, device: str, optimizer: str, last: float | None) -> None:
+def test_check_results_that_others_read(
+    compare: Compare, device: str, optimizer: str, last: float | None
+) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer)
         harness.backward(last)

@@ -40,7 +40,7 @@ def train(
     model = accelerator.prepare(made)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), **tiny.ADAM))
     seen = _trained(rank, accelerator, model, optimizer, folder)
-    return {"sharded": isinstance(model, FullyShardedDataParallel), "weights": tiny.whole(model), **seen}
+    return {"sharded": isinstance(model, FullyShardedDataParallel), "weights": tiny.unsharded(model), **seen}
 
 
 @accelerate_on_the_cpu()
@@ -131,7 +131,7 @@ def trainer(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
             "sharded": isinstance(one.model_wrapped, FullyShardedDataParallel),
             "losses": [torch.tensor(entry["loss"]) for entry in log],
             "norms": [torch.tensor(entry["grad_norm"]) for entry in log],
-            "weights": tiny.whole(one.model_wrapped),
+            "weights": tiny.unsharded(one.model_wrapped),
         }
 
     first, resumed = made(4), made(6)

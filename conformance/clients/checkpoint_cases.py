@@ -41,7 +41,10 @@ class _Training:
         return {"model": model, "optimizer": optimizer}
 
     def goes_on(self) -> dict[str, Any]:
-        return {"losses": self.losses(tiny.tokens(self._rank.rank, 6)[3:]), "weights": tiny.whole(self.model)}
+        return {
+            "losses": self.losses(tiny.tokens(self._rank.rank, 6)[3:]),
+            "weights": tiny.unsharded(self.model),
+        }
 
     def load(self, folder: str) -> None:
         state = self.state()

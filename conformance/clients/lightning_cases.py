@@ -68,7 +68,7 @@ def fabric(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
         "losses": losses,
         "norms": norms,
         "step": state["step"],
-        "weights": tiny.whole(sharded),
+        "weights": tiny.unsharded(sharded),
     }
 
 
@@ -111,7 +111,7 @@ def trainer(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
         return {
             "sharded": isinstance(sharded, FullyShardedDataParallel),
             "losses": module.losses,
-            "weights": tiny.whole(sharded),
+            "weights": tiny.unsharded(sharded),
         }
 
     first = trained(3)

@@ -73,7 +73,7 @@ def sharded(rank: Rank, *, optimizer: str, use_orig_params: bool) -> dict[str, A
         made.step()
         made.zero_grad()
         losses.append(loss.detach())
-    return {"losses": losses, "weights": tiny.whole(model)}
+    return {"losses": losses, "weights": tiny.unsharded(model)}
 
 
 def _plain(state: Any) -> Any:

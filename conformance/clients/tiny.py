@@ -60,7 +60,7 @@ def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def unsharded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter of a sharded model, on every rank."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         return {name: value.detach().clone() for name, value in model.named_parameters()}

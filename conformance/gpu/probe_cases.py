@@ -98,12 +98,12 @@ def expected(what: str, world_size: int) -> list[list[Tensor]]:
         case "barrier":
             return [[] for _ in ranks]
         case "fsdp":
-            return [_trained_whole(world_size)] * world_size
+            return [_trained_unsharded(world_size)] * world_size
         case _:
             raise AssertionError(f"there is no probe {what!r}")
 
 
-def _trained_whole(world_size: int) -> list[Tensor]:
+def _trained_unsharded(world_size: int) -> list[Tensor]:
     """The same step in one process: FSDP takes the mean of the ranks' gradients."""
     model = _model()
     torch.stack([_loss(model, rank) for rank in range(world_size)]).mean().backward()

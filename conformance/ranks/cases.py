@@ -82,7 +82,7 @@ def clip(
     parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in placed]
     called = load_library(library).find(f"nn.utils.{function}")
     takes = placed if function == "get_total_norm" else [_parameter(grad) for grad in placed]
-    return observe(lambda: _whole(called(takes, **arguments)), watch=parts)
+    return observe(lambda: _unsharded(called(takes, **arguments)), watch=parts)
 
 
 def _parameter(grad: torch.Tensor) -> torch.nn.Parameter:
@@ -91,7 +91,7 @@ def _parameter(grad: torch.Tensor) -> torch.nn.Parameter:
     return parameter
 
 
-def _whole(result: Any) -> Any:
+def _unsharded(result: Any) -> Any:
     if isinstance(result, DTensor):
         return {"mesh": tuple(result.device_mesh.shape), "dtype": result.dtype, "whole": result.full_tensor()}
     return result

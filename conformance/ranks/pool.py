@@ -30,7 +30,7 @@ from conformance.ranks.errors import (
 from conformance.ranks.handle import Handle
 from conformance.ranks.process import Done, Listening, Ready, Resolved, Settings
 from conformance.ranks.slots import cpu_slots
-from conformance.ranks.trace import Agreement, Collective
+from conformance.ranks.trace import Collective, CollectiveTraces
 
 # After the first failure its peers get this long to fail in their turn, so that the report has their side too.
 _GRACE_S = 1.0
@@ -188,7 +188,7 @@ class RankPool:
 
     def _run(self, request: bytes, limit_s: float) -> list[Any]:
         progress = _Progress(self.world_size)
-        self.traces = progress.agreement.traces
+        self.traces = progress.collectives.traces
         clock = _Clock(self._start_s)
         for rank in self._ranks:
             rank.tell(request, clock.left_s())
@@ -201,7 +201,7 @@ class RankPool:
             if progress.is_over:
                 break
         done = [end for end in progress.ends if isinstance(end, Done)]
-        if len(done) < self.world_size or progress.agreement.divergence:
+        if len(done) < self.world_size or progress.collectives.divergence:
             raise self._fault(pickle.loads(request)[0], progress, clock)
         if not all(end.is_clean for end in done):
             self.kill()
@@ -229,8 +229,8 @@ class RankPool:
         if failures and not progress.has_diverged_first:
             kind = RankRaised if failures[0].exitcode is None else RankDied
             return kind(str(failures[0]), scene)
-        if progress.agreement.divergence:
-            return RanksDiverged(progress.agreement.divergence, scene)
+        if progress.collectives.divergence:
+            return RanksDiverged(progress.collectives.divergence, scene)
         what = "inside the case" if progress.resolved == self.world_size else "importing the case's module"
         return RankHung(
             f"ranks {[rank.number for rank in inside]} were still {what} after {clock.limit_s:g} s", scene
@@ -262,19 +262,19 @@ class _Progress:
 
     def __init__(self, world_size: int) -> None:
         self.resolved = 0
-        self.agreement = Agreement(world_size)
+        self.collectives = CollectiveTraces(world_size)
         self.ends: list[Done | Failure | None] = [None] * world_size
 
     @property
     def is_over(self) -> bool:
-        return None not in self.ends or bool(self.agreement.divergence)
+        return None not in self.ends or bool(self.collectives.divergence)
 
     @property
     def has_diverged_first(self) -> bool:
         """What ranks raise because of that may be heard before the last of what they have issued."""
         failures = (end for end in self.ends if isinstance(end, Failure))
-        return self.agreement.divergence != "" and all(
-            self.agreement.diverged_ns <= failure.when_ns for failure in failures
+        return self.collectives.divergence != "" and all(
+            self.collectives.diverged_ns <= failure.when_ns for failure in failures
         )
 
     def take(self, rank: int, message: Any) -> None:
@@ -282,10 +282,10 @@ class _Progress:
             case Resolved():
                 self.resolved += 1
             case Collective():
-                self.agreement.issued(rank, message)
+                self.collectives.issued(rank, message)
             case Done():
                 self.ends[rank] = message
-                self.agreement.ended(rank)
+                self.collectives.ended(rank)
             case Failure():
                 # Its first failure is the one that tells: a rank that has raised may die while it leaves its group.
                 if not isinstance(self.ends[rank], Failure):

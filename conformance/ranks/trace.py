@@ -85,7 +85,7 @@ def _reporting(name: str, report: Callable[[Collective], None]) -> Callable[...,
 
 def _described(name: str, arguments: dict[str, Any]) -> Collective:
     group = ProcessGroup.unbox(arguments["process_group"])
-    alike = None if _deals_unevenly(arguments) else _ALIKE[name]
+    alike = None if _splits_unevenly(arguments) else _ALIKE[name]
     reduce_op = arguments.get("reduce_op")
     return Collective(
         name=name,
@@ -104,7 +104,7 @@ def _members(group: ProcessGroup) -> tuple[int, ...]:
         return tuple(range(group.size()))
 
 
-def _deals_unevenly(arguments: dict[str, Any]) -> bool:
+def _splits_unevenly(arguments: dict[str, Any]) -> bool:
     return bool(arguments.get("input_split_sizes") or arguments.get("output_split_sizes"))
 
 
@@ -116,7 +116,7 @@ def _kinds(nested: Any) -> Iterable[tuple[str, int]]:
             yield from _kinds(inner)
 
 
-class Agreement:
+class CollectiveTraces:
     """Compares what the ranks issue while they issue it, group by group and call by call."""
 
     def __init__(self, world_size: int) -> None:

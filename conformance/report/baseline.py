@@ -10,7 +10,7 @@ from typing import Any
 
 from conformance.judge.judgement import RED
 
-_WANTED = ("verdict", "subject", "profile", "began", "environment", "clauses", "tests")
+_REQUIRED = ("verdict", "subject", "profile", "began", "environment", "clauses", "tests")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def read_report(file: Path) -> dict[str, Any]:
         raise ValueError(f"there is no report at {file}: {error.strerror}") from None
     except ValueError:
         raise ValueError(f"{file} is not JSON; expected the report.json of an earlier run") from None
-    missing = [key for key in _WANTED if not isinstance(found, dict) or key not in found]
+    missing = [key for key in _REQUIRED if not isinstance(found, dict) or key not in found]
     if missing:
         raise ValueError(f"{file} lacks {', '.join(missing)}; expected the report.json of an earlier run")
     try:

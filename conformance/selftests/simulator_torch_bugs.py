@@ -24,7 +24,7 @@ Patch = contextlib.AbstractContextManager[Any]
 @dataclass(frozen=True)
 class Bug:
     way: Way
-    plant: Callable[[], Patch]
+    patch: Callable[[], Patch]
 
 
 class Headless(nn.Module):
@@ -125,5 +125,5 @@ BUGS = {
 
 def course(rank: Rank, bug: str, seed: int, planted: bool) -> Course:
     found = BUGS[bug]
-    with found.plant() if planted else contextlib.nullcontext():
+    with found.patch() if planted else contextlib.nullcontext():
         return course_of(rank, "torch", found.way, seed)

@@ -1,4 +1,4 @@
-"""The judge of lanes, on logs written by hand: with each wait that is needed, and without it."""
+"""The judge of streams, on logs written by hand: with each wait that is needed, and without it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LOGS: dict[str, tuple[Sequence[Entry], int, str]] = {
         2,
         "all_gather (gather) writes buffer 0 without waiting for matmul (compute)",
     ),
-    "memory is given away before its last use in another lane": (
+    "memory is given away before its last use in another stream": (
         (
             Allocation("gather", WHOLE),
             Operation("compute", "matmul", reads=(WHOLE,)),
@@ -145,7 +145,7 @@ def test_an_event_that_is_recorded_before_what_counts_does_not_help(name: str) -
 
 
 def test_waits_lead_on() -> None:
-    """Of three lanes the first two wait for one another, the last two likewise: so do the first and the last."""
+    """Of three streams the first two wait for one another, the last two likewise: so do the first and the last."""
     log = [
         Operation("gather", "all_gather", writes=(WHOLE,)),
         Record("gather", 1),
@@ -166,7 +166,9 @@ def test_what_the_host_waited_for_comes_before_all_that_it_issues_after() -> Non
 
 
 def test_reads_beside_each_other_are_no_hazard() -> None:
-    assert hazards([Operation(lane, "reads", reads=(SHARD,)) for lane in ("gather", "compute", HOST)]) == []
+    assert (
+        hazards([Operation(stream, "reads", reads=(SHARD,)) for stream in ("gather", "compute", HOST)]) == []
+    )
 
 
 def test_memory_goes_back_to_the_lane_that_it_was_allocated_in() -> None:
@@ -187,9 +189,9 @@ def test_memory_goes_back_to_the_lane_that_it_was_allocated_in() -> None:
     )
 )
 def test_lanes_that_wait_after_each_operation_are_as_one(operations: list[Operation]) -> None:
-    """Each sequence of operations is clean in one lane, or if every lane waits for every operation."""
+    """Each sequence of operations is clean in one stream, or if every stream waits for every operation."""
     assert hazards([Operation("compute", each.name, each.reads, each.writes) for each in operations]) == []
     held: list[Entry] = []
     for event, each in enumerate(operations):
-        held += [each, Record(each.lane, event), Wait("compute", event), Wait("gather", event)]
+        held += [each, Record(each.stream, event), Wait("compute", event), Wait("gather", event)]
     assert hazards(held) == []

@@ -25,7 +25,7 @@ from conformance.ranks.errors import Failure
 from conformance.ranks.handle import Handle
 from conformance.ranks.pool import _Progress
 from conformance.ranks.slots import cpu_slots
-from conformance.ranks.trace import Agreement, Collective
+from conformance.ranks.trace import Collective, CollectiveTraces
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,19 +46,19 @@ programs = st.lists(
 
 def played(
     program: list[Collective], order: st.DataObject, changed: dict[int, list[Collective]]
-) -> Agreement:
+) -> CollectiveTraces:
     """Every rank issues its part of the program, or what it has instead, in some interleaving, then ends."""
-    agreement = Agreement(3)
+    traces = CollectiveTraces(3)
     left = {rank: [call for call in program if rank in call.members] for rank in range(3)} | changed
     going = [0, 1, 2]
     while going:
         rank = order.draw(st.sampled_from(going))
         if left[rank]:
-            agreement.issued(rank, left[rank].pop(0))
+            traces.issued(rank, left[rank].pop(0))
         else:
-            agreement.ended(rank)
+            traces.ended(rank)
             going.remove(rank)
-    return agreement
+    return traces
 
 
 @given(program=programs, order=st.data())

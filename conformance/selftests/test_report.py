@@ -293,7 +293,7 @@ def test_a_deviation_tells_which_side_the_subject_takes(outcome: str, reported: 
     assert "1 deviation that this run does not tell about impl" in unasked
 
 
-def test_strength_is_shown_or_how_to_measure_it(tmp_path: Path) -> None:
+def test_kills_are_shown_or_how_to_measure_them(tmp_path: Path) -> None:
     assert "python -m conformance.faults" in draw(a_report(judged("passed")), tmp_path).text
     silent = CLAUSE | {"id": "amp.grad_scaler.silent"}
     report = a_report(judged("passed"), clauses=[CLAUSE, silent])

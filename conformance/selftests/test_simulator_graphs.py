@@ -37,7 +37,7 @@ REFUSED = {  # by what is called: what that is told, and the end of the capture
 }
 
 
-def told(what: str) -> dict:
+def reported_by(what: str) -> dict:
     try:
         ensure_built()
     except Unavailable as error:
@@ -52,7 +52,7 @@ def told(what: str) -> dict:
 
 
 def test_a_capture_refuses_what_it_cannot_keep() -> None:
-    refused = told("refusals")
+    refused = reported_by("refusals")
     assert list(refused) == list(REFUSED)
     for name, expected in REFUSED.items():
         for words, said in zip(expected, refused[name], strict=True):
@@ -61,6 +61,6 @@ def test_a_capture_refuses_what_it_cannot_keep() -> None:
 
 
 def test_a_graph_keeps_its_memory_and_runs_in_replays_alone() -> None:
-    facts = told("facts")
+    facts = reported_by("facts")
     assert len(facts) == 9
     assert [name for name, is_so in facts.items() if not is_so] == []

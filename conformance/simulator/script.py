@@ -60,10 +60,10 @@ class Course:
 @dataclass(frozen=True)
 class Difference:
     what: str
-    told: str
+    text: str
 
     def __str__(self) -> str:
-        return self.told
+        return self.text
 
 
 def differences(reference: Course, course: Course) -> list[Difference]:

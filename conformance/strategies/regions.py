@@ -55,7 +55,7 @@ class Region:
 
 
 @contextlib.contextmanager
-def cuda_as_told(has_bfloat16: bool) -> Iterator[None]:
+def cuda_reported(has_bfloat16: bool) -> Iterator[None]:
     """torch.cuda says that a device is there, with bfloat16 or without, as no machine here or there need have it."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),

@@ -183,7 +183,7 @@ class FloorWatch:
 
     def __init__(self) -> None:
         self.skipped = 0  # in a row, on the floor, as far as read
-        self._has_told = False
+        self._has_warned = False
         self._updates = 0
         self._next_look = 0  # counted in updates
         self._under_way: deque[tuple[int, HostCopy]] = deque()
@@ -203,9 +203,9 @@ class FloorWatch:
         is_stuck = skipped >= self.PATIENCE
         if is_stuck and raises:
             raise RuntimeError(_stuck(skipped, min_scale))
-        if is_stuck > self._has_told:  # of a device that lags behind several steps may be heard at once
+        if is_stuck > self._has_warned:  # of a device that lags behind several steps may be heard at once
             warnings.warn(_stuck(skipped, min_scale), RuntimeWarning, stacklevel=stacklevel + 1)
-        self._has_told = is_stuck
+        self._has_warned = is_stuck
 
     def _read(self, backoff_factor: float, min_scale: float) -> int:
         """Skipped steps in a row on the floor, counting what has arrived. Sync: none."""

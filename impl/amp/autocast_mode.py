@@ -140,7 +140,7 @@ class autocast:
             enabled = False
         self._enabled = enabled
         self._cache_enabled = is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-        _watch_optimizer_steps()
+        _track_optimizer_steps()
 
     @uncompiled
     def __enter__(self) -> Self:
@@ -281,7 +281,7 @@ def _reason_to_disable(device_type: str, dtype: torch.dtype, supported: list[tor
 # cost as much as the region, change a dictionary that another thread's `step` may be iterating over, and make a
 # compiled `step` recompile whenever it runs on the other side of a region's border.
 @functools.cache
-def _watch_optimizer_steps() -> None:
+def _track_optimizer_steps() -> None:
     register_optimizer_step_post_hook(_drop_kept_casts)
 
 

@@ -29,11 +29,11 @@ class Parameters:
     steps: Sequence[
         Tensor
     ] = ()  # f32, 0-dim, on that device: updates so far; empty if the rule does not count
-    copies: Sequence[Tensor] = ()  # of the new parameters, in lower precision; or empty
+    low_precision_params: Sequence[Tensor] = ()  # of the new parameters, in lower precision; or empty
 
     @cached_property
     def memory(self) -> Memory:
-        return Memory(self.params, self.states, self.copies, self.steps)
+        return Memory(self.params, self.states, self.low_precision_params, self.steps)
 
     def have_moved(self) -> bool:
         """Whether one of these tensors has other memory than when this was last asked."""
@@ -60,7 +60,7 @@ class Run:
     params: list[Tensor]
     states: list[list[Tensor]]
     steps: list[Tensor]
-    copies: list[Tensor]
+    low_precision_params: list[Tensor]
     numels: list[int]
 
 
@@ -112,7 +112,7 @@ def _parts(parameters: Parameters) -> Iterable[Run | Long]:
 
 def _are_contiguous(parameters: Parameters, place: int) -> bool:
     return parameters.params[place].is_contiguous() and (
-        not parameters.copies or parameters.copies[place].is_contiguous()
+        not parameters.low_precision_params or parameters.low_precision_params[place].is_contiguous()
     )
 
 
@@ -126,7 +126,7 @@ def _run(parameters: Parameters, places: Sequence[int]) -> Run:
         params,
         [picked(state) for state in parameters.states],
         picked(parameters.steps),
-        picked(parameters.copies),
+        picked(parameters.low_precision_params),
         [param.numel() for param in params],
     )
 
@@ -135,9 +135,10 @@ def _long(parameters: Parameters, place: int) -> Long:
     width = piece_width()
     params = flat(parameters.params[place]).split(width)
     states = [flat(state[place]).split(width) for state in parameters.states]
-    copies = flat(parameters.copies[place]).split(width) if parameters.copies else [None] * len(params)
+    copies = parameters.low_precision_params
+    copy = flat(copies[place]).split(width) if copies else [None] * len(params)
     pieces = [
-        Piece(i * width, i * width + len(piece), piece, [[state[i]] for state in states], copies[i])
+        Piece(i * width, i * width + len(piece), piece, [[state[i]] for state in states], copy[i])
         for i, piece in enumerate(params)
     ]
     steps = [parameters.steps[place]] if parameters.steps else []
@@ -149,5 +150,6 @@ def piece_width() -> int:
 
 
 def _addresses(parameters: Parameters, place: int) -> list[int]:
-    lists = (parameters.params, *parameters.states, *([parameters.copies] if parameters.copies else []))
+    copies = parameters.low_precision_params
+    lists = (parameters.params, *parameters.states, *([copies] if copies else []))
     return [tensors[place].data_ptr() for tensors in lists]

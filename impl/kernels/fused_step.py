@@ -65,8 +65,8 @@ def _step_by_torch(
     own = parameters.params[0].dtype
     scaled, divisor = _scaled_for(own, list(map(laid_out_as, parameters.params, grads)), factor)
     rule.apply_(parameters.params, scaled, parameters.states, parameters.steps, divisor, found_inf)
-    if parameters.copies:
-        torch._foreach_copy_([*parameters.copies], [*parameters.params])
+    if parameters.low_precision_params:
+        torch._foreach_copy_([*parameters.low_precision_params], [*parameters.params])
 
 
 def _scaled_for(
@@ -115,8 +115,8 @@ def _step_run(rule: Rule, run: Run, grads: Sequence[Tensor], scaling: _Scaling) 
     scaled = scaling.of(_flatten_dense_tensors([grads[i] for i in run.places]))
     pieces = torch.split_with_sizes(scaled, run.numels)
     rule.apply_(run.params, pieces, run.states, run.steps, scaling.divisor)
-    if run.copies:
-        torch._foreach_copy_(run.copies, run.params)
+    if run.low_precision_params:
+        torch._foreach_copy_(run.low_precision_params, run.params)
 
 
 def _step_long(rule: Rule, long: Long, grad: Tensor, scaling: _Scaling) -> None:

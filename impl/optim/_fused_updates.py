@@ -176,22 +176,22 @@ class _Prepared:
 
     parameters: Parameters
     form: Form | None  # of the gradients, where the CPU library reads them as they are
-    copies: TensorGuards
+    low_precision_params: TensorGuards
 
     @classmethod
     def of(cls, parameters: Parameters, grads: list[Tensor]) -> _Prepared:
         parameters.have_moved()  # from here on it is known when they do
         in_order = grads[0].is_cpu and all(map(is_, map(laid_out_as, parameters.params, grads), grads))
         known = formed(grads) if in_order else None
-        copies = tensor_guards([*parameters.copies], with_shapes=True, with_strides=True)
+        copies = tensor_guards([*parameters.low_precision_params], with_shapes=True, with_strides=True)
         return cls(parameters, None if known is None else known.form, copies)
 
     def stands(self, copies: list[Tensor]) -> bool:
         """Asked where the list cache's guards have held: of tensors without memory their address cannot be asked."""
         return (
-            len(copies) == len(self.parameters.copies)
-            and same(copies, self.parameters.copies)
-            and self.copies.check(*copies)
+            len(copies) == len(self.parameters.low_precision_params)
+            and same(copies, self.parameters.low_precision_params)
+            and self.low_precision_params.check(*copies)
             and not self.parameters.have_moved()
         )
 
@@ -229,7 +229,7 @@ class _Lists:
     def _of_bucket(
         self, group_lists: GroupLists, bucket: Bucket, copies: Mapping[int, Tensor]
     ) -> list[Update]:
-        group, mine = group_lists.group, _copies_of(bucket.params, copies)
+        group, mine = group_lists.group, _in_low_precision(bucket.params, copies)
         if group_lists.attached is None:
             group_lists.attached = {}
         prepared: _Prepared | None = group_lists.attached.pop(bucket, None)
@@ -259,7 +259,7 @@ class _Lists:
                 params = [bucket.params[i] for i in places]
                 some = [momenta[i] for i in places] if not unfilled else [*map(torch.zeros_like, params)]
                 some_grads = [grads[i] for i in places]
-                mine = _copies_of(params, copies)
+                mine = _in_low_precision(params, copies)
                 parameters = _prepared(params, [some], bucket, some_grads, mine)
                 updates.append(Update(self._rule, group, params, parameters, some_grads, bucket, unfilled))
         return updates
@@ -293,7 +293,7 @@ def _local_gradients(bucket: Bucket) -> list[Tensor]:
     return [local_part(grad) for grad in bucket.grads]
 
 
-def _copies_of(params: Sequence[Tensor], copies: Mapping[int, Tensor]) -> list[Tensor]:
+def _in_low_precision(params: Sequence[Tensor], copies: Mapping[int, Tensor]) -> list[Tensor]:
     return [local_part(copies[id(param)]) for param in params] if copies else []
 
 

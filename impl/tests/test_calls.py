@@ -18,7 +18,7 @@ from conformance.strategies.wrapping import Wrapper
 from impl.tests.rewritten import ALLOWED, REWRITTEN, is_product, is_within
 
 
-class Watch:
+class CallRecorder:
     """Notes each call from `impl` into a function of a rewritten module, however it was reached."""
 
     # Decorators stand between the two: what lies behind them counts.
@@ -28,7 +28,7 @@ class Watch:
         self.calls: list[str] = []
         self.seen = 0
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CallRecorder:
         self._before = sys.getprofile()
         sys.setprofile(self._on_event)
         return self
@@ -107,7 +107,7 @@ def doubling(amp: Any) -> Any:
 
 
 def test_a_training_step_calls_nothing_of_what_impl_rewrites() -> None:
-    with Watch() as watch:
+    with CallRecorder() as watch:
         train()
     assert watch.seen > 20, "the watch saw hardly anything of impl run"
     assert watch.calls == []
@@ -138,7 +138,7 @@ def wrap_modules() -> None:
 
 @pytest.mark.filterwarnings("ignore:Both mixed precision")
 def test_wrapping_calls_nothing_of_what_impl_rewrites() -> None:
-    with Watch() as watch:
+    with CallRecorder() as watch:
         wrap_modules()
     assert watch.seen > 20, "the watch saw hardly anything of impl run"
     assert watch.calls == []
@@ -157,9 +157,9 @@ def test_wrapping_calls_nothing_of_what_impl_rewrites() -> None:
 def test_the_watch_sees_through_any_disguise(request: pytest.FixtureRequest, call: Callable[[], Any]) -> None:
     """The same code, once as if it stood in impl and once as it stands here."""
     disguised = types.FunctionType(call.__code__, {"__name__": "impl.disguised", "torch": torch})
-    with Watch() as watch:
+    with CallRecorder() as watch:
         disguised()
     assert bool(watch.calls) is (request.node.callspec.id != "none of them")
-    with Watch() as watch:
+    with CallRecorder() as watch:
         call()
     assert watch.calls == []

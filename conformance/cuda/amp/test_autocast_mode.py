@@ -13,10 +13,12 @@ from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.older_spellings import ARGUMENTS, used_as_decorator, used_as_region
-from conformance.strategies.regions import cuda_as_told, state
+from conformance.strategies.regions import cuda_reported, state
 
 # As the machine is, and as one with CUDA is.
-ON = pytest.mark.parametrize("on", [contextlib.nullcontext, lambda: cuda_as_told(True)], ids=["here", "cuda"])
+ON = pytest.mark.parametrize(
+    "on", [contextlib.nullcontext, lambda: cuda_reported(True)], ids=["here", "cuda"]
+)
 
 
 @clause("cuda.amp.autocast_mode.autocast.older_spelling")

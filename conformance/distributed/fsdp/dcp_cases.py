@@ -38,7 +38,7 @@ class _Trained:
             self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(self.way.load(self.lab, self.optimizer, state["optimizer"]))
 
-    def whole(self) -> dict[str, Any]:
+    def unsharded(self) -> dict[str, Any]:
         """Parameters, buffers and states by name, as each rank sees them."""
         states = _GATHERED.save(self.lab, self.optimizer)["state"]
         return copied(
@@ -57,7 +57,7 @@ def _lab_of(lab: Lab, seed: int) -> Lab:
 def written(lab: Lab, *, path: str, way: Way) -> Any:
     trained = _Trained(lab, way)
     dcp.save(trained.state(), checkpoint_id=path)
-    return trained.whole()
+    return trained.unsharded()
 
 
 def read(lab: Lab, *, path: str, way: Way, planner: Any = DefaultLoadPlanner) -> Any:
@@ -65,7 +65,7 @@ def read(lab: Lab, *, path: str, way: Way, planner: Any = DefaultLoadPlanner) ->
     state = trained.state()
     dcp.load(state, checkpoint_id=path, planner=planner())
     trained.load(state)
-    return trained.whole()
+    return trained.unsharded()
 
 
 def read_by_torchs_helper(lab: Lab, *, path: str) -> Any:
@@ -79,13 +79,13 @@ def read_by_torchs_helper(lab: Lab, *, path: str) -> Any:
         state["model"], optimizer_key="optimizer", storage_reader=dcp.FileSystemReader(path)
     )
     trained.load({"model": state["model"], "optimizer": found["optimizer"]})
-    return trained.whole()
+    return trained.unsharded()
 
 
 def written_meanwhile(lab: Lab, *, path: str, way: Way) -> Any:
     """What it was when writing began; it is trained on while a thread writes."""
     trained = _Trained(lab, way)
-    expected = trained.whole()
+    expected = trained.unsharded()
     # What stages by default asks ShardedTensor for its address, which has none.
     stager = BlockingAsyncStager() if way.name == "SHARDED" and lab.setup.ranks != "mesh" else None
     group = dist.new_group(backend="gloo")
@@ -101,10 +101,10 @@ def read_in_part(lab: Lab, *, path: str, planner: Any) -> Any:
     written, target = _Trained(lab, way), _Trained(lab, way, seed=1)
     some = {name: value for name, value in written.state()["model"].items() if name.startswith("body.")}
     dcp.save({"model": some}, checkpoint_id=path)
-    before, state = target.whole(), target.state()
+    before, state = target.unsharded(), target.state()
     dcp.load({"model": state["model"]}, checkpoint_id=path, planner=planner(allow_partial_load=True))
     target.load(state)
-    return {"before": before, "after": target.whole(), "written": written.whole()}
+    return {"before": before, "after": target.unsharded(), "written": written.unsharded()}
 
 
 def named(lab: Lab, *, path: str) -> Any:

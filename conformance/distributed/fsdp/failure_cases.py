@@ -12,7 +12,7 @@ from torch import nn
 
 from conformance.distributed.fsdp.fsdp_cases import LEARNING_RATE, MOMENTUM, gathered_parameters
 from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
-from conformance.distributed.fsdp.fully_shard_cases import Sharding, sharded, units_of, whole
+from conformance.distributed.fsdp.fully_shard_cases import Sharding, full_value, sharded, units_of
 from conformance.distributed.fsdp.lab import Lab
 from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
 
@@ -185,7 +185,7 @@ class _Training:
     def parameters(self) -> dict[str, torch.Tensor]:
         if self.face == "FSDP1":
             return gathered_parameters(self.lab.library, self.model)
-        return {name: whole(parameter) for name, parameter in self.model.named_parameters()}
+        return {name: full_value(parameter) for name, parameter in self.model.named_parameters()}
 
 
 _Where = Callable[[_Training], "contextlib.AbstractContextManager[Any]"]

@@ -340,7 +340,7 @@ def replicated(site: Site) -> dict[str, Any]:
     return {"refused": refused.partition(" but ")[0], **site.train(), "registered": registered(site.model)}
 
 
-def whole_states(site: Site, offloads: bool, flat: bool) -> dict[str, Any]:
+def full_states(site: Site, offloads: bool, flat: bool) -> dict[str, Any]:
     """By the library's own helpers, where it has any: of parameters cut by rows, unevenly, and by columns.
 
     Args:

@@ -82,7 +82,9 @@ def _trained(rank: Rank, model: Any, case: ShardedTraining) -> dict[str, Any]:
         shards.append(held(model))
         if step is case.steps[-1]:
             whole_gradients = {
-                name: torch.zeros_like(whole(parameter)) if parameter.grad is None else whole(parameter.grad)
+                name: torch.zeros_like(full_value(parameter))
+                if parameter.grad is None
+                else full_value(parameter.grad)
                 for name, parameter in model.named_parameters()
             }
         optimizer.step()
@@ -91,7 +93,7 @@ def _trained(rank: Rank, model: Any, case: ShardedTraining) -> dict[str, Any]:
         **progress.seen,
         "shards": shards,
         "whole_gradients": whole_gradients,
-        "whole_parameters": {name: whole(parameter) for name, parameter in model.named_parameters()},
+        "whole_parameters": {name: full_value(parameter) for name, parameter in model.named_parameters()},
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
         "state_dict": {name: described(value) for name, value in model.state_dict().items()},
     }
@@ -210,7 +212,7 @@ def described(tensor: Any) -> Any:
     }
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_value(tensor: torch.Tensor) -> torch.Tensor:
     """All ranks' parts together, for which they must all ask."""
     detached = tensor.detach()
     # A copy: on one rank what is whole is the part itself.

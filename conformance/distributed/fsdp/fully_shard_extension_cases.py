@@ -61,10 +61,10 @@ class Halved(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        return _unsharded(self.whole(gathered, metadata, dtype), out)
+        return _unsharded(self.dequantised(gathered, metadata, dtype), out)
 
     @staticmethod
-    def whole(gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype) -> torch.Tensor:
+    def dequantised(gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype) -> torch.Tensor:
         halves, factors = gathered
         rows = metadata[0]
         return (halves.to(dtype) * factors.to(dtype))[:rows]
@@ -87,7 +87,7 @@ class Quantised(Halved):
         return ((self.inner / scale).round().to(torch.int8), scale.reshape(1)), mesh.size()
 
     @staticmethod
-    def whole(gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype) -> torch.Tensor:
+    def dequantised(gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype) -> torch.Tensor:
         bits, scales = gathered
         values = bits.view(metadata, -1).to(dtype) * scales.to(dtype)[:, None]
         return values.view(bits.shape)

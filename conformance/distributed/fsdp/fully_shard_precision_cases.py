@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.distributed.fsdp.fsdp_cases import mesh_of
-from conformance.distributed.fsdp.fully_shard_cases import held, whole
+from conformance.distributed.fsdp.fully_shard_cases import full_value, held
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
 
@@ -145,12 +145,16 @@ def _trained(model: Mixed, loss_of: Callable[[int], Tensor], thaws: str = "") ->
     for number in range(_STEPS):
         loss_of(number).backward()
         gradients.append(
-            {name: whole(each.grad).cpu() for name, each in model.named_parameters() if each.requires_grad}
+            {
+                name: full_value(each.grad).cpu()
+                for name, each in model.named_parameters()
+                if each.requires_grad
+            }
         )
         optimizer.step()
         optimizer.zero_grad()
         model.get_submodule(thaws).requires_grad_(True)
-    after = {name: whole(each).cpu() for name, each in model.named_parameters()}
+    after = {name: full_value(each).cpu() for name, each in model.named_parameters()}
     return {"gradients": gradients, "after": after}
 
 

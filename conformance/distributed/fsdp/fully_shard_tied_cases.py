@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather
-from conformance.distributed.fsdp.fully_shard_cases import whole
+from conformance.distributed.fsdp.fully_shard_cases import full_value
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
 
@@ -82,7 +82,7 @@ def shifted(site: Site | None) -> dict[str, torch.Tensor]:
         model.tail.set_unshard_in_backward(False)
     device = model.first.weight.device
     model(torch.linspace(-1, 1, 2 * _WIDTH, device=device).view(2, _WIDTH)).square().sum().backward()
-    return {name: whole(each.grad).cpu() for name, each in model.named_parameters()}
+    return {name: full_value(each.grad).cpu() for name, each in model.named_parameters()}
 
 
 def _assigned(model: Any) -> bool:
@@ -111,7 +111,7 @@ def unsharded(site: Site, has_run: bool, waits: bool) -> dict[str, Any]:
     model.body[2].reshard()
     seen["resharded"] = isinstance(model.body[2].weight, DTensor)
     model(torch.arange(2)).sum().backward()
-    return seen | {"gradient": whole(model.embed.weight.grad)}
+    return seen | {"gradient": full_value(model.embed.weight.grad)}
 
 
 def unsharded_by_hand(has_run: bool) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _gradients_of(model: Around) -> dict[str, Any]:
     for _ in range(2):
         model(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)).square().sum().backward()
     grads = ((name, each.grad) for name, each in model.named_parameters())
-    return {name: None if grad is None else whole(grad).cpu() for name, grad in grads}
+    return {name: None if grad is None else full_value(grad).cpu() for name, grad in grads}
 
 
 def tied_in_two_models(site: Site) -> str:
@@ -224,10 +224,10 @@ def _trained(model: Any, ranks: Sequence[int], set_sync: Any) -> dict[str, Any]:
             set_sync(step != "accumulated" or part == 1)
             losses = [_loss(model, 2 * number + part, rank, step) for rank in ranks]
             torch.stack(losses).mean().backward()
-        gradients.append({name: whole(each.grad).cpu() for name, each in model.named_parameters()})
+        gradients.append({name: full_value(each.grad).cpu() for name, each in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    after = {name: whole(each).cpu() for name, each in model.named_parameters()}
+    after = {name: full_value(each).cpu() for name, each in model.named_parameters()}
     return {"gradients": gradients, "after": after}
 
 

@@ -75,7 +75,7 @@ def sharded(
         if grad_outcome == lab.rank.rank:
             _spoil(model)
         norm = its_scaler.fused_step(optimizer, MAX_NORM, norm_type)
-        seen.append((norm, its_scaler.get_scale(), _whole(lab, model, sharding)))
+        seen.append((norm, its_scaler.get_scale(), _unsharded(lab, model, sharding)))
     return seen
 
 
@@ -107,7 +107,7 @@ def _in_parts(lab: Lab, sharding: str) -> nn.Module:
     return lab.wrap(plain_model(), use_orig_params=sharding == "original")
 
 
-def _whole(lab: Lab, model: nn.Module, sharding: str) -> list[torch.Tensor]:
+def _unsharded(lab: Lab, model: nn.Module, sharding: str) -> list[torch.Tensor]:
     if sharding == "dtensor":
         parameters: Any = model.parameters()
         return [parameter.full_tensor().detach().clone() for parameter in parameters]

@@ -88,7 +88,7 @@ def _fill(optimizer: torch.optim.Optimizer) -> None:
 
 
 @functools.cache
-def train_whole(steps: int) -> list[float]:
+def train_unsharded(steps: int) -> list[float]:
     model = _model()
 
     def backward(step: int) -> float:

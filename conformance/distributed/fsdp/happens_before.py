@@ -1,12 +1,12 @@
-"""What surely runs before what, worked out from a log of what the host issued to lanes; and what is left open.
+"""What surely runs before what, worked out from a log of what the host issued to streams; and what is left open.
 
-A lane (a stream) runs what it is given one after the other, beside the other lanes and the host. What holds lanes
-together: nothing runs before it was issued; a wait for an event comes after all that its lane was given before the
+A stream runs what it is given one after the other, beside the other streams and the host. What holds streams
+together: nothing runs before it was issued; a wait for an event comes after all that its stream was given before the
 event was recorded; a host that blocks on an event issues the rest after it.
 
 Two uses of a buffer, one of which writes, must be ordered. So must the uses of a buffer that was freed and whatever is
-put into its memory: an allocator gives memory back to the lane it was allocated in, for that lane's next allocation,
-and asks no other lane whether it has finished with it.
+put into its memory: an allocator gives memory back to the stream it was allocated in, for the next allocation there,
+and asks no other stream whether it has finished with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# The lane of the host's own reads and writes.
+# The stream of the host's own reads and writes.
 HOST = "host"
 # That of buffers which the log does not see allocated.
 COMPUTE = "compute"
@@ -23,7 +23,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Operation:
-    lane: str
+    stream: str
     name: str
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
@@ -31,26 +31,26 @@ class Operation:
 
 @dataclass(frozen=True)
 class Allocation:
-    lane: str
+    stream: str
     buffer: int
 
 
 @dataclass(frozen=True)
 class Free:
-    """The host gave the buffer's memory back; lanes may have work left that uses it."""
+    """The host gave the buffer's memory back; streams may have work left that uses it."""
 
     buffer: int
 
 
 @dataclass(frozen=True)
 class Record:
-    lane: str
+    stream: str
     event: int
 
 
 @dataclass(frozen=True)
 class Wait:
-    lane: str
+    stream: str
     event: int
 
 
@@ -62,7 +62,7 @@ class Block:
 
 
 Entry = Operation | Allocation | Free | Record | Wait | Block
-# How much of each lane is surely done.
+# How much of each stream is surely done.
 Clock = dict[str, int]
 
 
@@ -76,22 +76,22 @@ def hazards(log: Iterable[Entry]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Use:
-    lane: str
+    stream: str
     tick: int
     name: str
 
     def is_done(self, clock: Clock) -> bool:
-        return clock.get(self.lane, 0) >= self.tick
+        return clock.get(self.stream, 0) >= self.tick
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.lane})"
+        return f"{self.name} ({self.stream})"
 
 
 @dataclass
 class _Buffer:
     home: str = COMPUTE
     is_freed: bool = False
-    # The last of each lane's, which comes after all others of the lane.
+    # The last of each stream's, which comes after all others of the stream.
     reads: dict[str, _Use] = field(default_factory=dict)
     writes: dict[str, _Use] = field(default_factory=dict)
 
@@ -108,34 +108,34 @@ class _Replay:
         match entry:
             case Operation():
                 self._operate(entry)
-            case Allocation(lane, buffer):
-                self._allocate(lane, buffer)
+            case Allocation(stream, buffer):
+                self._allocate(stream, buffer)
             case Free(buffer):
                 self._free(buffer)
-            case Record(lane, event):
-                self._events[event] = dict(self._issue(lane))
-            case Wait(lane, event):
-                _advance(self._issue(lane), self._events[event])
+            case Record(stream, event):
+                self._events[event] = dict(self._issue(stream))
+            case Wait(stream, event):
+                _advance(self._issue(stream), self._events[event])
             case Block(event):
                 _advance(self._clocks[HOST], self._events[event])
 
-    def _issue(self, lane: str) -> Clock:
-        clock = self._clocks[lane]
+    def _issue(self, stream: str) -> Clock:
+        clock = self._clocks[stream]
         _advance(clock, self._clocks[HOST])
         return clock
 
     def _operate(self, operation: Operation) -> None:
-        clock = self._issue(operation.lane)
-        tick = clock[operation.lane] = clock.get(operation.lane, 0) + 1
-        use = _Use(operation.lane, tick, operation.name)
+        clock = self._issue(operation.stream)
+        tick = clock[operation.stream] = clock.get(operation.stream, 0) + 1
+        use = _Use(operation.stream, tick, operation.name)
         for number in operation.reads:
             buffer = self._used(number, use)
             self._expect_done("reads", number, use, buffer.writes.values())
-            buffer.reads[use.lane] = use
+            buffer.reads[use.stream] = use
         for number in operation.writes:
             buffer = self._used(number, use)
             self._expect_done("writes", number, use, [*buffer.writes.values(), *buffer.reads.values()])
-            buffer.writes[use.lane] = use
+            buffer.writes[use.stream] = use
 
     def _used(self, number: int, use: _Use) -> _Buffer:
         buffer = self._buffers[number]
@@ -144,21 +144,21 @@ class _Replay:
         return buffer
 
     def _expect_done(self, what: str, number: int, use: _Use, earlier: Iterable[_Use]) -> None:
-        clock = self._clocks[use.lane]
+        clock = self._clocks[use.stream]
         self.found += [
             f"{use} {what} buffer {number} without waiting for {other}"
             for other in earlier
             if not other.is_done(clock)
         ]
 
-    def _allocate(self, lane: str, number: int) -> None:
-        clock = self._issue(lane)
+    def _allocate(self, stream: str, number: int) -> None:
+        clock = self._issue(stream)
         self.found += [
             f"buffer {number} may get the memory of buffer {freed} before {use} is done with it"
-            for freed, use in self._freed_to.pop(lane, [])
+            for freed, use in self._freed_to.pop(stream, [])
             if not use.is_done(clock)
         ]
-        self._buffers[number] = _Buffer(home=lane)
+        self._buffers[number] = _Buffer(home=stream)
 
     def _free(self, number: int) -> None:
         buffer = self._buffers[number]
@@ -168,5 +168,5 @@ class _Replay:
 
 
 def _advance(clock: Clock, other: Clock) -> None:
-    for lane, tick in other.items():
-        clock[lane] = max(clock.get(lane, 0), tick)
+    for stream, tick in other.items():
+        clock[stream] = max(clock.get(stream, 0), tick)

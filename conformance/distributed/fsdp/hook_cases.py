@@ -98,14 +98,14 @@ def _meet(*_: Any) -> None:
 # -- communication hooks
 
 
-class Told:
+class HookCalls:
     """State of a hook of our own: what it was given."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
 
-def local_sum(reported: Told, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+def local_sum(reported: HookCalls, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
     """Sums over the ranks without dividing, so that whoever divides behind it is seen."""
     parts = None if output is None else grad.numel() // output.numel()
     reported.seen.append([grad.dim(), str(grad.dtype), parts])
@@ -118,7 +118,7 @@ def local_sum(reported: Told, grad: torch.Tensor, output: torch.Tensor | None = 
 def comm_hook(lab: Lab, *, hook: str, backwards: int = 1, no_sync: bool = False) -> dict[str, Any]:
     """`hook` is the name of one of torch's, or `own`."""
     if hook == "own":
-        state: Any = Told()
+        state: Any = HookCalls()
         lab.model.register_comm_hook(state, local_sum)
     else:
         state = _state_of(hook)
@@ -146,15 +146,15 @@ def comm_hook_refused(lab: Lab, *, why: str) -> Any:
             lab.forward()
             return tried(lambda: lab.units[1].register_comm_hook(None, local_sum))
         case "twice":
-            lab.model.register_comm_hook(Told(), local_sum)
-            return tried(lambda: lab.model.register_comm_hook(Told(), local_sum))
+            lab.model.register_comm_hook(HookCalls(), local_sum)
+            return tried(lambda: lab.model.register_comm_hook(HookCalls(), local_sum))
         case "no callable":
             return tried(lambda: lab.model.register_comm_hook(None, "no hook"))
         case "replicas of a part":
             model = _around_replicas(lab)
-            return tried(lambda: model.register_comm_hook(Told(), local_sum))
+            return tried(lambda: model.register_comm_hook(HookCalls(), local_sum))
         case _:
-            return tried(lambda: lab.model.register_comm_hook(Told(), local_sum))
+            return tried(lambda: lab.model.register_comm_hook(HookCalls(), local_sum))
 
 
 def _around_replicas(lab: Lab) -> Any:

@@ -23,7 +23,7 @@ from conformance.distributed.fsdp.optim_state_cases import (
     there_and_back,
 )
 
-_WHOLE, _FULL = Way("whole"), Way("FULL", offloads=False)
+_OLDER_FULL, _FULL = Way("full"), Way("FULL", offloads=False)
 
 
 def unwrapped(lab: Lab, optimized: Optimized) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,7 +41,7 @@ def of_named_optimizer(lab: Lab) -> Any:
     return {"saved": seen, "found": plain(found)}
 
 
-def while_whole(lab: Lab) -> Any:
+def while_unsharded(lab: Lab) -> Any:
     """What is saved after a forward without a backward, when units may have kept their parameters whole."""
     optimizer = Optimized().stepped(lab.model)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def refused_to_load(lab: Lab) -> dict[str, Any]:
     def load(change: Callable[[Any], None]) -> Any:
         given = copied(by_name(*unwrapped(lab, optimized)))
         change(given)
-        return tried(lambda: plain(_WHOLE.load(lab, optimizer, given)))
+        return tried(lambda: plain(_OLDER_FULL.load(lab, optimizer, given)))
 
     return {
         "no state": load(lambda given: given.pop("state")),
@@ -214,8 +214,8 @@ def refused_to_save(lab: Lab) -> dict[str, Any]:
     if lab.rank.rank == 0:
         step(lab.model, uneven)
     return {
-        "some": tried(lambda: plain(_WHOLE.save(lab, some))),
-        "uneven": tried(lambda: plain(_WHOLE.save(lab, uneven))),
+        "some": tried(lambda: plain(_OLDER_FULL.save(lab, some))),
+        "uneven": tried(lambda: plain(_OLDER_FULL.save(lab, uneven))),
     }
 
 

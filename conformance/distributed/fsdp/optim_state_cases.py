@@ -42,8 +42,8 @@ class Optimized:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         parameters = list(model.parameters())
-        dealt = [parameters[number :: self.groups] for number in range(self.groups)]
-        groups = [{"params": one, "lr": 0.05 * 0.5**number} for number, one in enumerate(dealt) if one]
+        of_groups = [parameters[number :: self.groups] for number in range(self.groups)]
+        groups = [{"params": one, "lr": 0.05 * 0.5**number} for number, one in enumerate(of_groups) if one]
         return OPTIMIZERS[self.kind](groups)
 
     def stepped(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -80,14 +80,14 @@ def plain(value: Any) -> Any:
 class Way:
     """How a state dict is saved and loaded: by the older methods, or by the state dict type that is set."""
 
-    name: str  # whole, scattered or dealt: the older methods; or FULL, SHARDED or LOCAL
+    name: str  # full, scattered or sharded: the older methods; or FULL, SHARDED or LOCAL
     rank0_only: bool = False
     offloads: bool = True
 
     def save(self, lab: Lab, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if self.name == "dealt":
+        if self.name == "sharded":
             return lab.fsdp.sharded_optim_state_dict(lab.model, optimizer)
-        if self.name in ("whole", "scattered"):
+        if self.name in ("full", "scattered"):
             rank0_only = self.name == "scattered"
             return lab.fsdp.full_optim_state_dict(lab.model, optimizer, rank0_only=rank0_only)
         with self.set_on(lab):
@@ -97,9 +97,9 @@ class Way:
         self, lab: Lab, optimizer: torch.optim.Optimizer, saved: dict[str, Any], **arguments: Any
     ) -> dict[str, Any]:
         """What the optimizer is to load; the optimizer itself is left alone."""
-        if self.name == "dealt":
+        if self.name == "sharded":
             return lab.fsdp.flatten_sharded_optim_state_dict(saved, lab.model, optimizer)
-        if self.name == "whole":
+        if self.name == "full":
             return lab.fsdp.shard_full_optim_state_dict(saved, lab.model, optim=optimizer)
         if self.name == "scattered":
             return lab.fsdp.scatter_full_optim_state_dict(saved, lab.model, optim=optimizer)

@@ -14,7 +14,7 @@ from conformance.distributed.fsdp.lab import Lab, tried
 from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied, plain, step
 from conformance.distributed.fsdp.state_dict_cases import Received
 
-_WHOLE, _FULL = Way("whole"), Way("FULL", offloads=False)
+_OLDER_FULL, _FULL = Way("full"), Way("FULL", offloads=False)
 
 
 def unwrapped(lab: Lab, optimized: Optimized) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def unwrapped(lab: Lab, optimized: Optimized) -> dict[str, Any]:
 
 
 def saved(lab: Lab, optimized: Optimized) -> Any:
-    return plain(_WHOLE.save(lab, optimized.stepped(lab.model)))["state"]
+    return plain(_OLDER_FULL.save(lab, optimized.stepped(lab.model)))["state"]
 
 
 def there_and_back_as_dtensors(lab: Lab) -> dict[str, Any]:
@@ -51,13 +51,13 @@ def counts_after_a_step(lab: Lab) -> list[float]:
     for state in saved["state"].values():
         state["step"] = common
     optimizer = Optimized().optimizer(lab.model)
-    optimizer.load_state_dict(_WHOLE.load(lab, optimizer, saved))
+    optimizer.load_state_dict(_OLDER_FULL.load(lab, optimizer, saved))
     step(lab.model, optimizer)
     return [float(state["step"]) for state in optimizer.state.values()]
 
 
 def saved_numbers_are_separate(lab: Lab) -> bool:
-    saved = _WHOLE.save(lab, Optimized().stepped(lab.model))
+    saved = _OLDER_FULL.save(lab, Optimized().stepped(lab.model))
     steps = [state["step"] for state in saved["state"].values()]
     return len({number.data_ptr() for number in steps}) == len(steps)
 
@@ -67,7 +67,7 @@ def given_stays(lab: Lab) -> bool:
     saved = unwrapped(lab, Optimized())
     before = copied(saved)
     optimizer = Optimized().optimizer(lab.model)
-    optimizer.load_state_dict(_WHOLE.load(lab, optimizer, saved))
+    optimizer.load_state_dict(_OLDER_FULL.load(lab, optimizer, saved))
     step(lab.model, optimizer)
     return _are_equal(before, saved)
 
@@ -83,15 +83,15 @@ def loaded_without_the_first(lab: Lab) -> Any:
     given = unwrapped(lab, optimized)
     del given["state"]["head.weight"]
     optimizer = optimized.optimizer(lab.model)
-    optimizer.load_state_dict(_WHOLE.load(lab, optimizer, given))
-    return sorted(_WHOLE.save(lab, optimizer)["state"])
+    optimizer.load_state_dict(_OLDER_FULL.load(lab, optimizer, given))
+    return sorted(_OLDER_FULL.save(lab, optimizer)["state"])
 
 
 def misshaped(lab: Lab) -> Any:
     optimized = Optimized("momentum")
     saved = unwrapped(lab, optimized)
     saved["state"]["head.weight"]["momentum_buffer"] = torch.zeros(40)
-    return tried(lambda: bool(_WHOLE.load(lab, optimized.optimizer(lab.model), saved)["state"]))
+    return tried(lambda: bool(_OLDER_FULL.load(lab, optimized.optimizer(lab.model), saved)["state"]))
 
 
 def groups_of_two_kinds(lab: Lab) -> Any:
@@ -100,7 +100,7 @@ def groups_of_two_kinds(lab: Lab) -> Any:
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "amsgrad": True}]
     optimizer = torch.optim.Adam(groups, lr=0.05)
     step(lab.model, optimizer)
-    return tried(lambda: _named_tensors(_WHOLE.save(lab, optimizer)))
+    return tried(lambda: _named_tensors(_OLDER_FULL.save(lab, optimizer)))
 
 
 def _named_tensors(saved: dict[str, Any]) -> dict[str, list[str]]:
@@ -112,7 +112,7 @@ def of_another_shape(lab: Lab) -> Any:
     optimizer = Optimized("momentum").stepped(lab.model)
     if lab.rank.rank == 1:
         next(iter(optimizer.state.values()))["extra"] = torch.zeros(3)
-    return tried(lambda: sorted(_WHOLE.save(lab, optimizer)))
+    return tried(lambda: sorted(_OLDER_FULL.save(lab, optimizer)))
 
 
 def in_a_list(lab: Lab) -> Any:
@@ -124,8 +124,8 @@ def in_a_list(lab: Lab) -> Any:
     for state in given["state"].values():
         state["history"] = [state["momentum_buffer"].clone()]
     return {
-        "saving": tried(lambda: sorted(_WHOLE.save(lab, optimizer))),
-        "loading": tried(lambda: sorted(_WHOLE.load(lab, fresh, given))),
+        "saving": tried(lambda: sorted(_OLDER_FULL.save(lab, optimizer))),
+        "loading": tried(lambda: sorted(_OLDER_FULL.load(lab, fresh, given))),
     }
 
 
@@ -136,8 +136,8 @@ def numbers_in_a_list(lab: Lab) -> Any:
         state["losses"] = [0.5, torch.tensor(0.25)]
 
     def saved_and_loaded() -> Any:
-        saved = _WHOLE.save(lab, optimizer)
-        fresh.load_state_dict(_WHOLE.load(lab, fresh, saved))
+        saved = _OLDER_FULL.save(lab, optimizer)
+        fresh.load_state_dict(_OLDER_FULL.load(lab, fresh, saved))
         for state in (*optimizer.state.values(), *fresh.state.values()):
             state["losses"].append(1.0)
             state["losses"][1].add_(1)

@@ -167,7 +167,7 @@ def loaded_in_part(lab: Lab, *, form: Form, fault: str) -> dict[str, Any]:
     state_dict = moved(state_dict_of(lab, form))
     FAULTS[fault](state_dict)
     keys = lab.model.load_state_dict(state_dict, strict=False)
-    return {"keys": repr(keys), "state": whole_state(lab)}
+    return {"keys": repr(keys), "state": unsharded_state(lab)}
 
 
 def state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def moved(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {key: value + 1 if type(value) is torch.Tensor else value for key, value in state_dict.items()}
 
 
-def whole_state(lab: Lab) -> dict[str, torch.Tensor]:
+def unsharded_state(lab: Lab) -> dict[str, torch.Tensor]:
     """Whole parameters and buffers."""
     buffers = {f"buffer {name}": buffer.clone() for name, buffer in lab.model.named_buffers()}
     return gathered_parameters(lab.library, lab.model) | buffers
@@ -219,9 +219,9 @@ def failed(lab: Lab, *, form: Form, fault: str, on: Sequence[int], assign: bool 
 def tried_to_load(
     lab: Lab, state_dict: dict[str, Any], module: nn.Module | None = None, assign: bool = False
 ) -> dict[str, Any]:
-    before = whole_state(lab)
+    before = unsharded_state(lab)
     error = tried(lambda: (module or lab.model).load_state_dict(state_dict, assign=assign))
-    after = whole_state(lab)
+    after = unsharded_state(lab)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     return {"error": error, "changed": changed, "loss": lab.backward()}
 
@@ -441,7 +441,7 @@ def set_on_no_unit(lab: Lab) -> Any:
     return tried(enter)
 
 
-def saved_while_whole(lab: Lab, *, form: Form) -> Any:
+def saved_while_unsharded(lab: Lab, *, form: Form) -> Any:
     """Inside summon_full_params the keys of a state dict, or what is raised."""
     set_form(lab.library, lab.model, form)
     with lab.fsdp.summon_full_params(lab.model, writeback=False):

@@ -37,7 +37,7 @@ def summon(lab: Lab, *, options: Mapping[str, Any], at: int = 0, adds: float = 0
     }
 
 
-def whole(lab: Lab, *, options: Mapping[str, Any]) -> dict[str, Any]:
+def unsharded(lab: Lab, *, options: Mapping[str, Any]) -> dict[str, Any]:
     """The whole parameters and gradients, and where they lie."""
     lab.backward()
     with lab.fsdp.summon_full_params(lab.model, **options):

@@ -133,13 +133,13 @@ def test_the_host_waits_once_for_all_units(twins: Twins, device: str, use_orig_p
         assert seen.value == [1, 1]
 
 
-_WHOLE = ("NO_SHARD", True)  # test_trains_with_whole_parameters_offloaded
+_UNSHARDED = ("NO_SHARD", True)  # test_trains_with_whole_parameters_offloaded
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
 @pytest.mark.parametrize(
     ("strategy", "use_orig_params"),
-    [kind for kind in itertools.product(STRATEGIES, (False, True)) if kind != _WHOLE],
+    [kind for kind in itertools.product(STRATEGIES, (False, True)) if kind != _UNSHARDED],
 )
 def test_trains_with_parameters_offloaded(
     twins: Twins, device: str, strategy: str, use_orig_params: bool
@@ -155,7 +155,7 @@ def test_trains_with_parameters_offloaded(
 @clause("distributed.fsdp.fsdp_torch_limit_removed.offloaded_whole")
 @pytest.mark.deviation("fsdp.offloaded_whole")
 def test_trains_with_whole_parameters_offloaded(twins: Twins) -> None:
-    offloaded = _offloaded(*_WHOLE)
+    offloaded = _offloaded(*_UNSHARDED)
     twins.judge(
         lambda library: twins.trained(library, offloaded),
         torch_does=lambda seen: not trains_like_unsharded(seen, offloaded),

@@ -43,7 +43,7 @@ _OF_ONE_TENSOR = ("sgd", "momentum", "adagrad", "adafactor")
 _OF_ELEMENTS = tuple(kind for kind in OPTIMIZERS if kind != "adafactor")
 # Keeps zeros where parameters and gradients are zero: flat parameters are padded by them.
 _OF_ZEROS = tuple(kind for kind in _OF_ELEMENTS if kind != "rprop")
-_WHOLE, _SCATTERED, _DEALT = Way("whole"), Way("scattered"), Way("dealt")
+_OLDER_FULL, _SCATTERED, _OLDER_SHARDED = Way("full"), Way("scattered"), Way("sharded")
 _TYPES = (
     Way("FULL", offloads=False),
     Way("FULL", rank0_only=True, offloads=False),
@@ -69,7 +69,7 @@ def setups_of_all(draw: st.DrawFn, ranks: tuple[str, ...] = ("default", "group",
 
 def kinds_of(setup: Setup, way: Way) -> tuple[str, ...]:
     """Those of which torch saves what they keep."""
-    overwrites = setup.uses_orig_params and way.offloads and way.name in ("whole", "scattered", "FULL")
+    overwrites = setup.uses_orig_params and way.offloads and way.name in ("full", "scattered", "FULL")
     return _OF_ONE_TENSOR if overwrites else tuple(OPTIMIZERS)
 
 
@@ -78,7 +78,7 @@ def by_name(*ways: object) -> pytest.MarkDecorator:
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
-@by_name(_WHOLE, _SCATTERED, _DEALT, *_TYPES)
+@by_name(_OLDER_FULL, _SCATTERED, _OLDER_SHARDED, *_TYPES)
 @share_of_examples(0.06)
 @given(data=st.data())
 def test_there_and_back(twins: Twins, way: Way, data: st.DataObject) -> None:
@@ -96,7 +96,9 @@ def test_there_and_back(twins: Twins, way: Way, data: st.DataObject) -> None:
 )
 @share_of_examples(0.03)
 @given(
-    data=st.data(), way=st.sampled_from([_SCATTERED, _DEALT, *_TYPES]), kind=st.sampled_from(_OF_ONE_TENSOR)
+    data=st.data(),
+    way=st.sampled_from([_SCATTERED, _OLDER_SHARDED, *_TYPES]),
+    kind=st.sampled_from(_OF_ONE_TENSOR),
 )
 def test_there_and_back_on_more_ranks(
     twins_of: TwinsOf, all_ranks: int, ranks_are: str, data: st.DataObject, way: Way, kind: str
@@ -119,7 +121,7 @@ def test_there_and_back_on_replicas(twins_of: TwinsOf, kind: str) -> None:
 @clause("distributed.fsdp.fsdp_optim_state.as_unwrapped")
 @pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=FULL) for world in (1, 2, 4))])
 @share_of_examples(0.3)
-@given(data=st.data(), way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES]))
+@given(data=st.data(), way=st.sampled_from([_OLDER_FULL, _SCATTERED, *_TYPES]))
 def test_states_are_those_of_a_model_that_was_not_wrapped(
     twins_of: TwinsOf, world: int, data: st.DataObject, way: Way
 ) -> None:
@@ -132,7 +134,7 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
     asked = {"tree": tree, "optimized": optimized, "way": way}
     for rank, seen in enumerate(twins_of(world).values(cases.there_and_back, setup, **asked)):
         if rank == 0 or not (way.rank0_only or way == _SCATTERED):
-            if way.name in ("whole", "scattered", "FULL"):
+            if way.name in ("full", "scattered", "FULL"):
                 assert_close_states(expected, seen["saved"]["state"])
             assert sorted(seen["saved"]["state"]) == sorted(expected)
         assert_same_states(seen["before"]["state"], seen["found"]["state"])
@@ -149,7 +151,7 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
     kind=st.sampled_from(_OF_ELEMENTS),
     saves=setups_of_all(ranks=("default",)),
     loads=setups_of_all(ranks=("default",)),
-    way=st.sampled_from([_WHOLE, _SCATTERED, *_TYPES[:2]]),
+    way=st.sampled_from([_OLDER_FULL, _SCATTERED, *_TYPES[:2]]),
 )
 def test_whole_states_move_to_another_number_of_ranks(
     twins_of: TwinsOf, worlds: tuple[int, int], kind: str, saves: Setup, loads: Setup, way: Way
@@ -186,7 +188,7 @@ def test_either_library_loads_what_the_other_saved(cpu_twins: Twins, way: Way, u
 
 
 @clause("distributed.fsdp.fsdp_optim_state.group_of_the_device")
-@by_name(_WHOLE, _SCATTERED, _DEALT, *_TYPES)
+@by_name(_OLDER_FULL, _SCATTERED, _OLDER_SHARDED, *_TYPES)
 @both_kinds
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_the_group_may_serve_the_device_alone(

@@ -306,7 +306,7 @@ def test_the_first_rank_alone_saves_what_all_see(cpu_twins: Twins) -> None:
         return "head.weight" in first and all(map(holds_of_others, others))
 
     cpu_twins.deviate(
-        cases.saved_while_whole,
+        cases.saved_while_unsharded,
         FLAT,
         form=Form("FULL", {"rank0_only": True}),
         torch_does=lambda seen: is_first_ones(seen, lambda one: str(one).startswith("KeyError")),
@@ -319,7 +319,7 @@ def test_the_first_rank_alone_saves_what_all_see(cpu_twins: Twins) -> None:
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_are_not_saved_while_parameters_are_whole(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        cases.saved_while_whole,
+        cases.saved_while_unsharded,
         FLAT,
         form=Form("LOCAL"),
         torch_does=each(lambda one: str(one).startswith("ValueError")),

@@ -65,7 +65,7 @@ def test_every_option(
 def test_parameters_are_whole_and_named_as_before_wrapping(twins: Twins, strategy: str) -> None:
     plain = {name: parameter.detach() for name, parameter in TREE.build().named_parameters()}
     setup, options = leaf_by_leaf(strategy, use_orig_params=True), {"with_grads": True}
-    for whole in twins.values(summon_cases.whole, setup, options=options):
+    for whole in twins.values(summon_cases.unsharded, setup, options=options):
         assert list(whole) == list(plain)
         for name, seen in whole.items():
             assert torch.equal(seen["value"].values, plain[name]), name
@@ -211,7 +211,7 @@ def test_torch_cannot_offload_on_a_cpu() -> None:
     """One rank alone is NO_SHARD, which is refused; two fail on freeing what they gathered."""
     options = {"offload_to_cpu": True, "writeback": False}
     what = "offloads what is summoned on a CPU"
-    torch_cannot(what, summon_cases.whole, Setup(), sizes=(1, 2), options=options)
+    torch_cannot(what, summon_cases.unsharded, Setup(), sizes=(1, 2), options=options)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.offload_to_cpu")
@@ -227,8 +227,8 @@ def test_offloads_what_it_gathers(
     options = {"writeback": False, "rank0_only": rank0_only}
     offloading = options | {"offload_to_cpu": True}
     asked_of_torch = options if twins.pool.device == "cpu" else offloading
-    expected = twins.of(twins.reference, summon_cases.whole, setup, options=asked_of_torch)
-    actual = twins.of_subject(summon_cases.whole, setup, options=offloading)
+    expected = twins.of(twins.reference, summon_cases.unsharded, setup, options=asked_of_torch)
+    actual = twins.of_subject(summon_cases.unsharded, setup, options=offloading)
     for outcome in actual:
         assert any("may result in" in text for _, text in outcome.warned) is not rank0_only, outcome.warned
     assert_ranks_agree(

@@ -46,7 +46,7 @@ def as_without_sharding(does: Does, ranks: int, makes: type[nn.Module] = Forked)
     written_cases.exchanged_in_place,
     written_cases.exchanged_by_memory,
     written_cases.from_a_vector,
-    written_cases.memory_while_whole,
+    written_cases.memory_while_unsharded,
     written_cases.stepped_and_cleared,
     written_cases.inferred_first,
 )

@@ -204,4 +204,4 @@ def test_torchs_helpers_save_and_load(sites: Sites, whole: bool) -> None:
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("flat", [False, True])
 def test_states_are_put_together(sites: Sites, flat: bool, offloads: bool) -> None:
-    sites.agree(cases.whole_states, flat=flat, offloads=offloads)
+    sites.agree(cases.full_states, flat=flat, offloads=offloads)

@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.twins import values_of
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 
-_WHOLE: Dtypes = (FULL, None, FULL)
+_FULL_PRECISION: Dtypes = (FULL, None, FULL)
 
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
@@ -78,7 +78,7 @@ def test_trains_parameters_of_two_dtypes(sites: Sites, thaws: str) -> None:
     [
         ((LOW, FULL, FULL), {}),
         ((None, None, FULL), {}),
-        ((LOW, FULL, FULL), {"norm": _WHOLE, "router": _WHOLE}),
+        ((LOW, FULL, FULL), {"norm": _FULL_PRECISION, "router": _FULL_PRECISION}),
         ((None, None, None), {"inner": (LOW, LOW, FULL), "router": (FULL, LOW, FULL)}),
     ],
     ids=["masters", "masters alone", "in full apart", "each otherwise"],

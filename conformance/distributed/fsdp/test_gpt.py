@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance.distributed.fsdp import gpt_cases
-from conformance.distributed.fsdp.gpt_cases import PARTS, train_whole
+from conformance.distributed.fsdp.gpt_cases import PARTS, train_unsharded
 from conformance.distributed.fsdp.twins import FULL, TwinsOf
 from conformance.judge.clauses import clause
 
@@ -29,7 +29,7 @@ SAME_CURVE = 1e-5
     ],
 )
 def test_gpt_learns_as_in_one_process(twins_of: TwinsOf, strategy: str, use_orig_params: bool) -> None:
-    expected = train_whole(STEPS)
+    expected = train_unsharded(STEPS)
     assert expected[-1] < expected[0] - 1, "the model learns, or its curve would tell nothing"
     asked = {"strategy": strategy, "use_orig_params": use_orig_params, "deadline_s": DEADLINE_S}
     for curve in twins_of(PARTS).values(gpt_cases.train_sharded, steps=STEPS, **asked):
@@ -47,7 +47,7 @@ def test_gpt_goes_on_with_another_number_of_ranks(
     before, after = map(twins_of, worlds)
     asked: dict[str, Any] = {"folder": str(tmp_path), "use_orig_params": use_orig_params}
     asked["deadline_s"] = DEADLINE_S
-    expected = train_whole(STEPS)
+    expected = train_unsharded(STEPS)
     first, *_ = before.values(gpt_cases.begin, steps=STEPS // 2, **asked)
     for then in after.values(gpt_cases.go_on, steps=(STEPS // 2, STEPS), **asked):
         assert_same_curve(expected, [*first, *then])

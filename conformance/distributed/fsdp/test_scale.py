@@ -94,7 +94,7 @@ def test_a_rank_keeps_its_part(subject: Library, size: int, strategy: str, use_o
 
 @clause("distributed.fsdp.scale.memory")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_was_dealt_is_let_go(subject: Library, strategy: str) -> None:
+def test_what_was_sharded_is_let_go(subject: Library, strategy: str) -> None:
     linear = nn.Linear(WIDTH, WIDTH)
     given = [weakref.ref(parameter) for parameter in linear.parameters()]
     with world_of(SMALL):

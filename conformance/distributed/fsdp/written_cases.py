@@ -120,7 +120,7 @@ def from_a_vector(trainer: Trainer) -> list[torch.Tensor]:
     return [*outputs, trainer.output()]
 
 
-def memory_while_whole(trainer: Trainer) -> list[torch.Tensor]:
+def memory_while_unsharded(trainer: Trainer) -> list[torch.Tensor]:
     """Other memory as `.data` while gradients accumulate, when nothing is released yet."""
     with trainer.unsynced():
         trainer.backward(0)

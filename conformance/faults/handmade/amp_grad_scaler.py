@@ -41,7 +41,7 @@ def nonfinite(those: Iterable[Any]) -> bool:
     return any(not bool(p.grad.to_dense().isfinite().all()) for p in those)
 
 
-def verdicts(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
+def check_results(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
     """What the scaler found of inf and nan, a tensor a device."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 

@@ -137,8 +137,8 @@ def unscaled_twice(original: Any, self: Any, optimizer: Any, *args: Any, **more:
         return original(self, optimizer, *args, **more)
 
 
-@broken("copies_not_written", "the copies in lower precision stay as they were")
-def copies_not_written(
+@broken("low_precision_params_not_written", "the copies in lower precision stay as they were")
+def low_precision_params_not_written(
     original: Any, self: Any, *args: Any, low_precision_params: Any = (), **more: Any
 ) -> Any:
     kept = [*low_precision_params]
@@ -174,7 +174,7 @@ def gathering(change: Callable[[list[torch.Tensor], int], None]) -> Substitute:
     return fault
 
 
-def _own_verdict(rows: list[torch.Tensor], own: int) -> None:
+def _own_check_result(rows: list[torch.Tensor], own: int) -> None:
     for row in rows:
         row[0] = rows[own][0]
 
@@ -190,7 +190,7 @@ def _at_most_found(rows: list[torch.Tensor], own: int) -> None:
         row[0] = min(float(row[0]), 1.0)
 
 
-broken_on_ranks("each_decides", "each rank goes by its own gradients")(gathering(_own_verdict))
+broken_on_ranks("each_decides", "each rank goes by its own gradients")(gathering(_own_check_result))
 broken_on_ranks("norm_of_own_parts", "each rank clips by the norm of its parts", "pytorch/pytorch#170862")(
     gathering(_own_norms)
 )

@@ -11,11 +11,11 @@ import torch
 from conformance.faults.fault import Substitute
 from conformance.faults.handmade.amp_grad_scaler import (
     broken,
+    check_results,
     forget_stage,
     nonfinite,
     parameters,
     unscales_by_itself,
-    verdicts,
 )
 
 
@@ -42,9 +42,9 @@ def return_value_lost(original: Any, self: Any, optimizer: Any, *args: Any, **kw
 @broken("rechecked_in_step", "step", "step looks again although unscale_ has", "pytorch/pytorch#97415")
 def rechecked_in_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     if self.is_enabled():
-        found, bad = verdicts(self, optimizer), nonfinite(parameters(optimizer))
-        for verdict in found:
-            verdict.fill_(float(bad))
+        found, bad = check_results(self, optimizer), nonfinite(parameters(optimizer))
+        for check_result in found:
+            check_result.fill_(float(bad))
     return original(self, optimizer, *args, **kwargs)
 
 
@@ -57,8 +57,8 @@ def rechecked_in_step(original: Any, self: Any, optimizer: Any, *args: Any, **kw
 def spoilt_after_unscaling(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     if self.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
         bad = nonfinite(parameters(optimizer))
-        for verdict in verdicts(self, optimizer):
-            verdict.fill_(max(float(verdict), float(bad)))
+        for check_result in check_results(self, optimizer):
+            check_result.fill_(max(float(check_result), float(bad)))
     return original(self, optimizer, *args, **kwargs)
 
 
@@ -104,13 +104,13 @@ def unscaled_twice(scaler: Any, optimizer: Any, unscaled: bool) -> None:
 
 
 @broken(
-    "no_verdict_after_unscaling",
+    "no_check_result_after_unscaling",
     "step",
     "after unscale_ an optimizer that skips by itself gets no found_inf",
     "pytorch/pytorch#95847",
 )
 @laying
-def no_verdict_after_unscaling(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+def no_check_result_after_unscaling(scaler: Any, optimizer: Any, unscaled: bool) -> None:
     if unscaled:
         optimizer.found_inf = torch.zeros_like(torch.as_tensor(optimizer.found_inf, dtype=torch.float32))
 

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from conformance.faults.fault import Substitute
-from conformance.faults.handmade.amp_grad_scaler import broken, forget_stage, nonfinite, parameters, verdicts
+from conformance.faults.handmade.amp_grad_scaler import (
+    broken,
+    check_results,
+    forget_stage,
+    nonfinite,
+    parameters,
+)
 
 # The hook that divides the gradients and gives its verdict for each device; subclasses for other backends override it.
 HOOK = "_unscale_grads_"
@@ -22,8 +28,8 @@ def judged(is_bad: Callable[[list[Any]], bool]) -> Substitute:
     def fault(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
         bad = is_bad(parameters(optimizer))
         found = original(self, optimizer, *args)
-        for verdict in found.values():
-            verdict.fill_(float(bad))
+        for check_result in found.values():
+            check_result.fill_(float(bad))
         return found
 
     return fault
@@ -102,7 +108,7 @@ def reciprocal_one_ulp_off(original: Any, self: Any, optimizer: Any, inv_scale: 
 def overflow_left_scaled(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
     before = [(p, p.grad.clone()) for p in parameters(optimizer)]
     found = original(self, optimizer, *args)
-    if any(float(verdict) for verdict in found.values()):
+    if any(float(check_result) for check_result in found.values()):
         for parameter, grad in before:
             if not grad.is_sparse:
                 parameter.grad.copy_(grad)
@@ -130,18 +136,18 @@ def unscale_twice(original: Any, self: Any, optimizer: Any) -> None:
     forget_stage(self, optimizer)
 
 
-@broken("stale_verdict", "unscale_", "a verdict of the iteration before is carried into the third step")
-def stale_verdict(original: Any, self: Any, optimizer: Any) -> None:
+@broken("stale_check_result", "unscale_", "a verdict of the iteration before is carried into the third step")
+def stale_check_result(original: Any, self: Any, optimizer: Any) -> None:
     original(self, optimizer)
     if not self.is_enabled():
         return
     earlier = vars(self).setdefault("_stale", {})
     times, bad = earlier.get(id(optimizer), (0, 0.0))
-    found = verdicts(self, optimizer)
-    now = max([float(verdict) for verdict in found], default=0.0)
+    found = check_results(self, optimizer)
+    now = max([float(check_result) for check_result in found], default=0.0)
     if times == 2:
-        for verdict in found:
-            verdict.fill_(max(now, bad))
+        for check_result in found:
+            check_result.fill_(max(now, bad))
     earlier[id(optimizer)] = (times + 1, now)
 
 

@@ -30,7 +30,7 @@ def moving(change: Callable[[Any, float, int, bool], None]) -> Substitute:
         before, count = self.get_scale(), self.state_dict()["_growth_tracker"]
         states = self._per_optimizer_states.values()
         finite = not any(
-            float(verdict) for state in states for verdict in state["found_inf_per_device"].values()
+            float(check_result) for state in states for check_result in state["found_inf_per_device"].values()
         )
         original(self, new_scale)
         if new_scale is None:

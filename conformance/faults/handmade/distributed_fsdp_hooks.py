@@ -135,13 +135,13 @@ def more_operators_in_large_worlds(original: Any, self: Any, *args: Any, **kwarg
 
 
 @broken(
-    "keeps_the_whole",
+    "keeps_unsharded",
     "__init__",
-    "a rank keeps each unit's whole parameters for itself",
+    "a rank keeps each unit's unsharded parameters for itself",
     about="",
     on_ranks=False,
 )
-def keeps_the_whole(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def keeps_unsharded(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     for unit in units(self)[:1]:
         for parameter in unit.parameters():

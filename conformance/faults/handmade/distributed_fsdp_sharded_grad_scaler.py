@@ -12,14 +12,19 @@ import torch
 import torch.distributed as dist
 
 from conformance.faults.fault import Substitute, in_method, in_methods, register_fault
-from conformance.faults.handmade.amp_grad_scaler import nonfinite, parameters, unscales_by_itself, verdicts
+from conformance.faults.handmade.amp_grad_scaler import (
+    check_results,
+    nonfinite,
+    parameters,
+    unscales_by_itself,
+)
 from conformance.faults.handmade.amp_grad_scaler_step import changing_before_step
 
 SCALER = "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 _CHECKS = ("unscale_", "step")
 _ASKED_ABOUT = ("scale", "unscale_", "update")
 
-# Is called in the place of the all-reduce of a check: `change(reduce, verdict)`, where `reduce(op=...)` does it.
+# Is called in the place of the all-reduce of a check: `change(reduce, check_result)`, where `reduce(op=...)` does it.
 Change = Callable[[Callable[..., Any], torch.Tensor], Any]
 
 
@@ -55,7 +60,7 @@ class _Done:
         """It is."""
 
 
-def left_out(reduce: Callable[..., Any], verdict: torch.Tensor) -> Any:
+def left_out(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
     return _Done()
 
 
@@ -131,31 +136,31 @@ def whole_world(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: 
         return original(self, optimizer, *args, **kwargs)
 
 
-def only_of_rank_0(reduce: Callable[..., Any], verdict: torch.Tensor) -> Any:
-    return reduce(verdict if dist.get_rank() == 0 else verdict.zero_())
+def only_of_rank_0(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
+    return reduce(check_result if dist.get_rank() == 0 else check_result.zero_())
 
 
 in_checks("rank_0_decides", "what other ranks than the first found is lost")(in_reduction(only_of_rank_0))
 
 
-def kept_by_rank_0(reduce: Callable[..., Any], verdict: torch.Tensor) -> Any:
-    own = verdict.clone()
+def kept_by_rank_0(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
+    own = check_result.clone()
     work = reduce()
     if dist.get_rank() == 0:
         if work is not None:
             work.wait()
-        verdict.copy_(own)
+        check_result.copy_(own)
     return work
 
 
 in_checks("rank_0_not_told", "the first rank goes by its own gradients")(in_reduction(kept_by_rank_0))
 
 
-def in_one_bit(reduce: Callable[..., Any], verdict: torch.Tensor) -> Any:
+def in_one_bit(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
     work = reduce(op=dist.ReduceOp.SUM)
     if work is not None:
         work.wait()
-    verdict.fmod_(2.0)
+    check_result.fmod_(2.0)
     return work
 
 
@@ -166,9 +171,9 @@ in_checks("sum_wraps", "ranks that found inf are counted in one bit: two of them
 
 @broken("third_check_not_reduced", "unscale_", "of each scaler's checks the third is not reduced")
 def third_check_not_reduced(original: Any, self: Any, optimizer: Any) -> Any:
-    def reduce_but_the_third(reduce: Callable[..., Any], verdict: torch.Tensor) -> Any:
+    def reduce_but_the_third(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
         self._reductions = vars(self).get("_reductions", 0) + 1
-        return left_out(reduce, verdict) if self._reductions == 3 else reduce()
+        return left_out(reduce, check_result) if self._reductions == 3 else reduce()
 
     with reducing(reduce_but_the_third):
         return original(self, optimizer)
@@ -210,19 +215,19 @@ def found_inf_of_shape_1(original: Any, self: Any, optimizer: Any, *args: Any, *
 def found_inf_counts(original: Any, self: Any, optimizer: Any) -> Any:
     result = original(self, optimizer)
     if self.is_enabled():
-        for verdict in verdicts(self, optimizer):
-            verdict.mul_(dist.get_world_size())
+        for check_result in check_results(self, optimizer):
+            check_result.mul_(dist.get_world_size())
     return result
 
 
-@broken("last_verdict", "unscale_", "a step goes by what the check before this one found")
-def last_verdict(original: Any, self: Any, optimizer: Any) -> Any:
+@broken("last_check_result", "unscale_", "a step goes by what the check before this one found")
+def last_check_result(original: Any, self: Any, optimizer: Any) -> Any:
     result = original(self, optimizer)
     if self.is_enabled():
-        kept = vars(self).setdefault("_kept_verdicts", {})
-        for place, verdict in enumerate(verdicts(self, optimizer)):
-            now = verdict.clone()
-            verdict.copy_(kept.get((id(optimizer), place), now))
+        kept = vars(self).setdefault("_kept_check_results", {})
+        for place, check_result in enumerate(check_results(self, optimizer)):
+            now = check_result.clone()
+            check_result.copy_(kept.get((id(optimizer), place), now))
             kept[id(optimizer), place] = now
     return result
 
@@ -243,8 +248,8 @@ def own_step(original: Any, self: Any, optimizer: Any, state: Any, *args: Any, *
 def own_scale(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, optimizer, *args, **kwargs)
     if self.is_enabled() and not nonfinite(parameters(optimizer)):
-        for verdict in verdicts(self, optimizer):
-            verdict.zero_()
+        for check_result in check_results(self, optimizer):
+            check_result.zero_()
     return result
 
 
@@ -266,7 +271,7 @@ def update_waits(original: Any, self: Any, new_scale: Any = None) -> Any:
     return result
 
 
-def left_out_after_errors(reduce: Callable[..., Any], verdict: torch.Tensor) -> Any:
+def left_out_after_errors(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
     return _Done() if sys.exc_info()[0] is not None else reduce()
 
 

@@ -93,13 +93,13 @@ def tolerance_of(gradients: Sequence[PlacedGradient], order: float = 2.0) -> Tol
     return norm_of(sum(gradient.value.numel() for gradient in gradients), len(gradients), order)
 
 
-def norm_of_the_whole(outcome: Outcome) -> torch.Tensor:
+def norm_of_the_unsharded(outcome: Outcome) -> torch.Tensor:
     assert outcome.raised is None, outcome.raised
     assert isinstance(outcome.value, dict), f"the norm of DTensors is no DTensor: {outcome.value!r}"
     return outcome.value["whole"].values
 
 
-def whole_gradient(index: int, gradient: PlacedGradient, seen: Sequence[Outcome]) -> torch.Tensor:
+def unsharded_gradient(index: int, gradient: PlacedGradient, seen: Sequence[Outcome]) -> torch.Tensor:
     """The gradient after the call, put together from the ranks' parts."""
     parts = [outcome.watched[index].values for outcome in seen]
     if gradient.shard_dim is not None:
@@ -112,7 +112,7 @@ def whole_gradient(index: int, gradient: PlacedGradient, seen: Sequence[Outcome]
 
 
 def are_unchanged(gradients: Sequence[PlacedGradient], seen: Sequence[Outcome]) -> bool:
-    wholes = [whole_gradient(index, gradient, seen) for index, gradient in enumerate(gradients)]
+    wholes = [unsharded_gradient(index, gradient, seen) for index, gradient in enumerate(gradients)]
     return all(
         EXACT.excess(gradient.value, whole) is None for gradient, whole in zip(gradients, wholes, strict=True)
     )
@@ -165,12 +165,12 @@ def test_parts_make_up_the_clipped_whole(
     flat = torch.cat([gradient.value.double().reshape(-1) for gradient in gradients])
     norm = torch.linalg.vector_norm(flat)
     for outcome in seen:
-        actual = norm_of_the_whole(outcome)
+        actual = norm_of_the_unsharded(outcome)
         assert (excess := tolerance.excess(norm.to(actual.dtype), actual)) is None, excess
     factor = min(1.0, max_norm / (float(norm) + 1e-6))
     for index, gradient in enumerate(gradients):
         expected = (gradient.value.double() * factor).to(gradient.value.dtype)
-        actual = whole_gradient(index, gradient, seen)
+        actual = unsharded_gradient(index, gradient, seen)
         assert (excess := tolerance.excess(expected, actual)) is None, excess
 
 
@@ -248,7 +248,7 @@ def test_nonfinite_on_one_rank_is_seen_by_all(
     asked = {"max_norm": 1.0, "error_if_nonfinite": error_if_nonfinite}
     seen = clipping.agrees("clip_grad_norm_", gradients, **asked)
     if not error_if_nonfinite:
-        assert not any(norm_of_the_whole(outcome).isfinite() for outcome in seen)
+        assert not any(norm_of_the_unsharded(outcome).isfinite() for outcome in seen)
         return
     assert all(outcome.raised is not None for outcome in seen)
     assert are_unchanged(gradients, seen)
@@ -264,12 +264,12 @@ def test_extreme_dtensors(
     gradients = [PlacedGradient(torch.full((4,), value, dtype=dtype), 0)]
 
     def has_true_norm(seen: list[Outcome]) -> bool:
-        norms = [norm_of_the_whole(outcome) for outcome in seen]
+        norms = [norm_of_the_unsharded(outcome) for outcome in seen]
         return all(norm.dtype == torch.float32 and norm.item() == pytest.approx(2 * value) for norm in norms)
 
     deviation.judge(
         lambda library: clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1e30),
-        torch_does=lambda seen: all(norm_of_the_whole(outcome).isinf() for outcome in seen),
+        torch_does=lambda seen: all(norm_of_the_unsharded(outcome).isinf() for outcome in seen),
         we_do=has_true_norm,
     )
 
@@ -319,7 +319,7 @@ def test_total_norm_is_that_of_the_whole(
 def test_the_largest_element_where_a_part_is_empty(clipping: Clipping) -> None:
     gradients = [PlacedGradient(torch.tensor([-3.0]), 0), PlacedGradient(torch.tensor([2.0, 1.0]), None)]
     for outcome in clipping.seen_by(clipping.subject, "get_total_norm", gradients, norm_type=math.inf):
-        assert norm_of_the_whole(outcome) == 3.0
+        assert norm_of_the_unsharded(outcome) == 3.0
 
 
 @clause("nn.utils.clip_grad.get_total_norm.dtensor")

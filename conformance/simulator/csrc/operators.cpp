@@ -136,13 +136,13 @@ class Call {
 
   // A call, by all that says what comes of it: which arguments are the same tensor too. Of a number beside elements, whose
   // relation to no other number matters, its size alone.
-  std::string told() const {
+  std::string cache_key() const {
     std::ostringstream out;
     out << &schema_ << by_shapes_alone() << c10::get_default_dtype_as_scalartype();
     bool elementwise = op_.hasTag(at::Tag::pointwise) || name().starts_with("aten::_foreach_") ||
         name().starts_with("aten::_fused_");
     std::vector<const void*> seen;
-    std::function<void(const IValue&)> tell = [&](const IValue& value) {
+    std::function<void(const IValue&)> add = [&](const IValue& value) {
       out << '|';
       if (value.isTensor() && value.toTensor().defined()) {
         auto& tensor = value.toTensor();
@@ -151,7 +151,7 @@ class Call {
             << is_wrapped(tensor) << tensor.sizes() << tensor.strides();
       } else if (value.isList()) {
         out << value.toListRef().size();
-        for (auto& one : value.toListRef()) tell(one);
+        for (auto& one : value.toListRef()) add(one);
       } else if (value.isDouble() && elementwise) {
         auto number = value.toDouble();
         out << std::fpclassify(number) << (number > 0) << (number < 0);
@@ -160,7 +160,7 @@ class Call {
         out << value;
       }
     };
-    for (auto& arg : args_) tell(arg);
+    for (auto& arg : args_) add(arg);
     return out.str();
   }
 
@@ -181,7 +181,7 @@ class Call {
     bool draws = generator_ >= 0 || op_.hasTag(at::Tag::nondeterministic_seeded);
     if (draws && !by_shapes_alone()) known_ = false;
     if (!known_) return;
-    if (name().starts_with("aten::")) call_ = told();  // another operator may take the place of one that a program made
+    if (name().starts_with("aten::")) call_ = cache_key();  // another operator may take the place of one that a program made
     if (auto found = learnt.find(call_); found != learnt.end()) {
       was_learnt_ = true;
       known_ = found->second.has_value();
@@ -349,7 +349,7 @@ class Call {
   int generator_ = -1, device_ = -1;
   StreamKey stream_;
   bool known_ = true, fresh_ = false, was_learnt_ = false;
-  std::string call_;  // as told, where what comes of it may be learnt
+  std::string call_;  // its key, where what comes of it may be learnt
   Aliases aliases_;
   std::vector<Range> ranges_;
   std::vector<IValue> results_;

@@ -3,7 +3,7 @@
 What it copies to the device is memory of the stream of gathers. The backward drops it while what reads it is pending on
 another stream, on which nothing has recorded it, and the next unit's copy lands in it.
 
-    python -m conformance.simulator conformance/simulator/findings/fsdp_offloaded_whole_parameters.py
+    python -m conformance.simulator conformance/simulator/findings/fsdp_offloaded_unsharded_parameters.py
 """
 
 import torch

@@ -94,7 +94,7 @@ def one_of_two_optimizers() -> Sides:
 
 
 @PROOFS.keep
-def a_verdict_written_by_hand() -> Sides:
+def a_check_result_written_by_hand() -> Sides:
     """A verdict written into the states of an optimizer counts for its step, and for the update a flag of its own."""
 
     def updated(kind: Callable[..., Any]) -> float:

@@ -45,30 +45,30 @@ class _Cut:
     def run_numel(self) -> int:
         return self.group.size() * prod(self.padded_shape)
 
-    def whole(self, run: Tensor) -> Tensor:
+    def unsharded(self, run: Tensor) -> Tensor:
         """Of the parts that all ranks gave, [W * n]."""
         if self.dim:
             parts = side_by_side(run, self.group.size(), self.padded_shape, self.dim)
             return parts.reshape(self.shape).contiguous()
-        whole = beginning_of(run, self.shape)
-        return whole if whole.numel() == run.numel() else whole.clone()
+        full = beginning_of(run, self.shape)
+        return full if full.numel() == run.numel() else full.clone()
 
 
-def with_whole_tensors(state: Any, keep: Callable[[Tensor], Tensor]) -> Any:
-    """A nested state with whole tensors in place of DTensors.
+def with_full_tensors(state: Any, keep: Callable[[Tensor], Tensor]) -> Any:
+    """A nested state with full tensors in place of DTensors.
 
     DTensors stay that several dimensions of a mesh cut, or one does unevenly beyond their first dimension.
 
     Args:
-        keep: what of a whole tensor stays in the state, called before the next ones are gathered.
+        keep: what of a full tensor stays in the state, called before the next ones are gathered.
 
-    Collectives: for each 64 MiB of the whole tensors an all-gather; on one host, where ranks read each other's memory,
+    Collectives: for each 64 MiB of the full tensors an all-gather; on one host, where ranks read each other's memory,
         what tells them when.
     """
     leaves, spec = tree_flatten(state)
     cuts = [cut for index, leaf in enumerate(leaves) if (cut := _cut_of(index, leaf)) is not None]
-    for cut, whole in itertools.chain.from_iterable(map(_gathered, _exchanges(cuts))):
-        leaves[cut.index] = keep(whole)
+    for cut, full in itertools.chain.from_iterable(map(_gathered, _exchanges(cuts))):
+        leaves[cut.index] = keep(full)
     return tree_unflatten(leaves, spec)
 
 
@@ -116,4 +116,4 @@ def _gathered(cuts: Sequence[_Cut]) -> list[tuple[_Cut, Tensor]]:
 
     entry = f"{GATHERED} {len(cuts)} tensors {OF_STATES}, {tuple(cuts[0].shape)} first"
     order_checker_of(group).exchange(entry, group, on_host, steps)
-    return [(cut, cut.whole(run)) for cut, run in zip(cuts, runs, strict=True)]
+    return [(cut, cut.unsharded(run)) for cut, run in zip(cuts, runs, strict=True)]

@@ -1,4 +1,4 @@
-"""Mirrors `torch.distributed.checkpoint.state_dict`: torch's helpers, but for how whole states are put together."""
+"""Mirrors `torch.distributed.checkpoint.state_dict`: torch's helpers, but for how full states are put together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as 
 from torch.distributed.checkpoint.state_dict import get_state_dict as torchs_state
 from torch.optim import Optimizer
 
-from impl.distributed.checkpoint._whole_tensors import with_whole_tensors
+from impl.distributed.checkpoint._full_tensors import with_full_tensors
 from impl.distributed.fsdp._module_state import state_of
 from impl.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
@@ -25,7 +25,7 @@ __all__ = ["get_model_state_dict", "get_optimizer_state_dict", "get_state_dict"]
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """The model's state, by torch's function; the whole one of a model of `fully_shard` by fewer and larger gathers.
+    """The model's state, by torch's function; the full one of a model of `fully_shard` by fewer and larger gathers.
 
     Args:
         model: sharded or not.
@@ -33,10 +33,10 @@ def get_model_state_dict(
         options: torch's.
 
     Returns:
-        By name; with `full_state_dict` whole tensors, with `cpu_offload` too on the first rank alone, on the CPU.
+        By name; with `full_state_dict` full tensors, with `cpu_offload` too on the first rank alone, on the CPU.
     Raises:
         ValueError, RuntimeError: what torch's raises.
-    Sync: with cpu_offload on an accelerator. Collectives: of a whole state an all-gather for each 64 MiB; torch's for
+    Sync: with cpu_offload on an accelerator. Collectives: of a full state an all-gather for each 64 MiB; torch's for
         tensors that several dimensions of a mesh cut.
     Source: torch.distributed.checkpoint.state_dict.get_model_state_dict 2.13; differences: none.
 
@@ -45,7 +45,7 @@ def get_model_state_dict(
     """
     parts = _options_of_parts(model, options)
     found = torchs_model_state(model, submodules=submodules, options=parts or options)
-    return found if parts is None else _whole(found, options)
+    return found if parts is None else _full_state(found, options)
 
 
 def get_optimizer_state_dict(
@@ -69,7 +69,7 @@ def get_optimizer_state_dict(
     """
     parts = _options_of_parts(model, options)
     found: Any = torchs_optimizer_state(model, optimizers, submodules=submodules, options=parts or options)
-    return found if parts is None else _whole(found, options)
+    return found if parts is None else _full_state(found, options)
 
 
 def get_state_dict(
@@ -93,11 +93,11 @@ def get_state_dict(
     """
     parts = _options_of_parts(model, options)
     found: Any = torchs_state(model, optimizers, submodules=submodules, options=parts or options)
-    return found if parts is None else (_whole(found[0], options), _whole(found[1], options))
+    return found if parts is None else (_full_state(found[0], options), _full_state(found[1], options))
 
 
 def _options_of_parts(model: nn.Module, options: StateDictOptions | None) -> StateDictOptions | None:
-    """Those by which torch gives the parts of what was asked for whole; None if they are not ours to put together."""
+    """Those by which torch gives the parts of the full state; None if they are not ours to put together."""
     if options is None or not options.full_state_dict:
         return None
     modules = list(model.modules())
@@ -107,15 +107,15 @@ def _options_of_parts(model: nn.Module, options: StateDictOptions | None) -> Sta
     return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
 
 
-def _whole(parts: dict[str, Any], options: StateDictOptions | None) -> dict[str, Any]:
+def _full_state(parts: dict[str, Any], options: StateDictOptions | None) -> dict[str, Any]:
     offloads = options is not None and options.cpu_offload
     is_dropped = offloads and dist.get_rank() != 0
 
-    def keep(whole: Tensor) -> Tensor:
+    def keep(full: Tensor) -> Tensor:
         if is_dropped:
-            return whole.new_empty(0)
-        return whole.cpu() if offloads else whole
+            return full.new_empty(0)
+        return full.cpu() if offloads else full
 
     # torch's own goes on with what is left of DTensors, checks values, and drops what other ranks do not keep.
-    state = with_whole_tensors(parts, keep)
+    state = with_full_tensors(parts, keep)
     return _gather_state_dict(state, cpu_offload=offloads, ranks_only=(0,) if offloads else ())

@@ -54,10 +54,10 @@ class ShardedGradScaler(GradScaler):
     waiting: the rank tells them, then raises. Peers whose scale is on the CPU raise too; on an accelerator, where that
     would cost a synchronisation, they skip the step. Clear the gradients on all ranks then: peers have unscaled
     theirs. Peers do wait where a rank leaves out a call, dies, or is interrupted (until the group's time-out), and two
-    optimizers checked in another order on one rank get each other's verdict.
+    optimizers checked in another order on one rank get each other's check result.
 
     Args:
-        device: as for `GradScaler`; the verdicts meet on it, also those on gradients that lie on the CPU.
+        device: as for `GradScaler`; the check results meet on it, also those of gradients that lie on the CPU.
         init_scale, backoff_factor, growth_factor, growth_interval, enabled, min_scale, error_if_stuck: as for
             `GradScaler`; equal on all ranks.
         process_group: the ranks that decide together; None is the default group, as it is when a check is made. No
@@ -70,7 +70,7 @@ class ShardedGradScaler(GradScaler):
     Collectives: one all-reduce of one f32 for each `unscale_`, and for each `step` without one before it; none when
         switched off.
     Source: torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler 2.13; differences: those of `GradScaler`, so
-        the scale does not overflow; float16 and bfloat16 losses are scaled in float32; verdicts are reduced for
+        the scale does not overflow; float16 and bfloat16 losses are scaled in float32; check results are reduced for
         optimizers that skip for themselves too, in one all-reduce for all devices, and stay 1.0 when several ranks
         found inf; losses may lie on any device; failed checks are told to the peers; pickling with a group works.
 
@@ -91,7 +91,7 @@ class ShardedGradScaler(GradScaler):
     _frames_above = 1
     _has_peers = True
     _unscales_fp16 = True
-    _owes_verdict: bool = False  # peers wait for what this rank's check finds
+    _owes_check_result: bool = False  # peers wait for what this rank's check finds
 
     def __init__(  # noqa: PLR0913  torch's seven
         self,
@@ -198,13 +198,13 @@ class ShardedGradScaler(GradScaler):
     def _agree(
         self, norms: Norms, found_inf_per_device: dict[torch.device, Tensor]
     ) -> tuple[Tensor, dict[torch.device, Tensor]]:
-        """The norm and one verdict for all ranks, by one all-gather."""
+        """The norm and one check result for all ranks, by one all-gather."""
         if not self._enabled and not norms.sharded:
             return norms.replicated, found_inf_per_device
-        self._owes_verdict = False
+        self._owes_check_result = False
         device = norms.replicated.device
-        norm, verdict = norms.gathered(self._group, joint_flag(found_inf_per_device, device))
-        return norm, self._refused(verdict.float())
+        norm, check_result = norms.gathered(self._group, joint_flag(found_inf_per_device, device))
+        return norm, self._refused(check_result.float())
 
     def _place_of_norms(self, params: Sequence[Tensor]) -> torch.device:
         return self._meeting_place() if self._enabled else super()._place_of_norms(params)
@@ -212,22 +212,22 @@ class ShardedGradScaler(GradScaler):
     def _reduce_found_inf(
         self, found_inf_per_device: dict[torch.device, Tensor]
     ) -> dict[torch.device, Tensor]:
-        """One verdict for all ranks and devices: f32, 0-dim, 0.0 or 1.0, since fused optimizers skip at 1.0 alone."""
+        """One check result for all ranks and devices: f32, 0-dim, 0.0 or 1.0: fused optimizers skip at 1.0 alone."""
         device = self._meeting_place()
         found = [placed(flag, device).reshape(()) for flag in found_inf_per_device.values()]
-        verdict = torch.stack(found).any().float() if found else torch.zeros((), device=device)
-        self._owes_verdict = False
-        dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=self.process_group)
-        return self._refused(verdict)
+        check_result = torch.stack(found).any().float() if found else torch.zeros((), device=device)
+        self._owes_check_result = False
+        dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
+        return self._refused(check_result)
 
-    def _refused(self, verdict: Tensor) -> dict[torch.device, Tensor]:
-        """The verdict, unless a rank says that it has not checked."""
-        if verdict.is_cpu and verdict.item() == _NOT_CHECKED:
+    def _refused(self, check_result: Tensor) -> dict[torch.device, Tensor]:
+        """The check result, unless a rank says that it has not checked."""
+        if check_result.is_cpu and check_result.item() == _NOT_CHECKED:
             raise RuntimeError(
                 "another rank of the process group failed to check its gradients, and raises the reason; this rank has "
                 "checked, and may have unscaled, its own: clear them on all ranks before the next backward"
             )
-        return {verdict.device: verdict.clamp(max=_NONFINITE)}
+        return {check_result.device: check_result.clamp(max=_NONFINITE)}
 
     def __getstate__(self) -> dict[str, Any]:
         default = self.process_group is None or self.process_group is dist.group.WORLD
@@ -258,21 +258,23 @@ class ShardedGradScaler(GradScaler):
             return
         self._refuse_foreign_group()
         stage = stage_of(self._per_optimizer_states, optimizer)
-        self._owes_verdict = stage is OptState.READY or (numbers is not None and stage is OptState.UNSCALED)
+        self._owes_check_result = stage is OptState.READY or (
+            numbers is not None and stage is OptState.UNSCALED
+        )
         try:
             yield
         except Exception:
-            if self._owes_verdict:
+            if self._owes_check_result:
                 self._tell_of_failure(numbers)
             raise
         finally:
-            self._owes_verdict = False
+            self._owes_check_result = False
 
     def _tell_of_failure(self, numbers: int | None) -> None:
         device = self._meeting_place()
         if numbers is None:
-            verdict = torch.full((), _NOT_CHECKED, device=device)
-            dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=self.process_group)
+            check_result = torch.full((), _NOT_CHECKED, device=device)
+            dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
         else:
             exchanged(torch.full((numbers,), _NOT_CHECKED, dtype=torch.float64, device=device), self._group)
 

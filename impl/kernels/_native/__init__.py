@@ -54,7 +54,7 @@ class Update(Structure):
         ("params", List),
         ("grads", List),
         ("states", List * STATES),
-        ("copies", List),
+        ("low_precision_params", List),
         ("steps", c_void_p),
     )
 

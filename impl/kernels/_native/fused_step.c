@@ -22,7 +22,7 @@ enum { STATES = 3 };
 struct update {
     struct settings settings;
     float factor; /* that gradients are multiplied by */
-    struct list params, grads, states[STATES], copies;
+    struct list params, grads, states[STATES], low_precision_params;
     const float *const *steps; /* of each tensor, this update counted; null where the rule does not count */
 };
 
@@ -199,8 +199,8 @@ INLINE void update_opened(const struct update *u, struct pace pace, int64_t tens
     put_back(u->params, b.params, tensor, start, n);
     for (int state = 0; state < STATES; state++)
         put_back(u->states[state], b.states[state], tensor, start, n);
-    if (u->copies.tensors)
-        narrow(at(u->copies, tensor, start), b.params, u->copies.dtype, n);
+    if (u->low_precision_params.tensors)
+        narrow(at(u->low_precision_params, tensor, start), b.params, u->low_precision_params.dtype, n);
 }
 
 /* All in bf16: while one element is widened or rounded, others are divided. */
@@ -216,7 +216,7 @@ FOR_EACH_CPU static void update_chunks(void *given)
 {
     struct job *job = given;
     const struct update *u = job->update;
-    const bool is_bf16 = u->params.dtype == BF16 && u->grads.dtype == BF16 && !u->copies.tensors;
+    const bool is_bf16 = u->params.dtype == BF16 && u->grads.dtype == BF16 && !u->low_precision_params.tensors;
     struct pace pace = pace_of(&u->settings, 1);
     for (struct chunk mine = {0}; take(&job->chunks, &mine);) {
         if (u->steps && *u->steps[mine.tensor] != pace.step)

@@ -26,7 +26,7 @@ class _Places:
     numels: Column
     params: Column
     states: list[Column]
-    copies: Column | None
+    low_precision_params: Column | None
     steps: Column | None
     starts: frozenset[int]  # of what is written
     are_contiguous: bool
@@ -54,7 +54,7 @@ class Memory:
         steps: Sequence[Tensor],
     ) -> None:
         self.params = params
-        self.copies = copies
+        self.low_precision_params = copies
         self._states = [state for state in states if state]
         self._steps = steps
         self._lists = [params, *self._states, *([copies] if copies else []), *([steps] if steps else [])]
@@ -84,14 +84,18 @@ class Memory:
         return (
             own in CODES
             and all(tensor.dtype is own for state in self._states for tensor in state)
-            and len(kinds := {copy.dtype for copy in self.copies}) <= 1
+            and len(kinds := {copy.dtype for copy in self.low_precision_params}) <= 1
             and kinds <= CODES.keys()
             and all(step.dtype is torch.float32 for step in self._steps)
             and all(tensor.is_cpu for tensors in self._lists for tensor in tensors)
         )
 
     def _look(self) -> _Places | None:
-        lists = [self.params, *self._states, *([self.copies] if self.copies else [])]
+        lists = [
+            self.params,
+            *self._states,
+            *([self.low_precision_params] if self.low_precision_params else []),
+        ]
         columns = [column for tensors in lists if (column := memory_of(tensors)) is not None]
         if len(columns) < len(lists):
             return None
@@ -108,7 +112,7 @@ class Memory:
             Column(numels),
             columns[0],
             columns[1:counted],
-            columns[counted] if self.copies else None,
+            columns[counted] if self.low_precision_params else None,
             Column([step.data_ptr() for step in self._steps]) if self._steps else None,
             frozenset(address for address, tensor in zip(addresses, written, strict=True) if tensor.numel()),
             all(map(Tensor.is_contiguous, self.params)),
@@ -141,7 +145,9 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
         return False
     own = CODES[memory.params[0].dtype]
     states = (List * STATES)(*[List(column.address, own) for column in places.states])
-    copies = List() if places.copies is None else List(places.copies.address, CODES[memory.copies[0].dtype])
+    copies = List()
+    if places.low_precision_params is not None:
+        copies = List(places.low_precision_params.address, CODES[memory.low_precision_params[0].dtype])
     update = Update(
         _settings_of(rule),
         float(factor),
@@ -153,7 +159,7 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     )
     library.fused_step(*library.lists(places.numels), byref(update))
     # For autograd, which saves parameters and their copies, and has never seen the states.
-    torch.autograd.graph.increment_version([*memory.params, *memory.copies])
+    torch.autograd.graph.increment_version([*memory.params, *memory.low_precision_params])
     return True
 
 

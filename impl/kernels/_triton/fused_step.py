@@ -57,14 +57,14 @@ def launch_fused_step(
                     alike.table.rows, settings, lr, factor, found_inf, LISTS=len(alike.lists),
                     STATES=len(parameters.states), **flags, **alike.dtypes, **LAUNCH,
                 )  # fmt: skip
-    for written in (parameters.params, *parameters.states, parameters.copies):
+    for written in (parameters.params, *parameters.states, parameters.low_precision_params):
         torch.autograd.graph.increment_version(written)
     return True
 
 
 def _places_by_kind(parameters: Parameters, grads: Sequence[Tensor]) -> list[list[int] | None]:
     """Places with one dtype of gradients and one of copies; None for all places."""
-    copies = parameters.copies or grads
+    copies = parameters.low_precision_params or grads
     if len(dtypes_of(grads)) == len(dtypes_of(copies)) == 1:
         return [None]
     kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
@@ -77,7 +77,7 @@ def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | 
     def picked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[place] for place in places] if places and tensors else tensors
 
-    params, copies = picked(parameters.params), picked(parameters.copies)
+    params, copies = picked(parameters.params), picked(parameters.low_precision_params)
     laid_out = [*map(laid_out_as, params, picked(grads))]
     lists = [params, laid_out, *map(picked, parameters.states), *([copies] if copies else [])]
     table = update_table(lists, picked(parameters.steps))

@@ -46,12 +46,12 @@ def tell() -> None:
     )
     run = GridExecutor.__call__
 
-    def told(self: Any, *arguments: Any, **named: Any) -> None:
+    def launched(self: Any, *arguments: Any, **named: Any) -> None:
         reads, writes = _touched(self.fn.__name__, dict(zip(self.arg_names, arguments, strict=False)))
         with touching(reads, writes):
             run(self, *arguments, **named)
 
-    GridExecutor.__call__ = told
+    GridExecutor.__call__ = launched
 
 
 def _remembering(make: Callable[..., Any], touched: Callable[..., Any]) -> Callable[..., Any]:

@@ -85,7 +85,7 @@ def assert_same_elements(actual: Result, want: Result) -> None:
 
 @many
 @given(specs, st.sampled_from([1.0, 0.37, 2.0**-16, 3e4]))
-def test_cached_scales_as_torch_does(specs, factor):
+def test_cpu_blocked_scales_as_torch_does(specs, factor):
     want = call("torch", "scale_", specs, torch.tensor(factor))
     assert_same_elements(call("cpu_blocked", "scale_", specs, torch.tensor(factor)), want)
 
@@ -110,7 +110,7 @@ def test_scaling_is_exact_for_every_pattern_of_bits(backend, dtype, factor):
 
 @many
 @given(specs, st.sampled_from([1.0, 0.37, 2.0**-16]), st.sampled_from([0.0, 1.0]))
-def test_cached_unscales_as_torch_does(specs, inv_scale, found_inf):
+def test_cpu_blocked_unscales_as_torch_does(specs, inv_scale, found_inf):
     arguments = torch.tensor(inv_scale), torch.full((1,), found_inf)
     want = call("torch", "unscale_", specs, *arguments)
     assert_same_elements(call("cpu_blocked", "unscale_", specs, *arguments), want)
@@ -129,7 +129,7 @@ bounds = st.tuples(st.sampled_from([-math.inf, -0.5, 0.1, 1.0]), st.sampled_from
 
 @many
 @given(specs, bounds)
-def test_cached_clamps_as_torch_does(specs, bounds):
+def test_cpu_blocked_clamps_as_torch_does(specs, bounds):
     want = call("torch", "clamp_", specs, *bounds)
     assert_same_elements(call("cpu_blocked", "clamp_", specs, *bounds), want)
 
@@ -414,7 +414,7 @@ def test_compiled_code_takes_torchs_operators(p):
     assert torch.equal(compiled(tensors, p), torch.nn.utils.get_total_norm(tensors, p))
 
 
-def test_an_unknown_route_is_refused():
+def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="no kernel backend 'fast'"), kernels.backend("fast"):
         pass
 

@@ -72,7 +72,7 @@ def in_f64(what: Described) -> Lists:
     factor = torch.tensor(what.factor).double()
     rule = replace(what.rule, lr=float(what.rule.lr))
     rule.apply_(params, [grad * factor for grad in grads], wide, before.steps)
-    return Lists(params, before.grads, wide, before.copies, before.steps)
+    return Lists(params, before.grads, wide, before.low_precision_params, before.steps)
 
 
 def assert_within_roundings(backend: str, what: Described) -> None:
@@ -135,16 +135,17 @@ def test_other_settings(backend: str, rule: Rule) -> None:
 @each_rule
 @pytest.mark.parametrize("dtype", _NARROW, ids=str)
 def test_copies_are_the_new_parameters_rounded_once(backend: str, rule: Rule, dtype: torch.dtype) -> None:
-    actual = by(backend, one(rule, copies=dtype))
-    assert [copy.dtype for copy in actual.copies] == [dtype, dtype]
+    actual = by(backend, one(rule, low_precision=dtype))
+    assert [copy.dtype for copy in actual.low_precision_params] == [dtype, dtype]
     assert all(
-        torch.equal(copy, param.to(dtype)) for copy, param in zip(actual.copies, actual.params, strict=True)
+        torch.equal(copy, param.to(dtype))
+        for copy, param in zip(actual.low_precision_params, actual.params, strict=True)
     )
 
 
 @each_rule
 def test_nothing_is_done_where_the_flag_is_set(rule: Rule) -> None:
-    what = one(rule, found_inf=1.0, copies=torch.bfloat16)
+    what = one(rule, found_inf=1.0, low_precision=torch.bfloat16)
     before, _ = lists_of(what)
     actual = by("triton", what)
     for old, new in zip(every(before), every(actual), strict=True):
@@ -162,4 +163,4 @@ def test_gradients_in_another_order_of_memory(backend: str) -> None:
 
 
 def every(lists: Lists) -> list[torch.Tensor]:
-    return [*lists.params, *lists.grads, *chain(*lists.states), *lists.copies, *lists.steps]
+    return [*lists.params, *lists.grads, *chain(*lists.states), *lists.low_precision_params, *lists.steps]

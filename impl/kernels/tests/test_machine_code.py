@@ -25,7 +25,7 @@ _MOST_REGISTERS = 128
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-def said_by(program, *words):
+def printed_by(program, *words):
     """The JSON that a program prints in whose process Triton compiles."""
     environment = {k: v for k, v in os.environ.items() if k not in {"TRITON_INTERPRET", "TANDEM_KERNELS"}}
     done = subprocess.run(
@@ -41,7 +41,7 @@ def said_by(program, *words):
 def test_what_the_launchers_ask_for_compiles():
     """The interpreter takes arguments of any type; a GPU's compiler does not."""
     norm = ["partial_norm_kernel", "finish_norm_kernel"]
-    assert said_by("impl.kernels.tests.as_launched") == [
+    assert printed_by("impl.kernels.tests.as_launched") == [
         "update_scale_kernel", "unscale_kernel", "scale_kernel", "clamp_kernel", *norm, *norm,
         "adam_kernel", "sgd_kernel", "adagrad_kernel", *(rule.KERNELS.triton for rule in EACH),
     ]  # fmt: skip
@@ -54,7 +54,7 @@ def test_what_the_launchers_ask_for_compiles():
     [90, *(pytest.param(other, marks=pytest.mark.profile("full")) for other in (80, 100))],
 )
 def test_kernels_compile_without_spills_and_with_wide_loads(capability):
-    kernels = said_by("conformance.gpu.ahead_of_time", str(capability))
+    kernels = printed_by("conformance.gpu.ahead_of_time", str(capability))
     assert {name: k["spilled"] for name, k in kernels.items()} == dict.fromkeys(kernels, 0)
     assert all(k["registers"] <= _MOST_REGISTERS for k in kernels.values()), kernels
     for name in _READ:

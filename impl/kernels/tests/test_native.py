@@ -183,7 +183,7 @@ def test_halves_are_read_exactly_and_rounded_once(
     grads = every_pattern_of_bits(dtype)
     # The new parameters are the products.
     params, copies = torch.full_like(grads, -0.0, dtype=torch.float32), torch.ones_like(grads)
-    lists = Parameters(list(params.split(length)), [], copies=list(copies.split(length)))
+    lists = Parameters(list(params.split(length)), [], low_precision_params=list(copies.split(length)))
     rule = replace(SGD, lr=-1.0)
     with kernels.backend("native"):
         kernels.fused_step_(rule, lists, list(grads.split(length)), torch.tensor(factor))

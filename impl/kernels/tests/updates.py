@@ -29,7 +29,7 @@ class Described(NamedTuple):
     rule: kernels.Rule
     states: int
     dtype: torch.dtype
-    copies: torch.dtype | None
+    low_precision: torch.dtype | None
     places: list[Place]
     step: float  # 0.0 where the rule does not count
     factor: float
@@ -40,7 +40,7 @@ class Lists(NamedTuple):
     params: list[Tensor]
     grads: list[Tensor]
     states: list[list[Tensor]]
-    copies: list[Tensor]
+    low_precision_params: list[Tensor]
     steps: list[Tensor]
     outside: bool = True  # whether memory around the tensors is as it was
 
@@ -69,7 +69,11 @@ def lists_of(described: Described) -> tuple[Lists, list[Tensor]]:
     for name, state in zip(described.rule.STATES, states, strict=False):
         if name not in SIGNED_STATES:
             torch._foreach_abs_(state)
-    copies = [built(place, 9, described.copies, place.layout) for place in places] if described.copies else []
+    copies = (
+        [built(place, 9, described.low_precision, place.layout) for place in places]
+        if described.low_precision
+        else []
+    )
     steps = [torch.tensor(described.step) for _ in places if described.step]
     return Lists(params, grads, states, copies, steps), buffers
 
@@ -84,12 +88,17 @@ def updated(backend: str, described: Described) -> Lists:
             refusing.enter_context(mock.patch.object(fused_step, other, _refused))
         kernels.fused_step_(
             described.rule,
-            kernels.Parameters(lists.params, lists.states, lists.steps, lists.copies),
+            kernels.Parameters(lists.params, lists.states, lists.steps, lists.low_precision_params),
             lists.grads,
             torch.tensor(described.factor),
             found_inf,
         )
-    tensors = [*lists.params, *lists.grads, *(t for state in lists.states for t in state), *lists.copies]
+    tensors = [
+        *lists.params,
+        *lists.grads,
+        *(t for state in lists.states for t in state),
+        *lists.low_precision_params,
+    ]
     return lists._replace(outside=all(map(is_intact, tensors, buffers)))
 
 

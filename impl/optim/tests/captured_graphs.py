@@ -55,7 +55,7 @@ def reported(side: Side) -> Any:
     return graph
 
 
-def settle(twins: Twins) -> None:
+def step_until_replayed(twins: Twins) -> None:
     """Steps until they are replayed; more, the oftener a graph was of no use before."""
     for seed in range(64):
         if reported(twins.captured).replayed:
@@ -114,9 +114,9 @@ def test_betas_that_are_tensors_are_read_in_every_step(device: str) -> None:
 def test_what_is_done_and_when(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step warms up; the second captures and replays; from then on there are settings and replays alone."""
     done: list[str] = []
-    monkeypatch.setattr(Settings, "fill", told("fill", Settings.fill, done))
+    monkeypatch.setattr(Settings, "fill", noting("fill", Settings.fill, done))
     for name in ("step_bucket", "captured"):
-        monkeypatch.setattr(_graphed_update, name, told(name, getattr(_graphed_update, name), done))
+        monkeypatch.setattr(_graphed_update, name, noting(name, getattr(_graphed_update, name), done))
     side = Side("AdamW fused", captured=True, device=device, graph=True)
     seen = []
     for seed in range(4):
@@ -130,7 +130,7 @@ def test_what_is_done_and_when(device: str, monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def told(name: str, call: Callable[..., Any], done: list[str]) -> Callable[..., Any]:
+def noting(name: str, call: Callable[..., Any], done: list[str]) -> Callable[..., Any]:
     def tell(*args: Any) -> Any:
         done.append(name)
         return call(*args)
@@ -186,7 +186,7 @@ def test_a_replayed_step_is_the_plain_one(kind: str, script: str, device: str) -
     if (kind, script) in EAGER_AFTER:
         assert not reported(twins.captured).replayed
     elif not step_fails:
-        settle(twins)
+        step_until_replayed(twins)
 
 
 @pytest.mark.parametrize("kind", GRAPHED)
@@ -346,7 +346,7 @@ def test_what_a_graph_is_captured_anew_for(name: str, device: str) -> None:
         reported(twins.captured).reason
         == f"{reason}; a graph is captured when the next step brings no change"
     )
-    settle(twins)
+    step_until_replayed(twins)
     play(twins, settled(2))
 
 
@@ -369,7 +369,7 @@ def test_another_stream(device: str) -> None:
     with another:
         play(twins, settled(1))
         assert reported(twins.captured).reason.startswith("the current stream is another one; ")
-        settle(twins)
+        step_until_replayed(twins)
     before.wait_stream(another)
 
 
@@ -384,7 +384,7 @@ def test_steps_that_must_be_seen_are_eager(device: str) -> None:
     with Watching():
         play(twins, settled())
     assert reported(twins.captured).reason.startswith("a TorchDispatchMode is active, ")
-    settle(twins)
+    step_until_replayed(twins)
 
 
 def test_a_graph_outlasts_that_of_somebody_else(device: str) -> None:

@@ -98,7 +98,7 @@ def fused_and_clipped(scaler: Any, optimizer: Optimizer) -> Any:
     return scaler.fused_step(optimizer, max_norm=0.5)
 
 
-def fused_from_copies(scaler: Any, optimizer: Optimizer) -> Any:
+def fused_from_low_precision_params(scaler: Any, optimizer: Optimizer) -> Any:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     copies = [param.detach().half().requires_grad_() for param in params]
     for param, copy in zip(params, copies, strict=True):
@@ -107,7 +107,7 @@ def fused_from_copies(scaler: Any, optimizer: Optimizer) -> Any:
     return norm, [copy.detach() for copy in copies]
 
 
-WAYS = (unscaled_first, stepped, fused, fused_and_clipped, fused_from_copies)
+WAYS = (unscaled_first, stepped, fused, fused_and_clipped, fused_from_low_precision_params)
 
 
 def iterations(

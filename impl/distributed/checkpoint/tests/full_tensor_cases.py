@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from conformance.ranks import Rank
-from impl.distributed.checkpoint import _whole_tensors
+from impl.distributed.checkpoint import _full_tensors
 
 # A shape and how it is cut, by what it is called.
 CUT: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
@@ -23,7 +23,7 @@ CUT: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
 }
 
 
-def whole(rank: Rank, *, exchange_bytes: int) -> dict[str, Any]:
+def full(rank: Rank, *, exchange_bytes: int) -> dict[str, Any]:
     mesh = rank.mesh(rank.world_size)
 
     def spread(values: torch.Tensor, placement: Any) -> DTensor:
@@ -41,16 +41,16 @@ def whole(rank: Rank, *, exchange_bytes: int) -> dict[str, Any]:
         "no tensor": [1, None, "one"],
     }
     kept: list[int] = []
-    seen, earlier = [], _whole_tensors._EXCHANGE_BYTES
-    gather = _whole_tensors._gathered
-    _whole_tensors._EXCHANGE_BYTES = exchange_bytes
-    _whole_tensors._gathered = lambda cuts: (seen.append(len(cuts)), gather(cuts))[1]
+    seen, earlier = [], _full_tensors._EXCHANGE_BYTES
+    gather = _full_tensors._gathered
+    _full_tensors._EXCHANGE_BYTES = exchange_bytes
+    _full_tensors._gathered = lambda cuts: (seen.append(len(cuts)), gather(cuts))[1]
     try:
-        state = _whole_tensors.with_whole_tensors(
+        state = _full_tensors.with_full_tensors(
             {"cut": cut, "others": others}, lambda tensor: (kept.append(len(seen)), tensor)[1]
         )
     finally:
-        _whole_tensors._EXCHANGE_BYTES, _whole_tensors._gathered = earlier, gather
+        _full_tensors._EXCHANGE_BYTES, _full_tensors._gathered = earlier, gather
     return {
         "wrong": [
             name

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from conformance.ranks import RankPool
-from impl.distributed.checkpoint.tests.whole_tensor_cases import CUT
+from impl.distributed.checkpoint.tests.full_tensor_cases import CUT
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.deadline(120)
         (3, 100, [1, 1, 1, 1, 1, 1, 2]),  # with more padding, fewer go together
     ],
 )
-def test_parts_make_up_whole_tensors(
+def test_parts_make_up_full_tensors(
     ranks: Callable[..., RankPool], world: int, exchange_bytes: int, exchanges: list[int]
 ) -> None:
     for seen in ranks(world).run(
-        "impl.distributed.checkpoint.tests.whole_tensor_cases:whole", exchange_bytes=exchange_bytes
+        "impl.distributed.checkpoint.tests.full_tensor_cases:full", exchange_bytes=exchange_bytes
     ):
         assert seen["wrong"] == []
         assert seen["left"]

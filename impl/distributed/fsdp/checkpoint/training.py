@@ -255,7 +255,7 @@ def _place_of(entry: str, parameters: _Entries) -> tuple[str, str]:
 # All ranks or none
 
 
-class _Told:
+class _Reports:
     """What this rank tells the others at the end of a block, and then what all of them told."""
 
     value: Any = None
@@ -263,9 +263,9 @@ class _Told:
 
 
 @contextmanager
-def _together(doing: str, group: _Group) -> Generator[_Told]:
+def _together(doing: str, group: _Group) -> Generator[_Reports]:
     """Raise on all ranks of the group if the block raises on one."""
-    reported = _Told()
+    reported = _Reports()
     problem: Exception | None = None
     try:
         yield reported

@@ -1,7 +1,7 @@
 """The third form of impl's streams: it runs everything at once and logs what a device would have been given.
 
-The log holds what was really issued, taken from the dispatcher: which operator ran in which lane, over which memory,
-and when memory came and went. Nothing of it rests on what the runtime says about itself but lanes, events and waits.
+The log holds what was really issued, taken from the dispatcher: which operator ran in which stream, over which memory,
+and when memory came and went. Nothing of it rests on what the runtime says about itself but streams, events and waits.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RecordingStreams(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[Entry] = []
-        self._lanes = [StreamRole.COMPUTE.value]
+        self._streams = [StreamRole.COMPUTE.value]
         self._numbers = itertools.count()
         self._events = itertools.count()
         self._memory: dict[int, _Memory] = {}
@@ -103,34 +103,34 @@ class RecordingStreams(TorchDispatchMode):
 
     def _name(self, role: StreamRole) -> str:
         """COMPUTE is whatever stream is current."""
-        return self._lanes[-1] if role is StreamRole.COMPUTE else role.value
+        return self._streams[-1] if role is StreamRole.COMPUTE else role.value
 
-    def _recorded(self, lane: str) -> int:
+    def _recorded(self, stream: str) -> int:
         self._notice_freed()
         event = next(self._events)
-        self.log.append(Record(lane, event))
+        self.log.append(Record(stream, event))
         return event
 
     @contextmanager
-    def beside(self, lane: str) -> Generator[None]:
+    def beside(self, stream: str) -> Generator[None]:
         """A stream of the user's own, which has waited for the one that is current."""
         self._notice_freed()
-        self.log.append(Wait(lane, self._recorded(self._lanes[-1])))
-        with self._in(lane):
+        self.log.append(Wait(stream, self._recorded(self._streams[-1])))
+        with self._in(stream):
             yield
 
     def event(self) -> int:
         """What a user has recorded on the stream that is current."""
-        return self._recorded(self._lanes[-1])
+        return self._recorded(self._streams[-1])
 
     @contextmanager
-    def _in(self, lane: str) -> Generator[None]:
+    def _in(self, stream: str) -> Generator[None]:
         self._notice_freed()
-        self._lanes.append(lane)
+        self._streams.append(stream)
         try:
             yield
         finally:
-            self._lanes.pop()
+            self._streams.pop()
 
     # What is watched
 
@@ -165,16 +165,16 @@ class RecordingStreams(TorchDispatchMode):
         known = {self._numbered(tensor) for tensor, _ in given}
         made = [t for t in _tensors(outputs) if _key(t) not in self._memory]
         for tensor in made:
-            self.log.append(Allocation(self._lanes[-1], self._numbered(tensor)))
+            self.log.append(Allocation(self._streams[-1], self._numbered(tensor)))
         if not (func.is_view or _short(func) in _TOUCH_NOTHING):
             reads = {self._numbered(t) for t, is_written in given if t.numel() and not is_written}
             writes = {self._numbered(t) for t, is_written in given if t.numel() and is_written}
             writes |= {self._numbered(t) for t in made if t.numel()} - known
             self.log.append(
-                Operation(self._lanes[-1], _described(func), tuple(sorted(reads)), tuple(sorted(writes)))
+                Operation(self._streams[-1], _described(func), tuple(sorted(reads)), tuple(sorted(writes)))
             )
         if _short(func) == "_local_scalar_dense":
-            self.log.append(Block(self._recorded(self._lanes[-1])))
+            self.log.append(Block(self._recorded(self._streams[-1])))
         return outputs
 
     def resized(self, storage: UntypedStorage, before: int) -> None:
@@ -185,7 +185,7 @@ class RecordingStreams(TorchDispatchMode):
             self.log.append(Free(memory.number))
         elif storage.nbytes() and not before:
             memory.is_held = True
-            self.log.append(Allocation(self._lanes[-1], memory.number))
+            self.log.append(Allocation(self._streams[-1], memory.number))
 
     def _numbered(self, tensor: Tensor) -> int:
         return self._known(tensor.untyped_storage()).number

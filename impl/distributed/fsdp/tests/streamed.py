@@ -266,7 +266,7 @@ OTHERS: tuple[Program, ...] = (
 
 @dataclass
 class Faulty(RecordingStreams):
-    """Streams of which one kind of wait does nothing, or one kind of event is its lane's very first.
+    """Streams of which one kind of wait does nothing, or one kind of event is its stream's very first.
 
     `drops` is a wait: who is held up, and the function of impl that asks for it. `early` is a record, likewise.
     """

@@ -210,7 +210,7 @@ def kill_while_saving(
 # What is refused
 
 # By what is done to a checkpoint, a part of what every rank says of it.
-SAID = {
+REFUSALS = {
     "cut off": "is cut off or damaged",
     "a bit": "is damaged",
     "a file lost": "No such file or directory",
@@ -223,7 +223,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("damage", SAID)
+@pytest.mark.parametrize("damage", REFUSALS)
 def test_what_cannot_be_loaded_changes_nothing(
     ranks: Callable[..., RankPool], copied: Path, damage: str, number: int
 ) -> None:
@@ -232,7 +232,7 @@ def test_what_cannot_be_loaded_changes_nothing(
     seen = ranks(number).run(f"{CASES}:refused", path=copied, width=width, by_scaler=damage == "none")
     for text, before, after in seen:
         assert text is not None
-        assert SAID[damage] in text
+        assert REFUSALS[damage] in text
         assert are_same(before, after)
 
 

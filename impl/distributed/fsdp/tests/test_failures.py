@@ -76,7 +76,7 @@ def test_a_forward_of_what_the_first_rank_alone_is_shown_is_refused() -> None:
 def test_a_backward_that_raised_inside_summon_full_params_changes_no_weight(use_orig_params: bool) -> None:
     """What the forward computed with is in a lower precision, and is not what is written back."""
 
-    def whole_of(model: Any) -> list[Tensor]:
+    def unsharded_of(model: Any) -> list[Tensor]:
         with type(model).summon_full_params(model, writeback=False):
             return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -85,10 +85,10 @@ def test_a_backward_that_raised_inside_summon_full_params_changes_no_weight(use_
         model = model_of(
             arguments={"use_orig_params": use_orig_params}, mixed_precision={"param_dtype": torch.bfloat16}
         )
-        before = whole_of(model)
+        before = unsharded_of(model)
         with type(model).summon_full_params(model):
             raise_in_backward(model)
-        torch.testing.assert_close(whole_of(model), before, rtol=0, atol=0)
+        torch.testing.assert_close(unsharded_of(model), before, rtol=0, atol=0)
         loss_of(call(model, PLAIN, PLAIN.batch(0, 0))).backward()
 
 

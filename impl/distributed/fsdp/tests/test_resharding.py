@@ -40,7 +40,7 @@ def layouts(draw: st.DrawFn, world: int | None = None) -> FlatLayout:
     return layout_of(named, world or draw(st.integers(1, 5)), draw(st.sampled_from([1, 4])))
 
 
-def whole(slot: Slot, values: torch.Tensor) -> torch.Tensor:
+def unsharded(slot: Slot, values: torch.Tensor) -> torch.Tensor:
     return values.as_strided(slot.shape, slot.stride)
 
 
@@ -49,7 +49,7 @@ def test_overlaps_are_what_chunks_are_made_of(layout: FlatLayout) -> None:
     ranks = range(layout.world)
     for slot in layout.slots:
         values = torch.arange(slot.numel)
-        expected = whole(slot, values).chunk(layout.world)
+        expected = unsharded(slot, values).chunk(layout.world)
         for holder in ranks:
             chunk = chunk_of(slot, holder, layout.world)
             memory = torch.full((slot.numel // slot.shape[0] * chunk.shape[0],), -1)
@@ -93,7 +93,7 @@ def test_ranks_exchange_what_they_are_to_hold_and_no_more(
     )
     for number, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
         memory = resharding_cases.in_memory(slot.numel, number, dtype)
-        expected = whole(slot, memory).chunk(world)
+        expected = unsharded(slot, memory).chunk(world)
         for one, chunk in zip(seen, expected, strict=False):
             assert torch.equal(one["chunks"][number], chunk)
     for rank, one in enumerate(seen):

@@ -92,7 +92,7 @@ def recorded(program: Program, streams: RecordingStreams) -> list[str]:
 def test_waits_hold_all_that_is_issued_together(program: Program) -> None:
     streams = RecordingStreams()
     assert recorded(program, streams) == []
-    assert {entry.lane for entry in streams.log if isinstance(entry, Operation)} > {"compute"}
+    assert {entry.stream for entry in streams.log if isinstance(entry, Operation)} > {"compute"}
 
 
 # Who is held up, and what asks for it; each wait of the runtime that keeps memory from being read or written too early.
