@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import comparison, memory
+from benchmarks import comparison, process_memory
 from benchmarks.common import member, ranks
 from benchmarks.timing import Effort, Paired, Workload, by_turns
 
@@ -199,6 +199,6 @@ class FsdpTraffic:
 
 
 def _asked_once(what: str, subject: str, world_size: int) -> int:
-    return memory.asked_of_new_ranks(
+    return process_memory.asked_of_new_ranks(
         f"benchmarks.fsdp_ranks:{what}", world_size, subject=subject, use_orig_params=True
     )

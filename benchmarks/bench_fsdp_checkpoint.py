@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from benchmarks import comparison, memory
+from benchmarks import comparison, process_memory
 from benchmarks.common import ranks
 from benchmarks.timing import Workload
 
@@ -67,7 +67,9 @@ class FsdpSavePeak:
     timeout = 600
 
     def track_bytes(self, subject, what, kind):
-        return memory.asked_of_new_ranks(f"{_RANKS}:peak_bytes", 2, subject=subject, what=what, kind=kind)
+        return process_memory.asked_of_new_ranks(
+            f"{_RANKS}:peak_bytes", 2, subject=subject, what=what, kind=kind
+        )
 
     track_bytes.unit, track_bytes.type = "bytes", "memory"
     track_bytes.pretty_name = "FSDP: peak memory of a rank that saves"

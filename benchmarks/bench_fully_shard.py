@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import bench_fsdp, comparison, memory
+from benchmarks import bench_fsdp, comparison, process_memory
 from benchmarks.bench_fsdp import forward_and_backward, group_of_eight
 from benchmarks.common import member, ranks
 from benchmarks.timing import Workload
@@ -134,7 +134,7 @@ class FullyShardPeak:
     timeout = 600
 
     def track_bytes(self, subject, world_size):
-        return memory.asked_of_new_ranks(f"{_RANKS}:peak_bytes", world_size, subject=subject)
+        return process_memory.asked_of_new_ranks(f"{_RANKS}:peak_bytes", world_size, subject=subject)
 
     track_bytes.unit, track_bytes.type = "bytes", "memory"
     track_bytes.pretty_name = "fully_shard: peak memory of a rank in a step"

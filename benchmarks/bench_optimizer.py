@@ -17,7 +17,7 @@ from benchmarks.common import (
     HEADLINES,
     SHAPES,
     SUBJECTS,
-    Training,
+    TrainingTensors,
     member,
     some_of,
     training,
@@ -32,13 +32,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def optimizer_of(subject: str, data: Training, name: str, **options: Any) -> torch.optim.Optimizer:
+def optimizer_of(subject: str, data: TrainingTensors, name: str, **options: Any) -> torch.optim.Optimizer:
     made = getattr(torch.optim, name)(data.parameters, **options)
     return made if subject == "torch" else member(subject, "optim.capture")(made)
 
 
 def work(
-    data: Training, optimizer: torch.optim.Optimizer, step: Callable[[], Any], gradients: str
+    data: TrainingTensors, optimizer: torch.optim.Optimizer, step: Callable[[], Any], gradients: str
 ) -> Workload:
     def effect() -> list[torch.Tensor]:
         before = [parameter.detach().clone() for parameter in data.parameters]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import state_dict as helpers
 
-from benchmarks import memory
+from benchmarks import process_memory
 from benchmarks.common import member
 from benchmarks.fsdp_ranks import Block, Transformer, fully_sharded
 from impl.distributed.fsdp.api import (
@@ -117,7 +117,7 @@ def peak_bytes(rank: Any, *, subject: str, what: str, kind: str) -> int:
     """Of this process while it saves, above what it holds with the model and its optimizer."""
     for _ in range(2):
         save(rank, subject=subject, what=what, kind=kind)
-    before = memory.resident_bytes()
-    memory.forget_peak()
+    before = process_memory.resident_bytes()
+    process_memory.forget_peak()
     save(rank, subject=subject, what=what, kind=kind)
-    return memory.peak_bytes() - before
+    return process_memory.peak_bytes() - before

@@ -92,7 +92,7 @@ def some_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [one[(len(one) - 1) % step :: step].clone() for one, step in zip(flat, steps, strict=True)]
 
 
-class Training:
+class TrainingTensors:
     """Parameters, gradients and torch's fused AdamW over them.
 
     Both subjects work on the same one, so that neither is favoured by where its memory happens to lie.
@@ -157,8 +157,8 @@ class Training:
 
 
 @functools.lru_cache(maxsize=1)
-def training(shapes: str, dtype: str, device: str) -> Training:
-    return Training(shapes, dtype, device)
+def training(shapes: str, dtype: str, device: str) -> TrainingTensors:
+    return TrainingTensors(shapes, dtype, device)
 
 
 def scaler_of(subject: str, device: str) -> Any:

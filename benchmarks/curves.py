@@ -58,7 +58,7 @@ def spots(points: Sequence[history.Point], cases: Collection[str]) -> list[Spot]
     return [_mean(point, row) for point, row in zip(own, rows, strict=True)]
 
 
-def _filled(ratios: Sequence[history.Ratio | None]) -> list[history.Ratio]:
+def _filled(ratios: Sequence[history.RatioPoint | None]) -> list[history.RatioPoint]:
     """With the nearest one, the later of two, where there is none; empty if there is none at all."""
     known = [(position, ratio) for position, ratio in enumerate(ratios) if ratio is not None]
     if not known:
@@ -69,7 +69,7 @@ def _filled(ratios: Sequence[history.Ratio | None]) -> list[history.Ratio]:
     ]
 
 
-def _mean(point: history.Point, ratios: Sequence[history.Ratio]) -> Spot:
+def _mean(point: history.Point, ratios: Sequence[history.RatioPoint]) -> Spot:
     value = math.exp(statistics.fmean(math.log(ratio.value) for ratio in ratios))
     noises = [0.0 if math.isnan(ratio.noise) else ratio.noise for ratio in ratios]
     half = _HALF_INTERVAL * math.hypot(*noises) / len(noises)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import memory
+from benchmarks import process_memory
 from benchmarks.common import member
 
 WIDTH, HEADS, LAYERS, WORDS = 512, 8, 6, 4096  # 21 million parameters
@@ -115,13 +115,13 @@ def peak_of(take_step: Callable[[], None]) -> int:
     local = Transformer()  # what torch and the allocator keep after a step of any model is there before
     local(torch.zeros(SEQUENCES, TOKENS, dtype=torch.long)).sum().backward()
     del local
-    memory.give_back_at_once()
-    without = memory.resident_bytes()
+    process_memory.give_back_at_once()
+    without = process_memory.resident_bytes()
     for _ in range(2):
         take_step()
-    memory.forget_peak()
+    process_memory.forget_peak()
     take_step()
-    return memory.peak_bytes() - without
+    return process_memory.peak_bytes() - without
 
 
 def bytes_sent(rank: Any, *, subject: str, use_orig_params: bool) -> int:

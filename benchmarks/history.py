@@ -22,7 +22,7 @@ _RATIO, _NOISE, _BYTES = "track_ratio_vs_torch", "track_noise", "track_bytes"
 
 
 @dataclass(frozen=True)
-class Ratio:
+class RatioPoint:
     value: float  # impl ÷ torch, lower is better
     noise: (
         float  # median deviation of the pairs' ratios, as a share; nan if unknown, 0 of what was counted once
@@ -37,7 +37,7 @@ class Point:
     date_ms: int  # of the commit
     traits: dict[str, str]  # the keys by which asv tells machines and versions apart
     ratios: dict[
-        str, Ratio
+        str, RatioPoint
     ]  # by the case's name, as `python -m benchmarks` has it; of bytes without the subject
 
 
@@ -147,7 +147,7 @@ def _read(file: Path) -> Point:
         commit=content["commit_hash"],
         date_ms=content["date"],
         traits=content["params"],
-        ratios={name: Ratio(value, noises.get(name, math.nan)) for name, value in values.items()},
+        ratios={name: RatioPoint(value, noises.get(name, math.nan)) for name, value in values.items()},
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from benchmarks import asv_format, catalogue, comparison, curves, decision, drawing, history
+from benchmarks import asv_format, benchmark_cases, comparison, curves, decision, drawing, history
 from benchmarks.common import LEFT_OUT_OF_HISTORY
 
 _TEMPLATE = Path(__file__).with_name("landing.html")
@@ -53,12 +53,12 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Case:
+class LatestRatio:
     """A ratio at the newest point that has it, and how it came to be."""
 
     label: Label
     machine: str
-    now: history.Ratio
+    now: history.RatioPoint
     was: float | None  # median of the points before; None if there are none
     course: Sequence[float]  # all its ratios, the oldest first
     since: history.Point | None = None  # which began what its mark says, of one that is slower or worse
@@ -80,7 +80,7 @@ class Case:
         )  # fmt: skip
 
 
-def _mark(label: Label, now: history.Ratio, was: float | None) -> str:
+def _mark(label: Label, now: history.RatioPoint, was: float | None) -> str:
     # A point does not keep the seconds without which what is done once is not called worse: see decision.
     if was is not None and now.value > decision.LIMIT * was and not label.is_one_off:
         return "worse"
@@ -91,13 +91,13 @@ def _mark(label: Label, now: history.Ratio, was: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Area:
+class DashboardArea:
     """The curves of what belongs together, and what they show."""
 
     name: str
     unit: str
     curves: Sequence[curves.Curve]
-    cases: Sequence[Case]
+    cases: Sequence[LatestRatio]
 
     @property
     def finding(self) -> str:
@@ -150,8 +150,8 @@ class Machine:
     newest: history.Point
     points: int
     behind: int | None  # commits of impl since the newest point; None where git cannot tell
-    cases: list[Case]  # the worst first
-    areas: list[Area]
+    cases: list[LatestRatio]  # the worst first
+    areas: list[DashboardArea]
 
     @property
     def date(self) -> str:
@@ -172,7 +172,7 @@ class Machine:
         return f"torch {self.newest.traits['torch']}, Python {self.newest.traits['python']}"
 
     @property
-    def first(self) -> list[Case]:
+    def first(self) -> list[LatestRatio]:
         """What a reviewer should look at before the rest."""
         return [case for case in self.cases if case.mark in ("worse", "slower")]
 
@@ -185,7 +185,7 @@ class Machine:
         return sum(case.mark == "faster" for case in self.timed)
 
     @property
-    def timed(self) -> list[Case]:
+    def timed(self) -> list[LatestRatio]:
         return [case for case in self.cases if case.label.unit == "time"]
 
 
@@ -205,17 +205,19 @@ def machines(points: Sequence[history.Point], label: dict[str, Label]) -> list[M
     return sorted(found, key=lambda machine: -machine.newest.date_ms)
 
 
-def _case(label: Label, own: Sequence[history.Point], name: str) -> Case:
+def _case(label: Label, own: Sequence[history.Point], name: str) -> LatestRatio:
     having = [point for point in own if name in point.ratios]
     now, course = having[-1].ratios[name], [point.ratios[name].value for point in having]
     earlier = course[-1 - decision.EARLIER_POINTS : -1]
     was = statistics.median(earlier) if earlier else None
     limit = {"worse": decision.LIMIT * (was or 0.0), "slower": 1.0}.get(_mark(label, now, was), math.inf)
-    return Case(label, own[-1].machine, now, was, course, curves.since(own, name, limit))
+    return LatestRatio(label, own[-1].machine, now, was, course, curves.since(own, name, limit))
 
 
-def _areas(own: Sequence[history.Point], label: Mapping[str, Label], cases: Sequence[Case]) -> list[Area]:
-    found: list[Area] = []
+def _areas(
+    own: Sequence[history.Point], label: Mapping[str, Label], cases: Sequence[LatestRatio]
+) -> list[DashboardArea]:
+    found: list[DashboardArea] = []
     for area in AREAS:
         names = [name for name in label if label[name].area == area]
         lines = dict.fromkeys(label[name].curve for name in names)
@@ -226,19 +228,19 @@ def _areas(own: Sequence[history.Point], label: Mapping[str, Label], cases: Sequ
         ]
         if drawn:
             inside = [case for case in cases if case.label.area == area]
-            found.append(Area(area, inside[0].label.unit, drawn, inside))
+            found.append(DashboardArea(area, inside[0].label.unit, drawn, inside))
     return found
 
 
 def headlines() -> dict[str, Label]:
     """What history measures, by the name that a point has for it."""
     found: dict[str, Label] = {}
-    for kind in filter(catalogue.is_tracked, catalogue.load_all()):
-        for case in catalogue.cases(kind, LEFT_OUT_OF_HISTORY):
+    for kind in filter(benchmark_cases.is_tracked, benchmark_cases.load_all()):
+        for case in benchmark_cases.cases(kind, LEFT_OUT_OF_HISTORY):
             given = dict(zip(kind.param_names, case, strict=True))
             if given.get("subject", "impl") == "impl":
                 values = [value for name, value in given.items() if name != "subject"]
-                found[catalogue.name_of(kind, tuple(values))] = _label(kind, given)
+                found[benchmark_cases.name_of(kind, tuple(values))] = _label(kind, given)
     return found
 
 

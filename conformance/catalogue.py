@@ -35,7 +35,7 @@ _ABOUT = """\
 
 
 @dataclass(frozen=True)
-class Change:
+class CatalogueVersion:
     """What came with one number of the catalogue."""
 
     version: int
@@ -45,15 +45,15 @@ class Change:
     removed: tuple[str, ...] = ()
 
 
-def changes() -> tuple[Change, ...]:
+def changes() -> tuple[CatalogueVersion, ...]:
     """Newest first."""
     return _changes(_read())
 
 
-def _changes(file: Mapping[str, Any]) -> tuple[Change, ...]:
+def _changes(file: Mapping[str, Any]) -> tuple[CatalogueVersion, ...]:
     lists = ("added", "changed", "removed")
     return tuple(
-        Change(row["version"], row["says"], *(tuple(row.get(name, ())) for name in lists))
+        CatalogueVersion(row["version"], row["says"], *(tuple(row.get(name, ())) for name in lists))
         for row in file["changes"]
     )
 
@@ -116,10 +116,10 @@ def raised(why: str, before: Mapping[str, Any], then: Sequence[Mapping[str, Any]
     found = difference(_digests(then), now)
     if not any(found.values()):
         raise ValueError(f"no clause has changed since catalogue {known[0].version}; it keeps its number")
-    return _written([Change(known[0].version + 1, why, **found), *known], _digest(now))
+    return _written([CatalogueVersion(known[0].version + 1, why, **found), *known], _digest(now))
 
 
-def _written(rows: Sequence[Change], digest: str) -> str:
+def _written(rows: Sequence[CatalogueVersion], digest: str) -> str:
     lines = [f'{_ABOUT}digest = "{digest}"', ""]
     for row in rows:
         lines += ["[[changes]]", f"version = {row.version}", f"says = {json.dumps(row.says)}"]

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from conformance.faults.kills import read_kills
+from conformance.faults.kill_matrix import read_kills
 from conformance.judge.heading import CHECKOUT
 from conformance.judge.judging import DEADLINES_S, judged, tail
 from conformance.judge.options import REPORT, of_gate

@@ -30,7 +30,7 @@ def test_name_is_provided(subject: Library, name: str) -> None:
 
 
 @pytest.mark.parametrize("item", _CALLABLES, ids=str)
-def test_signature_is_torchs(subject: Library, reference: Library, item: surface.Item) -> None:
+def test_signature_is_torchs(subject: Library, reference: Library, item: surface.SurfaceItem) -> None:
     expected, actual = _callable_at(reference, item), _callable_at(subject, item)
     if isinstance(expected, type) and issubclass(expected, enum.Enum):
         assert [(member.name, member.value) for member in actual] == [
@@ -49,7 +49,7 @@ def test_signature_is_torchs(subject: Library, reference: Library, item: surface
         )
 
 
-def _callable_at(library: Library, item: surface.Item) -> Any:
+def _callable_at(library: Library, item: surface.SurfaceItem) -> Any:
     found = library.find(item.path)
     if not item.method:
         return found

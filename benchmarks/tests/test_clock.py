@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as clock
-from benchmarks import catalogue, decision, earlier, history, slowed
+from benchmarks import benchmark_cases, decision, earlier, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
 from benchmarks.tests.clock_cases import MACHINE, measured, results
 from conformance.report import speed as drawn
@@ -113,7 +113,7 @@ def test_the_report_knows_the_words_of_the_clock() -> None:
 def test_cases_are_chosen_by_parts_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--quick", "--device=cpu", "--only=Clip", "--only=gpt2", "--without=Value", "--without=bfloat16"]
     monkeypatch.setattr(sys, "argv", ["python -m benchmarks", *words])
-    names = {catalogue.name_of(kind, case) for kind, case in clock._cases(clock._options())}
+    names = {benchmark_cases.name_of(kind, case) for kind, case in clock._cases(clock._options())}
     assert names
     assert all("Clip" in name and "gpt2" in name and "float32" in name for name in names)
     assert not any("Value" in name for name in names)
@@ -154,8 +154,8 @@ def run_clock(
     row |= {"subject_s": ratio, "reference_s": 1.0}
     monkeypatch.setattr(sys, "argv", ["python -m benchmarks", f"--json={folder / 'speed.json'}", *words])
     monkeypatch.setattr(clock, "_cases", lambda options: [(kind, ("few",))])
-    monkeypatch.setattr(catalogue, "name_of", lambda kind, case: "RatioClip[few]")
-    monkeypatch.setattr(catalogue, "measured", lambda *_: (dict(row), None))
+    monkeypatch.setattr(benchmark_cases, "name_of", lambda kind, case: "RatioClip[few]")
+    monkeypatch.setattr(benchmark_cases, "measured", lambda *_: (dict(row), None))
     monkeypatch.setattr(clock, "_measured_again", lambda options, names: dict.fromkeys(names, ratio))
     return clock.main(), json.loads((folder / "speed.json").read_text())
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws the page")
 
-from benchmarks import catalogue, curves, drawing, history, landing
+from benchmarks import benchmark_cases, curves, drawing, history, landing
 from conformance.selftests.browser import CONTRAST, Browser, start
 
 pytestmark = pytest.mark.deadline(60)
@@ -21,7 +21,7 @@ TRAITS |= {"torch": "2.13.0", "python": "3.11"}
 
 def point(number: int, noise: float = 0.05, **ratios: float) -> history.Point:
     """Two a day."""
-    found = {case: history.Ratio(ratio, noise) for case, ratio in ratios.items()}
+    found = {case: history.RatioPoint(ratio, noise) for case, ratio in ratios.items()}
     return history.Point(Path(), "lab", f"{number:x}" * 40, number * 43_200_000, TRAITS, found)
 
 
@@ -143,7 +143,7 @@ def test_whatever_is_drawn_stays_inside(ratios: list[float]) -> None:
 
 
 def test_every_area_has_its_place_and_every_place_an_area() -> None:
-    found = {kind.area for kind in catalogue.load_all() if catalogue.is_tracked(kind)}
+    found = {kind.area for kind in benchmark_cases.load_all() if benchmark_cases.is_tracked(kind)}
     assert found == set(landing.AREAS)
     assert len(set(landing.AREAS)) == len(landing.AREAS)
 

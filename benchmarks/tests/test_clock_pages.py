@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws the page")
 
-from benchmarks import asv_format, catalogue, history, landing
+from benchmarks import asv_format, benchmark_cases, history, landing
 
 pytestmark = pytest.mark.deadline(60)
 TRAITS = {"cpu": "AMD EPYC", "num_cpu": "2", "ram": "24 GiB", "gpu": "none", "driver": "none"}
@@ -22,7 +22,7 @@ LABELS = {
 
 
 def point(commit: str, day: int, machine: str = "amd", **ratios: float) -> history.Point:
-    values = {f"Clip[{size}]": history.Ratio(ratio, 0.05) for size, ratio in ratios.items()}
+    values = {f"Clip[{size}]": history.RatioPoint(ratio, 0.05) for size, ratio in ratios.items()}
     return history.Point(Path(), machine, commit * 40, day * 86_400_000, TRAITS, values)
 
 
@@ -87,7 +87,7 @@ def test_without_points_the_page_says_how_to_make_one() -> None:
 def test_each_headline_has_a_curve_that_asv_knows() -> None:
     label = landing.headlines()
     assert {"RatioUpdate[cpu]", "RatioImport[cpu]"} <= label.keys()
-    known = asv_format.described(catalogue.load_all())
+    known = asv_format.described(benchmark_cases.load_all())
     assert all(one.benchmark in known for one in label.values())
     assert label["FsdpPeak[4]"].link("m") == (
         "asv.html#bench_fsdp.FsdpPeak.track_bytes?machine=m&p-subject=%27impl%27&p-world_size=4"

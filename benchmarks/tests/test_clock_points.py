@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import asv_format, catalogue, history, machine, point, source
+from benchmarks import asv_format, benchmark_cases, history, machine, point, source
 from benchmarks.point import Unfit
 from benchmarks.tests.clock_cases import MACHINE, git, loaded, results
 
@@ -28,7 +28,7 @@ def test_a_point_is_read_as_it_was_added(tmp_path: Path) -> None:
     ]
     (point,) = history.points(tmp_path)
     assert (point.machine, point.commit, point.date_ms) == ("m", "a" * 40, 1_000)
-    assert point.ratios == {"RatioClip[few]": history.Ratio(0.5, 0.1)}
+    assert point.ratios == {"RatioClip[few]": history.RatioPoint(0.5, 0.1)}
 
 
 def test_memory_is_read_as_a_ratio_too(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_memory_is_read_as_a_ratio_too(tmp_path: Path) -> None:
     made = asv_format.results(described, kept, MACHINE, {"python": "3", "torch": "2"}, 7)
     history.add(made, MACHINE, "a" * 40, 1_000, tmp_path)
     (found,) = history.points(tmp_path)
-    assert found.ratios == {"Peak[2]": history.Ratio(0.75, 0.0)}
+    assert found.ratios == {"Peak[2]": history.RatioPoint(0.75, 0.0)}
 
 
 def test_what_a_later_run_did_not_measure_is_kept(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def file(tmp_path: Path, repository: Path) -> Path:
         f"{name}.track_ratio_vs_torch": {("'cpu'",): {"result": 0.5}},
         f"{name}.track_noise": {("'cpu'",): {"result": 0.01}},
     }
-    described = asv_format.described(catalogue.load_all())
+    described = asv_format.described(benchmark_cases.load_all())
     found = asv_format.results(described, kept, GPU, {"python": "3.12", "torch": "2.11.0+cu130"}, 7)
     (tmp_path / "report").mkdir()
     file = tmp_path / "report" / point.FILE
@@ -226,7 +226,7 @@ def test_what_is_no_point_is_refused(
 def test_asv_publishes_what_was_added(file: Path, repository: Path, tmp_path: Path) -> None:
     pytest.importorskip("asv", reason="the extra `benchmarks` of pyproject.toml brings asv")
     point.add(file, root=repository)
-    catalogue.describe_in(repository / "benchmarks/results/benchmarks.json")
+    benchmark_cases.describe_in(repository / "benchmarks/results/benchmarks.json")
     settings = json.loads((ROOT / "asv.conf.json").read_text()) | {"html_dir": str(tmp_path / "html")}
     (repository / "asv.conf.json").write_text(json.dumps(settings))
     done = subprocess.run(

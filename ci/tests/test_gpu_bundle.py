@@ -15,14 +15,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import asv_format, catalogue, single, source
+from benchmarks import asv_format, benchmark_cases, single, source
 from conformance.gpu import __main__ as command
 from conformance.gpu import bundle as bundles
 from conformance.gpu import phases
 from conformance.gpu.bundle import Bundle
-from conformance.gpu.files import BENCHMARKS
-from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, STOPPED, Clock, Phase, Ran
-from conformance.gpu.rows import Found, Task, read_rows
+from conformance.gpu.bundle_files import BENCHMARKS
+from conformance.gpu.phase_rows import Found, PhaseTask, read_rows
+from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, STOPPED, Clock, GpuPhase, Ran
 from conformance.ranks.soak import marked_processes
 
 ROOT = Path(__file__).parents[2]
@@ -72,14 +72,14 @@ TIMED = {
 
 def stub(
     name: str, *entries: dict[str, Any], then: str = "", is_judging: bool = False, weight: float = 1.0
-) -> Phase:
+) -> GpuPhase:
     """A phase that has found these things and then does something, in a Python that imports nothing slow."""
 
-    def command(task: Task) -> list[str]:
+    def command(task: PhaseTask) -> list[str]:
         Path(task.rows).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         return [sys.executable, "-c", f"import json, signal, sys, time{then}", task.as_word()]
 
-    return Phase(name, weight, command, is_judging=is_judging)
+    return GpuPhase(name, weight, command, is_judging=is_judging)
 
 
 @pytest.fixture
@@ -87,11 +87,11 @@ def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "_GRACE_S", 2.0)
 
 
-def run_stubs(tmp_path: Path, *stubs: Phase, budget_s: float = 60.0) -> Bundle:
+def run_stubs(tmp_path: Path, *stubs: GpuPhase, budget_s: float = 60.0) -> Bundle:
     folder = tmp_path / "work"
     folder.mkdir()
-    catalogue.describe_in(folder / BENCHMARKS)
-    task = Task("", 0.0, "cpu")
+    benchmark_cases.describe_in(folder / BENCHMARKS)
+    task = PhaseTask("", 0.0, "cpu")
     made = Bundle(task, folder, tmp_path / "bundle", budget_s, "ci/gpu --device cpu")
     phases.run_all(stubs, task, Clock(stubs, budget_s), folder, made.add)
     return made
@@ -259,7 +259,7 @@ def test_benchmarks_are_described_as_asv_describes_them(tmp_path: Path) -> None:
         cwd=tmp_path, timeout=100, check=True,
     )  # fmt: skip
     theirs = {found["name"]: found for found in json.loads(file.read_text())}
-    ours = asv_format.described(catalogue.load_all())
+    ours = asv_format.described(benchmark_cases.load_all())
     assert ours.pop("version") == 2
     assert ours.keys() == theirs.keys()
     for name, described in ours.items():

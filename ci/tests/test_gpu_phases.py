@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import asv_format, catalogue, comparison, single
+from benchmarks import asv_format, benchmark_cases, comparison, single
 from benchmarks.timing import Workload
-from conformance.gpu import judge_plugin, judging, launches, probe, probe_cases, speed
-from conformance.gpu.rows import Task
+from conformance.gpu import judge_plugin, judging_phase, launches, probe, probe_cases, speed_phase
+from conformance.gpu.phase_rows import PhaseTask
 from conformance.ranks import RankDied, RankHung
 from conformance.ranks.errors import Scene
 
 
 def test_results_say_what_failed_and_what_was_not_measured() -> None:
-    kind = next(kind for kind in catalogue.load_all() if kind.__name__ == "Update")
+    kind = next(kind for kind in benchmark_cases.load_all() if kind.__name__ == "Update")
     name = "bench_grad_scaler.Update.time_call"
     cases: dict[tuple[str, ...], Any] = {
         ("'impl'", "'cpu'"): {"result": 2.0, "q_25": 1.0},
@@ -51,13 +51,13 @@ def test_timing_stats_are_of_the_samples() -> None:
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_every_benchmark_of_the_host_is_planned_what_tells_most_first(where: str) -> None:
-    planned = speed.cases(where)
+    planned = speed_phase.cases(where)
     everything = {
-        catalogue.name_of(kind, case)
-        for kind in catalogue.load_all()
+        benchmark_cases.name_of(kind, case)
+        for kind in benchmark_cases.load_all()
         for case in itertools.product(*kind.params)
     }
-    left_out = {case.name for case in speed.cases("cuda")} - {case.name for case in planned}
+    left_out = {case.name for case in speed_phase.cases("cuda")} - {case.name for case in planned}
     assert len({case.name for case in planned}) == len(planned)
     assert everything == {case.name for case in planned} | left_out
     assert all("cuda" in name for name in left_out)
@@ -135,7 +135,7 @@ def test_what_the_device_did_is_told_from_what_only_bears_a_name() -> None:
     [("cpu", 2, 0, 2), ("cuda", 16, 1, 8), ("cuda", 64, 1, 8), ("cuda", 64, 4, 32), ("cuda", 1, 1, 1)],
 )
 def test_workers_of_a_host(where: str, cores: int, gpus: int, expected: int) -> None:
-    assert judging.workers(where, cores, gpus) == expected
+    assert judging_phase.workers(where, cores, gpus) == expected
 
 
 def probed(tmp_path: Path, outcomes: dict[str, str]) -> str:
@@ -175,7 +175,7 @@ def test_what_the_probes_found_decides_what_is_available(
 
 
 def test_what_cannot_run_here_is_unavailable(tmp_path: Path) -> None:
-    task = Task(str(tmp_path / "rows"), 0.0, probes=probed(tmp_path, WORKING | {"broadcast": "dies"}))
+    task = PhaseTask(str(tmp_path / "rows"), 0.0, probes=probed(tmp_path, WORKING | {"broadcast": "dies"}))
     plugin = judge_plugin.Plugin(task, reporter=None)
 
     def set_up(**params: Any) -> None:

@@ -14,7 +14,7 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies import kept_casts
-from conformance.strategies.kept_casts import CastCounter, Scene, Script
+from conformance.strategies.kept_casts import CastCounter, CastScene, Script
 from conformance.strategies.regions import Planned
 
 
@@ -48,7 +48,7 @@ def test_casts_are_kept(
 
 def played(library: Library, device: str, script: Script) -> Outcome:
     def play() -> list[Any]:
-        scene = Scene(library, device)
+        scene = CastScene(library, device)
         script(scene)
         return scene.seen
 

@@ -20,7 +20,7 @@ from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.regions import LOW, state
 
 
-class Graphs:
+class RecordedGraphs:
     """A backend of torch.compile that keeps what it is given: per graph, what computes tensors, and their dtypes.
 
     How a region's state is set in between is nobody's matter: torch's own has a node for it, others several.
@@ -114,7 +114,7 @@ def test_compiles_into_torchs_graphs(
 ) -> None:
     def compiled(library: Library) -> Outcome:
         torch._dynamo.reset()
-        graphs = Graphs()
+        graphs = RecordedGraphs()
         run = torch.compile(program(library, device, **region), fullgraph=True, backend=graphs)
         x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
         before = state()
@@ -137,7 +137,7 @@ def test_compiled_again_when_the_region_around_differs(compare: Compare, device:
 
     def dtypes(library: Library) -> Outcome:
         torch._dynamo.reset()
-        graphs = Graphs()
+        graphs = RecordedGraphs()
         run = torch.compile(model(device), fullgraph=True, backend=graphs)
         x = torch.ones(2, 4, device=device)
         seen = [run(x).dtype]
@@ -155,7 +155,7 @@ def test_compiled_again_when_the_region_around_differs(compare: Compare, device:
 def test_instances_are_guarded_by_value(subject: Library, device: str) -> None:
     """Another instance of other values is another graph, one of equal values is not (pytorch/pytorch#194754)."""
     torch._dynamo.reset()
-    graphs = Graphs()
+    graphs = RecordedGraphs()
     net = model(device)
 
     def run(x: torch.Tensor, region: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD
 
-from conformance.distributed.fsdp.judging import share_of_examples
+from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe

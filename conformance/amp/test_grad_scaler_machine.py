@@ -36,7 +36,7 @@ def without_what_was_left(harness: Harness, outcome: Outcome) -> Outcome:
     return dataclasses.replace(outcome, watched={**outcome.watched, **harness.seen()})
 
 
-class Twins(RuleBasedStateMachine):
+class ScalerTwins(RuleBasedStateMachine):
     """Two harnesses a library share one scaler; a third has parameters without gradients."""
 
     def __init__(
@@ -197,4 +197,4 @@ class Twins(RuleBasedStateMachine):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float32 and float64"])
 def test_any_sequence_of_calls(subject: Library, reference: Library, device: str, dtype: str) -> None:
     dtypes = tuple(getattr(torch, name) for name in dtype.split(" and "))
-    run_state_machine_as_test(lambda: Twins(reference, subject, device, dtypes))
+    run_state_machine_as_test(lambda: ScalerTwins(reference, subject, device, dtypes))

@@ -150,7 +150,7 @@ def test_gradients_stay_the_same_tensors(subject: Library, device: str) -> None:
     assert harness.scaler.unscale_.__self__ is harness.scaler
 
 
-class Groups:
+class BareOptimizer:
     """Any object with param_groups and step is an optimizer to the scaler."""
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
@@ -174,7 +174,7 @@ def test_a_gradient_that_is_listed_twice(deviation: DeviationJudge, device: str,
         groups = [[other, one], [one]] if kind == "in two groups" else [[other], [one, one]]
         if kind == "one gradient of two parameters":
             groups, other.grad = [[other], [one]], one.grad
-        outcome = harness.did(harness.scaler.unscale_, Groups([{"params": group} for group in groups]))
+        outcome = harness.did(harness.scaler.unscale_, BareOptimizer([{"params": group} for group in groups]))
         refused = outcome.raised is not None and outcome.raised.kind is ValueError
         return refused, [float(parameter.grad[0]) for parameter in harness.parameters]
 
@@ -203,7 +203,7 @@ def test_odd_parameters(compare: Compare, device: str, kind: str) -> None:
             first.grad = last.grad[:5]
         else:
             groups[1]["params"] = [third * 2]
-        harness.optimizer = Groups(groups)
+        harness.optimizer = BareOptimizer(groups)
         yield from harness.calls("unscale_", "step", "update")
 
     compare(scenario)

@@ -140,8 +140,8 @@ def test_distributed_checkpoint(
 ) -> None:
     way = {"folder": str(tmp_path), "full": full, "use_orig_params": use_orig_params}
     writer, reader = (sides.reference, sides.subject) if torch_writes else (sides.subject, sides.reference)
-    wrote = sides.run(writer, "checkpoint_cases:write", **way)
-    assert_same(wrote, sides.run(reader, "checkpoint_cases:read", **way), EXACT)
+    wrote = sides.run(writer, "client_checkpoint_cases:write", **way)
+    assert_same(wrote, sides.run(reader, "client_checkpoint_cases:read", **way), EXACT)
 
 
 @clause("clients.libraries.pipelining")

@@ -15,7 +15,7 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome
-from conformance.strategies.compiled_steps import Harness, Script, outcome, soon, tracing_of
+from conformance.strategies.compiled_steps import CompiledHarness, Script, outcome, soon, tracing_of
 from conformance.strategies.optimizers import Make, maker
 from conformance.strategies.user_optimizers import Collecting
 
@@ -25,7 +25,7 @@ SGD, ADAM = maker("SGD", options=["momentum"]), maker("Adam")
 @clause("dynamo.optimizer.devices.addresses")
 @pytest.mark.parametrize("make", [SGD, Collecting])
 def test_what_is_marked(subject: Library, reference: Library, device: str, make: Make) -> None:
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         harness.without_gradient = {2}
         return harness.train().marks()["gradients"], harness.train(2).marks()
 
@@ -40,7 +40,7 @@ def test_what_is_marked(subject: Library, reference: Library, device: str, make:
 
 @clause("dynamo.optimizer.devices.addresses")
 def test_tensors_of_nested_state_are_marked(subject: Library, reference: Library, device: str) -> None:
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         harness.train()
         factors = [torch.ones(2, device=device), torch.ones(2, device=device)]
         harness.optimizer.state[harness.parameters[1]]["factors"] = {
@@ -57,7 +57,7 @@ def test_tensors_of_nested_state_are_marked(subject: Library, reference: Library
 def where_scalars_go(name: str) -> Script:
     """On which devices they are after plain steps, and after compiled ones."""
 
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         def devices() -> list[str]:
             return [str(harness.optimizer.state[each][name].device) for each in harness.parameters]
 
@@ -97,7 +97,7 @@ def test_the_product_of_momenta_moves(deviation: DeviationJudge) -> None:
 
 @clause("dynamo.optimizer.devices.scalars_move")
 def test_step_counts_on_the_cpu_stay_the_same_tensors(subject: Library) -> None:
-    def script(harness: Harness) -> bool:
+    def script(harness: CompiledHarness) -> bool:
         state = harness.plain_train(2).optimizer.state
         before = [state[each]["step"] for each in harness.parameters]
         harness.train(2)
@@ -112,7 +112,7 @@ def test_step_counts_lie_on_the_device(subject: Library, device: str, first: str
     if device != "cuda":
         unavailable("no device that can capture")
 
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         (harness.train if first == "compiled" else harness.plain_train)(1)
         harness.without_gradient = set()
         harness.train(2)
@@ -128,13 +128,13 @@ def test_step_counts_lie_on_the_device(subject: Library, device: str, first: str
 def test_no_step_reads_a_count(subject: Library, device: str) -> None:
     """Nor recompiles for its value, from the second step on, though the groups say that they are not capturable."""
 
-    def script(harness: Harness) -> list[int]:
+    def script(harness: CompiledHarness) -> list[int]:
         return harness.train(12).compiled_after
 
     assert outcome(subject, script, ADAM, device=device).value == [1] * 12
 
 
-def watched(harness: Harness) -> list[weakref.ref[torch.Tensor]]:
+def watched(harness: CompiledHarness) -> list[weakref.ref[torch.Tensor]]:
     state = [tensor for entry in harness.optimizer.state.values() for tensor in entry.values()]
     return [weakref.ref(tensor) for tensor in (*harness.parameters, *state)]
 
@@ -144,7 +144,7 @@ def watched(harness: Harness) -> list[weakref.ref[torch.Tensor]]:
 @pytest.mark.parametrize("make", [SGD, ADAM])
 def test_tensors_go_with_the_optimizer(subject: Library, device: str, make: Make, backend: str) -> None:
     with tracing_of(subject):
-        harness = Harness(make, device, backend)
+        harness = CompiledHarness(make, device, backend)
         harness.without_gradient = {3}
         harness.train(2)
         harness.without_gradient = set()
@@ -168,7 +168,7 @@ def test_tensors_leave_graphs_that_a_backend_keeps(deviation: DeviationJudge, de
             return module.forward
 
         with tracing_of(library):
-            harness = Harness(SGD, device)
+            harness = CompiledHarness(SGD, device)
             harness.step = torch.compile(harness.optimizer.step, backend=keep)
             harness.train(2)
             alive = watched(harness)
@@ -185,7 +185,7 @@ def test_a_new_optimizer_at_an_old_address_is_no_old_one(subject: Library, devic
     with tracing_of(subject):
         step = torch.compile(lambda optimizer: optimizer.step(), backend="eager")
         for _ in range(6):
-            harness = Harness(SGD, device)
+            harness = CompiledHarness(SGD, device)
             harness.set_gradients()
             expected = [p.detach() - 0.05 * p.grad for p in harness.parameters]
             step(harness.optimizer)

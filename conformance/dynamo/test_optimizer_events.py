@@ -14,7 +14,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome
-from conformance.strategies.compiled_steps import Harness, Script, after, outcome, soon, tracing_of
+from conformance.strategies.compiled_steps import CompiledHarness, Script, after, outcome, soon, tracing_of
 from conformance.strategies.optimizers import COMPILED, Make, four_parameters, maker
 
 SGD = maker("SGD", options=["momentum"])
@@ -48,7 +48,7 @@ def test_the_same_graphs_of_each(subject: Library, reference: Library, device: s
 
 
 def set_number(name: str, values: list[Any], group: int = 0) -> Script:
-    def script(harness: Harness) -> None:
+    def script(harness: CompiledHarness) -> None:
         for value in values:
             harness.train()
             harness.optimizer.param_groups[group][name] = value
@@ -58,7 +58,7 @@ def set_number(name: str, values: list[Any], group: int = 0) -> Script:
 
 
 def scheduled(make_scheduler: Any) -> Script:
-    def script(harness: Harness) -> None:
+    def script(harness: CompiledHarness) -> None:
         scheduler = make_scheduler(harness.optimizer)
         for _ in range(4):
             harness.train()
@@ -67,7 +67,7 @@ def scheduled(make_scheduler: Any) -> Script:
     return script
 
 
-def fill_tensor_lr(harness: Harness) -> None:
+def fill_tensor_lr(harness: CompiledHarness) -> None:
     for value in (0.1, 0.2, 0.3):
         harness.optimizer.param_groups[0]["lr"].fill_(value)
         harness.train()
@@ -108,7 +108,7 @@ def test_numbers_that_change(subject: Library, reference: Library, device: str, 
 
 
 def gradients_go(*which: int) -> Script:
-    def script(harness: Harness) -> None:
+    def script(harness: CompiledHarness) -> None:
         for lacking in (which, (), which):
             harness.without_gradient = set(lacking)
             harness.train(2)
@@ -117,7 +117,7 @@ def gradients_go(*which: int) -> Script:
 
 
 def zero_grad(set_to_none: bool) -> Script:
-    def script(harness: Harness) -> None:
+    def script(harness: CompiledHarness) -> None:
         for _ in range(3):
             harness.set_gradients()
             gradients = [parameter.grad for parameter in harness.parameters]
@@ -153,7 +153,7 @@ def test_gradients_come_and_go(subject: Library, reference: Library, device: str
 # --- groups
 
 
-def add_group(harness: Harness) -> None:
+def add_group(harness: CompiledHarness) -> None:
     harness.train(2)
     added = four_parameters(harness.parameters[0].device.type)[:1]
     harness.parameters += added
@@ -181,26 +181,26 @@ def test_groups_that_change(subject: Library, reference: Library, device: str, c
 # --- state
 
 
-def load_own(harness: Harness) -> None:
+def load_own(harness: CompiledHarness) -> None:
     saved = copy.deepcopy(harness.train(2).optimizer.state_dict())
     harness.train(1).optimizer.load_state_dict(saved)
     harness.train(2)
 
 
-def load_aliasing(harness: Harness) -> None:
+def load_aliasing(harness: CompiledHarness) -> None:
     """The state of another optimizer, whose tensors both then hold."""
-    other = Harness(ADAM, harness.parameters[0].device.type).plain_train(2)
+    other = CompiledHarness(ADAM, harness.parameters[0].device.type).plain_train(2)
     harness.train(1).optimizer.load_state_dict(other.optimizer.state_dict())
     harness.train(2)
 
 
-def clear_state(harness: Harness) -> None:
+def clear_state(harness: CompiledHarness) -> None:
     harness.train(2).optimizer.state.clear()
     harness.train(2)
 
 
 def forget_one(index: int) -> Script:
-    def script(harness: Harness) -> None:
+    def script(harness: CompiledHarness) -> None:
         del harness.train(2).optimizer.state[harness.parameters[index]]
         harness.train(2)
 
@@ -208,7 +208,7 @@ def forget_one(index: int) -> Script:
 
 
 def replace_one(index: int, name: str) -> Script:
-    def script(harness: Harness) -> None:
+    def script(harness: CompiledHarness) -> None:
         entry = harness.train(2).optimizer.state[harness.parameters[index]]
         entry[name] = torch.full_like(entry[name], 0.5)
         harness.train(2)
@@ -216,7 +216,7 @@ def replace_one(index: int, name: str) -> Script:
     return script
 
 
-def plain_first(harness: Harness) -> None:
+def plain_first(harness: CompiledHarness) -> None:
     harness.plain_train(2).train(2)
 
 
@@ -244,19 +244,19 @@ def test_state_that_changes(subject: Library, reference: Library, device: str, c
 # --- kinds of tensors
 
 
-def made_double(harness: Harness) -> None:
+def made_double(harness: CompiledHarness) -> None:
     harness.train(2)
     for parameter in harness.parameters:
         parameter.data = parameter.data.double()
 
 
-def reshaped(harness: Harness) -> None:
+def reshaped(harness: CompiledHarness) -> None:
     harness.train(2)
     for parameter in harness.parameters:
         parameter.data = parameter.data.reshape(-1)
 
 
-def other_layout(harness: Harness) -> None:
+def other_layout(harness: CompiledHarness) -> None:
     harness.train(2)
     for parameter in harness.parameters:
         parameter.data = parameter.data.t().contiguous().t()
@@ -269,7 +269,7 @@ KINDS = {"double": made_double, "another shape": reshaped, "another layout": oth
 @pytest.mark.deviation("optimizer_variable.kinds_of_tensors")
 @pytest.mark.parametrize("kind", soon(KINDS, "double"))
 def test_kinds_of_tensors_are_guarded(deviation: DeviationJudge, device: str, kind: str) -> None:
-    def script(harness: Harness) -> list[int]:
+    def script(harness: CompiledHarness) -> list[int]:
         KINDS[kind](harness)
         for parameter in harness.parameters:
             parameter.grad = torch.ones_like(parameter)
@@ -289,7 +289,7 @@ def test_kinds_of_tensors_are_guarded(deviation: DeviationJudge, device: str, ki
 @clause("dynamo.optimizer.guards.kinds_of_tensors")
 @pytest.mark.parametrize("kind", soon(KINDS, "double"))
 def test_values_after_another_kind(subject: Library, device: str, kind: str) -> None:
-    def script(harness: Harness) -> bool:
+    def script(harness: CompiledHarness) -> bool:
         KINDS[kind](harness)
         expected = []
         for parameter in harness.parameters:
@@ -315,7 +315,7 @@ def pickled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @pytest.mark.profile("full")
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_a_copy_goes_on(subject: Library, reference: Library, device: str, copied: Any) -> None:
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         harness.train(2)
         twin = copied(harness.optimizer)
         harness.train(1)
@@ -338,8 +338,8 @@ def test_a_copy_goes_on(subject: Library, reference: Library, device: str, copie
 def test_two_in_turn(subject: Library, reference: Library, device: str, name: str) -> None:
     make = maker(name)
 
-    def script(harness: Harness) -> Any:
-        other = Harness(make, device)
+    def script(harness: CompiledHarness) -> Any:
+        other = CompiledHarness(make, device)
         step = torch.compile(lambda optimizer: optimizer.step(), backend=harness.graphs)
         for _ in range(3):
             for each in (harness, other):
@@ -353,7 +353,7 @@ def test_two_in_turn(subject: Library, reference: Library, device: str, name: st
 
 @clause("dynamo.optimizer.optimizer.hooks")
 def test_hooks_run_once_a_step(subject: Library, reference: Library, device: str) -> None:
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         ran: list[str] = []
         harness.optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
         harness.optimizer.register_step_post_hook(lambda *_: ran.append("after"))
@@ -373,7 +373,7 @@ def test_hooks_run_once_a_step(subject: Library, reference: Library, device: str
 def test_whole_functions(subject: Library, reference: Library, device: str, name: str) -> None:
     """Of the step itself: torch breaks the graph on purpose in what it is wrapped in."""
 
-    def script(harness: Harness) -> None:
+    def script(harness: CompiledHarness) -> None:
         bare = inspect.unwrap(type(harness.optimizer).step)
 
         def run() -> None:
@@ -389,7 +389,7 @@ def test_whole_functions(subject: Library, reference: Library, device: str, name
 @clause("dynamo.optimizer.graphs.whole_functions")
 @pytest.mark.parametrize("mode", [True, False])
 def test_grad_mode_stays(subject: Library, device: str, mode: bool) -> None:
-    def script(harness: Harness) -> list[bool]:
+    def script(harness: CompiledHarness) -> list[bool]:
         with torch.set_grad_enabled(mode):
             return [torch.is_grad_enabled() for _ in range(3) if harness.train()]
 
@@ -402,7 +402,7 @@ def test_grad_mode_after_an_exception(subject: Library, device: str) -> None:
         raise ZeroDivisionError
 
     with tracing_of(subject):
-        harness = Harness(SGD, device).train()
+        harness = CompiledHarness(SGD, device).train()
         with pytest.raises(ZeroDivisionError):
             harness.take_step(failing)
         assert torch.is_grad_enabled()
@@ -413,7 +413,7 @@ def test_grad_mode_after_an_exception(subject: Library, device: str) -> None:
 def test_closures(subject: Library, reference: Library, device: str) -> None:
     """They set gradients and change parameters, and what they return comes back."""
 
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         def closure() -> torch.Tensor:
             for parameter in harness.parameters:
                 parameter.grad = torch.ones_like(parameter)
@@ -428,7 +428,7 @@ def test_closures(subject: Library, reference: Library, device: str) -> None:
 def test_gradients_dropped_in_the_same_function(subject: Library, device: str) -> None:
     """What stands before the step in one function counts: no gradient, no update."""
 
-    def script(harness: Harness) -> bool:
+    def script(harness: CompiledHarness) -> bool:
         def run() -> None:
             harness.parameters[1].grad = None
             harness.optimizer.step()
@@ -444,7 +444,7 @@ def test_gradients_dropped_in_the_same_function(subject: Library, device: str) -
 
 @clause("dynamo.optimizer.graphs.left_alone")
 def test_lbfgs(subject: Library, reference: Library, device: str) -> None:
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         def closure() -> torch.Tensor:
             harness.optimizer.zero_grad()
             loss = sum(parameter.square().sum() for parameter in harness.parameters)
@@ -460,7 +460,7 @@ def test_lbfgs(subject: Library, reference: Library, device: str) -> None:
     assert_same_outcome(*outcomes)
 
 
-def with_sparse_gradients(harness: Harness) -> None:
+def with_sparse_gradients(harness: CompiledHarness) -> None:
     for _ in range(3):
         harness.set_gradients()
         for parameter in harness.parameters:
@@ -468,7 +468,7 @@ def with_sparse_gradients(harness: Harness) -> None:
         harness.take_step()
 
 
-def called_by_what_is_compiled(harness: Harness) -> None:
+def called_by_what_is_compiled(harness: CompiledHarness) -> None:
     optimizer = harness.optimizer
 
     def call() -> None:

@@ -14,7 +14,7 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import Tolerance
 from conformance.strategies import user_optimizers as users
-from conformance.strategies.compiled_steps import Harness, Script, after, outcome
+from conformance.strategies.compiled_steps import CompiledHarness, Script, after, outcome
 from conformance.strategies.optimizers import Make, maker
 
 STEPS = 4
@@ -22,11 +22,11 @@ STEPS = 4
 ROUNDED = Tolerance(16, "four updates of terms near 1, with numbers that are symbols of a graph", terms=1.0)
 
 
-def parameters_after(harness: Harness) -> list[torch.Tensor]:
+def parameters_after(harness: CompiledHarness) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in harness.parameters]
 
 
-def trained(harness: Harness) -> list[torch.Tensor]:
+def trained(harness: CompiledHarness) -> list[torch.Tensor]:
     return parameters_after(harness.train(STEPS))
 
 
@@ -34,7 +34,7 @@ def plainly(script: Script, make: Make, device: str) -> Outcome:
     """The script with the optimizer's own step in the compiled one's place."""
 
     def run() -> Any:
-        harness = Harness(make, device)
+        harness = CompiledHarness(make, device)
         harness.step = harness.optimizer.step
         return script(harness)
 
@@ -74,7 +74,7 @@ def test_as_torch_compiles_them(subject: Library, reference: Library, device: st
 @clause("dynamo.optimizer.init_group.users")
 @pytest.mark.parametrize("make", [users.Collecting, users.Plain])
 def test_as_without_compilation(subject: Library, device: str, make: Make) -> None:
-    def script(harness: Harness) -> list[torch.Tensor]:
+    def script(harness: CompiledHarness) -> list[torch.Tensor]:
         harness.train(2)
         harness.optimizer.param_groups[0]["lr"] = 0.3
         harness.without_gradient = {2}
@@ -86,7 +86,7 @@ def test_as_without_compilation(subject: Library, device: str, make: Make) -> No
 @clause("dynamo.optimizer.init_group.users")
 @pytest.mark.profile("full")
 def test_made_in_the_compiled_function(subject: Library, reference: Library, device: str) -> None:
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         def run() -> None:
             torch.optim.SGD(harness.parameters, lr=0.1, momentum=0.9).step()
 
@@ -122,7 +122,7 @@ def test_tensors_come_back(deviation: DeviationJudge, device: str) -> None:
 @clause("dynamo.optimizer.guards.schedules")
 @pytest.mark.deviation("optimizer_variable.numbers_handed_over")
 def test_a_rate_that_init_group_collects(deviation: DeviationJudge, device: str) -> None:
-    def script(harness: Harness) -> list[torch.Tensor]:
+    def script(harness: CompiledHarness) -> list[torch.Tensor]:
         for rate in (0.2, 0.3, 0.4):
             harness.train().optimizer.param_groups[0]["lr"] = rate
         return trained(harness)
@@ -134,7 +134,7 @@ def test_a_rate_that_init_group_collects(deviation: DeviationJudge, device: str)
 @pytest.mark.deviation("optimizer_variable.state_of_each_parameter")
 @pytest.mark.parametrize("index", [0, pytest.param(2, marks=pytest.mark.profile("full")), 3])
 def test_state_that_init_group_collects(deviation: DeviationJudge, device: str, index: int) -> None:
-    def script(harness: Harness) -> list[torch.Tensor]:
+    def script(harness: CompiledHarness) -> list[torch.Tensor]:
         for parameter in harness.parameters:
             harness.optimizer.state[parameter]["scale"] = 1.0
         for value in (2.0, 3.0, None):
@@ -153,7 +153,7 @@ def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, device: str)
 @clause("dynamo.optimizer.optimizer.attributes")
 @pytest.mark.deviation("optimizer_variable.names_compared_whole")
 def test_attributes_called_like_parts_of_init_group(deviation: DeviationJudge, device: str) -> None:
-    def graphs(harness: Harness) -> list[int]:
+    def graphs(harness: CompiledHarness) -> list[int]:
         return harness.train(2).compiled_after
 
     deviation.judge(
@@ -166,7 +166,7 @@ def test_attributes_called_like_parts_of_init_group(deviation: DeviationJudge, d
 @clause("dynamo.optimizer.optimizer.attributes")
 @pytest.mark.deviation("optimizer_variable.attributes_are_written")
 def test_attributes_that_a_step_writes(deviation: DeviationJudge, device: str) -> None:
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         return trained(harness), harness.optimizer.taken
 
     # torch 2.11 has no word for it.
@@ -178,7 +178,7 @@ def test_attributes_that_a_step_writes(deviation: DeviationJudge, device: str) -
 def test_errors_of_init_group(deviation: DeviationJudge, device: str) -> None:
     """Adam's is the one that refuses sparse gradients."""
 
-    def script(harness: Harness) -> None:
+    def script(harness: CompiledHarness) -> None:
         harness.set_gradients()
         for parameter in harness.parameters:
             parameter.grad = parameter.grad.to_sparse()
@@ -200,7 +200,7 @@ def test_errors_of_init_group(deviation: DeviationJudge, device: str) -> None:
 def test_capturable_is_the_users(deviation: DeviationJudge, device: str) -> None:
     """A group without parameters counts for torch as one that lies on a GPU of CUDA's kind."""
 
-    def script(harness: Harness) -> list[bool]:
+    def script(harness: CompiledHarness) -> list[bool]:
         harness.optimizer.add_param_group({"params": []})
         harness.train(2)
         return [group["capturable"] for group in harness.optimizer.param_groups]
@@ -215,7 +215,7 @@ def test_capturable_is_the_users(deviation: DeviationJudge, device: str) -> None
 @clause("dynamo.optimizer.optimizer.groups_stay")
 @pytest.mark.parametrize("way", ["defaults", "capturable", "tensor lr"])
 def test_groups_hold_what_they_held(subject: Library, device: str, way: str) -> None:
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         before = [dict(group) for group in harness.optimizer.param_groups]
         same = harness.optimizer.param_groups[0]
         harness.train(2)

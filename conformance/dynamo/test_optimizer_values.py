@@ -20,7 +20,7 @@ from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome, observe
 from conformance.judge.process_state import PROCESS
-from conformance.strategies.compiled_steps import Harness, outcome, soon, tracing_of
+from conformance.strategies.compiled_steps import CompiledHarness, outcome, soon, tracing_of
 from conformance.strategies.optimizers import (
     COMPILED,
     WAYS,
@@ -56,7 +56,7 @@ def inductor_cleared_up() -> Generator[None]:
         put_back(set_by_it, before)
 
 
-def after_each_step(harness: Harness) -> list[object]:
+def after_each_step(harness: CompiledHarness) -> list[object]:
     return [harness.train().values() for _ in range(STEPS)]
 
 
@@ -89,7 +89,7 @@ def test_each_way(subject: Library, reference: Library, device: str, name: str, 
 def test_complex_parameters(subject: Library, reference: Library, device: str, name: str) -> None:
     """Multi-tensor code has to be told of them, by what _init_group returns."""
 
-    def script(harness: Harness) -> list[object]:
+    def script(harness: CompiledHarness) -> list[object]:
         for parameter in harness.parameters:
             parameter.data = torch.complex(parameter.data, parameter.data.flip(0))
         return after_each_step(harness)
@@ -118,7 +118,7 @@ def test_any_options(subject: Library, reference: Library, device: str, data: st
 @pytest.mark.parametrize("name", soon(COMPILED, "RMSprop"))
 def test_against_plain_steps(subject: Library, device: str, name: str) -> None:
     make = maker(name, "defaults", options_of(name))
-    plain = observe(lambda: Harness(make, device).plain_train(STEPS).values()["parameters"])
+    plain = observe(lambda: CompiledHarness(make, device).plain_train(STEPS).values()["parameters"])
     compiled = outcome(
         subject,
         lambda harness: harness.train(STEPS).values()["parameters"],
@@ -171,7 +171,7 @@ def test_each_option(subject: Library, device: str, name: str, way: str) -> None
 def test_plain_steps_after_compiled_ones(subject: Library, device: str) -> None:
     """The state that compiled steps leave is one that plain steps go on with."""
     make = maker("Adam", options=["amsgrad", "weight_decay"])
-    plain = observe(lambda: Harness(make, device).plain_train(STEPS).values()["parameters"])
+    plain = observe(lambda: CompiledHarness(make, device).plain_train(STEPS).values()["parameters"])
     mixed = outcome(
         subject,
         lambda harness: harness.train(2).plain_train(2).train(1).values()["parameters"],

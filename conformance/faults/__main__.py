@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conformance import faults
-from conformance.faults.kills import Idle, Kill, Kills, read_kills, write_kills
-from conformance.faults.memory import known, remember
+from conformance.faults.earlier_kills import known, remember
+from conformance.faults.kill_matrix import IdleClause, Kill, Kills, read_kills, write_kills
 from conformance.faults.trials import (
     RedWithoutFault,
     asked_about,
@@ -155,7 +155,7 @@ def _status(kill: Kill) -> str:
     return f"{text}; STALE REASON: {kill.why}" if kill.why else text
 
 
-def _use(idle: Idle) -> str:
+def _use(idle: IdleClause) -> str:
     if not idle.kills:
         return (
             f"kills none of {idle.tried}, reason: {idle.why}" if idle.why else f"KILLS NONE of {idle.tried}"

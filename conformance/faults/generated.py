@@ -54,14 +54,14 @@ WITHOUT_EFFECT = {
 }
 
 
-def has_effect(item: surface.Item) -> bool:
+def has_effect(item: surface.SurfaceItem) -> bool:
     return item.parameter not in WITHOUT_EFFECT and str(item) not in WITHOUT_EFFECT
 
 
 @functools.cache
-def fault_ids() -> Mapping[str, surface.Item]:
+def fault_ids() -> Mapping[str, surface.SurfaceItem]:
     """Every generated fault, and the surface item it breaks."""
-    found: dict[str, surface.Item] = {}
+    found: dict[str, surface.SurfaceItem] = {}
     for item in (*surface.items(), *_claimed_items()):
         value = surface.resolve(item.path)
         if item.parameter:
@@ -79,7 +79,7 @@ def fault_ids() -> Mapping[str, surface.Item]:
     return found
 
 
-def _claimed_items() -> list[surface.Item]:
+def _claimed_items() -> list[surface.SurfaceItem]:
     """Of a class that is begun, what a clause is about."""
     covered = {name for clause in all_clauses().values() for name in clause.covers}
     return [item for item in surface.begun_items() if str(item) in covered]
@@ -104,7 +104,7 @@ def _is_getter(function: Any) -> bool:
     return function.__name__.startswith(("get_", "is_")) and len(surface.parameters(function)) == 1
 
 
-def _ignoring(original: Any, item: surface.Item) -> Any:
+def _ignoring(original: Any, item: surface.SurfaceItem) -> Any:
     if inspect.isclass(original):
         method = item.method or "__init__"
         return subclass(original, {method: _without(getattr(original, method), item.parameter)})
@@ -165,7 +165,7 @@ def _by_keyword(signature: inspect.Signature, bound: inspect.BoundArguments) -> 
     return given
 
 
-def _skipping(original: Any, item: surface.Item) -> Any:
+def _skipping(original: Any, item: surface.SurfaceItem) -> Any:
     def skipped(*args: Any, **kwargs: Any) -> None:
         return None
 
@@ -174,7 +174,7 @@ def _skipping(original: Any, item: surface.Item) -> Any:
     return skipped
 
 
-def _in_what_is_made(fully_shard: Any, kind: str, item: surface.Item) -> Any:
+def _in_what_is_made(fully_shard: Any, kind: str, item: surface.SurfaceItem) -> Any:
     """With a fault in a method of the modules that are made, or of the handles that those give.
 
     It stands in the objects themselves: their classes are those of torch's modules too.
@@ -204,7 +204,7 @@ def _in_what_is_made(fully_shard: Any, kind: str, item: surface.Item) -> Any:
     return sharding
 
 
-def _freezing(original: Any, item: surface.Item) -> Any:
+def _freezing(original: Any, item: surface.SurfaceItem) -> Any:
     def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
         original.__init__(self, *args, **kwargs)
         # One that is switched off may have nothing to answer: that is no part of the fault.
@@ -219,7 +219,7 @@ def _freezing(original: Any, item: surface.Item) -> Any:
     return subclass(original, {"__init__": constructed, item.method: frozen})
 
 
-def _lacking(original: Any, item: surface.Item) -> Any:
+def _lacking(original: Any, item: surface.SurfaceItem) -> Any:
     members = list(original)[:-1]
     return enum.Enum(original.__name__, {member.name: member.value for member in members})
 

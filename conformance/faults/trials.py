@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable
 from conformance.faults import generated
 from conformance.faults.fork import Ending
 from conformance.faults.handmade import HANDMADE, find
-from conformance.faults.kills import Idle, Kill
+from conformance.faults.kill_matrix import IdleClause, Kill
 from conformance.faults.order import Task, distance, is_about, likeness_to
 from conformance.faults.reasons import excuses, idle_reasons
 from conformance.faults.worker import Trial
@@ -91,7 +91,7 @@ def prove(nodeid: str, package: str, green: set[str]) -> Generator[Task, Ending,
         green.add(nodeid)
 
 
-def idle(package: str, clause_id: str, green: set[str], first: str = "") -> Trial[Idle]:
+def idle(package: str, clause_id: str, green: set[str], first: str = "") -> Trial[IdleClause]:
     """The faults that a clause might see, one after the other, until its tests alone kill one.
 
     Args:
@@ -107,10 +107,10 @@ def idle(package: str, clause_id: str, green: set[str], first: str = "") -> Tria
         ending = yield Task(f"{package}+{fault_id}", frozenset({clause_id}), may_be_empty=True)
         if ending.how:
             yield from prove(ending.nodeid, package, green)
-            return Idle(clause_id, tried, fault_id, ending.nodeid, why)
+            return IdleClause(clause_id, tried, fault_id, ending.nodeid, why)
         if not ending.asked:
-            return Idle(clause_id, 0, why="None of its tests can run here.", asked=False)
-    return Idle(clause_id, tried, why=why)
+            return IdleClause(clause_id, 0, why="None of its tests can run here.", asked=False)
+    return IdleClause(clause_id, tried, why=why)
 
 
 def candidates(clause_id: str) -> list[str]:

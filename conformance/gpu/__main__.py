@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import checked_name
-from conformance.gpu import judging
+from conformance.gpu import judging_phase
 from conformance.gpu.bundle import Bundle
-from conformance.gpu.files import REPORT, SUMMARY
-from conformance.gpu.phases import LEFT_OUT, NO_CUDA, NO_HOST, STOPPED, Clock, Phase, Ran, module, run_all
-from conformance.gpu.rows import Task, say
+from conformance.gpu.bundle_files import REPORT, SUMMARY
+from conformance.gpu.phase_rows import PhaseTask, say
+from conformance.gpu.phases import LEFT_OUT, NO_CUDA, NO_HOST, STOPPED, Clock, GpuPhase, Ran, module, run_all
 
 _NEEDED = ("torch", "pytest", "hypothesis", "numpy")
 _PROFILES = ("quick", "full", "deep")
@@ -40,24 +40,24 @@ _LEAST_BUDGET_S = 10.0
 _REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-def _interpreted_on_cpu(task: Task) -> dict[str, str]:
+def _interpreted_on_cpu(task: PhaseTask) -> dict[str, str]:
     return {} if task.device == "cuda" else {"TRITON_INTERPRET": "1"}
 
 
-def phases(gpus: int) -> list[Phase]:
+def phases(gpus: int) -> list[GpuPhase]:
     """In their order: what others rest on, then the judgement, then the clock, of which what tells most comes first."""
     return [
-        Phase("probe", 15, module("probe")),
-        Phase("kernels", 6, module("kernels"), _interpreted_on_cpu, True),
-        Phase("judge", 45, lambda task: judging.command(task, gpus), judging.environ, True),
-        Phase("training", 8, module("training"), lambda task: _REPEATABLE, True),
-        Phase("launches", 4, module("launches")),
-        Phase("bandwidth", 4, module("bandwidth")),
-        Phase("speed", 18, module("speed")),
+        GpuPhase("probe", 15, module("probe")),
+        GpuPhase("kernels", 6, module("kernels"), _interpreted_on_cpu, True),
+        GpuPhase("judge", 45, lambda task: judging_phase.command(task, gpus), judging_phase.environ, True),
+        GpuPhase("training", 8, module("training_phase"), lambda task: _REPEATABLE, True),
+        GpuPhase("launches", 4, module("launches")),
+        GpuPhase("bandwidth", 4, module("bandwidth")),
+        GpuPhase("speed", 18, module("speed_phase")),
     ]
 
 
-HOST = Phase("host", 8, module("host"), is_judging=True, least_s=20.0)
+HOST = GpuPhase("host", 8, module("host"), is_judging=True, least_s=20.0)
 NAMES = [phase.name for phase in phases(0)]
 
 
@@ -116,7 +116,7 @@ def _budget(text: str) -> float:
 
 
 def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
-    task = Task(
+    task = PhaseTask(
         "", 0.0, options.device, options.subject, options.profile, options.seed, options.tests,
         machine=options.machine or "",
     )  # fmt: skip

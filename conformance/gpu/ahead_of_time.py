@@ -29,7 +29,7 @@ from impl.kernels._triton.update import SHAPE as UPDATE_SHAPE
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-class Case(NamedTuple):
+class KernelVariant(NamedTuple):
     name: str
     kernel: Any
     signature: dict[str, str]
@@ -39,11 +39,11 @@ class Case(NamedTuple):
 
 def _update(
     name: str, kernel: Any, states: int, own: tl.dtype, grads: tl.dtype, copies: tl.dtype | None, **flags: Any
-) -> Case:
+) -> KernelVariant:
     pointers = {"rows_ptr": "*i64", "settings_ptr": "*fp64", "lr_ptr": "*fp64", "factor_ptr": "*fp32"}
     dtypes = {"OWN": own, "GRADS": grads, "COPIES": copies or own, "LISTS": states + (3 if copies else 2)}
     options = {name: UPDATE[name] for name in UPDATE.keys() - UPDATE_SHAPE.keys()}
-    return Case(
+    return KernelVariant(
         name, kernel, {**pointers, "found_inf_ptr": "*fp32"},
         {**UPDATE_SHAPE, **dtypes, "STATES": states, "MAXIMIZE": False, **flags}, options,
     )  # fmt: skip
@@ -52,18 +52,20 @@ def _update(
 _FINISH = {"partial_ptr": "*fp64", "norm_ptr": "*fp32", "chunks": "i32", "p": "fp64"}
 _PARTIAL = {"rows_ptr": "*i64", "partial_ptr": "*fp64", "p": "fp64"}
 CASES = (
-    Case(
+    KernelVariant(
         "unscale", unscale_kernel, {"rows_ptr": "*i64", "inv_scale_ptr": "*fp32", "found_inf_ptr": "*fp32"},
         SHAPE,
     ),
-    Case("scale", scale_kernel, {"rows_ptr": "*i64", "factor_ptr": "*fp32"}, SHAPE),
-    Case("clamp", clamp_kernel, {"rows_ptr": "*i64", "low": "fp64", "high": "fp64"}, SHAPE),
-    Case("norm_two", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "two"}),
-    Case("norm_largest", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "largest"}),
-    Case("norm_power", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "power"}),
-    Case("finish_two", finish_norm_kernel, {**_FINISH, "found_inf_ptr": "*fp32"}, {"KIND": "two", "BLOCK": 1024}),
-    Case("finish_power", finish_norm_kernel, _FINISH, {"KIND": "power", "BLOCK": 1024, "found_inf_ptr": None}),
-    Case(
+    KernelVariant("scale", scale_kernel, {"rows_ptr": "*i64", "factor_ptr": "*fp32"}, SHAPE),
+    KernelVariant("clamp", clamp_kernel, {"rows_ptr": "*i64", "low": "fp64", "high": "fp64"}, SHAPE),
+    KernelVariant("norm_two", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "two"}),
+    KernelVariant("norm_largest", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "largest"}),
+    KernelVariant("norm_power", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "power"}),
+    KernelVariant(
+        "finish_two", finish_norm_kernel, {**_FINISH, "found_inf_ptr": "*fp32"}, {"KIND": "two", "BLOCK": 1024}
+    ),
+    KernelVariant("finish_power", finish_norm_kernel, _FINISH, {"KIND": "power", "BLOCK": 1024, "found_inf_ptr": None}),
+    KernelVariant(
         "update_scale",
         update_scale_kernel,
         {
@@ -81,7 +83,7 @@ CASES = (
 )  # fmt: skip
 
 
-def compiled(case: Case, capability: int) -> dict[str, Any]:
+def compiled(case: KernelVariant, capability: int) -> dict[str, Any]:
     """Registers, spilled bytes, loads, stores and roundings of one kernel on one architecture."""
     names = case.kernel.arg_names
     source = ASTSource(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.common import training
 from benchmarks.timing import CudaStopwatch, HostStopwatch, Workload
-from conformance.gpu.rows import Rows, Task, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 from impl import kernels
 
 # Where latency is what counts, and where bandwidth is.
@@ -47,7 +47,7 @@ def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]
     }
 
 
-def work(task: Task, rows: Rows) -> None:
+def work(task: PhaseTask, rows: Rows) -> None:
     if task.device == "cpu":
         torch.set_num_threads(1)  # threads that wait for a core are slower than one, here a thousand times
     lists = [(shapes, dtype) for shapes in _SHAPES[task.device] for dtype in _DTYPES]

@@ -14,9 +14,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks import asv_format, point, source
-from conformance.gpu.files import BENCHMARKS, JUNIT, LOG, REPORT, SUMMARY
+from conformance.gpu.bundle_files import BENCHMARKS, JUNIT, LOG, REPORT, SUMMARY
+from conformance.gpu.phase_rows import PhaseTask
 from conformance.gpu.phases import STOPPED, Ran
-from conformance.gpu.rows import Task
 from conformance.gpu.summary import summary
 
 _LARGEST_BYTES = 2_000_000  # of a file
@@ -28,7 +28,7 @@ _LOG_BYTES = 60_000  # of a phase
 class Bundle:
     """What is known so far. `ran` holds every phase, in order; `folder` their files."""
 
-    task: Task
+    task: PhaseTask
     folder: Path
     out: Path
     budget_s: float

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe_machine, own_name
-from conformance.gpu.rows import Rows, Task, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 from conformance.judge import environment
 
 
-def work(task: Task, rows: Rows) -> None:
+def work(task: PhaseTask, rows: Rows) -> None:
     rows.plan(["host"])
     cuda = torch.cuda.is_available()
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())] if cuda else []

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from conformance.gpu.phase_rows import PROGRESS, VARIABLE, PhaseTask, Rows, read_rows
 from conformance.gpu.probe import Probe
 from conformance.gpu.probe_cases import COLLECTIVES
-from conformance.gpu.rows import PROGRESS, VARIABLE, Rows, Task, read_rows
 from conformance.judge.judgement import RED, unavailable
 from conformance.ranks import backend_for
 
@@ -47,7 +47,7 @@ def obstacle(nodeid: str, device: str, world_size: int, found: dict[str, str]) -
 class Plugin:
     """In each worker: what cannot run here is unavailable. In the process that controls them: rows, and progress."""
 
-    def __init__(self, task: Task, reporter: Any) -> None:
+    def __init__(self, task: PhaseTask, reporter: Any) -> None:
         """`reporter` is pytest's terminal; None in a worker."""
         self._found = findings(task.probes) if task.probes else {}
         self._reporter = reporter
@@ -108,5 +108,5 @@ def pytest_configure(config: pytest.Config) -> None:
     reporter = None
     if not hasattr(config, "workerinput"):
         reporter = config.pluginmanager.get_plugin("terminalreporter")
-    task = Task.of_word(os.environ[VARIABLE])
+    task = PhaseTask.of_word(os.environ[VARIABLE])
     config.pluginmanager.register(Plugin(task, reporter), "tandem-gpu")

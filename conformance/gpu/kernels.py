@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.gpu.rows import Rows, Task, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 from conformance.gpu.update_bounds import EACH, states_of, update
 from conformance.judge.tolerances import EXACT, Tolerance, norm_of
 from impl import kernels
@@ -106,7 +106,7 @@ def _assert_same(expected: Sequence[Tensor], actual: Sequence[Tensor], tolerance
 OPERATIONS = (unscale_, scale_, clamp_, total_norm)
 
 
-def work(task: Task, rows: Rows) -> None:
+def work(task: PhaseTask, rows: Rows) -> None:
     if _INTERPRETED and find_spec("triton"):
         from conformance.gpu.interpreter_rounding import mend  # noqa: PLC0415  needs Triton
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks import bench_amp_step, bench_clip_grad, bench_fused_amp_step, bench_grad_scaler
 from benchmarks.common import member, training
 from benchmarks.timing import Workload
-from conformance.gpu.rows import Rows, Task, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 
 _MARK = "tandem measured"
 _SHAPES = {"cuda": ("1000x1k", "gpt2"), "cpu": ("100x1k",)}
@@ -47,7 +47,7 @@ WORKLOADS: dict[str, tuple[Callable[..., Workload], tuple[str, ...]]] = {
 }
 
 
-def work(task: Task, rows: Rows) -> None:
+def work(task: PhaseTask, rows: Rows) -> None:
     todo = [
         (name, shapes, subject)
         for shapes in _SHAPES[task.device]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from conformance.gpu.rows import PROGRESS, Found, Task, read_rows, say
+from conformance.gpu.phase_rows import PROGRESS, Found, PhaseTask, read_rows, say
 
 ROOT = Path(__file__).parents[2]
 OUT_OF_TIME = "not run: out of time"
@@ -32,11 +32,11 @@ _MOST_LINES = 400
 
 
 @dataclass(frozen=True)
-class Phase:
+class GpuPhase:
     name: str
     weight: float  # its share of the time is this over the sum of all
-    command: Callable[[Task], list[str]]
-    environ: Callable[[Task], Mapping[str, str]] = lambda task: {}
+    command: Callable[[PhaseTask], list[str]]
+    environ: Callable[[PhaseTask], Mapping[str, str]] = lambda task: {}
     is_judging: bool = False  # without its whole result nothing is shown
     least_s: float = 0.0  # whatever its share
 
@@ -45,7 +45,7 @@ class Phase:
 class Ran:
     """What became of a phase."""
 
-    phase: Phase
+    phase: GpuPhase
     why: str = ""  # it is not whole; empty if it is
     seconds: float = 0.0
     found: Found = field(default_factory=lambda: Found([], []))
@@ -60,7 +60,7 @@ class Ran:
         return self.why.startswith(("cut", "not run"))
 
 
-def module(name: str) -> Callable[[Task], list[str]]:
+def module(name: str) -> Callable[[PhaseTask], list[str]]:
     """A module of this package as a phase."""
     return lambda task: [sys.executable, "-m", f"conformance.gpu.{name}", task.as_word()]
 
@@ -68,7 +68,7 @@ def module(name: str) -> Callable[[Task], list[str]]:
 class Clock:
     """When each phase must have ended, if all before it took their whole share; what they leave is added."""
 
-    def __init__(self, phases: Sequence[Phase], budget_s: float, began: float | None = None) -> None:
+    def __init__(self, phases: Sequence[GpuPhase], budget_s: float, began: float | None = None) -> None:
         self._began = time.monotonic() if began is None else began
         self.budget_s = budget_s
         whole = sum(phase.weight for phase in phases) or 1.0
@@ -80,7 +80,7 @@ class Clock:
             until_s = min(max(usable_s * passed / whole, until_s + phase.least_s), usable_s)
             self._until_s[phase.name] = until_s
 
-    def left_s(self, phase: Phase) -> float:
+    def left_s(self, phase: GpuPhase) -> float:
         return self._until_s[phase.name] - self.elapsed_s
 
     @property
@@ -88,7 +88,7 @@ class Clock:
         return time.monotonic() - self._began
 
 
-def run(phase: Phase, task: Task, log: Path, most_s: float) -> Ran:
+def run(phase: GpuPhase, task: PhaseTask, log: Path, most_s: float) -> Ran:
     """Run one phase, in its share of the time."""
     if most_s < _LEAST_S:
         return Ran(phase, OUT_OF_TIME, not_run=[phase.name])
@@ -149,7 +149,7 @@ def _tail(log: Path, longest: int = 1_500) -> str:
 
 
 def run_all(
-    phases: Sequence[Phase], task: Task, clock: Clock, folder: Path, on_end: Callable[[Ran], object]
+    phases: Sequence[GpuPhase], task: PhaseTask, clock: Clock, folder: Path, on_end: Callable[[Ran], object]
 ) -> None:
     """Run the phases in turn, telling of each as it ends."""
     stopped = False

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 from conformance.gpu.probe_cases import COLLECTIVES, expected
-from conformance.gpu.rows import Rows, Task, in_words, serve
 from conformance.ranks import PoolBroken, RankDied, RankHung, RankPool, RankRaised
 
 _START_S, _CASE_S = 12.0, 8.0  # together the deadline of a probe
@@ -61,7 +61,7 @@ def outcome_of(probe: Probe) -> tuple[str, str]:
     return ("works", "") if is_right else ("wrong", f"got {actual}, expected {due}")
 
 
-def work(task: Task, rows: Rows) -> None:
+def work(task: PhaseTask, rows: Rows) -> None:
     gpus = torch.cuda.device_count() if task.device == "cuda" else 0
     todo = list(probes(task.device, gpus))
     rows.plan(probe.name for probe in todo)

@@ -14,12 +14,12 @@ import torch
 from torch.utils import deterministic
 
 
-class Item(NamedTuple):
+class StateItem(NamedTuple):
     read: Callable[[], Any]
     write: Callable[[Any], Any]
 
 
-State = Mapping[str, Item]
+State = Mapping[str, StateItem]
 
 
 def read(state: State) -> dict[str, Any]:
@@ -72,17 +72,17 @@ def _pop_dispatch_modes(depth: int) -> None:
         torch._C._pop_torch_dispatch_stack(None)
 
 
-def _attribute(owner: Any, name: str) -> Item:
-    return Item(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+def _attribute(owner: Any, name: str) -> StateItem:
+    return StateItem(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
 def _autocast(where: str, device: Callable[[], str]) -> State:
     """What a type of devices keeps; asked for its name each time, since others' may be renamed."""
     return {
-        f"autocast on {where}": Item(
+        f"autocast on {where}": StateItem(
             lambda: torch.is_autocast_enabled(device()), lambda on: torch.set_autocast_enabled(device(), on)
         ),
-        f"autocast dtype on {where}": Item(
+        f"autocast dtype on {where}": StateItem(
             lambda: torch.get_autocast_dtype(device()),
             lambda dtype: torch.set_autocast_dtype(device(), dtype),
         ),
@@ -90,33 +90,37 @@ def _autocast(where: str, device: Callable[[], str]) -> State:
 
 
 SETTINGS: State = {
-    "default dtype": Item(torch.get_default_dtype, torch.set_default_dtype),
+    "default dtype": StateItem(torch.get_default_dtype, torch.set_default_dtype),
     # Tests run without one, and naming even the CPU would intercept every call.
-    "default device": Item(torch.get_default_device, lambda _: torch.set_default_device(None)),
-    "deterministic algorithms": Item(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "default device": StateItem(torch.get_default_device, lambda _: torch.set_default_device(None)),
+    "deterministic algorithms": StateItem(
+        torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+    ),
     "filling of uninitialized memory": _attribute(deterministic, "fill_uninitialized_memory"),
-    "number of threads": Item(torch.get_num_threads, torch.set_num_threads),
-    "float32 matmul precision": Item(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "number of threads": StateItem(torch.get_num_threads, torch.set_num_threads),
+    "float32 matmul precision": StateItem(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    ),
     "cuDNN benchmark": _attribute(torch.backends.cudnn, "benchmark"),
     "cuDNN deterministic": _attribute(torch.backends.cudnn, "deterministic"),
-    "warn always": Item(torch.is_warn_always_enabled, torch.set_warn_always),
-    "anomaly mode": Item(
+    "warn always": StateItem(torch.is_warn_always_enabled, torch.set_warn_always),
+    "anomaly mode": StateItem(
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
 }
 
 REGIONS: State = {
-    "torch function modes": Item(torch._C._len_torch_function_stack, _pop_function_modes),
-    "torch dispatch modes": Item(torch._C._len_torch_dispatch_stack, _pop_dispatch_modes),
+    "torch function modes": StateItem(torch._C._len_torch_function_stack, _pop_function_modes),
+    "torch dispatch modes": StateItem(torch._C._len_torch_dispatch_stack, _pop_dispatch_modes),
     # Before the grad mode, which it sets along.
-    "inference mode": Item(torch.is_inference_mode_enabled, _set_inference_mode),
-    "grad mode": Item(torch.is_grad_enabled, torch.set_grad_enabled),
+    "inference mode": StateItem(torch.is_inference_mode_enabled, _set_inference_mode),
+    "grad mode": StateItem(torch.is_grad_enabled, torch.set_grad_enabled),
     **_autocast("cpu", lambda: "cpu"),
     **_autocast("cuda", lambda: "cuda"),
     **_autocast("a device of others", torch._C._get_privateuse1_backend_name),
-    "autocast cache": Item(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    "autocast depth": Item(autocast_depth, set_autocast_depth),
+    "autocast cache": StateItem(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "autocast depth": StateItem(autocast_depth, set_autocast_depth),
 }
 
 # Settings first: a default device is a function mode too.

@@ -74,7 +74,7 @@ class Library:
             walked = f"{walked}.{name}"
             found = self._attribute(found, name, walked, path)
         if isinstance(found, types.ModuleType):
-            return Place(self, path)
+            return LibraryModule(self, path)
         return self._replaced.get(id(found), (found, found))[1]
 
     def place_or_object(self, path: str) -> Any:
@@ -83,7 +83,7 @@ class Library:
             return self.find(path)
         except NotProvided:
             if any(name.startswith(f"{path}.") for name in surface.names()):
-                return Place(self, path)
+                return LibraryModule(self, path)
             raise
 
     def provides(self, path: str) -> bool:
@@ -143,7 +143,7 @@ class Library:
             raise LookupFailed(f"{name} cannot be imported ({describe(error)})") from error
 
 
-class Place:
+class LibraryModule:
     """A module of a library, on the way to a name."""
 
     def __init__(self, library: Library, path: str) -> None:
@@ -163,7 +163,7 @@ def load_library(spec: str) -> Library:
     """The library a spec names, with its fault in place; one object a process."""
     library = Library(spec)
     if library.fault_id.startswith(_CHANGED_SOURCE):
-        importlib.import_module("conformance.mutation.loading").change_source(
+        importlib.import_module("conformance.mutation.mutants").change_source(
             library.package, library.fault_id
         )
     elif library.fault_id:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.judge.global_state import Item, State
+from conformance.judge.global_state import State, StateItem
 
 _TORCHS_FOLDER = os.path.dirname(torch.__file__) + os.sep
 # Settings that pytest, and parts of torch when they are imported, make for themselves.
@@ -115,17 +115,17 @@ def lasting_threads() -> list[threading.Thread]:
 
 
 PROCESS: State = {
-    "the working directory": Item(_working_directory, os.chdir),
-    "the environment": Item(_environment, _set_environment),
-    "signal handlers": Item(_handlers, _set_handlers),
-    "blocked signals": Item(
+    "the working directory": StateItem(_working_directory, os.chdir),
+    "the environment": StateItem(_environment, _set_environment),
+    "signal handlers": StateItem(_handlers, _set_handlers),
+    "blocked signals": StateItem(
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         lambda mask: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
     ),
-    "the streams and hooks of sys": Item(_streams, _set_streams),
-    "the recursion limit": Item(sys.getrecursionlimit, sys.setrecursionlimit),
-    "garbage collection": Item(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-    "functions of torch": Item(_replaced, _replace_back),
+    "the streams and hooks of sys": StateItem(_streams, _set_streams),
+    "the recursion limit": StateItem(sys.getrecursionlimit, sys.setrecursionlimit),
+    "garbage collection": StateItem(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    "functions of torch": StateItem(_replaced, _replace_back),
     # No thread can be ended from outside: see `Deadlines.pytest_unconfigure`.
-    "threads": Item(lambda: {thread.ident: thread.name for thread in lasting_threads()}, lambda _: None),
+    "threads": StateItem(lambda: {thread.ident: thread.name for thread in lasting_threads()}, lambda _: None),
 }

@@ -45,7 +45,7 @@ _DUNDER_METHODS = ("__call__", "__enter__", "__exit__", "__getstate__", "__setst
 
 
 @dataclass(frozen=True)
-class Item:
+class SurfaceItem:
     path: str  # of the name, e.g. `amp.GradScaler`
     method: str = ""
     parameter: str = ""
@@ -121,12 +121,12 @@ def _shortest(module_path: str, name: str) -> str:
 
 
 @functools.cache
-def items() -> tuple[Item, ...]:
+def items() -> tuple[SurfaceItem, ...]:
     return tuple(item for path in names() for item in _items_of(path, resolve(path)))
 
 
 @functools.cache
-def begun_items() -> tuple[Item, ...]:
+def begun_items() -> tuple[SurfaceItem, ...]:
     return tuple(item for path in BEGUN for item in _items_of(path, resolve(path)))
 
 
@@ -142,8 +142,8 @@ def owner(item: str) -> str:
     return next((name for name in (path, path.rpartition(".")[0]) if name in owners()), path)
 
 
-def _items_of(path: str, value: Any) -> Iterator[Item]:
-    yield Item(path)
+def _items_of(path: str, value: Any) -> Iterator[SurfaceItem]:
+    yield SurfaceItem(path)
     if path in CALLED_BY_TORCH:
         return
     if inspect.isclass(value):
@@ -156,11 +156,11 @@ def _items_of(path: str, value: Any) -> Iterator[Item]:
                 method in ("__init__", *_DUNDER_METHODS) or not method.startswith("_")
             ):
                 if method != "__init__":
-                    yield Item(path, method)
+                    yield SurfaceItem(path, method)
                 given = parameters(function)[0 if is_static else 1 :]
-                yield from (Item(path, method, name) for name in given)
+                yield from (SurfaceItem(path, method, name) for name in given)
     else:
-        yield from (Item(path, "", name) for name in parameters(value))
+        yield from (SurfaceItem(path, "", name) for name in parameters(value))
 
 
 def parameters(function: Any) -> list[str]:

@@ -27,8 +27,8 @@ from conformance.judge.errors import stop_by_hand
 from conformance.mutation import lines
 from conformance.mutation.groups import (
     GROUPS,
-    Group,
     Mutant,
+    MutationGroup,
     clauses_of,
     diff,
     draw,
@@ -126,7 +126,9 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _judged(crew: Crew, options: argparse.Namespace, group: Group, reach: Reach) -> Iterable[MutantResult]:
+def _judged(
+    crew: Crew, options: argparse.Namespace, group: MutationGroup, reach: Reach
+) -> Iterable[MutantResult]:
     _say(f"{group.name}:")
     numbers = lines.numbered(options.subject)
     green: set[str] = set()

@@ -22,7 +22,7 @@ import torch
 
 from conformance.exact_copy.copying import ROOT, copied, source_of
 from conformance.judge.clauses import all_clauses
-from conformance.mutation.operators import OPERATORS, Site, mutate, sites
+from conformance.mutation.operators import OPERATORS, MutationSite, mutate, sites
 
 # What torch's FSDP calls to wait where its device is the CPU, by how the call ends.
 _WAITS_OF_THE_CPU: dict[str, Callable[..., Any]] = {
@@ -36,7 +36,7 @@ MUTANT, LINES = "mutant:", "lines:all"  # after the `+` of a subject's spec
 
 
 @dataclass(frozen=True)
-class Group:
+class MutationGroup:
     name: str
     modules: tuple[
         str, ...
@@ -45,7 +45,7 @@ class Group:
 
 
 GROUPS = (
-    Group(
+    MutationGroup(
         "scaler",
         (
             "amp.grad_scaler",
@@ -61,9 +61,9 @@ GROUPS = (
         ),
         ("*.grad_scaler", "*.sharded_grad_scaler"),
     ),
-    Group("autocast", ("amp.*", "*.amp.*"), ("*.autocast_mode",)),
-    Group("clipping", ("nn.utils.clip_grad",), ("nn.*",)),
-    Group(
+    MutationGroup("autocast", ("amp.*", "*.amp.*"), ("*.autocast_mode",)),
+    MutationGroup("clipping", ("nn.utils.clip_grad",), ("nn.*",)),
+    MutationGroup(
         "FSDP state dicts",
         tuple(
             f"distributed.fsdp._{part}*"
@@ -71,23 +71,23 @@ GROUPS = (
         ),
         ("distributed.*",),
     ),
-    Group("FSDP runtime", ("distributed.fsdp.*",), ("distributed.*",)),
-    Group("OptimizerVariable", ("dynamo", "dynamo.*"), ("dynamo.*",)),
+    MutationGroup("FSDP runtime", ("distributed.fsdp.*",), ("distributed.*",)),
+    MutationGroup("OptimizerVariable", ("dynamo", "dynamo.*"), ("dynamo.*",)),
 )
 
 
 @dataclass(frozen=True)
 class Mutant:
-    group: Group
+    group: MutationGroup
     module: str  # its path below the package
-    site: Site
+    site: MutationSite
 
     @property
     def fault_id(self) -> str:
         return f"{MUTANT}{self.module}:{self.site.operator}:{self.site.number}"
 
 
-def clauses_of(group: Group) -> frozenset[str]:
+def clauses_of(group: MutationGroup) -> frozenset[str]:
     return frozenset(
         clause.id
         for clause in all_clauses().values()
@@ -95,11 +95,11 @@ def clauses_of(group: Group) -> frozenset[str]:
     )
 
 
-def modules_of(group: Group, package: str) -> list[str]:
+def modules_of(group: MutationGroup, package: str) -> list[str]:
     """Those of one group, by their paths below the package."""
     taken = GROUPS[: GROUPS.index(group)]
 
-    def is_of(module: str, group: Group) -> bool:
+    def is_of(module: str, group: MutationGroup) -> bool:
         return any(fnmatch.fnmatch(module, pattern) for pattern in group.modules)
 
     return [
@@ -139,7 +139,7 @@ def _folder(package: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def draw(group: Group, package: str, sample: int, seed: int) -> list[Mutant]:
+def draw(group: MutationGroup, package: str, sample: int, seed: int) -> list[Mutant]:
     """A sample of the mutants of a group's files: the operators take turns, each draws from all that it makes."""
     chance = random.Random(f"{seed} {group.name}")
     made: dict[str, list[Mutant]] = {operator: [] for operator in OPERATORS}
@@ -170,7 +170,7 @@ def parsed(package: str, module: str) -> ast.Module:
 
 
 @functools.cache
-def sites_in(package: str, module: str) -> list[Site]:
+def sites_in(package: str, module: str) -> list[MutationSite]:
     return sites(parsed(package, module))
 
 

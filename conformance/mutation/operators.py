@@ -180,7 +180,7 @@ def _with_arguments(node: ast.AST, ends: tuple[str, ...], other: ast.expr) -> It
 
 
 @dataclass(frozen=True)
-class Site:
+class MutationSite:
     """One mutant of a module."""
 
     operator: str
@@ -189,11 +189,11 @@ class Site:
     line: int  # where the innermost statement around it begins
 
 
-def sites(tree: ast.Module) -> list[Site]:
+def sites(tree: ast.Module) -> list[MutationSite]:
     return [site for site, _, _ in _mutants(tree)]
 
 
-def mutate(tree: ast.Module, operator: str, number: int) -> Site:
+def mutate(tree: ast.Module, operator: str, number: int) -> MutationSite:
     """Make one mistake in the tree.
 
     Raises:
@@ -207,13 +207,13 @@ def mutate(tree: ast.Module, operator: str, number: int) -> Site:
     raise LookupError(f"there is no mutant {number} of {operator!r} in this source")
 
 
-def _mutants(tree: ast.Module) -> Iterator[tuple[Site, ast.AST, ast.AST]]:
+def _mutants(tree: ast.Module) -> Iterator[tuple[MutationSite, ast.AST, ast.AST]]:
     counted = dict.fromkeys(OPERATORS, 0)
     for node, function, line in _nodes(tree):
         for name, operator in OPERATORS.items():
             for other in operator(node):
                 begins = other.body[-1].lineno if name == "return_early" else line  # type: ignore[attr-defined]
-                yield Site(name, counted[name], function, begins), node, other
+                yield MutationSite(name, counted[name], function, begins), node, other
                 counted[name] += 1
 
 

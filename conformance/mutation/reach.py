@@ -29,7 +29,7 @@ from conformance.judge.clauses import HERE, clause_of
 from conformance.judge.judgement import RED
 from conformance.judge.library import load_library
 from conformance.mutation import lines
-from conformance.mutation.groups import GROUPS, LINES, Group, clauses_of, file_of
+from conformance.mutation.groups import GROUPS, LINES, MutationGroup, clauses_of, file_of
 
 _FOLDER, _GROUPS, _KNOWN = "CONFORMANCE_LINES_FOLDER", "CONFORMANCE_LINES_GROUPS", "CONFORMANCE_LINES_KNOWN"
 _COLLECTED, _IMPORTED = "collected.json", "imported.json"
@@ -50,7 +50,7 @@ class Reach:
     unmeasured: list[str] = field(default_factory=list)
     imported: list[int] = field(default_factory=list)  # the lines that run when modules are imported
 
-    def tests_of(self, number: int, group: Group) -> list[str]:
+    def tests_of(self, number: int, group: MutationGroup) -> list[str]:
         """A group's tests that may reach a line: each clause's quickest first, then each one's second, and so on.
 
         What runs at import any test may notice, and those of names and signatures, which have no clause, nothing else:
@@ -79,11 +79,11 @@ class Reach:
         return [test for test, end in zip(tests, ends, strict=True) if end <= seconds] or [*tests[:1]]
 
 
-def _asked_about(group: Group) -> frozenset[str]:
+def _asked_about(group: MutationGroup) -> frozenset[str]:
     return clauses_of(group) | {""}
 
 
-def measure(package: str, groups: Sequence[Group], jobs: int, kept: Path | None = None) -> Reach:
+def measure(package: str, groups: Sequence[MutationGroup], jobs: int, kept: Path | None = None) -> Reach:
     """Runs the groups' tests once, and once more those that noting turns red.
 
     Args:

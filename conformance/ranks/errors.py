@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from conformance.ranks.trace import Collective
+from conformance.ranks.collective_traces import Collective
 
 _LAST_COLLECTIVES = 5
 

@@ -24,7 +24,7 @@ from typing import Any
 from conformance.ranks import process as rank_process
 from conformance.ranks.channel import Channel
 from conformance.ranks.errors import Failure
-from conformance.ranks.process import Settings, serve
+from conformance.ranks.process import RankSettings, serve
 
 # Imported once in the fork server, so that a rank starts in milliseconds. Importing is safe there; running an operator
 # is not: the threads that it starts would be missing in every fork. DTensor's first operator imports Dynamo, which
@@ -70,7 +70,7 @@ def keep_fork_server() -> None:
 
 
 @dataclass(eq=False)
-class Handle:
+class RankHandle:
     number: int
     process: BaseProcess
     control: Channel
@@ -81,7 +81,7 @@ class Handle:
     _tail: bytearray = field(default_factory=bytearray)
 
     @classmethod
-    def start(cls, settings: Settings) -> Handle:
+    def start(cls, settings: RankSettings) -> RankHandle:
         context = _fork_server()
         control, control_end = socket.socketpair()
         output, output_end = context.Pipe(duplex=False)

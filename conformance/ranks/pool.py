@@ -17,6 +17,7 @@ import torch
 
 from conformance import simulator
 from conformance.judge.seeding import run_seed
+from conformance.ranks.collective_traces import Collective, CollectiveTraces
 from conformance.ranks.errors import (
     Failure,
     PoolBroken,
@@ -27,10 +28,9 @@ from conformance.ranks.errors import (
     RanksDiverged,
     Scene,
 )
-from conformance.ranks.handle import Handle
-from conformance.ranks.process import Done, Listening, Ready, Resolved, Settings
+from conformance.ranks.handle import RankHandle
+from conformance.ranks.process import Done, Listening, RankSettings, Ready, Resolved
 from conformance.ranks.slots import cpu_slots
-from conformance.ranks.trace import Collective, CollectiveTraces
 
 # After the first failure its peers get this long to fail in their turn, so that the report has their side too.
 _GRACE_S = 1.0
@@ -88,7 +88,7 @@ class RankPool:
         self._turns = turns
         self._grace_s = grace_s
         self._pace = _Pace()
-        self._ranks: list[Handle] = []
+        self._ranks: list[RankHandle] = []
         self._selector = selectors.DefaultSelector()
         self._finalizer = weakref.finalize(self, _end, self._ranks, self._selector)
 
@@ -161,8 +161,8 @@ class RankPool:
     def _start(self) -> None:
         self.starts += 1
         for number in range(self.world_size):
-            settings = Settings(number, self.world_size, self._backend, self.device, run_seed())
-            self._ranks.append(Handle.start(settings))
+            settings = RankSettings(number, self.world_size, self._backend, self.device, run_seed())
+            self._ranks.append(RankHandle.start(settings))
             self._ranks[-1].watch(self._selector)
         ready: set[int] = set()
         clock = _Clock(self._start_s)
@@ -207,7 +207,7 @@ class RankPool:
             self.kill()
         return [pickle.loads(end.result) for end in done]
 
-    def _messages(self, clock: _Clock) -> Iterator[tuple[Handle, Any]]:
+    def _messages(self, clock: _Clock) -> Iterator[tuple[RankHandle, Any]]:
         """What the ranks say, until the clock runs out. Their output is kept flowing, so that no print blocks them."""
         while (left_s := clock.left_s()) > 0:
             for key, _ in self._selector.select(left_s):
@@ -327,7 +327,7 @@ class _Pace:
             self._suspected.add(request)
 
 
-def _end(ranks: list[Handle], selector: selectors.BaseSelector) -> None:
+def _end(ranks: list[RankHandle], selector: selectors.BaseSelector) -> None:
     """Empties both in place: what finalizes a pool must not hold the pool itself."""
     for key in list((selector.get_map() or {}).values()):
         selector.unregister(key.fileobj)
@@ -337,7 +337,7 @@ def _end(ranks: list[Handle], selector: selectors.BaseSelector) -> None:
         ranks.pop().bury()
 
 
-def _stacks(ranks: Sequence[Handle]) -> dict[int, str]:
+def _stacks(ranks: Sequence[RankHandle]) -> dict[int, str]:
     for rank in ranks:
         rank.ask_for_stack()
     return {rank.number: rank.stack() for rank in ranks}

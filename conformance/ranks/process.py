@@ -31,8 +31,8 @@ from conformance.judge import seeding
 from conformance.judge.environment import quieten_triton
 from conformance.ranks import by_value
 from conformance.ranks.channel import Channel
+from conformance.ranks.collective_traces import report_collectives
 from conformance.ranks.errors import Failure
-from conformance.ranks.trace import report_collectives
 
 # A group outlives every deadline of the parent, which is the one to end a case that hangs.
 _GROUP_TIMEOUT = datetime.timedelta(hours=1)
@@ -71,7 +71,7 @@ def _group_of_device(_: Any, device: str) -> dist.ProcessGroup:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RankSettings:
     rank: int
     world_size: int
     backend: str
@@ -104,7 +104,11 @@ class Done:
 
 
 def serve(
-    settings: Settings, control: socket.socket, output: Connection, stacks: Connection, lifeline: Connection
+    settings: RankSettings,
+    control: socket.socket,
+    output: Connection,
+    stacks: Connection,
+    lifeline: Connection,
 ) -> None:
     """Life of a rank: come up, then one case after the other until it is killed or its parent is gone."""
     os.setsid()  # so that the parent kills what the rank started along with it, and Ctrl-C is the parent's alone
@@ -143,7 +147,7 @@ def _redirect_output(output: int) -> None:
     )
 
 
-def _come_up(settings: Settings, channel: Channel) -> None:
+def _come_up(settings: RankSettings, channel: Channel) -> None:
     torch.set_num_threads(1)
     quieten_triton()
     seeding.set_run_seed(settings.seed)
@@ -170,7 +174,7 @@ def _come_up(settings: Settings, channel: Channel) -> None:
     channel.send(Ready())
 
 
-def _device(settings: Settings) -> torch.device:
+def _device(settings: RankSettings) -> torch.device:
     if settings.device == simulator.NAME:
         simulator.enable()
         return torch.device(simulator.NAME, 0)
@@ -181,7 +185,7 @@ def _device(settings: Settings) -> torch.device:
     return device
 
 
-def _run_case(settings: Settings, channel: Channel, request: bytes) -> None:
+def _run_case(settings: RankSettings, channel: Channel, request: bytes) -> None:
     try:
         name, arguments = pickle.loads(request)
         case = resolve(name)

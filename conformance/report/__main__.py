@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from conformance.faults.kills import read_kills
+from conformance.faults.kill_matrix import read_kills
 from conformance.report.baseline import compare, read_report
 from conformance.report.page import write_page
 from conformance.report.side_by_side import write_side_by_side

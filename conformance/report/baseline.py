@@ -32,7 +32,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BaselineComparison:
     subject: str
     began: str
     verdict: str
@@ -71,13 +71,13 @@ def read_report(file: Path) -> dict[str, Any]:
     return found
 
 
-def compare(old: dict[str, Any], new: dict[str, Any]) -> Comparison:
+def compare(old: dict[str, Any], new: dict[str, Any]) -> BaselineComparison:
     """How `new` differs from `old`, test by test, told by clause."""
     then = {test["nodeid"]: test for test in old["tests"]}
     now = {test["nodeid"]: test for test in new["tests"]}
     both = [(then[nodeid], test) for nodeid, test in now.items() if nodeid in then]
     paces = list(_paces(old, new))
-    return Comparison(
+    return BaselineComparison(
         subject=old["subject"],
         began=old["began"],
         verdict=old["verdict"],
@@ -101,7 +101,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> Comparison:
     )
 
 
-def sentences(found: Comparison, most: int = 3) -> list[str]:
+def sentences(found: BaselineComparison, most: int = 3) -> list[str]:
     """The comparison in a few lines for a terminal."""
     red = sum(change.note != "" for change in found.new)
     lines = [f"against the baseline ({found.subject}, {found.began}): "]

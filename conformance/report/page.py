@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from conformance.judge.judgement import RED
 from conformance.judge.results import Broken, broken_clauses
 from conformance.report import simulation, speed
-from conformance.report.kills import kill_matrix
+from conformance.report.kill_table import kill_matrix
 from conformance.report.matrix import MEANINGS, SIGNS, Area, matrix, ranked
 from conformance.report.text import legible
 from conformance.report.verdict import parts

@@ -15,7 +15,7 @@ from conformance.report.verdict import parts
 
 
 @dataclass(frozen=True)
-class Cell:
+class ComparedCell:
     """One clause in one report."""
 
     tests: list[dict[str, Any]]
@@ -36,9 +36,9 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     clause: dict[str, Any]
-    cells: list[Cell]
+    cells: list[ComparedCell]
 
     @property
     def differs(self) -> bool:
@@ -46,16 +46,16 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Area:
+class ComparedArea:
     name: str
-    rows: list[Row]
+    rows: list[ComparedRow]
 
     @property
-    def different(self) -> list[Row]:
+    def different(self) -> list[ComparedRow]:
         return [row for row in self.rows if row.differs]
 
     @property
-    def alike(self) -> list[Row]:
+    def alike(self) -> list[ComparedRow]:
         return [row for row in self.rows if not row.differs]
 
     def held(self, column: int) -> str:
@@ -84,17 +84,17 @@ def write_side_by_side(reports: Sequence[dict[str, Any]], file: Path) -> None:
     file.write_text(page, encoding="utf-8")
 
 
-def side_by_side(reports: Sequence[dict[str, Any]]) -> list[Area]:
+def side_by_side(reports: Sequence[dict[str, Any]]) -> list[ComparedArea]:
     """Each clause that any of them knows, in the words of the last that does; areas with differences first."""
     clauses = {clause["id"]: clause for report in reports for clause in report["clauses"]}
     asked = [_by_clause(report) for report in reports]
-    areas: dict[str, list[Row]] = {}
+    areas: dict[str, list[ComparedRow]] = {}
     for name, clause in clauses.items():
         cells = [
             _cell(name, tests.get(name, []), report) for tests, report in zip(asked, reports, strict=True)
         ]
-        areas.setdefault(clause["area"], []).append(Row(clause, cells))
-    found = [Area(name, rows) for name, rows in sorted(areas.items())]
+        areas.setdefault(clause["area"], []).append(ComparedRow(clause, cells))
+    found = [ComparedArea(name, rows) for name, rows in sorted(areas.items())]
     return sorted(found, key=lambda area: not area.different)
 
 
@@ -105,6 +105,6 @@ def _by_clause(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _cell(clause: str, tests: list[dict[str, Any]], report: dict[str, Any]) -> Cell:
+def _cell(clause: str, tests: list[dict[str, Any]], report: dict[str, Any]) -> ComparedCell:
     red = [test["replay"] for test in tests if test["outcome"] in RED and test["replay"]]
-    return Cell(tests, red[0] if red else report.get("replay", "").replace(" WHAT ", f" {clause} "))
+    return ComparedCell(tests, red[0] if red else report.get("replay", "").replace(" WHAT ", f" {clause} "))

@@ -15,7 +15,7 @@ TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
-class Case:
+class SpeedCase:
     """One row of a group, its positions in percent of the scale's width."""
 
     row: dict[str, Any]
@@ -48,10 +48,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Group:
+class SpeedGroup:
     name: str
     parameters: list[str]
-    cases: list[Case]
+    cases: list[SpeedCase]
 
 
 def is_faster(row: dict[str, Any]) -> bool:
@@ -68,14 +68,16 @@ def position(ratio: float) -> float:
     return round(100 * (math.log(min(max(ratio, _ENDS[0]), _ENDS[1])) - low) / (high - low), 2)
 
 
-def groups(speed: dict[str, Any]) -> list[Group]:
+def groups(speed: dict[str, Any]) -> list[SpeedGroup]:
     """The cases by benchmark, in the order in which the benchmarks first come."""
     rows = speed.get("rows", [])
     order = list(dict.fromkeys(row["benchmark"] for row in rows))
     ordered = sorted(rows, key=lambda row: order.index(row["benchmark"]))
     return [
-        Group(
-            name, list(own[0]["case"]), [Case(row, ", ".join(map(str, row["case"].values()))) for row in own]
+        SpeedGroup(
+            name,
+            list(own[0]["case"]),
+            [SpeedCase(row, ", ".join(map(str, row["case"].values()))) for row in own],
         )
         for name, own in ((name, list(rows)) for name, rows in groupby(ordered, lambda row: row["benchmark"]))
     ]

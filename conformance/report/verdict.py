@@ -22,14 +22,14 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class VerdictPart:
     name: str  # also the id of its section on the page
     outcome: str  # passed, failed, or not run
     says: str
     reasons: list[str]  # why it makes the run red; none if it does not
 
 
-def parts(report: dict[str, Any]) -> list[Part]:
+def parts(report: dict[str, Any]) -> list[VerdictPart]:
     """Judging, and those of the others that were asked for."""
     others = (("speed", _speed), ("training", _training))
     return [_judging(report), *(tell(report[name] or {}) for name, tell in others if name in report)]
@@ -56,7 +56,7 @@ def worst_by_clause(report: dict[str, Any]) -> dict[str, str]:
     return worst
 
 
-def _judging(report: dict[str, Any]) -> Part:
+def _judging(report: dict[str, Any]) -> VerdictPart:
     red = ranked(test["outcome"] for test in report["tests"] if test["outcome"] in RED)
     why = list(dict.fromkeys([*report.get("bad_input", []), *report.get("ended_early", [])]))
     why += [f"{count} {_plural('test', count)} {outcome}" for outcome, count in red]
@@ -69,7 +69,7 @@ def _judging(report: dict[str, Any]) -> Part:
     says += "; ".join(_of_a_level(level, report["clauses"], worst) for level in levels_of(report["clauses"]))
     own = sum(test["outcome"] in RED for test in report["tests"] if not test["clause"])
     says += f"; {own} {_plural('test', own)} of the suite's own parts red" if own else ""
-    return Part("judging", "failed" if why else "passed", says, why)
+    return VerdictPart("judging", "failed" if why else "passed", says, why)
 
 
 def levels_of(clauses: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -90,7 +90,7 @@ def level_of(clause: Mapping[str, Any]) -> str:
     return clause.get("level", "core")  # which reports of old do not say
 
 
-def _speed(speed: dict[str, Any]) -> Part:
+def _speed(speed: dict[str, Any]) -> VerdictPart:
     rows = speed.get("rows", [])
     failed = [row for row in rows if row["outcome"] == "failed"]
     measured = [row for row in rows if row["outcome"] == "measured"]
@@ -99,7 +99,7 @@ def _speed(speed: dict[str, Any]) -> Part:
     why += [f"{row['verdict']} of speed: {row.get('reported', row['name'])}" for row in slowed]
     why += _error_of(speed)
     if not rows:
-        return Part("speed", "failed" if why else "not run", "not measured", why)
+        return VerdictPart("speed", "failed" if why else "not run", "not measured", why)
     says = [f"not judged: {speed['not_judged']}"] if "not_judged" in speed else []
     says += [f"{len(failed)} of {len(rows)} cases failed"] if failed else []
     if measured:
@@ -108,21 +108,21 @@ def _speed(speed: dict[str, Any]) -> Part:
         says.append(f"the median is {statistics.median(row['ratio'] for row in measured):.2f} × torch's time")
     says += [f"{len(slowed)} slower than before or gone"] if slowed else []
     says += [f"judged by {speed['against']}"] if "against" in speed else []
-    return Part("speed", "failed" if why else "passed", "; ".join(says), why)
+    return VerdictPart("speed", "failed" if why else "passed", "; ".join(says), why)
 
 
-def _training(training: dict[str, Any]) -> Part:
+def _training(training: dict[str, Any]) -> VerdictPart:
     runs = training.get("runs", [])
     why = [f"training {run['name']}: {reason}" for run in runs for reason in run["reasons"]]
     why += _error_of(training)
     if not runs:
-        return Part("training", "failed" if why else "not run", "not trained", why)
+        return VerdictPart("training", "failed" if why else "not run", "not trained", why)
     differ = sum(not run["agrees"] for run in runs)
     total = f"{len(runs)} {_plural('run', len(runs))}"
     says = f"{differ} of {total} differ from torch" if differ else f"{total} agree with torch"
     lacking = training.get("lacking", [])
     says += f"; torch's own {', '.join(lacking)} in place of what is not provided" if lacking else ""
-    return Part("training", "failed" if why else "passed", says, why)
+    return VerdictPart("training", "failed" if why else "passed", says, why)
 
 
 def _error_of(part: dict[str, Any]) -> Iterable[str]:

@@ -8,9 +8,9 @@ from typing import Any
 from conformance.judge import environment
 from conformance.judge.judgement import Judgement
 from conformance.training.compare import Check
-from conformance.training.judge import Comparison, as_entry
-from conformance.training.plan import small_plan
-from conformance.training.trainer import Run
+from conformance.training.config import small_config
+from conformance.training.judge import TrainingComparison, as_entry
+from conformance.training.trainer import TrainingRun
 
 CLAUSE = {
     "id": "amp.grad_scaler.x",
@@ -35,7 +35,7 @@ def judged(outcome: str, **more: Any) -> dict[str, Any]:
 
 
 def trained(passed: bool) -> dict[str, Any]:
-    run = Run(
+    run = TrainingRun(
         losses=[8.0, 7.0],
         grad_norms=[1.0, 1.0],
         scales=[4.0, 2.0],
@@ -44,7 +44,7 @@ def trained(passed: bool) -> dict[str, Any]:
         weights="w",
     )
     check = Check("bits", passed, "said <b>so</b>")
-    entry = as_entry(Comparison("bf16", small_plan("bf16"), run, run, None, [check]))
+    entry = as_entry(TrainingComparison("bf16", small_config("bf16"), run, run, None, [check]))
     return json.loads(json.dumps(entry))  # as it comes out of a report
 
 

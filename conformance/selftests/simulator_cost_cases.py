@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conformance.simulator.cost import training
+from conformance.simulator.cost import training_step
 from conformance.simulator.cost.durations import hardware
 from conformance.simulator.cost.llama import LlamaConfig
 from conformance.simulator.cost.timeline import schedule, step_cost
@@ -19,7 +19,7 @@ from conformance.simulator.cost.trace import Trace, tracing
 
 MIB = 1 << 20
 RANKS = 8
-SMALL = training.Training(LlamaConfig(layers=4), batch=1, length=2048)
+SMALL = training_step.CostedTraining(LlamaConfig(layers=4), batch=1, length=2048)
 
 
 def cost(trace: Trace) -> dict[str, Any]:
@@ -48,12 +48,12 @@ def known() -> Trace:
 
 def main() -> None:
     costs = {"known": cost(known())}
-    for name in list(training.SUBJECTS):
-        costs[name] = cost(training.traced(name, SMALL, RANKS))
-    subject = training.SUBJECTS["torch FSDP"]
+    for name in list(training_step.SUBJECTS):
+        costs[name] = cost(training_step.traced(name, SMALL, RANKS))
+    subject = training_step.SUBJECTS["torch FSDP"]
     unprefetched = functools.partial(subject.shard, backward_prefetch=None)
-    training.SUBJECTS["nothing prefetched"] = replace(subject, shard=unprefetched)
-    costs["nothing prefetched"] = cost(training.traced("nothing prefetched", SMALL, RANKS))
+    training_step.SUBJECTS["nothing prefetched"] = replace(subject, shard=unprefetched)
+    costs["nothing prefetched"] = cost(training_step.traced("nothing prefetched", SMALL, RANKS))
     json.dump(costs, sys.stdout)
 
 

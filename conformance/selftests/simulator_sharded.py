@@ -43,7 +43,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @dataclass(frozen=True)
-class Way:
+class ShardedProgram:
     """How a model is sharded, and what a step does with it."""
 
     shard: Callable[[ModuleType, nn.Sequential, Rank], nn.Module]
@@ -231,70 +231,74 @@ def save(library: ModuleType, model: nn.Module) -> None:
 
 
 FLAT_WAYS = {
-    "FSDP": Way(flat()),
-    "FSDP, flat parameters": Way(flat(use_orig_params=False)),
-    "FSDP, gathered early and without limit": Way(
+    "FSDP": ShardedProgram(flat()),
+    "FSDP, flat parameters": ShardedProgram(flat(use_orig_params=False)),
+    "FSDP, gathered early and without limit": ShardedProgram(
         flat(
             limit_all_gathers=False,
             forward_prefetch=True,
             backward_prefetch=lambda library: library.BackwardPrefetch.BACKWARD_POST,
         )
     ),
-    "FSDP, kept for backward": Way(
+    "FSDP, kept for backward": ShardedProgram(
         flat(sharding_strategy=lambda library: library.ShardingStrategy.SHARD_GRAD_OP)
     ),
-    "FSDP, bfloat16": Way(
+    "FSDP, bfloat16": ShardedProgram(
         flat(
             mixed_precision=lambda library: library.MixedPrecision(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32
             )
         )
     ),
-    "FSDP, offloaded": Way(flat(cpu_offload=lambda library: library.CPUOffload(offload_params=True))),
-    "FSDP, accumulated": Way(flat(), accumulate=without_syncing),
-    "FSDP, summoned": Way(flat(), between=summon),
-    "FSDP, saved": Way(flat(), between=save),
-    "FSDP, given other tensors": Way(flat(), between=give_other_tensors),
-    "FSDP, written to before the backward": Way(flat(), backward=write_before_backward),
+    "FSDP, offloaded": ShardedProgram(
+        flat(cpu_offload=lambda library: library.CPUOffload(offload_params=True))
+    ),
+    "FSDP, accumulated": ShardedProgram(flat(), accumulate=without_syncing),
+    "FSDP, summoned": ShardedProgram(flat(), between=summon),
+    "FSDP, saved": ShardedProgram(flat(), between=save),
+    "FSDP, given other tensors": ShardedProgram(flat(), between=give_other_tensors),
+    "FSDP, written to before the backward": ShardedProgram(flat(), backward=write_before_backward),
 }
 OFFLOADED = per_parameter(offload_policy=lambda library: library.CPUOffloadPolicy())
 PER_PARAMETER_WAYS = {
-    "fully_shard": Way(per_parameter()),
-    "fully_shard, kept for backward": Way(per_parameter(reshard_after_forward=False)),
-    "fully_shard, bfloat16": Way(
+    "fully_shard": ShardedProgram(per_parameter()),
+    "fully_shard, kept for backward": ShardedProgram(per_parameter(reshard_after_forward=False)),
+    "fully_shard, bfloat16": ShardedProgram(
         per_parameter(
             mp_policy=lambda library: library.MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32
             )
         )
     ),
-    "fully_shard, offloaded": Way(OFFLOADED),
-    "fully_shard, offloaded, bfloat16": Way(
+    "fully_shard, offloaded": ShardedProgram(OFFLOADED),
+    "fully_shard, offloaded, bfloat16": ShardedProgram(
         per_parameter(
             offload_policy=lambda library: library.CPUOffloadPolicy(),
             mp_policy=lambda library: library.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         )
     ),
-    "fully_shard, offloaded, accumulated": Way(OFFLOADED, accumulate=not_the_last),
-    "fully_shard, offloaded, gathered by hand": Way(OFFLOADED, between=gather_offloaded_by_hand),
-    "fully_shard, offloaded, evaluated": Way(OFFLOADED, between=evaluate_and_write),
-    "fully_shard, offloaded, gathered before training": Way(
+    "fully_shard, offloaded, accumulated": ShardedProgram(OFFLOADED, accumulate=not_the_last),
+    "fully_shard, offloaded, gathered by hand": ShardedProgram(OFFLOADED, between=gather_offloaded_by_hand),
+    "fully_shard, offloaded, evaluated": ShardedProgram(OFFLOADED, between=evaluate_and_write),
+    "fully_shard, offloaded, gathered before training": ShardedProgram(
         gathered_before_training, backward=write_behind_evaluation
     ),
-    "fully_shard, offloaded, loaded while gathered": Way(OFFLOADED, between=load_what_is_gathered),
-    "fully_shard, prefetched": Way(prefetching),
-    "fully_shard, accumulated": Way(per_parameter(), accumulate=without_syncing),
-    "fully_shard, a backward that is not the last": Way(per_parameter(), accumulate=not_the_last),
-    "fully_shard, replicas that add up": Way(in_replicas, accumulate=without_all_reduce),
-    "fully_shard, replicas, a backward that is not the last": Way(in_replicas, accumulate=not_the_last),
-    "fully_shard, gathered ahead": Way(per_parameter(), between=gather_ahead),
-    "fully_shard, an optimizer on a stream of its own": Way(
+    "fully_shard, offloaded, loaded while gathered": ShardedProgram(OFFLOADED, between=load_what_is_gathered),
+    "fully_shard, prefetched": ShardedProgram(prefetching),
+    "fully_shard, accumulated": ShardedProgram(per_parameter(), accumulate=without_syncing),
+    "fully_shard, a backward that is not the last": ShardedProgram(per_parameter(), accumulate=not_the_last),
+    "fully_shard, replicas that add up": ShardedProgram(in_replicas, accumulate=without_all_reduce),
+    "fully_shard, replicas, a backward that is not the last": ShardedProgram(
+        in_replicas, accumulate=not_the_last
+    ),
+    "fully_shard, gathered ahead": ShardedProgram(per_parameter(), between=gather_ahead),
+    "fully_shard, an optimizer on a stream of its own": ShardedProgram(
         per_parameter(), step=step_on_a_stream_of_its_own
     ),
-    "fully_shard, stepped in the backward": Way(stepped_in_backward),
-    "fully_shard, gathered for nothing": Way(per_parameter(), between=gather_for_nothing),
+    "fully_shard, stepped in the backward": ShardedProgram(stepped_in_backward),
+    "fully_shard, gathered for nothing": ShardedProgram(per_parameter(), between=gather_for_nothing),
 }
-WAYS = {**FLAT_WAYS, **PER_PARAMETER_WAYS, "DDP": Way(replicated, accumulate=without_syncing)}
+WAYS = {**FLAT_WAYS, **PER_PARAMETER_WAYS, "DDP": ShardedProgram(replicated, accumulate=without_syncing)}
 
 # torch's host writes to shards that are being copied from.
 WRITTEN_TO_WHILE_COPIED = (
@@ -311,20 +315,22 @@ OF_ONE_LIBRARY = {
 
 
 @dataclass(frozen=True)
-class Course:
+class ScheduledTraining:
     bits: str
     order: str
     hazards: tuple[str, ...]
     unreplayable: tuple[str, ...]
 
 
-def course(rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, int] | None = None) -> Course:
+def course(
+    rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, int] | None = None
+) -> ScheduledTraining:
     """What a training came to under one schedule; with `dropped`, without the wait that a line of a file asks for."""
     with _dropped(*dropped) if dropped else contextlib.nullcontext():
         return course_of(rank, library, WAYS[way], seed)
 
 
-def course_of(rank: Rank, library: str, way: Way, seed: int) -> Course:
+def course_of(rank: Rank, library: str, way: ShardedProgram, seed: int) -> ScheduledTraining:
     loaded = importlib.import_module(LIBRARIES[library])
     # What earlier trainings left is not to be freed in the middle of this one: when Python collects by itself hangs on
     # what ran before. What stays, what torch's FSDP1 leaks at one rank for one, need not be looked through again.
@@ -335,7 +341,7 @@ def course_of(rank: Rank, library: str, way: Way, seed: int) -> Course:
     simulator.set_schedule(seed, rank.rank)
     bits = _train(loaded, way, rank)
     simulator.synchronize()
-    return Course(
+    return ScheduledTraining(
         bits,
         simulator.course(),
         tuple(str(hazard) for hazard in simulator.take_hazards()),
@@ -357,7 +363,7 @@ def pinned_where_cast(rank: Rank) -> list[bool]:
     return pinned
 
 
-def _train(library: ModuleType, way: Way, rank: Rank) -> str:
+def _train(library: ModuleType, way: ShardedProgram, rank: Rank) -> str:
     torch.manual_seed(rank.rank if way.shard is replicated else 0)
     layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
     model = way.shard(library, nn.Sequential(*layers), rank)

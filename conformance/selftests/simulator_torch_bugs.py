@@ -16,14 +16,19 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from conformance.ranks import Rank
-from conformance.selftests.simulator_sharded import Course, Way, course_of, per_parameter
+from conformance.selftests.simulator_sharded import (
+    ScheduledTraining,
+    ShardedProgram,
+    course_of,
+    per_parameter,
+)
 
 Patch = contextlib.AbstractContextManager[Any]
 
 
 @dataclass(frozen=True)
 class Bug:
-    way: Way
+    way: ShardedProgram
     patch: Callable[[], Patch]
 
 
@@ -115,15 +120,15 @@ def copies_beside_hooks() -> Patch:
 
 
 BUGS = {
-    "a chunked loss": Bug(Way(headless, backward=chunked), accumulates_behind_the_computation),
-    "replicas, offloaded": Bug(Way(in_replicas_offloaded), frees_what_is_all_reduced),
+    "a chunked loss": Bug(ShardedProgram(headless, backward=chunked), accumulates_behind_the_computation),
+    "replicas, offloaded": Bug(ShardedProgram(in_replicas_offloaded), frees_what_is_all_reduced),
     "a step in a gradient's hook": Bug(
-        Way(stepped_by_hooks, step=lambda model, optimizer: None), copies_beside_hooks
+        ShardedProgram(stepped_by_hooks, step=lambda model, optimizer: None), copies_beside_hooks
     ),
 }
 
 
-def course(rank: Rank, bug: str, seed: int, planted: bool) -> Course:
+def course(rank: Rank, bug: str, seed: int, planted: bool) -> ScheduledTraining:
     found = BUGS[bug]
     with found.patch() if planted else contextlib.nullcontext():
         return course_of(rank, "torch", found.way, seed)

@@ -25,8 +25,8 @@ from conformance.strategies.wrapping import (
     Built,
     Node,
     Policy,
+    StandInWrapper,
     Tree,
-    Wrapper,
     noting,
     shape,
     trees,
@@ -146,10 +146,10 @@ def test_a_module_at_several_places_is_wrapped_once_and_everywhere(tree: Tree, p
     notes, found = wrapped_by_us(built, policy.of(OURS), kwargs_of()).value
     names = [name for name, _ in notes]
     assert len(names) == len(set(names))
-    around = {module.module: module for module in built.root.modules() if isinstance(module, Wrapper)}
+    around = {module.module: module for module in built.root.modules() if isinstance(module, StandInWrapper)}
     assert {built.names[module] for module in around} == set(names)
     for parent in built.root.modules():
-        standing = set(parent.children()) if not isinstance(parent, Wrapper) else set()
+        standing = set(parent.children()) if not isinstance(parent, StandInWrapper) else set()
         assert not standing & around.keys(), "a chosen module stands there without its wrapper"
     assert [_before(name) for name, kind in found if kind != "Wrapper"] == places_before
 
@@ -260,14 +260,14 @@ def test_a_module_in_two_units_goes_to_the_root_unless_it_is_one() -> None:
     ids=["a function", "a class"],
 )
 def test_what_is_wrapped_already_is_refused(policy: Policy) -> None:
-    root = nn.Sequential(nn.Linear(2, 2), Wrapper(nn.ReLU()))
+    root = nn.Sequential(nn.Linear(2, 2), StandInWrapper(nn.ReLU()))
     with pytest.raises(ValueError, match="already have FSDP applied but found 1 in\nSequential"):
         auto_wrap(
             root,
             policy.of(OURS),
             ignored_modules=set(),
             ignored_params=set(),
-            wrapper_cls=Wrapper,
+            wrapper_cls=StandInWrapper,
             wrapper_kwargs=kwargs_of(),
         )
     assert isinstance(root[0], nn.Linear)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conformance import catalogue
-from conformance.catalogue import Change
+from conformance.catalogue import CatalogueVersion
 from conformance.judge import clauses, surface
 from conformance.judge.rows import all_deviations
 
@@ -46,7 +46,7 @@ def test_whatever_a_clause_says_of_itself_changes_it(monkeypatch: pytest.MonkeyP
 
 
 def test_the_next_number_names_what_came_went_and_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = tomllib.loads(catalogue._written([Change(1, "The first.")], "0"))
+    first = tomllib.loads(catalogue._written([CatalogueVersion(1, "The first.")], "0"))
     then = [{"id": name, "says": name} for name in "abc"]
     monkeypatch.setattr(clauses, "for_report", lambda: then)
     with pytest.raises(ValueError, match="no clause has changed since catalogue 1"):
@@ -55,8 +55,8 @@ def test_the_next_number_names_what_came_went_and_changed(monkeypatch: pytest.Mo
     monkeypatch.setattr(clauses, "for_report", lambda: now)
     written = tomllib.loads(catalogue.raised('said "so" — once', first, then))
     assert catalogue._changes(written) == (
-        Change(2, 'said "so" — once', ("d" * 200,), ("b",), ("c",)),
-        Change(1, "The first."),
+        CatalogueVersion(2, 'said "so" — once', ("d" * 200,), ("b",), ("c",)),
+        CatalogueVersion(1, "The first."),
     )
     monkeypatch.setattr(catalogue, "_read", lambda: written)
     assert not catalogue.is_due()
@@ -110,7 +110,7 @@ def test_it_is_printed_for_other_programs_and_drawn(tmp_path: Path) -> None:
         [*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
     )
     assert json.loads(printed.stdout) == json.loads(json.dumps(catalogue.as_dict()))
-    from conformance.report.catalogue import write_catalogue  # noqa: PLC0415 (needs jinja2)
+    from conformance.report.catalogue_page import write_catalogue  # noqa: PLC0415 (needs jinja2)
 
     write_catalogue(catalogue.as_dict(), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()

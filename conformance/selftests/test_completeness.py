@@ -32,7 +32,7 @@ _JUDGED_BY_ROWS = list(_judged_by_rows())
 
 
 @pytest.mark.parametrize("item", [*filter(has_effect, surface.items())], ids=str)
-def test_every_item_has_a_clause(item: surface.Item) -> None:
+def test_every_item_has_a_clause(item: surface.SurfaceItem) -> None:
     covering = [clause.id for clause in all_clauses().values() if str(item) in clause.covers]
     if not (item.method or item.parameter):
         covering += [
@@ -43,7 +43,7 @@ def test_every_item_has_a_clause(item: surface.Item) -> None:
     assert covering, f"no clause covers torch.{item}"
 
 
-def _within(covered: str, item: surface.Item) -> bool:
+def _within(covered: str, item: surface.SurfaceItem) -> bool:
     return covered.startswith((f"{item.path}.", f"{item.path}("))
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from conformance.distributed.fsdp.happens_before import (
     HOST,
     Allocation,
-    Block,
     Entry,
     Free,
+    HostBlock,
     Operation,
     Record,
     Wait,
@@ -104,7 +104,7 @@ LOGS: dict[str, tuple[Sequence[Entry], int, str]] = {
         (
             Operation("compute", "copy", writes=(GRAD,)),
             Record("compute", 1),
-            Block(1),
+            HostBlock(1),
             Operation(HOST, "step", reads=(GRAD,)),
         ),
         2,
@@ -161,8 +161,8 @@ def test_waits_lead_on() -> None:
 def test_what_the_host_waited_for_comes_before_all_that_it_issues_after() -> None:
     before = [Operation("gather", "all_gather", writes=(WHOLE,)), Record("gather", 1)]
     reads = Operation("compute", "matmul", reads=(WHOLE,))
-    assert hazards([*before, Block(1), reads]) == []
-    assert len(hazards([*before, reads, Block(1)])) == 1
+    assert hazards([*before, HostBlock(1), reads]) == []
+    assert len(hazards([*before, reads, HostBlock(1)])) == 1
 
 
 def test_reads_beside_each_other_are_no_hazard() -> None:

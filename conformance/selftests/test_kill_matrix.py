@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from conformance.faults.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
+from conformance.faults.earlier_kills import EarlierKills, known, noted, remember, still_there
 from conformance.faults.fork import Ending
 from conformance.faults.handmade import HANDMADE
-from conformance.faults.kills import Idle, Kill, Kills, read_kills, write_kills
-from conformance.faults.memory import Memory, known, noted, remember, still_there
+from conformance.faults.kill_matrix import IdleClause, Kill, Kills, read_kills, write_kills
 from conformance.faults.order import Task, distance, likeness_to, lineage
 from conformance.faults.reasons import all_excuses, idle_reasons
 from conformance.faults.trials import (
@@ -233,14 +233,18 @@ def a_kill(*, killed: bool, why: str = "") -> Kill:
         (a_kill(killed=False), NOT_AS_EXPECTED, "a.fault: SURVIVED"),
         (a_kill(killed=False, why="none can"), AS_EXPECTED, "a.fault: survived, reason: none can"),
         (a_kill(killed=True, why="none can"), NOT_AS_EXPECTED, "STALE REASON: none can"),
-        (Idle("a.clause", 3, "a.fault"), AS_EXPECTED, "0 of 0 killed"),
-        (Idle("a.clause", 3), NOT_AS_EXPECTED, "a.clause: KILLS NONE of 3"),
-        (Idle("a.clause", 3, why="no fault can"), AS_EXPECTED, "kills none of 3, reason: no fault can"),
-        (Idle("a.clause", 3, "a.fault", why="no fault can"), NOT_AS_EXPECTED, "STALE REASON: no fault can"),
+        (IdleClause("a.clause", 3, "a.fault"), AS_EXPECTED, "0 of 0 killed"),
+        (IdleClause("a.clause", 3), NOT_AS_EXPECTED, "a.clause: KILLS NONE of 3"),
+        (IdleClause("a.clause", 3, why="no fault can"), AS_EXPECTED, "kills none of 3, reason: no fault can"),
+        (
+            IdleClause("a.clause", 3, "a.fault", why="no fault can"),
+            NOT_AS_EXPECTED,
+            "STALE REASON: no fault can",
+        ),
     ],
 )
 def test_a_reason_excuses_and_goes_stale(
-    row: Kill | Idle, code: int, reported: str, capsys: pytest.CaptureFixture[str]
+    row: Kill | IdleClause, code: int, reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kills = Kills("impl", "abc", "2026-01-01T00:00:00+00:00")
     if isinstance(row, Kill):
@@ -319,16 +323,18 @@ def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     a, b, c, d = list(HANDMADE)[:4]
     clause = next(iter(all_clauses()))
     old, new, own = (f"conformance/selftests/test_kill_matrix.py::test_{name}" for name in OF_MEMORY)
-    monkeypatch.setattr("conformance.faults.memory._FILE", kept := tmp_path / "killers.json")
+    monkeypatch.setattr("conformance.faults.earlier_kills._FILE", kept := tmp_path / "killers.json")
     kept.write_text(json.dumps({old: [a, b, "gone"], f"{old}_gone": [ON_TORCH[0]]}))
     kills = [Kill(a, True, "", new, "failed", 1.0), Kill(b, False, "", "", "", 1.0)]
     kills += [Kill(c, True, "", old, "failed", 60.0), Kill(d, True, "", new, "failed", 1.0)]
     remember(Kills("torch", "", "", kills=kills))
     out = tmp_path / "kills.json"
-    assert known(out) == Memory({a: new, b: old, c: old}, {})
-    matrix = Kills("torch", "", "", kills=[Kill(c, True, "", own, "failed", 1.0)], idle=[Idle(clause, 1, c)])
+    assert known(out) == EarlierKills({a: new, b: old, c: old}, {})
+    matrix = Kills(
+        "torch", "", "", kills=[Kill(c, True, "", own, "failed", 1.0)], idle=[IdleClause(clause, 1, c)]
+    )
     write_kills(out, matrix)
-    assert known(out) == Memory({a: new, b: old, c: own}, {clause: c})
+    assert known(out) == EarlierKills({a: new, b: old, c: own}, {clause: c})
 
 
 def test_what_is_remembered_is_there() -> None:
@@ -368,12 +374,18 @@ def test_faults_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_matrix_with_clauses_is_read_as_it_was_written(tmp_path: Path) -> None:
     kills = Kills(
-        "torch", "abc", "2026-01-01T00:00:00+00:00", 3.0, True, [a_kill(killed=True)], [Idle("a.clause", 3)]
+        "torch",
+        "abc",
+        "2026-01-01T00:00:00+00:00",
+        3.0,
+        True,
+        [a_kill(killed=True)],
+        [IdleClause("a.clause", 3)],
     )
     write_kills(tmp_path / "kills.json", kills)
     found = read_kills(tmp_path / "kills.json")
     assert Kill(**found["kills"][0]) == kills.kills[0]
-    assert [Idle(**row) for row in found["idle"]] == kills.idle
+    assert [IdleClause(**row) for row in found["idle"]] == kills.idle
     assert found["complete"]
 
 

@@ -83,7 +83,7 @@ EXCEPTIONS = {
     ): "Dynamo takes two seconds to import and calls this",
     (
         "impl.distributed.fsdp",
-        "imports impl.dynamo.sharding by name",
+        "imports impl.dynamo.fsdp by name",
     ): "as soon as somebody has imported Dynamo",
     (
         "impl.amp.autocast_mode",
@@ -139,7 +139,7 @@ def torch_object(path: str) -> Any:
     return found
 
 
-class Reader(ast.NodeVisitor):
+class ImportReader(ast.NodeVisitor):
     """Reads one module: its imports, and every way in which it might reach what it must not."""
 
     def __init__(self, name: str, is_package: bool, modules: set[str]) -> None:
@@ -248,7 +248,7 @@ def absolute(node: ast.ImportFrom, package: str) -> str:
 
 
 def read(name: str, source: str, modules: set[str], is_package: bool = False) -> Reading:
-    reader = Reader(name, is_package, modules)
+    reader = ImportReader(name, is_package, modules)
     reader.visit(ast.parse(source))
     return reader.reading
 

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from conformance.ranks import by_value
 from conformance.ranks.channel import Channel
+from conformance.ranks.collective_traces import Collective, CollectiveTraces
 from conformance.ranks.errors import Failure
-from conformance.ranks.handle import Handle
+from conformance.ranks.handle import RankHandle
 from conformance.ranks.pool import _Progress
 from conformance.ranks.slots import cpu_slots
-from conformance.ranks.trace import Collective, CollectiveTraces
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,7 +152,7 @@ def test_a_tensor_comes_back_as_it_was(tensor: torch.Tensor) -> None:
 def test_a_stack_that_comes_with_pauses_is_read_to_its_end() -> None:
     stacks, reported = multiprocessing.Pipe(duplex=False)
     not_asked: Any = None
-    handle = Handle(0, not_asked, not_asked, not_asked, stacks, not_asked)
+    handle = RankHandle(0, not_asked, not_asked, not_asked, stacks, not_asked)
     frames = ["Thread 0x1 (most recent call first):"]
     frames += [f'  File "{name}", line 1 in {name}' for name in ("a", "b")] + [
         '  File "<string>", line 1 in <module>'

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
 
-from conformance.faults.kills import Idle, Kill, Kills, read_kills
+from conformance.faults.kill_matrix import IdleClause, Kill, Kills, read_kills
 from conformance.report import speed, write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, matrix
@@ -57,7 +57,7 @@ class Page(HTMLParser):
             self.text += data
 
 
-def kills_of(*kills: Kill, complete: bool = True, idle: list[Idle] | None = None) -> dict[str, Any]:
+def kills_of(*kills: Kill, complete: bool = True, idle: list[IdleClause] | None = None) -> dict[str, Any]:
     return asdict(Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 9.0, complete, list(kills), idle))
 
 
@@ -315,9 +315,9 @@ def test_kills_are_shown_or_how_to_measure_them(tmp_path: Path) -> None:
 def test_what_clauses_catch_on_their_own_is_shown(tmp_path: Path) -> None:
     report = a_report(judged("passed"))
     rows = [
-        Idle("a.late.clause", 4, "a.fault"),
-        Idle("a.weak.clause", 9),
-        Idle("a.lone.clause", 7, why="So."),
+        IdleClause("a.late.clause", 4, "a.fault"),
+        IdleClause("a.weak.clause", 9),
+        IdleClause("a.lone.clause", 7, why="So."),
     ]
     report["kills"] = kills_of(Kill("one", True, CLAUSE["id"], "t", "failed", 1.0), idle=rows)
     text = draw(report, tmp_path).text

@@ -15,17 +15,17 @@ pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml br
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 
 from conformance import gate
-from conformance.faults.kills import Kill, Kills, write_kills
+from conformance.faults.kill_matrix import Kill, Kills, write_kills
 from conformance.judge.judgement import RED
 from conformance.report import write_page
-from conformance.report.baseline import Comparison, compare, read_report, sentences
+from conformance.report.baseline import BaselineComparison, compare, read_report, sentences
 from conformance.report.matrix import SEVERITY
 from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
 
 CHANGES = ("broke", "mended", "changed", "new", "gone", "slower", "faster")
 
 
-def reported(found: Comparison) -> dict[str, list[tuple[str, list[str]]]]:
+def reported(found: BaselineComparison) -> dict[str, list[tuple[str, list[str]]]]:
     """What changed by kind, without the kinds in which nothing did."""
     kinds = {kind: getattr(found, kind) for kind in CHANGES}
     return {

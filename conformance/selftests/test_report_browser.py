@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
 
-from conformance.faults.kills import Idle, Kill, Kills
+from conformance.faults.kill_matrix import IdleClause, Kill, Kills
 from conformance.report import write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import matrix
@@ -76,7 +76,7 @@ def a_red_report() -> dict[str, Any]:
         Kill("one", True, CLAUSE["id"], "t", "hang", 1.0, says="It is off."),
         Kill("two", False, "", "", "", 9.0),
     ]
-    idle = [Idle("a.late.clause", 4, "one"), Idle("a.weak.clause", 9, why="So.")]
+    idle = [IdleClause("a.late.clause", 4, "one"), IdleClause("a.weak.clause", 9, why="So.")]
     report["kills"] = asdict(Kills("impl", "abc", report["began"], 9.0, False, kills, idle))
     earlier = a_report(judged("passed", nodeid="second"), judged("failed", nodeid="third"), subject="torch")
     earlier["speed"] = {"rows": [timed("B", 1, 1.5)]}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conformance.selftests.test_simulator import ROOT, run
-from conformance.simulator.script import Course, differences
+from conformance.simulator.script import ScheduledRun, differences
 
 FINDINGS = sorted((ROOT / "conformance/simulator/findings").glob("*.py"))
 
@@ -139,8 +139,8 @@ def test_sharded_training_has_one_result_and_a_seed_one_course(tmp_path: Path) -
 
 
 def test_differences_name_the_first_line_and_each_tensor() -> None:
-    reference = Course(0, output="a\nb\n", saved={"m.pt: w": "1", "m.pt: v": "2"})
-    course = Course(
+    reference = ScheduledRun(0, output="a\nb\n", saved={"m.pt: w": "1", "m.pt: v": "2"})
+    course = ScheduledRun(
         1, status=1, output="a\nc\n", errors="Traceback\nValueError: no\n", saved={"m.pt: w": "3"}
     )
     assert [str(one) for one in differences(reference, course)] == [

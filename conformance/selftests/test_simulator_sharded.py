@@ -16,7 +16,7 @@ from conformance.selftests.simulator_sharded import (
     OF_ONE_LIBRARY,
     PER_PARAMETER_WAYS,
     WAYS,
-    Course,
+    ScheduledTraining,
 )
 from conformance.simulator import NAME, Unavailable, ensure_built
 
@@ -49,7 +49,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 def courses(
     pool: RankPool, library: str, way: str, seed: int, dropped: tuple[str, int] | None = None
-) -> list[Course]:
+) -> list[ScheduledTraining]:
     return pool.run(CASE, deadline_s=120, library=library, way=way, seed=seed, dropped=dropped)
 
 

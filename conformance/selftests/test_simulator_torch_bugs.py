@@ -8,7 +8,7 @@ import pytest
 
 from conformance.judge.judgement import unavailable
 from conformance.ranks import RankPool
-from conformance.selftests.simulator_sharded import Course
+from conformance.selftests.simulator_sharded import ScheduledTraining
 from conformance.selftests.simulator_torch_bugs import BUGS
 from conformance.simulator import NAME, Unavailable, ensure_built
 
@@ -30,7 +30,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_a_hazard_and_other_bits(pool: RankPool, bug: str) -> None:
-    def courses(planted: bool) -> list[list[Course]]:
+    def courses(planted: bool) -> list[list[ScheduledTraining]]:
         return [pool.run(CASE, deadline_s=120, bug=bug, seed=seed, planted=planted) for seed in range(SEEDS)]
 
     right, wrong = courses(planted=False), courses(planted=True)

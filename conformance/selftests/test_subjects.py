@@ -13,7 +13,7 @@ import torch
 from conformance.judge.claims_file import NAME, read
 from conformance.judge.clauses import all_clauses
 from conformance.subjects.__main__ import HERE, README, SUBJECTS, folders, noted, row
-from conformance.subjects.source import Instead, definitions
+from conformance.subjects.package_source import Instead, definitions
 
 ROOT = HERE.parents[1]
 NOTED = {

@@ -9,10 +9,10 @@ import torch
 
 from conformance.judge.library import Library, load_library
 from conformance.training.compare import Bound, compare
+from conformance.training.config import TrainingConfig, small_config
 from conformance.training.corpus import load_corpus
 from conformance.training.judge import judge, parts_of
-from conformance.training.plan import Plan, small_plan
-from conformance.training.trainer import ByFusedStep, Captured, Run, Trainer, train
+from conformance.training.trainer import ByFusedStep, Captured, Trainer, TrainingRun, train
 from impl.optim import explain
 
 IMPL = parts_of(load_library("impl"))
@@ -25,16 +25,16 @@ class CapturedIndeed(Captured):
         return norm
 
 
-def run(plan: Plan, trained_by: type[Trainer] = Trainer) -> Run:
-    return train(IMPL, plan, load_corpus(), trained_by=trained_by)
+def run(config: TrainingConfig, trained_by: type[Trainer] = Trainer) -> TrainingRun:
+    return train(IMPL, config, load_corpus(), trained_by=trained_by)
 
 
 @pytest.mark.parametrize("optimizer", ["fused", "adamw", "foreach"])
 def test_captured_it_has_the_same_bits(subject: Library, optimizer: str) -> None:
     if subject.package != "impl":
         return  # torch has no such thing
-    plan = dataclasses.replace(small_plan("fp16"), optimizer=optimizer)
-    expected, actual = run(plan), run(plan, CapturedIndeed)
+    config = dataclasses.replace(small_config("fp16"), optimizer=optimizer)
+    expected, actual = run(config), run(config, CapturedIndeed)
     assert expected.skipped
     for name in ("losses", "grad_norms", "scales", "skipped", "held_out", "weights"):
         assert repr(getattr(actual, name)) == repr(getattr(expected, name)), name
@@ -45,10 +45,12 @@ def test_fused_it_has_the_same_curve(subject: Library, dtype: str) -> None:
     """Within what lies between two of torch's own ways to update."""
     if subject.package != "impl":
         return
-    plan = dataclasses.replace(small_plan(dtype), optimizer="fused")
-    expected = run(plan)
-    bound = Bound.between(expected, run(plan.one_rounding_away()))
-    failed = [check for check in compare(plan, expected, run(plan, ByFusedStep), bound) if not check.passed]
+    config = dataclasses.replace(small_config(dtype), optimizer="fused")
+    expected = run(config)
+    bound = Bound.between(expected, run(config.one_rounding_away()))
+    failed = [
+        check for check in compare(config, expected, run(config, ByFusedStep), bound) if not check.passed
+    ]
     assert not failed, failed
 
 
@@ -56,7 +58,7 @@ def test_the_judge_trains_by_every_way_that_there_is(subject: Library) -> None:
     """Beside torch's own names; a captured optimizer is held to every bit."""
     if subject.package != "impl":
         return
-    result = judge("impl", small_plan("fp16"))
+    result = judge("impl", small_config("fp16"))
     assert [comparison.name for comparison in result.comparisons] == [
         f"fp16, adamw, {way}" for way in ("backend torch", "backend auto", "fused step", "captured")
     ]

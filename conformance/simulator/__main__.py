@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from conformance.simulator import Unavailable, enable
-from conformance.simulator.script import Course, Difference, Script, differences, run
+from conformance.simulator.script import Difference, ScheduledRun, Script, differences, run
 
 USAGE_ERROR = 2
 
@@ -121,7 +121,7 @@ def _summary(found: list[Difference]) -> str:
     return f"{first}{f', and {more} more' if more else ''}"
 
 
-def _tell_seen(courses: list[Course]) -> int:
+def _tell_seen(courses: list[ScheduledRun]) -> int:
     hazards = list(dict.fromkeys(hazard for course in courses for hazard in course.hazards))
     for number, hazard in enumerate(hazards, 1):
         print(f"hazard {number}: {hazard}")

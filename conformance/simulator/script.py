@@ -43,7 +43,7 @@ class Script:
 
 
 @dataclass
-class Course:
+class ScheduledRun:
     """What a script did under one schedule."""
 
     seed: int
@@ -66,7 +66,7 @@ class Difference:
         return self.text
 
 
-def differences(reference: Course, course: Course) -> list[Difference]:
+def differences(reference: ScheduledRun, course: ScheduledRun) -> list[Difference]:
     """Where a course left the reference."""
     found = []
     if course.status != reference.status:
@@ -93,18 +93,18 @@ def differences(reference: Course, course: Course) -> list[Difference]:
     return found
 
 
-def run(script: Script, seeds: list[int], jobs: int) -> list[Course]:
+def run(script: Script, seeds: list[int], jobs: int) -> list[ScheduledRun]:
     """The courses of a script under `seeds`, in their order, `jobs` at a time."""
     with concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool, tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder, str(index)) for index in range(len(seeds))]
         return list(pool.map(lambda seed, place: _run(script, seed, place), seeds, folders))
 
 
-def _run(script: Script, seed: int, folder: Path) -> Course:
+def _run(script: Script, seed: int, folder: Path) -> ScheduledRun:
     folder.mkdir()
     store = _store(script.ranks)
     children = [_fork(script, seed, rank, store, folder) for rank in range(script.ranks)]
-    course = Course(seed)
+    course = ScheduledRun(seed)
     for rank, end in enumerate(_wait(children, script.timeout)):
         prefix = f"rank {rank}: " if script.ranks > 1 else ""
         course.status = course.status or end.status

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from conformance.strategies.operator_calls import Call, D, Drawn, N, P, call, ints
+from conformance.strategies.operator_calls import D, DrawnTensor, N, OperatorCall, P, call, ints
 
 _OF_ONE = """
     acos asin atan cosh sinh tan tanh erf erfinv exp expm1 exp2 log log10 log2 log1p reciprocal rsqrt sqrt
@@ -35,7 +35,7 @@ _WEIGHTS, _STATES = [N(16, 3), N(16, 4), N(16), N(16)], (N(1, 2, 4), N(1, 2, 4))
 _LENGTHS = (ints([1, 2], [2, 1]), [4, 4], [2, 2])
 _LU = (torch.tensor([[1, 2, 3]], dtype=torch.int32),)
 
-CALLS: dict[str, Call] = {
+CALLS: dict[str, OperatorCall] = {
     # Products, and what is built on them.
     "mm": call(N(3, 4), N(4, 2)),
     "bmm": call(N(2, 3, 4), N(2, 4, 2)),
@@ -131,7 +131,7 @@ CALLS: dict[str, Call] = {
     "pow.Tensor_Tensor": call(P(3), N(3)),
     "pow.Scalar": call(1.5, N(3)),
     "prod.dim_int": call(P(3, 4), 1),
-    "prod.dim_Dimname": call(Drawn((3, 4), "positive", ("a", "b")), "a"),
+    "prod.dim_Dimname": call(DrawnTensor((3, 4), "positive", ("a", "b")), "a"),
     "sum.dim_IntList": call(N(3, 4), [1]),
     "sum.dim_DimnameList": call(N(3, 4, names=("a", "b")), ["a"]),
     "softmax.int": call(N(3, 4), 1),

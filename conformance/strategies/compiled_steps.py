@@ -18,7 +18,7 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.optimizers import Make, draw_gradient, four_parameters
 
-Script = Callable[["Harness"], Any]
+Script = Callable[["CompiledHarness"], Any]
 
 
 def soon(cases: Iterable[str], *names: str) -> list[Any]:
@@ -42,7 +42,7 @@ def tracing_of(library: Library) -> Generator[None]:
         torch._dynamo.reset()
 
 
-class Graphs:
+class GraphCounter:
     """A backend that keeps how often it was called, and with how many tensors from outside of the graph."""
 
     def __init__(self, backend: str) -> None:
@@ -54,7 +54,7 @@ class Graphs:
         return self._compile(module, inputs)
 
 
-class Harness:
+class CompiledHarness:
     """An optimizer of a few parameters and its compiled step."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Harness:
     ) -> None:
         self.parameters = four_parameters(device) if parameters is None else list(parameters)
         self.optimizer = make(self.parameters)
-        self.graphs = Graphs(backend)
+        self.graphs = GraphCounter(backend)
         self.without_gradient: set[int] = set()
         self.compiled_after: list[int] = []  # graphs compiled so far, after each step
         self.recompile()
@@ -80,7 +80,7 @@ class Harness:
             has_one = index not in self.without_gradient
             parameter.grad = draw_gradient(parameter, number + index) if has_one else None
 
-    def train(self, steps: int = 1) -> Harness:
+    def train(self, steps: int = 1) -> CompiledHarness:
         for _ in range(steps):
             self.set_gradients()
             self.take_step()
@@ -91,7 +91,7 @@ class Harness:
         self.compiled_after.append(len(self.graphs.inputs))
         return result
 
-    def plain_train(self, steps: int = 1) -> Harness:
+    def plain_train(self, steps: int = 1) -> CompiledHarness:
         """As `train`, by the optimizer's own step."""
         for _ in range(steps):
             self.set_gradients()
@@ -139,17 +139,17 @@ class Harness:
 def outcome(library: Library, script: Script, make: Make, **harness: Any) -> Outcome:
     """What the script does and leaves, with this library's tracing."""
     with tracing_of(library):
-        found = observe(lambda: script(Harness(make, **harness)))
+        found = observe(lambda: script(CompiledHarness(make, **harness)))
     # What is said once a process, by modules that backends import and by torch's C++, is said to whoever comes first.
     reported = [(kind, text) for kind, text in found.warned if kind != "DeprecationWarning"]
     often = tuple(each for each in reported if "Triggered internally" not in each[1])
     return dataclasses.replace(found, warned=often)
 
 
-def after(script: Callable[[Harness], Any]) -> Script:
+def after(script: Callable[[CompiledHarness], Any]) -> Script:
     """The script, and then all that is seen of its harness."""
 
-    def run(harness: Harness) -> Any:
+    def run(harness: CompiledHarness) -> Any:
         script(harness)
         return harness.seen()
 

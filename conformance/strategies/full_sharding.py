@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fully_shard_calls import ROOT, Call
+from conformance.distributed.fsdp.fully_shard_calls import ROOT, UnitCall
 from conformance.distributed.fsdp.fully_shard_calls import UNITS as UNITS_IN_A_ROW
 from conformance.distributed.fsdp.fully_shard_cases import ShardedTraining, Sharding
 from conformance.distributed.fsdp.module_trees import FORMS
@@ -60,14 +60,14 @@ def sharded_trainings(
     return ShardedTraining(draw(trees), drawn, without_stale_gradients(draw(schedule)))
 
 
-def _calls_of(method: str, **values: Any) -> st.SearchStrategy[Call]:
+def _calls_of(method: str, **values: Any) -> st.SearchStrategy[UnitCall]:
     units = st.sampled_from([ROOT, ROOT, *range(UNITS_IN_A_ROW)])
     given = {name: st.sampled_from(each) for name, each in values.items()}
-    return st.builds(Call, st.just(method), units, st.fixed_dictionaries(given))
+    return st.builds(UnitCall, st.just(method), units, st.fixed_dictionaries(given))
 
 
 _TRAINING = st.sampled_from(
-    [Call(name) for name in ("forward", "forward", "look", "backward", "backward", "step of shards")]
+    [UnitCall(name) for name in ("forward", "forward", "look", "backward", "backward", "step of shards")]
 )
 _BOTH = (True, False)
 _SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -82,24 +82,28 @@ _SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("set_modules_to_forward_prefetch", {"modules": ([1], [2, 3], [])}),
     ("set_modules_to_backward_prefetch", {"modules": ([1, 0], [2], [])}),
 )
-_OTHERS = st.sampled_from([Call("wait"), Call("state_dict"), Call("load"), Call("skip a unit", 1)])
+_OTHERS = st.sampled_from(
+    [UnitCall("wait"), UnitCall("state_dict"), UnitCall("load"), UnitCall("skip a unit", 1)]
+)
 
 
-def programs(reference: type, factors: tuple[float, ...]) -> st.SearchStrategy[tuple[Sharding, list[Call]]]:
+def programs(
+    reference: type, factors: tuple[float, ...]
+) -> st.SearchStrategy[tuple[Sharding, list[UnitCall]]]:
     """A model, and calls of its methods among forwards and backwards, which end with a whole step.
 
     `reference` is torch's FSDPModule: older ones lack methods, which are not called.
     """
     methods = [_calls_of(name, **values) for name, values in _SETTINGS if hasattr(reference, name)]
     settings = st.one_of(*methods, _OTHERS, _calls_of("set_gradient_divide_factor", factor=factors))
-    ending = [Call("forward"), Call("backward"), Call("step of shards")]
+    ending = [UnitCall("forward"), UnitCall("backward"), UnitCall("step of shards")]
     # `one_of` of these would draw each method as often as all of training.
     call = st.sampled_from([_TRAINING, _TRAINING, settings]).flatmap(lambda kind: kind)
     calls = st.lists(call, max_size=12).filter(_gathers_for_use)
     return st.tuples(shardings(units=("leaves",)), calls.map(lambda drawn: [*drawn, *ending]))
 
 
-def _gathers_for_use(calls: list[Call]) -> bool:
+def _gathers_for_use(calls: list[UnitCall]) -> bool:
     """Whether no unit is gathered ahead that has run and awaits no backward, or whose parameters are loaded then.
 
     With these torch computes all the same: row fully_shard.gathered_in_vain.

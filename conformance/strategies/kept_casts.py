@@ -28,7 +28,7 @@ class CastCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Scene:
+class CastScene:
     """A weight of ones, regions, and what has been seen of the weight's uses."""
 
     def __init__(self, library: Library, device: str) -> None:
@@ -64,10 +64,10 @@ def fill(weight: torch.Tensor, value: float) -> None:
     weight.fill_(value)
 
 
-Script = Callable[[Scene], Any]
+Script = Callable[[CastScene], Any]
 
 
-def frozen(scene: Scene) -> None:
+def frozen(scene: CastScene) -> None:
     weight = scene.weight.requires_grad_(False)
     with scene.region():
         scene.use(weight, times=2)
@@ -75,7 +75,7 @@ def frozen(scene: Scene) -> None:
         scene.use(weight)
 
 
-def starts_to_require_gradients(scene: Scene) -> None:
+def starts_to_require_gradients(scene: CastScene) -> None:
     weight = scene.weight.requires_grad_(False)
     with scene.region():
         scene.use(weight)
@@ -83,7 +83,7 @@ def starts_to_require_gradients(scene: Scene) -> None:
         scene.use(weight.requires_grad_(), times=2)
 
 
-def stops_to_require_gradients(scene: Scene) -> None:
+def stops_to_require_gradients(scene: CastScene) -> None:
     weight = scene.weight
     with scene.region():
         scene.use(weight, times=2)
@@ -92,7 +92,7 @@ def stops_to_require_gradients(scene: Scene) -> None:
         scene.use(weight, times=2)
 
 
-def copies(scene: Scene) -> None:
+def copies(scene: CastScene) -> None:
     """Of a weight whose cast is kept; each is another tensor, whatever it shares."""
     with scene.region():
         scene.use(scene.weight)
@@ -108,7 +108,7 @@ def copies(scene: Scene) -> None:
             scene.use(made, times=2)
 
 
-def copied_modules(scene: Scene) -> None:
+def copied_modules(scene: CastScene) -> None:
     module = torch.nn.Linear(2, 2, bias=False).to(scene.device)
     fill(module.weight, 1.0)
     with scene.region():
@@ -122,26 +122,26 @@ def copied_modules(scene: Scene) -> None:
         scene.use(other.weight)
 
 
-def views(scene: Scene) -> None:
+def views(scene: CastScene) -> None:
     weight = scene.weight
     with scene.region():
         scene.use(weight, weight[:, :1], weight.t(), weight.view(2, 2), times=2)
         scene.use(weight.detach()[:, :1].requires_grad_(), times=2)
 
 
-def results(scene: Scene) -> None:
+def results(scene: CastScene) -> None:
     """What is computed of a weight is cast each time."""
     with scene.region():
         doubled = scene.weight * 2
         scene.use(doubled, times=2)
 
 
-def other_dtypes(scene: Scene) -> None:
+def other_dtypes(scene: CastScene) -> None:
     with scene.region():
         scene.use(scene.leaf(2.0, torch.float16), scene.leaf(3.0, torch.bfloat16), times=2)
 
 
-def short_lived(scene: Scene) -> None:
+def short_lived(scene: CastScene) -> None:
     """One after the other, of which memory and address may be those of one before."""
     with scene.region():
         for value in range(20):
@@ -149,7 +149,7 @@ def short_lived(scene: Scene) -> None:
             gc.collect(0)
 
 
-def twins(scene: Scene) -> None:
+def twins(scene: CastScene) -> None:
     one, other = scene.leaf(1.0), scene.leaf(1.0)
     with scene.region():
         scene.use(one, other, times=2)
@@ -157,7 +157,7 @@ def twins(scene: Scene) -> None:
     scene.seen.append((one.grad, other.grad))
 
 
-def nested(scene: Scene) -> None:
+def nested(scene: CastScene) -> None:
     """Inner regions end no casts of an outer one."""
     weight = scene.weight
     with scene.region():
@@ -177,7 +177,7 @@ def nested(scene: Scene) -> None:
         scene.use(weight)
 
 
-def first_used_inside(scene: Scene) -> None:
+def first_used_inside(scene: CastScene) -> None:
     """What an inner region casts is kept for the outer one."""
     with scene.region():
         with scene.region():
@@ -190,7 +190,7 @@ def first_used_inside(scene: Scene) -> None:
             scene.use(scene.weight)
 
 
-def not_kept_inside(scene: Scene) -> None:
+def not_kept_inside(scene: CastScene) -> None:
     weight = scene.weight
     with scene.region():
         scene.use(weight)
@@ -200,7 +200,7 @@ def not_kept_inside(scene: Scene) -> None:
             scene.use(weight)
 
 
-def kept_inside_alone(scene: Scene) -> None:
+def kept_inside_alone(scene: CastScene) -> None:
     with scene.region(cache_enabled=False):
         scene.use(scene.weight, times=2)
         with scene.region(cache_enabled=True):
@@ -210,7 +210,7 @@ def kept_inside_alone(scene: Scene) -> None:
             scene.use(scene.weight)
 
 
-def switched_by_hand(scene: Scene) -> None:
+def switched_by_hand(scene: CastScene) -> None:
     with scene.region():
         scene.use(scene.weight, times=2)
         torch.set_autocast_cache_enabled(False)
@@ -219,7 +219,7 @@ def switched_by_hand(scene: Scene) -> None:
         scene.use(scene.weight)
 
 
-def ended_by_an_exception(scene: Scene) -> None:
+def ended_by_an_exception(scene: CastScene) -> None:
     with contextlib.suppress(Planned), scene.region(), scene.region():
         scene.use(scene.weight)
         raise Planned
@@ -228,7 +228,7 @@ def ended_by_an_exception(scene: Scene) -> None:
         scene.use(scene.weight, times=2)
 
 
-def as_decorator(scene: Scene) -> None:
+def as_decorator(scene: CastScene) -> None:
     """Each call is a region of its own, unless one is around it."""
     use = scene.region()(lambda: scene.use(scene.weight, times=2))
     for value in (1.0, 2.0):
@@ -238,7 +238,7 @@ def as_decorator(scene: Scene) -> None:
         use(), use()
 
 
-def trained_inside(scene: Scene) -> None:
+def trained_inside(scene: CastScene) -> None:
     """Several backwards by one kept cast."""
     weight = scene.weight
     with scene.region():
@@ -248,7 +248,7 @@ def trained_inside(scene: Scene) -> None:
     scene.seen.append(weight.grad)
 
 
-def precise_beside(scene: Scene) -> None:
+def precise_beside(scene: CastScene) -> None:
     """For an operator in float32 the weight is as it was; one in lower precision is cast for it each time."""
     low = scene.leaf(3.0, torch.bfloat16)
     target = torch.zeros(2, 2, device=scene.device)
@@ -262,7 +262,7 @@ def precise_beside(scene: Scene) -> None:
         scene.use(scene.weight, low)
 
 
-def cleared_gradients(scene: Scene) -> None:
+def cleared_gradients(scene: CastScene) -> None:
     weight = scene.weight
     with scene.region():
         for _ in range(2):
@@ -271,7 +271,7 @@ def cleared_gradients(scene: Scene) -> None:
             weight.grad = None
 
 
-def first_without_gradients(scene: Scene) -> None:
+def first_without_gradients(scene: CastScene) -> None:
     """As in an evaluation, or in the forward of an autograd.Function."""
     with scene.region():
         with torch.no_grad():
@@ -280,7 +280,7 @@ def first_without_gradients(scene: Scene) -> None:
     scene.seen.append(scene.weight.grad)
 
 
-def first_in_inference_mode(scene: Scene) -> None:
+def first_in_inference_mode(scene: CastScene) -> None:
     with scene.region():
         with torch.inference_mode():
             scene.use(scene.weight)
@@ -288,7 +288,7 @@ def first_in_inference_mode(scene: Scene) -> None:
     scene.seen.append(scene.weight.grad)
 
 
-def disabled_in_another_dtype(scene: Scene) -> None:
+def disabled_in_another_dtype(scene: CastScene) -> None:
     with scene.region():
         scene.use(scene.weight)
         with scene.region(torch.float16, enabled=False):
@@ -323,7 +323,7 @@ SCRIPTS: list[Script] = [
 ]
 
 
-def in_another_dtype(scene: Scene) -> None:
+def in_another_dtype(scene: CastScene) -> None:
     """An inner region of another dtype, and the outer one again."""
     with scene.region():
         scene.use(scene.weight)
@@ -332,7 +332,7 @@ def in_another_dtype(scene: Scene) -> None:
         scene.use(scene.weight)
 
 
-def in_another_dtype_behind_a_disabled_one(scene: Scene) -> None:
+def in_another_dtype_behind_a_disabled_one(scene: CastScene) -> None:
     """The disabled region between them says the inner one's dtype."""
     with scene.region():
         scene.use(scene.weight)
@@ -341,7 +341,7 @@ def in_another_dtype_behind_a_disabled_one(scene: Scene) -> None:
         scene.use(scene.weight)
 
 
-def in_another_dtype_out_of_order(scene: Scene) -> None:
+def in_another_dtype_out_of_order(scene: CastScene) -> None:
     """The outer region is left first, and one of its dtype entered inside of the other."""
     device = scene.device
     with contextlib.ExitStack() as stack:

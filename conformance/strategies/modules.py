@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.module_trees import FORMS, Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.module_trees import FORMS, Leaf, ModuleGroup, ModuleTree
 
 KINDS = ("affine", "linear", "normed", "batched", "lookup", "scaled", "tied", "idle")
 CHECKPOINTING = ("none", "none", "plain")
@@ -18,10 +18,10 @@ def leaves(draw: st.DrawFn, *, frozen: tuple[str, ...] = ("none",), kinds: tuple
 
 
 def groups(
-    parts: st.SearchStrategy[Leaf | Group], checkpointing: tuple[str, ...], forms: tuple[str, ...]
-) -> st.SearchStrategy[Group]:
+    parts: st.SearchStrategy[Leaf | ModuleGroup], checkpointing: tuple[str, ...], forms: tuple[str, ...]
+) -> st.SearchStrategy[ModuleGroup]:
     return st.builds(
-        Group,
+        ModuleGroup,
         parts=st.lists(parts, min_size=1, max_size=3).map(tuple),
         kind=st.sampled_from(["chain", "chain", "branches"]),
         calls=st.sampled_from([1, 1, 1, 2]),

@@ -15,7 +15,7 @@ from conformance.judge import seeding
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnTensor:
     """Floating-point values to come, of a shape."""
 
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Drawn:
 
 
 @functools.cache
-def _values(drawn: Drawn, number: int, seed: int) -> torch.Tensor:
+def _values(drawn: DrawnTensor, number: int, seed: int) -> torch.Tensor:
     del seed
     generator = seeding.generator(number)
     if drawn.kind == "any":
@@ -37,18 +37,18 @@ def _values(drawn: Drawn, number: int, seed: int) -> torch.Tensor:
     return values @ values.mT + torch.eye(drawn.shape[-1]) if drawn.kind == "definite" else values
 
 
-def N(*shape: int, names: tuple[str, ...] | None = None) -> Drawn:
-    return Drawn(shape, names=names)
+def N(*shape: int, names: tuple[str, ...] | None = None) -> DrawnTensor:
+    return DrawnTensor(shape, names=names)
 
 
-def P(*shape: int) -> Drawn:
+def P(*shape: int) -> DrawnTensor:
     """Between 0.1 and 0.9."""
-    return Drawn(shape, "positive")
+    return DrawnTensor(shape, "positive")
 
 
-def D(*shape: int) -> Drawn:
+def D(*shape: int) -> DrawnTensor:
     """Positive definite matrices."""
-    return Drawn(shape, "definite")
+    return DrawnTensor(shape, "definite")
 
 
 def ints(*values: Any) -> torch.Tensor:
@@ -56,16 +56,16 @@ def ints(*values: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def operands(self, dtypes: Sequence[torch.dtype], device: str) -> Call:
+    def operands(self, dtypes: Sequence[torch.dtype], device: str) -> OperatorCall:
         """With tensors that take these dtypes in turn; new ones at each call."""
         count = iter(range(1000))
 
         def made(value: Any) -> Any:
-            if isinstance(value, Drawn):
+            if isinstance(value, DrawnTensor):
                 number = next(count)
                 tensor = value.values(number).to(device, dtypes[number % len(dtypes)], copy=True)
                 return tensor if value.names is None else tensor.rename(*value.names)
@@ -73,11 +73,13 @@ class Call:
                 return value.to(device, copy=True)
             return [made(each) for each in value] if isinstance(value, list) else value
 
-        return Call(tuple(map(made, self.args)), {name: made(each) for name, each in self.kwargs.items()})
+        return OperatorCall(
+            tuple(map(made, self.args)), {name: made(each) for name, each in self.kwargs.items()}
+        )
 
 
-def call(*args: Any, **kwargs: Any) -> Call:
-    return Call(args, kwargs)
+def call(*args: Any, **kwargs: Any) -> OperatorCall:
+    return OperatorCall(args, kwargs)
 
 
 # Where an operator has another name, by that; functions without one of their own in torch's namespaces.

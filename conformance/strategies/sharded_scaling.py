@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.scaler_cases import Call, Plan
+from conformance.distributed.fsdp.scaler_cases import ScalerCall, ScalerProgram
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import AMP_AWARE, PLAIN
 
@@ -58,14 +58,14 @@ def one_bad(rank: int, world_size: int, value: float | None = math.inf) -> tuple
 
 def iteration(
     grad_outcomes: tuple[float | None, ...] | None = None, *, which: int = 0, unscale: bool = False
-) -> tuple[Call, ...]:
+) -> tuple[ScalerCall, ...]:
     """zero_grad, backward, perhaps unscale_, step, update."""
     return (
-        Call("zero_grad", which),
-        Call("backward", which, grad_outcomes),
-        *((Call("unscale_", which),) if unscale else ()),
-        Call("step", which),
-        Call("update", which),
+        ScalerCall("zero_grad", which),
+        ScalerCall("backward", which, grad_outcomes),
+        *((ScalerCall("unscale_", which),) if unscale else ()),
+        ScalerCall("step", which),
+        ScalerCall("update", which),
     )
 
 
@@ -82,7 +82,7 @@ def _gradients(draw: st.DrawFn) -> tuple[Gradient, ...]:
 
 
 @st.composite
-def plans(draw: st.DrawFn, world_size: int) -> Plan:
+def plans(draw: st.DrawFn, world_size: int) -> ScalerProgram:
     """Any sequence of calls, made by all ranks, on one to three optimizers under one scaler."""
     kinds = draw(st.sampled_from([PLAIN, SKIPPING_FOR_THEMSELVES]))
     optimizers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3))
@@ -95,12 +95,12 @@ def plans(draw: st.DrawFn, world_size: int) -> Plan:
         )
         for rank in ranks
     )
-    calls: list[Call] = []
+    calls: list[ScalerCall] = []
     for _ in range(draw(st.integers(3, 6))):
         calls += draw(_block(ranks, tuple(optimizers)))
     options = {"init_scale": draw(SCALES), "enabled": draw(st.sampled_from([True] * 9 + [False]))}
     options |= draw(st.fixed_dictionaries({}, optional=_NUMBERS))
-    return Plan(ranks, tuple(calls), tuple(optimizers), options=options)
+    return ScalerProgram(ranks, tuple(calls), tuple(optimizers), options=options)
 
 
 def _in_one_dtype(gradients: tuple[Gradient, ...]) -> tuple[Gradient, ...]:
@@ -108,7 +108,7 @@ def _in_one_dtype(gradients: tuple[Gradient, ...]) -> tuple[Gradient, ...]:
 
 
 @st.composite
-def _block(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...]) -> list[Call]:
+def _block(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...]) -> list[ScalerCall]:
     which = draw(st.integers(0, len(optimizers) - 1))
     kind = draw(st.sampled_from(["iteration"] * 6 + ["scale", "set", "load", "resume", "new scale", "any"]))
     match kind:
@@ -118,9 +118,9 @@ def _block(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...])
             value = draw(st.sampled_from([1.0, -2.5, math.inf]))
             nested = draw(st.booleans())
             tensor = torch.tensor([value, 1.0])
-            return [Call("scale", which, [tensor, (tensor,)] if nested else tensor)]
+            return [ScalerCall("scale", which, [tensor, (tensor,)] if nested else tensor)]
         case "set":
-            return [Call("set", which, draw(st.fixed_dictionaries({}, optional=_NUMBERS)))]
+            return [ScalerCall("set", which, draw(st.fixed_dictionaries({}, optional=_NUMBERS)))]
         case "load":
             state = {
                 "scale": draw(SCALES),
@@ -130,36 +130,38 @@ def _block(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...])
                 "_growth_tracker": draw(st.integers(0, 1)),
             }
             # Loading into a scaler that has no scale yet is a clause of GradScaler's.
-            return [Call("scale", which, torch.ones(())), Call("load_state_dict", which, state)]
+            return [ScalerCall("scale", which, torch.ones(())), ScalerCall("load_state_dict", which, state)]
         case "resume":
-            return [Call("resume", which)]
+            return [ScalerCall("resume", which)]
         case "new scale":
             new = draw(SCALES)
             return [
-                Call("update", which, draw(st.sampled_from([new, torch.tensor(new), torch.tensor([new])])))
+                ScalerCall(
+                    "update", which, draw(st.sampled_from([new, torch.tensor(new), torch.tensor([new])]))
+                )
             ]
     # In an order that nobody wants: all ranks alike are refused, or not.
     names = ["zero_grad", "backward", "step", "update", "step"]
     if optimizers[which] in PLAIN:
         names += ["unscale_", "unscale_"]
-    return [Call(name, which) for name in draw(st.lists(st.sampled_from(names), max_size=6))]
+    return [ScalerCall(name, which) for name in draw(st.lists(st.sampled_from(names), max_size=6))]
 
 
 @st.composite
-def _iteration(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...]) -> list[Call]:
+def _iteration(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...]) -> list[ScalerCall]:
     """Gradients of one or two backwards, a step of each optimizer, and an update."""
-    calls: list[Call] = []
+    calls: list[ScalerCall] = []
     for which, kind in enumerate(optimizers):
         grad_outcome = st.sampled_from([None, None, *_BAD])
         grad_outcomes = tuple(draw(grad_outcome) for _ in ranks)
         if kind in SKIPPING_FOR_THEMSELVES:
             shows = all(rank[which][-1].dtype is not None and rank[which][-1].numel for rank in ranks)
             grad_outcomes = (math.inf if shows and draw(st.booleans()) else None,) * len(ranks)
-        calls += [Call("zero_grad", which), Call("backward", which, grad_outcomes)]
+        calls += [ScalerCall("zero_grad", which), ScalerCall("backward", which, grad_outcomes)]
         if draw(st.booleans()):
-            calls.append(Call("backward", which))
+            calls.append(ScalerCall("backward", which))
     for which, kind in enumerate(optimizers):
         if kind in PLAIN and draw(st.booleans()):
-            calls.append(Call("unscale_", which))
-    calls += [Call("step", which) for which in draw(st.permutations(range(len(optimizers))))]
-    return [*calls, Call("update")]
+            calls.append(ScalerCall("unscale_", which))
+    calls += [ScalerCall("step", which) for which in draw(st.permutations(range(len(optimizers))))]
+    return [*calls, ScalerCall("update")]

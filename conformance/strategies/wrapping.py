@@ -207,7 +207,7 @@ SEEING_THE_TREE = st.one_of(
 )
 
 
-class Wrapper(nn.Module):
+class StandInWrapper(nn.Module):
     """Stands in for FullyShardedDataParallel."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
@@ -219,11 +219,11 @@ class Wrapper(nn.Module):
         return self.module(*args)
 
 
-def noting(names: dict[nn.Module, str]) -> tuple[type[Wrapper], list[tuple[str, dict[str, Any]]]]:
+def noting(names: dict[nn.Module, str]) -> tuple[type[StandInWrapper], list[tuple[str, dict[str, Any]]]]:
     """A wrapper, and the list in which it notes the name of each module and the arguments it was called with."""
     notes: list[tuple[str, dict[str, Any]]] = []
 
-    class Noting(Wrapper):
+    class Noting(StandInWrapper):
         def __init__(self, module: nn.Module, **kwargs: Any) -> None:
             notes.append((names[module], kwargs))
             super().__init__(module, **kwargs)
@@ -234,6 +234,6 @@ def noting(names: dict[nn.Module, str]) -> tuple[type[Wrapper], list[tuple[str, 
 def shape(root: nn.Module) -> list[tuple[str, str]]:
     """Name and class of whatever stands at each place of a tree."""
     return [
-        (name, "Wrapper" if isinstance(module, Wrapper) else type(module).__name__)
+        (name, "Wrapper" if isinstance(module, StandInWrapper) else type(module).__name__)
         for name, module in root.named_modules(remove_duplicate=False)
     ]

@@ -18,9 +18,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from conformance.training import plot
-from conformance.training.judge import Result, as_json, judge
-from conformance.training.plan import DTYPES, OPTIMIZERS, Plan, full_plan, small_plan
-from conformance.training.trainer import OtherRun, Run
+from conformance.training.config import DTYPES, OPTIMIZERS, TrainingConfig, full_config, small_config
+from conformance.training.judge import TrainingResult, as_json, judge
+from conformance.training.trainer import OtherRun, TrainingRun
 
 
 def main(words: list[str] | None = None) -> int:
@@ -29,13 +29,13 @@ def main(words: list[str] | None = None) -> int:
     out = Path(options.out)
     folder = None if options.gate else out
     try:
-        plans = _plans(options)
+        configs = _configs(options)
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
             if not options.resume:
                 for old in folder.glob("*.checkpoint"):
                     old.unlink()
-        results = _judge(options, plans, folder, console)
+        results = _judge(options, configs, folder, console)
     except OtherRun as error:
         console.print(f"[red]{escape(str(error))}[/]")
         return 2
@@ -75,9 +75,9 @@ def _parse(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _plans(options: argparse.Namespace) -> list[Plan]:
+def _configs(options: argparse.Namespace) -> list[TrainingConfig]:
     size = options.size or ("small" if options.gate or options.device == "cpu" else "full")
-    make = small_plan if size == "small" else full_plan
+    make = small_config if size == "small" else full_config
     given = {
         name: getattr(options, name)
         for name in (
@@ -92,24 +92,24 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
         )
         if getattr(options, name) is not None
     }
-    plans = [make(dtype, **given) for dtype in (DTYPES if options.gate else [options.dtype])]
+    configs = [make(dtype, **given) for dtype in (DTYPES if options.gate else [options.dtype])]
     if options.dropout is not None:
-        plans = [
-            dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, dropout=options.dropout))
-            for plan in plans
+        configs = [
+            dataclasses.replace(config, shape=dataclasses.replace(config.shape, dropout=options.dropout))
+            for config in configs
         ]
-    return [_with_inf_inside(plan) for plan in plans]
+    return [_with_inf_inside(config) for config in configs]
 
 
-def _with_inf_inside(plan: Plan) -> Plan:
-    if plan.inject_inf_at is None or plan.inject_inf_at < plan.steps - 1:
-        return plan
-    return dataclasses.replace(plan, inject_inf_at=plan.steps // 2)
+def _with_inf_inside(config: TrainingConfig) -> TrainingConfig:
+    if config.inject_inf_at is None or config.inject_inf_at < config.steps - 1:
+        return config
+    return dataclasses.replace(config, inject_inf_at=config.steps // 2)
 
 
 def _judge(
-    options: argparse.Namespace, plans: list[Plan], folder: Path | None, console: Console
-) -> list[Result]:
+    options: argparse.Namespace, configs: list[TrainingConfig], folder: Path | None, console: Console
+) -> list[TrainingResult]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -120,16 +120,16 @@ def _judge(
     with Progress(*columns, console=console) as progress:
         tasks: dict[str, TaskID] = {}
 
-        def show(name: str, run: Run) -> None:
+        def show(name: str, run: TrainingRun) -> None:
             if name not in tasks:
-                tasks[name] = progress.add_task(name, total=plans[0].steps, note="")
+                tasks[name] = progress.add_task(name, total=configs[0].steps, note="")
             note = f"{run.losses[-1]:.2f} bits a byte, {len(run.skipped)} skipped"
             progress.update(tasks[name], completed=len(run.losses), note=note)
 
-        return [judge(options.subject, plan, folder, options.save_every, show) for plan in plans]
+        return [judge(options.subject, config, folder, options.save_every, show) for config in configs]
 
 
-def _tell(results: list[Result], console: Console) -> int:
+def _tell(results: list[TrainingResult], console: Console) -> int:
     for result in results:
         for comparison in result.comparisons:
             console.print(f"\n[bold]{result.subject}, {comparison.name}[/]")

@@ -1,4 +1,4 @@
-"""The questions put to two runs of one plan, and the bound where not every bit must agree."""
+"""The questions put to two runs of one config, and the bound where not every bit must agree."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from conformance.training.plan import Plan
-from conformance.training.trainer import Run
+from conformance.training.config import TrainingConfig
+from conformance.training.trainer import TrainingRun
 
 # How many times further from torch a correct library may be than torch is from itself. Clipping that rounds its
 # norm otherwise was at most 2.4 times as far, over two dtypes and three seeds; clipping that does nothing was at least
@@ -36,7 +36,7 @@ class Bound:
     agree_until: int  # the first step at which torch parts from itself, else the number of steps
 
     @classmethod
-    def between(cls, run: Run, other: Run) -> Bound:
+    def between(cls, run: TrainingRun, other: TrainingRun) -> Bound:
         """Up to where their scales or skips differ, or their numbers out of proportion.
 
         At some weights the slightest change is much in the gradients: in bfloat16 a norm of torch's was up to six times
@@ -53,17 +53,21 @@ class Bound:
         return TIMES_FURTHER * max(getattr(self, curve), torch.finfo(torch.float32).eps)
 
 
-def compare(plan: Plan, reference: Run, subject: Run, bound: Bound | None) -> list[Check]:
+def compare(
+    config: TrainingConfig, reference: TrainingRun, subject: TrainingRun, bound: Bound | None
+) -> list[Check]:
     """Every question put to the two runs; `bound` is None where every bit must agree."""
-    until = bound.agree_until if bound else plan.steps
+    until = bound.agree_until if bound else config.steps
     checks = [
         _same_path(reference, subject, until),
         _same_start(reference, subject),
         *([_identical(reference, subject)] if bound is None else _within(bound, reference, subject, until)),
-        _overflows(plan, reference),
+        _overflows(config, reference),
     ]
-    if plan.inject_inf_at is not None:
-        checks += [_recovers(plan, plan.inject_inf_at, side, run) for side, run in _both(reference, subject)]
+    if config.inject_inf_at is not None:
+        checks += [
+            _recovers(config, config.inject_inf_at, side, run) for side, run in _both(reference, subject)
+        ]
     return checks + [_learns(side, run) for side, run in _both(reference, subject)]
 
 
@@ -73,7 +77,7 @@ def _until_out_of_proportion(distances: list[float]) -> int:
     return distances.index(worst) if worst > TIMES_FURTHER * usual else len(distances)
 
 
-def _same_path(reference: Run, subject: Run, until: int) -> Check:
+def _same_path(reference: TrainingRun, subject: TrainingRun, until: int) -> Check:
     expected, actual = _path(reference)[:until], _path(subject)[:until]
     at = _first_difference(expected, actual)
     if at is None:
@@ -88,7 +92,7 @@ def _same_path(reference: Run, subject: Run, until: int) -> Check:
     )
 
 
-def _same_start(reference: Run, subject: Run) -> Check:
+def _same_start(reference: TrainingRun, subject: TrainingRun) -> Check:
     """Equal weights give equal losses under equal autocast, whatever the optimizer and the kernels do later."""
     first_taken = next((i for i in range(len(reference.losses)) if i not in reference.skipped), 0)
     at = _first_difference(reference.losses[: first_taken + 1], subject.losses[: first_taken + 1])
@@ -101,7 +105,7 @@ def _same_start(reference: Run, subject: Run) -> Check:
     )
 
 
-def _identical(reference: Run, subject: Run) -> Check:
+def _identical(reference: TrainingRun, subject: TrainingRun) -> Check:
     for curve in ("losses", "grad_norms"):
         at = _first_difference(getattr(reference, curve), getattr(subject, curve))
         if at is not None:
@@ -116,7 +120,7 @@ def _identical(reference: Run, subject: Run) -> Check:
     )
 
 
-def _within(bound: Bound, reference: Run, subject: Run, until: int) -> list[Check]:
+def _within(bound: Bound, reference: TrainingRun, subject: TrainingRun, until: int) -> list[Check]:
     checks = []
     for curve in ("losses", "grad_norms"):
         distances = _distances(getattr(reference, curve), getattr(subject, curve))[:until]
@@ -130,20 +134,20 @@ def _within(bound: Bound, reference: Run, subject: Run, until: int) -> list[Chec
     return checks
 
 
-def _overflows(plan: Plan, reference: Run) -> Check:
-    real = [step for step in reference.skipped if step != plan.inject_inf_at]
+def _overflows(config: TrainingConfig, reference: TrainingRun) -> Check:
+    real = [step for step in reference.skipped if step != config.inject_inf_at]
     if real:
         return Check("overflow", True, f"{len(real)} of the skipped steps overflowed by themselves")
-    return Check("overflow", False, f"nothing overflowed in torch's run; start above {plan.init_scale:g}")
+    return Check("overflow", False, f"nothing overflowed in torch's run; start above {config.init_scale:g}")
 
 
-def _recovers(plan: Plan, step: int, side: str, run: Run) -> Check:
+def _recovers(config: TrainingConfig, step: int, side: str, run: TrainingRun) -> Check:
     name = f"recovery of the {side}"
     if step not in run.skipped:
         return Check(name, False, f"step {step} was taken, although its gradient held an inf")
-    before = run.scales[step - 1] if step else plan.init_scale
-    if run.scales[step] != before * plan.backoff_factor:
-        expected = before * plan.backoff_factor
+    before = run.scales[step - 1] if step else config.init_scale
+    if run.scales[step] != before * config.backoff_factor:
+        expected = before * config.backoff_factor
         return Check(
             name, False, f"the inf at step {step} left the scale at {run.scales[step]:g}, not {expected:g}"
         )
@@ -155,7 +159,7 @@ def _recovers(plan: Plan, step: int, side: str, run: Run) -> Check:
     return Check(name, True, f"the {side} skipped the inf at step {step} and went on at step {taken}")
 
 
-def _learns(side: str, run: Run) -> Check:
+def _learns(side: str, run: TrainingRun) -> Check:
     done, bits = max(run.held_out.items())
     says = f"the {side}'s held-out loss is {bits:.2f} bits a byte after {done} steps"
     if bits < _LEARNED_BITS:
@@ -164,11 +168,11 @@ def _learns(side: str, run: Run) -> Check:
     return Check(f"learning of the {side}", False, f"{says}, expected below {_LEARNED_BITS:g}{cure}")
 
 
-def _both(reference: Run, subject: Run) -> list[tuple[str, Run]]:
+def _both(reference: TrainingRun, subject: TrainingRun) -> list[tuple[str, TrainingRun]]:
     return [("reference", reference), ("subject", subject)]
 
 
-def _path(run: Run) -> list[tuple[float, bool]]:
+def _path(run: TrainingRun) -> list[tuple[float, bool]]:
     return [(scale, step in run.skipped) for step, scale in enumerate(run.scales)]
 
 

@@ -18,22 +18,22 @@ import torch
 
 from conformance.judge.library import Library, load_library
 from conformance.training.compare import TIMES_FURTHER, Bound, Check, compare
+from conformance.training.config import TrainingConfig
 from conformance.training.corpus import load_corpus
-from conformance.training.plan import Plan
-from conformance.training.trainer import ByFusedStep, Captured, OtherRun, Parts, Run, Trainer, train
+from conformance.training.trainer import ByFusedStep, Captured, OtherRun, Parts, Trainer, TrainingRun, train
 
 _PARTS = ("amp.autocast", "amp.GradScaler", "nn.utils.clip_grad_norm_")
 _CAPTURE = "optim.capture"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TrainingComparison:
     """The subject in one way, beside torch; `bound` is None where every bit must agree."""
 
     name: str
-    plan: Plan
-    reference: Run
-    subject: Run
+    config: TrainingConfig
+    reference: TrainingRun
+    subject: TrainingRun
     bound: Bound | None
     checks: list[Check]
 
@@ -47,11 +47,11 @@ class Comparison:
 
 
 @dataclass
-class Result:
+class TrainingResult:
     subject: str
-    plan: Plan
+    config: TrainingConfig
     corpus: dict[str, str | int]
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[TrainingComparison] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)  # parts that the subject has not, torch's in their place
     seconds: float = 0.0
 
@@ -62,47 +62,51 @@ class Result:
 
 def judge(
     subject: str,
-    plan: Plan,
+    config: TrainingConfig,
     folder: Path | None = None,
     save_every: int = 10,
-    on_step: Callable[[str, Run], None] | None = None,
-) -> Result:
-    """Run `plan` by torch and by `subject`; runs whose checkpoints lie in `folder` go on from there.
+    on_step: Callable[[str, TrainingRun], None] | None = None,
+) -> TrainingResult:
+    """Run `config` by torch and by `subject`; runs whose checkpoints lie in `folder` go on from there.
 
     `on_step` is told a run's name and what it has done, after each step.
     """
     started = time.perf_counter()
     corpus = load_corpus()
     library = load_library(subject)
-    result = Result(subject, plan, corpus.describe(), lacking=[p for p in _PARTS if not library.provides(p)])
+    result = TrainingResult(
+        subject, config, corpus.describe(), lacking=[p for p in _PARTS if not library.provides(p)]
+    )
 
-    def run(role: str, parts: Parts, plan: Plan, trained_by: type[Trainer] = Trainer) -> Run:
-        name = f"{role} {parts.name} {plan.dtype} {plan.optimizer}"
+    def run(
+        role: str, parts: Parts, config: TrainingConfig, trained_by: type[Trainer] = Trainer
+    ) -> TrainingRun:
+        name = f"{role} {parts.name} {config.dtype} {config.optimizer}"
         saved = folder / f"{name.replace(' ', '-')}.checkpoint" if folder else None
         reported = on_step and (lambda run: on_step(name, run))
-        return train(parts, plan, corpus, saved, save_every, reported, trained_by)
+        return train(parts, config, corpus, saved, save_every, reported, trained_by)
 
     if len(result.lacking) == len(_PARTS):
         return result
-    reference = run("reference", parts_of(load_library("torch")), plan)
+    reference = run("reference", parts_of(load_library("torch")), config)
     bound = None
-    for way in _ways(library, plan):
+    for way in _ways(library, config):
         if not way.is_bitwise and bound is None:
-            beside = run("beside", parts_of(load_library("torch")), plan.one_rounding_away())
+            beside = run("beside", parts_of(load_library("torch")), config.one_rounding_away())
             bound = Bound.between(reference, beside)
         held_to = None if way.is_bitwise else bound
         try:
             with library.kernels.backend(way.backend) if way.backend else contextlib.nullcontext():
-                ours = run("subject", parts_of(library, way.name), plan, way.trained_by)
-            checks = compare(plan, reference, ours, held_to)
+                ours = run("subject", parts_of(library, way.name), config, way.trained_by)
+            checks = compare(config, reference, ours, held_to)
         except OtherRun:
             raise
         except Exception as error:  # whatever the subject raises is its verdict, not the judge's end
             traceback.print_tb(error.__traceback__)  # without its text, which may hold whole tensors
             says = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" …")
-            ours, checks = Run(), [Check("runs", False, says)]
-        name = f"{plan.dtype}, {plan.optimizer}" + (f", {way.name}" if way.name else "")
-        result.comparisons.append(Comparison(name, plan, reference, ours, held_to, checks))
+            ours, checks = TrainingRun(), [Check("runs", False, says)]
+        name = f"{config.dtype}, {config.optimizer}" + (f", {way.name}" if way.name else "")
+        result.comparisons.append(TrainingComparison(name, config, reference, ours, held_to, checks))
     result.seconds = time.perf_counter() - started
     return result
 
@@ -115,7 +119,7 @@ def parts_of(library: Library, way: str = "") -> Parts:
     return Parts(f"{library.spec} {way}".strip(), *found, capture)
 
 
-def as_json(results: list[Result]) -> dict[str, Any]:
+def as_json(results: list[TrainingResult]) -> dict[str, Any]:
     """What a report draws: one entry of `runs` for each comparison, numbers that are not finite as None."""
     return {
         "runs": [as_entry(comparison) for result in results for comparison in result.comparisons],
@@ -126,7 +130,7 @@ def as_json(results: list[Result]) -> dict[str, Any]:
     }
 
 
-def as_entry(comparison: Comparison) -> dict[str, Any]:
+def as_entry(comparison: TrainingComparison) -> dict[str, Any]:
     bound = comparison.bound
     return {
         "name": comparison.name,
@@ -134,14 +138,14 @@ def as_entry(comparison: Comparison) -> dict[str, Any]:
         "says": " ".join(check.says + "." for check in comparison.checks if check.passed),
         "reasons": comparison.reasons,
         "checks": [dataclasses.asdict(check) for check in comparison.checks],
-        "plan": dataclasses.asdict(comparison.plan),
+        "plan": dataclasses.asdict(comparison.config),
         "bound": bound and dataclasses.asdict(bound) | {"times": TIMES_FURTHER},
         "reference": _curves(comparison.reference),
         "subject": _curves(comparison.subject),
     }
 
 
-def _curves(run: Run) -> dict[str, Any]:
+def _curves(run: TrainingRun) -> dict[str, Any]:
     curves = dataclasses.asdict(run)
     for name in ("losses", "grad_norms", "scales"):
         curves[name] = [value if math.isfinite(value) else None for value in curves[name]]
@@ -149,7 +153,7 @@ def _curves(run: Run) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Variant:
     """How the subject trains."""
 
     name: str
@@ -158,16 +162,18 @@ class _Way:
     trained_by: type[Trainer] = Trainer
 
 
-def _ways(library: Library, plan: Plan) -> list[_Way]:
-    on_cpu = torch.device(plan.device).type == "cpu"
+def _ways(library: Library, config: TrainingConfig) -> list[_Variant]:
+    on_cpu = torch.device(config.device).type == "cpu"
     has_backends = library.provides("kernels.backend")
     if has_backends:
-        ways = [_Way("backend torch", "torch", True)] if on_cpu else []
-        ways.append(_Way("backend auto", "auto", False))
+        ways = [_Variant("backend torch", "torch", True)] if on_cpu else []
+        ways.append(_Variant("backend auto", "auto", False))
     else:
-        ways = [_Way("", None, on_cpu and library.package == "torch")]
+        ways = [_Variant("", None, on_cpu and library.package == "torch")]
     if library.provides("amp.GradScaler") and hasattr(library.find("amp.GradScaler"), "fused_step"):
-        ways.append(_Way("fused step", "auto" if has_backends else None, False, ByFusedStep))
+        ways.append(_Variant("fused step", "auto" if has_backends else None, False, ByFusedStep))
     if library.provides(_CAPTURE):
-        ways.append(_Way("captured", "torch" if has_backends else None, on_cpu and has_backends, Captured))
+        ways.append(
+            _Variant("captured", "torch" if has_backends else None, on_cpu and has_backends, Captured)
+        )
     return ways

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from conformance.training.judge import Comparison, as_entry
+from conformance.training.judge import TrainingComparison, as_entry
 
 _REFERENCE = {"color": "#b35900", "linewidth": 3.0, "alpha": 0.55}
 _SUBJECT = {"color": "#0550ae", "linewidth": 1.2}
@@ -35,7 +35,7 @@ def draw(entry: dict[str, Any], subject: str) -> Figure:
     return figure
 
 
-def save(comparison: Comparison, subject: str, folder: Path) -> list[Path]:
+def save(comparison: TrainingComparison, subject: str, folder: Path) -> list[Path]:
     """An SVG and a PNG named after the comparison."""
     figure = draw(as_entry(comparison), subject)
     stem = comparison.name.replace(", ", "-").replace(" ", "-")

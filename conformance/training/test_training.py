@@ -18,14 +18,14 @@ import torch
 import conformance
 from conformance.judge.library import load_library
 from conformance.training.compare import Bound, compare
+from conformance.training.config import TrainingConfig, small_config
 from conformance.training.corpus import load_corpus, windows
 from conformance.training.gpt import Shape
 from conformance.training.judge import as_json, judge, parts_of
-from conformance.training.plan import Plan, small_plan
-from conformance.training.trainer import OtherRun, Parts, Run, train
+from conformance.training.trainer import OtherRun, Parts, TrainingRun, train
 
 # Dropout draws random numbers on the device, so that a resumed run needs their state too.
-PLAN = small_plan(
+CONFIG = small_config(
     "fp16",
     shape=Shape(layers=1, heads=2, width=16, context=16, dropout=0.1),
     steps=20,
@@ -37,11 +37,11 @@ PLAN = small_plan(
 TORCH = parts_of(load_library("torch"))
 
 
-def run(parts: Parts = TORCH, plan: Plan = PLAN, **how: Any) -> Run:
-    return train(parts, plan, load_corpus(), **how)
+def run(parts: Parts = TORCH, config: TrainingConfig = CONFIG, **how: Any) -> TrainingRun:
+    return train(parts, config, load_corpus(), **how)
 
 
-def without_clock(run: Run) -> dict[str, Any]:
+def without_clock(run: TrainingRun) -> dict[str, Any]:
     kept = dataclasses.asdict(run)
     del kept["seconds"], kept["resumed_at"]
     # A skipped step's norm may be nan, which differs from itself; its repr does not.
@@ -49,16 +49,16 @@ def without_clock(run: Run) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Run:
+def reference() -> TrainingRun:
     return run()
 
 
 @pytest.fixture(scope="module")
-def bound(reference: Run) -> Bound:
-    return Bound.between(reference, run(plan=PLAN.one_rounding_away()))
+def bound(reference: TrainingRun) -> Bound:
+    return Bound.between(reference, run(config=CONFIG.one_rounding_away()))
 
 
-def test_the_same_plan_gives_the_same_bits_and_leaves_the_caller_alone(reference: Run) -> None:
+def test_the_same_plan_gives_the_same_bits_and_leaves_the_caller_alone(reference: TrainingRun) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -67,18 +67,18 @@ def test_the_same_plan_gives_the_same_bits_and_leaves_the_caller_alone(reference
     assert without_clock(again) == without_clock(reference)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
-    assert run(plan=dataclasses.replace(PLAN, seed=2)).weights != reference.weights
+    assert run(config=dataclasses.replace(CONFIG, seed=2)).weights != reference.weights
 
 
-def test_the_plan_overflows_by_itself_and_recovers_from_an_injected_inf(reference: Run) -> None:
-    at = PLAN.inject_inf_at
+def test_the_plan_overflows_by_itself_and_recovers_from_an_injected_inf(reference: TrainingRun) -> None:
+    at = CONFIG.inject_inf_at
     assert at is not None
     assert 0 in reference.skipped
     assert at in reference.skipped
     assert any(0 < step < at and step - 1 not in reference.skipped for step in reference.skipped), (
         "no mid-run overflow"
     )
-    assert reference.scales[at] == reference.scales[at - 1] * PLAN.backoff_factor
+    assert reference.scales[at] == reference.scales[at - 1] * CONFIG.backoff_factor
     assert at + 1 not in reference.skipped
     assert all(map(math.isfinite, reference.losses))
     assert math.isfinite(reference.grad_norms[at + 1])
@@ -125,23 +125,23 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kill -9 is of POSIX")
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_run_resumes_bit_by_bit(moment: str, killed: Path, reference: Run) -> None:
+def test_a_killed_run_resumes_bit_by_bit(moment: str, killed: Path, reference: TrainingRun) -> None:
     resumed = run(saved=killed / moment, save_every=4)
     assert resumed.resumed_at == [8]
     assert without_clock(resumed) == without_clock(reference)
 
 
-def test_a_finished_run_goes_on_with_more_steps(reference: Run, tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_with_more_steps(reference: TrainingRun, tmp_path: Path) -> None:
     saved = tmp_path / "run.checkpoint"
-    run(plan=dataclasses.replace(PLAN, steps=9), saved=saved)
+    run(config=dataclasses.replace(CONFIG, steps=9), saved=saved)
     assert without_clock(run(saved=saved)) == without_clock(reference)
 
 
 def test_another_plan_does_not_go_on(tmp_path: Path) -> None:
     saved = tmp_path / "run.checkpoint"
-    run(plan=dataclasses.replace(PLAN, steps=1), saved=saved)
+    run(config=dataclasses.replace(CONFIG, steps=1), saved=saved)
     with pytest.raises(OtherRun, match="seed was 1, is 2"):
-        run(plan=dataclasses.replace(PLAN, seed=2), saved=saved)
+        run(config=dataclasses.replace(CONFIG, seed=2), saved=saved)
 
 
 class NeverSkips(torch.amp.GradScaler):
@@ -180,32 +180,36 @@ WRONG = {
 }
 
 
-def red(bound: Bound | None, reference: Run, subject: Run) -> set[str]:
-    return {check.name for check in compare(PLAN, reference, subject, bound) if not check.passed}
+def red(bound: Bound | None, reference: TrainingRun, subject: TrainingRun) -> set[str]:
+    return {check.name for check in compare(CONFIG, reference, subject, bound) if not check.passed}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_library_is_red_and_the_reason_is_named(name: str, reference: Run, bound: Bound) -> None:
+def test_a_wrong_library_is_red_and_the_reason_is_named(
+    name: str, reference: TrainingRun, bound: Bound
+) -> None:
     parts, expected = WRONG[name]
     subject = run(dataclasses.replace(TORCH, **parts))
     unlike_reference = {"bits", "bound on losses", "bound on grad_norms"}
     for held_to in (None, bound):
-        asked = {check.name for check in compare(PLAN, reference, subject, held_to)}
+        asked = {check.name for check in compare(CONFIG, reference, subject, held_to)}
         found = red(held_to, reference, subject) - {"learning of the reference", "learning of the subject"}
         assert expected & asked <= found, f"{name}: red are {sorted(found)}"
         assert found <= expected | unlike_reference, f"{name}: red are {sorted(found)}"
 
 
-def test_another_rounding_is_within_the_bound_but_not_the_same_bits(reference: Run, bound: Bound) -> None:
+def test_another_rounding_is_within_the_bound_but_not_the_same_bits(
+    reference: TrainingRun, bound: Bound
+) -> None:
     subject = run(dataclasses.replace(TORCH, clip_grad_norm_=clipping_in_double))
     unlearned = {"learning of the reference", "learning of the subject"}
     assert red(None, reference, subject) - unlearned == {"bits"}
     assert red(bound, reference, subject) - unlearned == set()
 
 
-def test_an_inf_that_passes_through_is_no_recovery(reference: Run) -> None:
-    at = PLAN.inject_inf_at
-    without = run(plan=dataclasses.replace(PLAN, inject_inf_at=None))
+def test_an_inf_that_passes_through_is_no_recovery(reference: TrainingRun) -> None:
+    at = CONFIG.inject_inf_at
+    without = run(config=dataclasses.replace(CONFIG, inject_inf_at=None))
     assert at not in without.skipped
     assert {"scale", "recovery of the subject"} <= red(None, reference, without)
 
@@ -221,13 +225,13 @@ def test_a_package_with_clipping_alone_is_judged_with_torchs_other_parts(
         "def clip_grad_norm_(*args, **kwargs):\n    raise ZeroDivisionError('fell off')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    result = judge("wrong_rider", PLAN)
+    result = judge("wrong_rider", CONFIG)
     assert result.lacking == ["amp.autocast", "amp.GradScaler"]
     assert not result.passed
     assert [c.reasons for c in result.comparisons] == [["runs: ZeroDivisionError: fell off"]]
     written = json.loads(json.dumps(as_json([result]), allow_nan=False))
     assert written["runs"][0]["agrees"] is False
-    assert len(written["runs"][0]["reference"]["losses"]) == PLAN.steps
+    assert len(written["runs"][0]["reference"]["losses"]) == CONFIG.steps
     assert written["corpus"]["fingerprint"] == load_corpus().fingerprint
 
 
@@ -283,8 +287,8 @@ def test_a_window_depends_on_its_own_number() -> None:
 
 
 def test_nobody_is_held_to_what_torch_does_where_it_parts_from_itself() -> None:
-    def run_of(*norms: float) -> Run:
-        return Run(losses=[2.0] * 4, grad_norms=[*norms], scales=[8.0] * 4, held_out={4: 2.0})
+    def run_of(*norms: float) -> TrainingRun:
+        return TrainingRun(losses=[2.0] * 4, grad_norms=[*norms], scales=[8.0] * 4, held_out={4: 2.0})
 
     reference, far_off = run_of(1.0, 1.0, 1.0, 1.0), run_of(1.0, 1.0, 1.0, 5.0)
     bound = Bound.between(reference, run_of(1.0, 1.0001, 1.0, 1.01))

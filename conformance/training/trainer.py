@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from conformance.training import checkpoint
+from conformance.training.config import DTYPES, OPTIMIZERS, TrainingConfig
 from conformance.training.corpus import Corpus, windows
 from conformance.training.gpt import GPT
-from conformance.training.plan import DTYPES, OPTIMIZERS, Plan
 
 
 class OtherRun(ValueError):
@@ -36,7 +36,7 @@ class Parts:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """What one run did. Step i's entries are `losses[i]`, `grad_norms[i]`, `scales[i]`."""
 
     losses: list[float] = field(default_factory=list)  # bits a byte, before the step
@@ -50,28 +50,28 @@ class Run:
 
 
 class Trainer:
-    def __init__(self, parts: Parts, plan: Plan, corpus: Corpus) -> None:
-        self.parts, self.plan, self.corpus = parts, plan, corpus
-        torch.manual_seed(plan.seed)
-        self.model = GPT(plan.shape).to(plan.device)
+    def __init__(self, parts: Parts, config: TrainingConfig, corpus: Corpus) -> None:
+        self.parts, self.config, self.corpus = parts, config, corpus
+        torch.manual_seed(config.seed)
+        self.model = GPT(config.shape).to(config.device)
         self.parameters = list(self.model.parameters())
-        if plan.is_rounded_up:
+        if config.is_rounded_up:
             with torch.no_grad():
                 for parameter in self.parameters:
                     parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, math.inf)))
-        arguments, self._clip_foreach = OPTIMIZERS[plan.optimizer]
+        arguments, self._clip_foreach = OPTIMIZERS[config.optimizer]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, betas=(0.9, 0.95), weight_decay=plan.weight_decay, **arguments
+            self.parameters, betas=(0.9, 0.95), weight_decay=config.weight_decay, **arguments
         )
         self.scaler = parts.GradScaler(
             self._device_type,
-            init_scale=plan.init_scale,
-            growth_factor=plan.growth_factor,
-            backoff_factor=plan.backoff_factor,
-            growth_interval=plan.growth_interval,
+            init_scale=config.init_scale,
+            growth_factor=config.growth_factor,
+            backoff_factor=config.backoff_factor,
+            growth_interval=config.growth_interval,
         )
         self.position = 0  # training windows drawn so far
-        self.run = Run()
+        self.run = TrainingRun()
 
     @property
     def steps_done(self) -> int:
@@ -79,12 +79,12 @@ class Trainer:
 
     def advance(self) -> None:
         """One step of the optimizer: taken, or skipped by the scaler."""
-        plan, run, step = self.plan, self.run, self.steps_done
+        config, run, step = self.config, self.run, self.steps_done
         for group in self.optimizer.param_groups:
-            group["lr"] = plan.learning_rate_at(step)
-        loss = torch.stack([self._accumulate() for _ in range(plan.accumulate)]).sum()
+            group["lr"] = config.learning_rate_at(step)
+        loss = torch.stack([self._accumulate() for _ in range(config.accumulate)]).sum()
         last = self.parameters[-1]
-        if step == plan.inject_inf_at and last.grad is not None:
+        if step == config.inject_inf_at and last.grad is not None:
             last.grad.view(-1)[0] = math.inf
         before = last.detach().clone()
         norm = self.update()
@@ -99,7 +99,7 @@ class Trainer:
     def update(self) -> torch.Tensor:
         """The optimizer's side of a step; the norm of the gradients before they were clipped."""
         self.scaler.unscale_(self.optimizer)
-        norm = self.parts.clip_grad_norm_(self.parameters, self.plan.max_norm, foreach=self._clip_foreach)
+        norm = self.parts.clip_grad_norm_(self.parameters, self.config.max_norm, foreach=self._clip_foreach)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return norm
@@ -107,13 +107,13 @@ class Trainer:
     @torch.no_grad()
     def held_out_bits(self) -> float:
         """Mean bits a byte over the same held-out windows each time."""
-        plan = self.plan
+        config = self.config
         drawn = windows(
-            self.corpus.held_out, plan.shape.context + 1, "held out", range(plan.held_out_windows)
-        ).to(plan.device)
+            self.corpus.held_out, config.shape.context + 1, "held out", range(config.held_out_windows)
+        ).to(config.device)
         self.model.eval()
         with self._autocast():
-            losses = [self.model.loss(part) for part in drawn.split(plan.batch)]
+            losses = [self.model.loss(part) for part in drawn.split(config.batch)]
         self.model.train()
         return float(torch.stack(losses).mean()) / math.log(2)
 
@@ -139,7 +139,7 @@ class Trainer:
         """Go on where `state` was taken.
 
         Raises:
-            OtherRun: it belongs to a run with another plan, corpus, torch or parts.
+            OtherRun: it belongs to a run with another config, corpus, torch or parts.
         """
         here = self._identity()
         changed = [
@@ -154,33 +154,33 @@ class Trainer:
         if state["device_rng"] is not None:
             torch.cuda.set_rng_state(state["device_rng"].cpu())
         self.position = state["position"]
-        self.run = Run(**state["run"])
+        self.run = TrainingRun(**state["run"])
         self.run.resumed_at.append(self.steps_done)
 
     @property
     def _device_type(self) -> str:
-        return torch.device(self.plan.device).type
+        return torch.device(self.config.device).type
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return self.parts.autocast(self._device_type, dtype=DTYPES[self.plan.dtype])
+        return self.parts.autocast(self._device_type, dtype=DTYPES[self.config.dtype])
 
     def _accumulate(self) -> torch.Tensor:
         """Add one batch's gradients; its part of the step's loss, detached."""
-        plan = self.plan
-        drawn = range(self.position, self.position + plan.batch)
-        window_BT = windows(self.corpus.train, plan.shape.context + 1, f"train {plan.seed}", drawn)
+        config = self.config
+        drawn = range(self.position, self.position + config.batch)
+        window_BT = windows(self.corpus.train, config.shape.context + 1, f"train {config.seed}", drawn)
         self.position = drawn.stop
         with self._autocast():
-            loss = self.model.loss(window_BT.to(plan.device)) / plan.accumulate
+            loss = self.model.loss(window_BT.to(config.device)) / config.accumulate
         self.scaler.scale(loss).backward()
         return loss.detach()
 
     def _identity(self) -> dict[str, Any]:
         """Everything but the number of steps that decides what a run does."""
-        plan = dataclasses.asdict(self.plan)
-        del plan["steps"]
+        config = dataclasses.asdict(self.config)
+        del config["steps"]
         return {
-            **plan,
+            **config,
             "parts": self.parts.name,
             "corpus": self.corpus.fingerprint,
             "torch": str(torch.__version__),  # it is a class of its own, which a checkpoint cannot hold
@@ -191,42 +191,42 @@ class ByFusedStep(Trainer):
     """By one call in the place of unscaling, clipping, step and update."""
 
     def update(self) -> torch.Tensor:
-        return self.scaler.fused_step(self.optimizer, max_norm=self.plan.max_norm)
+        return self.scaler.fused_step(self.optimizer, max_norm=self.config.max_norm)
 
 
 class Captured(Trainer):
     """By an optimizer whose step is captured."""
 
-    def __init__(self, parts: Parts, plan: Plan, corpus: Corpus) -> None:
-        super().__init__(parts, plan, corpus)
+    def __init__(self, parts: Parts, config: TrainingConfig, corpus: Corpus) -> None:
+        super().__init__(parts, config, corpus)
         assert parts.capture is not None
         parts.capture(self.optimizer)
 
 
 def train(
     parts: Parts,
-    plan: Plan,
+    config: TrainingConfig,
     corpus: Corpus,
     saved: Path | None = None,
     save_every: int = 10,
-    on_step: Callable[[Run], None] | None = None,
+    on_step: Callable[[TrainingRun], None] | None = None,
     trained_by: type[Trainer] = Trainer,
-) -> Run:
-    """Run `plan` to its end; with `saved`, go on from the checkpoint there, if any, and keep it up to date."""
+) -> TrainingRun:
+    """Run `config` to its end; with `saved`, go on from the checkpoint there, if any, and keep it up to date."""
     started = time.perf_counter()
-    with _repeatable(plan):
-        trainer = trained_by(parts, plan, corpus)
-        state = checkpoint.load(saved, plan.device) if saved else None
+    with _repeatable(config):
+        trainer = trained_by(parts, config, corpus)
+        state = checkpoint.load(saved, config.device) if saved else None
         if state:
             trainer.load_state_dict(state)
         seconds_before = trainer.run.seconds
-        while trainer.steps_done < plan.steps:
+        while trainer.steps_done < config.steps:
             trainer.advance()
             done = trainer.steps_done
-            if done % plan.evaluate_every == 0:
+            if done % config.evaluate_every == 0:
                 trainer.run.held_out[done] = trainer.held_out_bits()
             trainer.run.seconds = seconds_before + time.perf_counter() - started
-            if saved and (done % save_every == 0 or done == plan.steps):
+            if saved and (done % save_every == 0 or done == config.steps):
                 checkpoint.save(saved, trainer.state_dict())
             if on_step:
                 on_step(trainer.run)
@@ -237,13 +237,13 @@ def train(
 
 
 @contextlib.contextmanager
-def _repeatable(plan: Plan) -> Iterator[None]:
+def _repeatable(config: TrainingConfig) -> Iterator[None]:
     """Random numbers, threads and algorithms that give the same bits each time; the caller's own are restored."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    on_cuda = torch.device(plan.device).type == "cuda"
+    on_cuda = torch.device(config.device).type == "cuda"
     with torch.random.fork_rng(range(torch.cuda.device_count()) if on_cuda else ()):
-        torch.set_num_threads(plan.threads)
+        torch.set_num_threads(config.threads)
         if on_cuda:
             torch.use_deterministic_algorithms(True, warn_only=True)
         try:

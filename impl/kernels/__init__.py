@@ -34,7 +34,7 @@ from impl.kernels._copies import (
 from impl.kernels._dispatch import backend, known_on_host
 from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
-from impl.kernels._native.memory import Addresses, Form, KnownLayoutList, formed, joined
+from impl.kernels._native.memory import Addresses, KnownLayoutList, ListLayout, formed, joined
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import Parameters
 from impl.kernels._spans import is_profiled, span
@@ -56,9 +56,9 @@ __all__ = [
     "AdagradRule",
     "AdamRule",
     "Addresses",
-    "Form",
     "HostCopy",
     "KnownLayoutList",
+    "ListLayout",
     "Parameters",
     "Rule",
     "SGDRule",

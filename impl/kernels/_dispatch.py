@@ -15,7 +15,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from impl.kernels._copies import is_capturing
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES
-from impl.kernels._native import Library, library
+from impl.kernels._native import NativeLibrary, library
 from impl.kernels._native.memory import KnownLayoutList
 
 Backend = Literal["auto", "torch", "cpu_blocked", "native", "triton"]
@@ -108,7 +108,7 @@ def _fastest(asked: str, tensor: Tensor) -> _Chosen:
     return "cpu_blocked" if tensor.is_cpu else "torch"
 
 
-def cpu_library(tensors: Sequence[Tensor] | None = None) -> Library | None:
+def cpu_library(tensors: Sequence[Tensor] | None = None) -> NativeLibrary | None:
     """The CPU library, for the backend "cpu_blocked": None where there is none, or it was not asked for.
 
     Args:

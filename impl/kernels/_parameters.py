@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from impl.kernels._native.fused_step import Memory
+from impl.kernels._native.fused_step import UpdateMemory
 from impl.kernels._storage_order import flat_view
 
 # Longer parameters are updated a piece at a time, shorter ones many at a time, their gradients joined.
@@ -32,8 +32,8 @@ class Parameters:
     low_precision_params: Sequence[Tensor] = ()  # of the new parameters, in lower precision; or empty
 
     @cached_property
-    def memory(self) -> Memory:
-        return Memory(self.params, self.states, self.low_precision_params, self.steps)
+    def memory(self) -> UpdateMemory:
+        return UpdateMemory(self.params, self.states, self.low_precision_params, self.steps)
 
     def have_moved(self) -> bool:
         """Whether one of these tensors has other memory than when this was last asked."""
@@ -65,7 +65,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamPiece:
     start: int
     stop: int
     param: Tensor
@@ -79,7 +79,7 @@ class Long:
 
     place: int
     steps: list[Tensor]
-    pieces: list[Piece]
+    pieces: list[ParamPiece]
     addresses: list[int]  # of what the pieces are views of
     width: int  # of a piece, which goes by the number of threads
 
@@ -138,7 +138,7 @@ def _long(parameters: Parameters, place: int) -> Long:
     copies = parameters.low_precision_params
     copy = flat(copies[place]).split(width) if copies else [None] * len(params)
     pieces = [
-        Piece(i * width, i * width + len(piece), piece, [[state[i]] for state in states], copy[i])
+        ParamPiece(i * width, i * width + len(piece), piece, [[state[i]] for state in states], copy[i])
         for i, piece in enumerate(params)
     ]
     steps = [parameters.steps[place]] if parameters.steps else []

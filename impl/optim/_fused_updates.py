@@ -25,8 +25,8 @@ from impl.kernels import (
     KERNEL_DTYPES,
     PLAIN_TYPES,
     RULES,
-    Form,
     KnownLayoutList,
+    ListLayout,
     Parameters,
     Rule,
     formed,
@@ -175,7 +175,7 @@ class _Prepared:
     """What an update of a bucket works on: it stands while guards hold, the list cache's too, and nothing moves."""
 
     parameters: Parameters
-    form: Form | None  # of the gradients, where the CPU library reads them as they are
+    form: ListLayout | None  # of the gradients, where the CPU library reads them as they are
     low_precision_params: TensorGuards
 
     @classmethod

@@ -63,7 +63,7 @@ def why_eager(facts: Facts) -> str | None:
     return None
 
 
-class Settings:
+class GraphedSettings:
     """What a graph reads anew in each replay."""
 
     def __init__(self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -122,7 +122,7 @@ class GraphedUpdate:
         self._graphs = graphs_for(bucket.device)
         self._is_together = all(tensor.device == bucket.device for tensor in bucket.tensors())
         self._fixed: _Fixed | None = None
-        self._settings: Settings | None = None
+        self._settings: GraphedSettings | None = None
         self._guards: TensorGuards | None = None  # with the graph
         self._graph: Graph | None = None
         self._held = 0  # for how many steps nothing has changed
@@ -181,7 +181,7 @@ class GraphedUpdate:
 
     def _settings_for(
         self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> Settings:
+    ) -> GraphedSettings:
         """The settings; new ones, and no graph, if what a graph fixes has changed."""
         assert self._graphs is not None
         fixed = _Fixed(
@@ -200,7 +200,7 @@ class GraphedUpdate:
         self._change = change
         before, self._fixed = self._fixed, fixed
         if before is None or (before.scaling, before.stream) != (fixed.scaling, fixed.stream):
-            self._settings = Settings(self._bucket.device, grad_scale, found_inf)
+            self._settings = GraphedSettings(self._bucket.device, grad_scale, found_inf)
         assert self._settings is not None
         return self._settings
 
@@ -229,13 +229,13 @@ class GraphedUpdate:
         moved = next(place for place, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
         return self._bucket.tensor_names()[moved]
 
-    def _capture(self, group: dict[str, Any], settings: Settings) -> None:
+    def _capture(self, group: dict[str, Any], settings: GraphedSettings) -> None:
         assert self._graphs is not None
         self._guards = tensor_guards([*self._bucket.tensors()], with_shapes=True, with_strides=True)
         self._graph = captured(self._graphs, lambda: self._work(group, settings))
         self._backoff.has_captured()
 
-    def _work(self, group: dict[str, Any], settings: Settings) -> None:
+    def _work(self, group: dict[str, Any], settings: GraphedSettings) -> None:
         on_device = {**group, "lr": settings.lr}
         step_bucket(self._rule, self._bucket, on_device, settings.grad_scale, settings.found_inf)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.fsdp.api import MixedPrecision
 
-from conformance.strategies.wrapping import Wrapper
+from conformance.strategies.wrapping import StandInWrapper
 from impl.tests.rewritten import ALLOWED, REWRITTEN, is_product, is_within
 
 
@@ -131,7 +131,7 @@ def wrap_modules() -> None:
             policy,
             ignored_modules=set(),
             ignored_params=set(),
-            wrapper_cls=Wrapper,
+            wrapper_cls=StandInWrapper,
             wrapper_kwargs={"mixed_precision": MixedPrecision(), "use_orig_params": True},
         )
 

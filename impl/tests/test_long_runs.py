@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-from benchmarks.memory import resident_bytes
+from benchmarks.process_memory import resident_bytes
 from conformance.judge import seeding
 from impl import dynamo
 from impl.amp import GradScaler

@@ -15,15 +15,15 @@ from torch.distributed.optim import _NamedOptimizer
 
 from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters
 from conformance.distributed.fsdp.lab import Lab
-from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, copied, plain, step
+from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod, copied, plain, step
 
-_GATHERED = Way("FULL", offloads=False)
+_GATHERED = StateDictMethod("FULL", offloads=False)
 
 
 class _Trained:
     """A model of other values for each `seed`, and an optimizer that has stepped it."""
 
-    def __init__(self, lab: Lab, way: Way, seed: int = 0) -> None:
+    def __init__(self, lab: Lab, way: StateDictMethod, seed: int = 0) -> None:
         self.lab, self.way = _lab_of(lab, seed), way
         self.model = self.lab.model
         self.optimizer = Optimized(steps=1 + seed).stepped(self.model)
@@ -54,13 +54,13 @@ def _lab_of(lab: Lab, seed: int) -> Lab:
     return Lab(lab.rank, lab.library, lab.setup, lab.tree, lab.wrapped(lab.tree.build(seed)))
 
 
-def written(lab: Lab, *, path: str, way: Way) -> Any:
+def written(lab: Lab, *, path: str, way: StateDictMethod) -> Any:
     trained = _Trained(lab, way)
     dcp.save(trained.state(), checkpoint_id=path)
     return trained.unsharded()
 
 
-def read(lab: Lab, *, path: str, way: Way, planner: Any = DefaultLoadPlanner) -> Any:
+def read(lab: Lab, *, path: str, way: StateDictMethod, planner: Any = DefaultLoadPlanner) -> Any:
     trained = _Trained(lab, way, seed=1)
     state = trained.state()
     dcp.load(state, checkpoint_id=path, planner=planner())
@@ -72,7 +72,7 @@ def read_by_torchs_helper(lab: Lab, *, path: str) -> Any:
     """The optimizer's rows by a function of DCP's, which reads what has one element whole on every rank."""
     from impl.distributed.fsdp.checkpoint import LoadPlanner  # noqa: PLC0415  cases bring no subject along
 
-    trained = _Trained(lab, Way("SHARDED"), seed=1)
+    trained = _Trained(lab, StateDictMethod("SHARDED"), seed=1)
     state = trained.state()
     dcp.load({"model": state["model"]}, checkpoint_id=path, planner=LoadPlanner())
     found = load_sharded_optimizer_state_dict(
@@ -82,7 +82,7 @@ def read_by_torchs_helper(lab: Lab, *, path: str) -> Any:
     return trained.unsharded()
 
 
-def written_meanwhile(lab: Lab, *, path: str, way: Way) -> Any:
+def written_meanwhile(lab: Lab, *, path: str, way: StateDictMethod) -> Any:
     """What it was when writing began; it is trained on while a thread writes."""
     trained = _Trained(lab, way)
     expected = trained.unsharded()
@@ -97,7 +97,7 @@ def written_meanwhile(lab: Lab, *, path: str, way: Way) -> Any:
 
 def read_in_part(lab: Lab, *, path: str, planner: Any) -> Any:
     """Into a model that has more than was written: what was, what is after, and what should have been read."""
-    way = Way("SHARDED", offloads=False)
+    way = StateDictMethod("SHARDED", offloads=False)
     written, target = _Trained(lab, way), _Trained(lab, way, seed=1)
     some = {name: value for name, value in written.state()["model"].items() if name.startswith("body.")}
     dcp.save({"model": some}, checkpoint_id=path)

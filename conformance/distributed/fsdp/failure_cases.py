@@ -19,7 +19,7 @@ from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
 STEPS, FAILS_IN = 4, 1
 
 
-class Fault(Exception):
+class UserError(Exception):
     """Whatever goes wrong in a user's own code."""
 
 
@@ -30,7 +30,7 @@ class _FailsInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise Fault
+        raise UserError
 
 
 class Interruption(KeyboardInterrupt):
@@ -38,7 +38,7 @@ class Interruption(KeyboardInterrupt):
 
 
 def _fail(*_: Any, **__: Any) -> None:
-    raise Fault
+    raise UserError
 
 
 def _interrupt(*_: Any, **__: Any) -> None:
@@ -150,7 +150,7 @@ class _Training:
         output = call(self.model, self.lab.tree, batch)
         loss = loss_of(output)
         if self.fails_in_loss:
-            raise Fault
+            raise UserError
         loss.backward()
         return loss.detach()
 
@@ -158,7 +158,7 @@ class _Training:
         try:
             with _FAULTS[where](self):
                 self.backward(number)
-        except (Fault, Interruption):
+        except (UserError, Interruption):
             return
         raise AssertionError(f"nothing failed in {where}")
 
@@ -266,7 +266,7 @@ def _recomputed(training: _Training) -> Any:
     def fail(*_: Any) -> None:
         calls.append(None)
         if len(calls) == 2:
-            raise Fault
+            raise UserError
 
     return _removed(training.inner.register_forward_pre_hook(fail))
 
@@ -280,7 +280,7 @@ class _Failing:
     def count(self, asked: list[Any]) -> None:
         self.at -= asked[0] != "allocate"
         if self.at == 0:
-            raise Fault
+            raise UserError
 
     @contextlib.contextmanager
     def failing(self, at: int) -> Generator[None]:

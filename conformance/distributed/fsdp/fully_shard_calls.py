@@ -13,19 +13,19 @@ from torch import nn
 
 from conformance.distributed.fsdp.fully_shard_cases import Sharding, held, registered, sharded, units_of
 from conformance.distributed.fsdp.lab import tried
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
 # Four units in a row and the root; the second has fewer elements than three ranks, the last a part that is not called.
-TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("scaled"), Leaf("affine", 2), Leaf("idle"))))
+TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("scaled"), Leaf("affine", 2), Leaf("idle"))))
 UNITS = 4
 ROOT = UNITS
 
 
 @dataclass(frozen=True)
-class Call:
+class UnitCall:
     """`name` is a method of a unit, numbered as they run (the last is the root), or one of `_OF_THE_SCENE`."""
 
     name: str
@@ -37,7 +37,7 @@ class Call:
 
 
 def play(
-    rank: Rank, *, library: str, sharding: Sharding, calls: Sequence[Call], tree: ModuleTree = TREE
+    rank: Rank, *, library: str, sharding: Sharding, calls: Sequence[UnitCall], tree: ModuleTree = TREE
 ) -> Outcome:
     """Make the calls; the value is what was seen behind each, and what this rank holds in the end.
 
@@ -46,13 +46,13 @@ def play(
     found, model = load_library(library), tree.build()
 
     def run() -> dict[str, Any]:
-        scene = Scene(rank, found, sharded(rank, found, model, sharding), tree)
+        scene = CallScene(rank, found, sharded(rank, found, model, sharding), tree)
         return {"seen": [scene.make(one) for one in calls], "held": held(model)}
 
     return observe(run)
 
 
-class Scene:
+class CallScene:
     """A sharded model, and what calls leave for later calls."""
 
     def __init__(self, rank: Rank, library: Library, model: Any, tree: ModuleTree) -> None:
@@ -72,7 +72,7 @@ class Scene:
             unit.register_forward_pre_hook(_meet)
             unit.register_forward_hook(_meet_in_backward)
 
-    def make(self, one: Call) -> Any:
+    def make(self, one: UnitCall) -> Any:
         dist.barrier()
         self.reported.clear()
         made = tried(lambda: self._made(one))
@@ -85,7 +85,7 @@ class Scene:
             "registered": {} if one.name in _FAILING else registered(self.model),
         }
 
-    def _made(self, one: Call) -> Any:
+    def _made(self, one: UnitCall) -> Any:
         if one.name in _OF_THE_SCENE:
             return _OF_THE_SCENE[one.name](self, one)
         arguments = {name: self._real(value) for name, value in one.arguments.items()}
@@ -129,17 +129,17 @@ def _meet_in_backward(unit: nn.Module, inputs: Any, output: torch.Tensor) -> Non
 # -- calls that are no methods
 
 
-def _forward(scene: Scene, one: Call) -> torch.Tensor:
+def _forward(scene: CallScene, one: UnitCall) -> torch.Tensor:
     scene.losses.append(scene.forward())
     return scene.losses[-1].detach()
 
 
-def _look(scene: Scene, one: Call) -> torch.Tensor:
+def _look(scene: CallScene, one: UnitCall) -> torch.Tensor:
     with torch.no_grad():
         return scene.forward()
 
 
-def _backward(scene: Scene, one: Call) -> int:
+def _backward(scene: CallScene, one: UnitCall) -> int:
     """Of all losses that are there."""
     losses, scene.losses = scene.losses, []
     if losses:
@@ -148,7 +148,7 @@ def _backward(scene: Scene, one: Call) -> int:
     return len(losses)
 
 
-def _failing_forward(scene: Scene, one: Call) -> None:
+def _failing_forward(scene: CallScene, one: UnitCall) -> None:
     """Raises inside a unit."""
 
     def fail(*_: Any) -> None:
@@ -161,7 +161,7 @@ def _failing_forward(scene: Scene, one: Call) -> None:
         handle.remove()
 
 
-def _failing_backward(scene: Scene, one: Call) -> None:
+def _failing_backward(scene: CallScene, one: UnitCall) -> None:
     def fail(grad: torch.Tensor) -> None:
         raise ArithmeticError("in a backward")
 
@@ -176,7 +176,7 @@ def _hooked(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     output.register_hook(hook)
 
 
-def _step(scene: Scene, one: Call) -> None:
+def _step(scene: CallScene, one: UnitCall) -> None:
     """Of parameters whose gradients do not wait: failures.waiting_step asks about the others."""
     group = scene.optimizer.param_groups[0]
     parameters = group["params"]
@@ -188,7 +188,7 @@ def _step(scene: Scene, one: Call) -> None:
     scene.optimizer.zero_grad()
 
 
-def _step_of_shards(scene: Scene, one: Call) -> bool:
+def _step_of_shards(scene: CallScene, one: UnitCall) -> bool:
     """With nothing unsharded, of which torch would go on with the weights before; not between a forward and its
     backward, whose weights no library has then.
     """
@@ -202,7 +202,7 @@ def _step_of_shards(scene: Scene, one: Call) -> bool:
     return True
 
 
-def _step_beside(scene: Scene, one: Call) -> None:
+def _step_beside(scene: CallScene, one: UnitCall) -> None:
     """On a stream of its own, where there are some; its event is all that the next forward is told of it."""
     event: Any = _event(scene)
     if scene.rank.device.type == "cpu":
@@ -216,29 +216,29 @@ def _step_beside(scene: Scene, one: Call) -> None:
     scene.model.set_post_optim_event(event)
 
 
-def _zero_grad(scene: Scene, one: Call) -> None:
+def _zero_grad(scene: CallScene, one: UnitCall) -> None:
     scene.optimizer.zero_grad()
 
 
-def _wait(scene: Scene, one: Call) -> Any:
+def _wait(scene: CallScene, one: UnitCall) -> Any:
     return scene.handles.pop(0).wait() if scene.handles else "no handle"
 
 
-def _state_dict(scene: Scene, one: Call) -> list[str]:
+def _state_dict(scene: CallScene, one: UnitCall) -> list[str]:
     return list(scene.model.state_dict())
 
 
-def _load(scene: Scene, one: Call) -> str:
+def _load(scene: CallScene, one: UnitCall) -> str:
     """Doubled parameters."""
     doubled = {name: value.detach() * 2 for name, value in scene.model.state_dict().items()}
     return str(scene.model.load_state_dict(doubled, **one.arguments))
 
 
-def _convert(scene: Scene, one: Call) -> None:
+def _convert(scene: CallScene, one: UnitCall) -> None:
     scene.model.to(one.arguments["dtype"])
 
 
-def _skip_a_unit(scene: Scene, one: Call) -> torch.Tensor:
+def _skip_a_unit(scene: CallScene, one: UnitCall) -> torch.Tensor:
     """A forward and backward without one of the units on the ranks that `by` names, or on every one."""
     unit, by = scene.units[one.unit], one.arguments.get("by")
     skips = by is None or scene.rank.rank in by
@@ -251,7 +251,7 @@ def _skip_a_unit(scene: Scene, one: Call) -> torch.Tensor:
     return loss.detach()
 
 
-_OF_THE_SCENE: dict[str, Callable[[Scene, Call], Any]] = {
+_OF_THE_SCENE: dict[str, Callable[[CallScene, UnitCall], Any]] = {
     "forward": _forward,
     "look": _look,
     "backward": _backward,
@@ -304,7 +304,7 @@ class ReportingReduceScatter(_Reporting):
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-def _doubling(scene: Scene) -> Callable[[torch.Tensor], None]:
+def _doubling(scene: CallScene) -> Callable[[torch.Tensor], None]:
     def double(reduced: torch.Tensor) -> None:
         scene.reported.append(["hook", reduced.numel(), str(reduced.dtype)])
         reduced.mul_(2)
@@ -318,14 +318,14 @@ class _CpuEvent(torch.cpu.Event): ...
 class _DeviceEvent(torch.Event): ...
 
 
-def _event(scene: Scene) -> Any:
+def _event(scene: CallScene) -> Any:
     """Recorded behind an optimizer's step; a reference to it tells whether somebody still has it."""
     made = _CpuEvent() if scene.rank.device.type == "cpu" else _DeviceEvent(scene.rank.device)
     scene.event = weakref.ref(made)
     return made
 
 
-_OBJECTS: dict[str, Callable[[Scene], Any]] = {
+_OBJECTS: dict[str, Callable[[CallScene], Any]] = {
     "an all-gather": lambda scene: ReportingAllGather(scene.reported.append),
     "a reduce-scatter": lambda scene: ReportingReduceScatter(scene.reported.append),
     "a doubling hook": _doubling,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.distributed.fsdp.judging import outcomes
 from conformance.distributed.fsdp.lab import ONE_UNIT, Program
+from conformance.distributed.fsdp.rank_judging import outcomes
 from conformance.distributed.fsdp.twins import Seen, Setup, Twins
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library

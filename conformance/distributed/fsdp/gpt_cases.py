@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conformance.distributed.fsdp.lab import Lab
+from conformance.training.config import small_config
 from conformance.training.corpus import load_corpus, windows
 from conformance.training.gpt import BYTES, GPT, Block
-from conformance.training.plan import small_plan
 
-PLAN = small_plan("bf16")
+CONFIG = small_config("bf16")
 PARTS = 2  # of a batch, one for each rank
-WINDOWS = PARTS * PLAN.batch  # of a batch, however many ranks share it
+WINDOWS = PARTS * CONFIG.batch  # of a batch, however many ranks share it
 
 
 def train_sharded(lab: Lab, *, strategy: str, use_orig_params: bool, steps: int) -> list[float]:
@@ -101,19 +101,19 @@ def train_unsharded(steps: int) -> list[float]:
 
 
 def _model() -> GPT:
-    torch.manual_seed(PLAN.seed)
-    return GPT(PLAN.shape)
+    torch.manual_seed(CONFIG.seed)
+    return GPT(CONFIG.shape)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=PLAN.weight_decay)
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=CONFIG.weight_decay)
 
 
 def _train(optimizer: torch.optim.Optimizer, backward: Callable[[int], float], steps: range) -> list[float]:
     losses: list[float] = []
     for step in steps:
         for group in optimizer.param_groups:
-            group["lr"] = PLAN.learning_rate_at(step)
+            group["lr"] = CONFIG.learning_rate_at(step)
         losses.append(backward(step) / math.log(2))
         optimizer.step()
         optimizer.zero_grad()
@@ -124,7 +124,7 @@ def _part(step: int, part: int, parts: int) -> Tensor:
     numel = WINDOWS // parts
     first = step * WINDOWS + part * numel
     drawn = range(first, first + numel)
-    return windows(load_corpus().train, PLAN.shape.context + 1, f"train {PLAN.seed}", drawn)
+    return windows(load_corpus().train, CONFIG.shape.context + 1, f"train {CONFIG.seed}", drawn)
 
 
 def _loss(model: nn.Module, window_BT: Tensor) -> Tensor:

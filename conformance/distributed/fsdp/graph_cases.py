@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.written_cases import Trainer
+from conformance.distributed.fsdp.written_cases import WritingTrainer
 
 
 class Scale(nn.Sequential):
@@ -52,7 +52,7 @@ class Normed(nn.Module):
         return self.inner(x) if forks else self.inner[0](x).sin()
 
 
-def stepped_between(trainer: Trainer) -> list[torch.Tensor]:
+def stepped_between(trainer: WritingTrainer) -> list[torch.Tensor]:
     before = trainer.loss(0)
     trainer.backward(1)
     trainer.step()
@@ -61,7 +61,7 @@ def stepped_between(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def stepped_between_by_a_fused_optimizer(trainer: Trainer) -> list[torch.Tensor]:
+def stepped_between_by_a_fused_optimizer(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Which moves no version counter."""
     before = trainer.loss(0)
     trainer.backward(1)
@@ -71,7 +71,7 @@ def stepped_between_by_a_fused_optimizer(trainer: Trainer) -> list[torch.Tensor]
     return [trainer.output()]
 
 
-def evaluated_between(trainer: Trainer) -> list[torch.Tensor]:
+def evaluated_between(trainer: WritingTrainer) -> list[torch.Tensor]:
     before = trainer.loss(0)
     trainer.backward(1)
     trainer.step()
@@ -81,7 +81,7 @@ def evaluated_between(trainer: Trainer) -> list[torch.Tensor]:
     return [output, trainer.output()]
 
 
-def goes_on_after_the_error(trainer: Trainer) -> list[torch.Tensor]:
+def goes_on_after_the_error(trainer: WritingTrainer) -> list[torch.Tensor]:
     try:
         stepped_between(trainer)
     except RuntimeError:
@@ -91,7 +91,7 @@ def goes_on_after_the_error(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def stepped_elsewhere(trainer: Trainer) -> list[torch.Tensor]:
+def stepped_elsewhere(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Of what the optimizer has, the graph reads nothing that had a gradient."""
     before = trainer.loss(0, forks=True)
     trainer.backward(1, forks=False)
@@ -101,7 +101,7 @@ def stepped_elsewhere(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def stepped_what_is_not_read(trainer: Trainer) -> list[torch.Tensor]:
+def stepped_what_is_not_read(trainer: WritingTrainer) -> list[torch.Tensor]:
     before = trainer.loss(0)
     trainer.backward(1)
     trainer.step(of="0.weight")

@@ -55,13 +55,13 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Block:
+class HostBlock:
     """The host went on after the event."""
 
     event: int
 
 
-Entry = Operation | Allocation | Free | Record | Wait | Block
+Entry = Operation | Allocation | Free | Record | Wait | HostBlock
 # How much of each stream is surely done.
 Clock = dict[str, int]
 
@@ -116,7 +116,7 @@ class _Replay:
                 self._events[event] = dict(self._issue(stream))
             case Wait(stream, event):
                 _advance(self._issue(stream), self._events[event])
-            case Block(event):
+            case HostBlock(event):
                 _advance(self._clocks[HOST], self._events[event])
 
     def _issue(self, stream: str) -> Clock:

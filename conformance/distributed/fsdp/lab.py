@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, wrapped
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
@@ -22,12 +22,16 @@ from conformance.ranks import Rank
 # Wrapped leaf by leaf: units within a chain that is none, buffers, and a unit with fewer elements than three ranks.
 _LOOKED_UP = Leaf("lookup", 3)
 TREE = ModuleTree(
-    Group((Leaf("affine", 4), Group((_LOOKED_UP, Leaf("batched")), form="tuple"), Leaf("scaled"))),
+    ModuleGroup(
+        (Leaf("affine", 4), ModuleGroup((_LOOKED_UP, Leaf("batched")), form="tuple"), Leaf("scaled"))
+    ),
     dtype=torch.float32,
     seed=3,
 )
 # The same without statistics over a batch, which need more than low precision has.
-SIMPLE = replace(TREE, body=Group((Leaf("affine", 4), Group((_LOOKED_UP,), form="tuple"), Leaf("scaled"))))
+SIMPLE = replace(
+    TREE, body=ModuleGroup((Leaf("affine", 4), ModuleGroup((_LOOKED_UP,), form="tuple"), Leaf("scaled")))
+)
 
 
 ONE_UNIT = Setup()

@@ -209,10 +209,10 @@ _ONE_WIDTH: dict[str, Callable[[int], Part]] = {
 
 
 @dataclass(frozen=True)
-class Group:
+class ModuleGroup:
     """Parts that are called one after the other (`chain`), or side by side on the same input (`branches`)."""
 
-    parts: tuple[Leaf | Group, ...]
+    parts: tuple[Leaf | ModuleGroup, ...]
     kind: str = "chain"
     calls: int = 1  # how often its forward calls its parts
     form: str = "tensor"  # of what it returns
@@ -223,17 +223,17 @@ class Group:
 
     def leaves(self) -> Iterator[Leaf]:
         for part in self.parts:
-            yield from part.leaves() if isinstance(part, Group) else (part,)
+            yield from part.leaves() if isinstance(part, ModuleGroup) else (part,)
 
-    def groups(self) -> Iterator[Group]:
+    def groups(self) -> Iterator[ModuleGroup]:
         yield self
         for part in self.parts:
-            if isinstance(part, Group):
+            if isinstance(part, ModuleGroup):
                 yield from part.groups()
 
 
 class _Grouped(Part):
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ModuleGroup) -> None:
         super().__init__()
         self.group = group
         self.parts = nn.ModuleList()
@@ -253,7 +253,7 @@ class _Grouped(Part):
 
 
 class Chain(_Grouped):
-    def __init__(self, group: Group, in_width: int) -> None:
+    def __init__(self, group: ModuleGroup, in_width: int) -> None:
         super().__init__(group)
         self.out_width = in_width
         for description in group.parts:
@@ -268,7 +268,7 @@ class Chain(_Grouped):
 
 
 class Branches(_Grouped):
-    def __init__(self, group: Group, in_width: int) -> None:
+    def __init__(self, group: ModuleGroup, in_width: int) -> None:
         super().__init__(group)
         self.parts.extend(description.build(in_width) for description in group.parts)
         self.out_width = sum(part.out_width for part in self.parts)
@@ -281,7 +281,7 @@ class Branches(_Grouped):
 class ModuleTree:
     """A whole model: `body`, and a head of its own parameters behind it, unless it is to have none."""
 
-    body: Group
+    body: ModuleGroup
     takes: str = "tensor"  # form of the input
     returns: str = "tensor"  # form of the output
     dtype: torch.dtype = torch.float64

@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.fsdp_cases import mesh_of
 from conformance.distributed.fsdp.lab import Lab, filled, tried
 from conformance.distributed.fsdp.optim_state_cases import (
     Optimized,
-    Way,
+    StateDictMethod,
     by_name,
     copied,
     plain,
@@ -23,7 +23,7 @@ from conformance.distributed.fsdp.optim_state_cases import (
     there_and_back,
 )
 
-_OLDER_FULL, _FULL = Way("full"), Way("FULL", offloads=False)
+_OLDER_FULL, _FULL = StateDictMethod("full"), StateDictMethod("FULL", offloads=False)
 
 
 def unwrapped(lab: Lab, optimized: Optimized) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -80,7 +80,7 @@ def of_one_replica(lab: Lab) -> Any:
     optimizer.step()
     saved: Any = None
     if mesh.get_local_rank(0) == 0:
-        with Way("SHARDED").set_on(lab):
+        with StateDictMethod("SHARDED").set_on(lab):
             saved = plain(lab.fsdp.optim_state_dict(lab.model, optimizer, group=mesh.get_group(1)))
     optimizer.zero_grad()
     return {"saved": saved, "loss": lab.backward(1), "gradients": lab.gradients()}

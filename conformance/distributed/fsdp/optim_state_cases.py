@@ -77,7 +77,7 @@ def plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Way:
+class StateDictMethod:
     """How a state dict is saved and loaded: by the older methods, or by the state dict type that is set."""
 
     name: str  # full, scattered or sharded: the older methods; or FULL, SHARDED or LOCAL
@@ -123,7 +123,7 @@ class Way:
         return lab.fsdp.state_dict_type(lab.model, kind, *configs[self.name]())
 
 
-def there_and_back(lab: Lab, optimized: Optimized, way: Way) -> Any:
+def there_and_back(lab: Lab, optimized: Optimized, way: StateDictMethod) -> Any:
     """What is saved, what a fresh optimizer is to load of it, and what becomes of that at the next step."""
     optimizer = optimized.stepped(lab.model)
     before = copied(plain(optimizer.state_dict()))
@@ -146,7 +146,7 @@ def on_host(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
 
 
-def outlived(lab: Lab, way: Way) -> list[str]:
+def outlived(lab: Lab, way: StateDictMethod) -> list[str]:
     """Names whose tensors are there when the state dict that has them is gone."""
     optimizer = Optimized().stepped(lab.model)
     saved = way.save(lab, optimizer)
@@ -156,15 +156,15 @@ def outlived(lab: Lab, way: Way) -> list[str]:
     return [name for name, one in held.items() if one() is not None]
 
 
-def saved_again(lab: Lab, optimized: Optimized, saved: Mapping[str, Any], way: Way) -> Any:
+def saved_again(lab: Lab, optimized: Optimized, saved: Mapping[str, Any], way: StateDictMethod) -> Any:
     """What a state dict that came from elsewhere is saved as, once an optimizer has loaded it."""
     fresh = optimized.optimizer(lab.model)
     is_given = lab.rank.rank == 0 or not (way.rank0_only or way.name == "scattered")
     fresh.load_state_dict(way.load(lab, fresh, copied(saved) if is_given else {}))
-    return plain(Way("FULL", offloads=False).save(lab, fresh))
+    return plain(StateDictMethod("FULL", offloads=False).save(lab, fresh))
 
 
-def exchanged(lab: Lab, writer: str, writers: Setup, optimized: Optimized, way: Way) -> Any:
+def exchanged(lab: Lab, writer: str, writers: Setup, optimized: Optimized, way: StateDictMethod) -> Any:
     """What an optimizer is to load of what another library's saved, of the same module wrapped in its way."""
     wrote = Lab(lab.rank, load_library(writer), writers, lab.tree)
     saved = way.save(wrote, optimized.stepped(wrote.model))
@@ -176,7 +176,7 @@ def exchanged(lab: Lab, writer: str, writers: Setup, optimized: Optimized, way: 
     return {"found": seen, "after": plain(fresh.state_dict())}
 
 
-def trained(lab: Lab, optimized: Optimized, way: Way, is_interrupted: bool) -> Any:
+def trained(lab: Lab, optimized: Optimized, way: StateDictMethod, is_interrupted: bool) -> Any:
     """Weights, losses and states after training on, in the same model or in one that was saved and loaded."""
     optimizer = optimized.optimizer(lab.model)
     losses = [_trained_once(lab, optimizer, number) for number in range(2)]

@@ -11,10 +11,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from conformance.distributed.fsdp.lab import Lab, tried
-from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied, plain, step
+from conformance.distributed.fsdp.optim_state_cases import (
+    Optimized,
+    StateDictMethod,
+    by_name,
+    copied,
+    plain,
+    step,
+)
 from conformance.distributed.fsdp.state_dict_cases import Received
 
-_OLDER_FULL, _FULL = Way("full"), Way("FULL", offloads=False)
+_OLDER_FULL, _FULL = StateDictMethod("full"), StateDictMethod("FULL", offloads=False)
 
 
 def unwrapped(lab: Lab, optimized: Optimized) -> dict[str, Any]:
@@ -172,7 +179,7 @@ def in_a_group(lab: Lab, of: int) -> Any:
     saved = lab.fsdp.full_optim_state_dict(model, optimizer, group=group)
     kept = optimizer.state_dict()["state"]
     found = lab.fsdp.scatter_full_optim_state_dict(saved, model, optim=optimizer, group=group)["state"]
-    lab.model, way = model, Way("FULL", rank0_only=True, offloads=False)
+    lab.model, way = model, StateDictMethod("FULL", rank0_only=True, offloads=False)
     with way.set_on(lab):
         again = lab.fsdp.optim_state_dict(model, optimizer, group=group)
         loaded = lab.fsdp.optim_state_dict_to_load(model, optimizer, again, group=group)["state"]
@@ -199,7 +206,7 @@ def one_rank_refuses(lab: Lab, what: str) -> Any:
 
 def parts_that_differ(lab: Lab) -> Any:
     """Rows of a state that another rank was not given rows of."""
-    optimizer, way = Optimized("momentum").stepped(lab.model), Way("SHARDED")
+    optimizer, way = Optimized("momentum").stepped(lab.model), StateDictMethod("SHARDED")
     given = way.save(lab, optimizer)
     if lab.rank.rank == 1:
         del given["state"]["head.weight"]
@@ -216,7 +223,7 @@ def _refused(lab: Lab, optimizer: torch.optim.Optimizer, load: Callable[[], Any]
 # -- how much is moved
 
 
-def received(lab: Lab, way: Way) -> dict[str, int]:
+def received(lab: Lab, way: StateDictMethod) -> dict[str, int]:
     """Bytes that this rank receives, the bytes of whole states, and those of a row of each of their tensors."""
     optimizer = Optimized().stepped(lab.model)
     with Received() as saving:

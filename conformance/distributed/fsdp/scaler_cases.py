@@ -1,6 +1,6 @@
 """What ranks do with sharded scalers: each makes the calls of a plan on gradients of its own, and tells what they did.
 
-`Plan` is the whole of it: drawn or written in the parent, the same on every rank.
+`ScalerProgram` is the whole of it: drawn or written in the parent, the same on every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCALER = "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 
 
 @dataclass(frozen=True)
-class Call:
+class ScalerCall:
     """A method of `Player`, the optimizer that it is about, and its argument; `on`: by these ranks alone."""
 
     name: str
@@ -38,11 +38,11 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScalerProgram:
     """What each rank has and which calls it makes."""
 
     parts: tuple[tuple[tuple[Gradient, ...], ...], ...]  # by rank, then by optimizer
-    calls: tuple[Call, ...]
+    calls: tuple[ScalerCall, ...]
     optimizers: tuple[str, ...] = ("sgd",)
     options: Mapping[str, Any] = field(default_factory=dict)  # what the scaler is made with
     groups: int = 1  # parts of the world, as neighbours, each of which decides for itself
@@ -51,7 +51,9 @@ class Plan:
 class Player:
     """One rank's parts and optimizers, under one scaler of the library's."""
 
-    def __init__(self, rank: Rank, library: str, plan: Plan, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, rank: Rank, library: str, plan: ScalerProgram, group: dist.ProcessGroup | None
+    ) -> None:
         self._rank, self._device = rank.rank, rank.device.type
         self._make = load_library(library).find(SCALER)
         options = {**plan.options, **({} if group is None else {"process_group": group})}
@@ -62,7 +64,7 @@ class Player:
         ]
         self._take(scaler)
 
-    def make(self, call: Call) -> Outcome | None:
+    def make(self, call: ScalerCall) -> Outcome | None:
         if call.on is not None and self._rank not in call.on:
             return None
         harness = self._harnesses[call.which]
@@ -160,7 +162,7 @@ class Player:
         )
 
 
-def play(rank: Rank, *, library: str, plan: Plan) -> list[Outcome | None]:
+def play(rank: Rank, *, library: str, plan: ScalerProgram) -> list[Outcome | None]:
     """The outcome of each call; None where the rank does not make it."""
     with _group_of(rank, plan.groups) as group:
         player = Player(rank, library, plan, group)

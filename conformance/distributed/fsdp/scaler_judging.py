@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from conformance.distributed.fsdp.scaler_cases import SCALER, Plan
+from conformance.distributed.fsdp.scaler_cases import SCALER, ScalerProgram
 from conformance.distributed.fsdp.twins import Twins
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
-from conformance.ranks.trace import Collective
+from conformance.ranks.collective_traces import Collective
 
 CASES = "conformance.distributed.fsdp.scaler_cases"
 
@@ -25,12 +25,12 @@ def on_ranks(twins: Twins, library: Library, case: str, **arguments: Any) -> lis
     return twins.pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
 
 
-def played(twins: Twins, plan: Plan, library: Library | None = None) -> Seen:
+def played(twins: Twins, plan: ScalerProgram, library: Library | None = None) -> Seen:
     """By the subject's ranks unless it is said."""
     return on_ranks(twins, library or twins.subject, "play", plan=plan)
 
 
-def assert_same(twins: Twins, plan: Plan) -> Seen:
+def assert_same(twins: Twins, plan: ScalerProgram) -> Seen:
     """Both libraries' ranks play the plan; each call on each rank must have the same outcome. Gives the subject's."""
     expected, actual = played(twins, plan, twins.reference), played(twins, plan)
     for rank, (one, other) in enumerate(zip(expected, actual, strict=True)):
@@ -51,7 +51,7 @@ def scales(seen: Seen) -> list[float]:
     return [calls[-1].watched["scaler"]["scale"] for calls in seen]
 
 
-def stepped(seen: Seen, plan: Plan) -> list[list[bool]]:
+def stepped(seen: Seen, plan: ScalerProgram) -> list[list[bool]]:
     """For each rank, whether its parameters moved in each `step` of the plan; only where all have gradients."""
     moved: list[list[bool]] = []
     for calls in seen:

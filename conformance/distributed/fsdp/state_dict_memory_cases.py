@@ -14,7 +14,7 @@ from conformance.distributed.fsdp.lab import Lab
 from conformance.distributed.fsdp.state_dict_cases import on_demand
 
 
-class Held(TorchDispatchMode):
+class PeakBytes(TorchDispatchMode):
     """The most bytes that what operators have returned since it began has had at a time; `old` is left out."""
 
     def __init__(self, old: Iterable[torch.Tensor]) -> None:
@@ -45,7 +45,7 @@ def held_while_saving(lab: Lab) -> tuple[int, float]:
     model = lab.wrap(body)
     config = lab.api.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     lab.fsdp.set_state_dict_type(model, lab.api.StateDictType.FULL_STATE_DICT, config)
-    with Held(model.parameters()) as held:
+    with PeakBytes(model.parameters()) as held:
         state_dict = model.state_dict()
     return sum(value.nbytes for value in state_dict.values()), held.most_bytes / model_bytes
 
@@ -57,6 +57,6 @@ def held_while_loading(lab: Lab) -> float:
     model_bytes = sum(parameter.nbytes for parameter in body.parameters())
     state_dict = on_demand({key: value.clone() for key, value in body.state_dict().items()})
     model = lab.wrap(body, units=[nn.Linear])
-    with Held(model.parameters()) as held:
+    with PeakBytes(model.parameters()) as held:
         model.load_state_dict(state_dict)
     return held.most_bytes / model_bytes

@@ -82,7 +82,7 @@ def mesh_of(rank: Rank, sizes: tuple[int, ...]) -> DeviceMesh:
     return rank.mesh(*sizes, names=_NAMES[-len(sizes) :])
 
 
-class Site:
+class ParallelSite:
     """A rank's model, and an optimizer that has not stepped yet."""
 
     def __init__(self, rank: Rank, library: Library, parallel: Parallel, seed: int = 0) -> None:
@@ -174,7 +174,7 @@ def probe(rank: Rank, *, library: str, asks: Any, parallel: Parallel, **argument
 
 
 def train(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
-    site = Site(rank, library, parallel)
+    site = ParallelSite(rank, library, parallel)
     seen: dict[str, Any] = {"shards": site.shards(), "losses": []}
     seen["losses"] = [site.step(step) for step in range(parallel.steps)]
     return seen | {"after": site.shards(), "parameters": site.parameters()}
@@ -182,7 +182,7 @@ def train(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
 
 def train_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
     """What `train` sees of fully_shard, its gradients before the first step, and clipped ones."""
-    site = Site(rank, library, parallel)
+    site = ParallelSite(rank, library, parallel)
     site.backward(0)
     clipped = [p for p in site.model.parameters() if len(p.placements) == len(parallel.sizes)]
     gradients = {name: laid_out(p.grad) for name, p in site.model.named_parameters()}
@@ -193,7 +193,7 @@ def train_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str,
 
 
 def accumulate_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
-    site = Site(rank, library, parallel)
+    site = ParallelSite(rank, library, parallel)
     site.model.set_requires_gradient_sync(False)
     site.backward(0)
     site.model.set_requires_gradient_sync(True)
@@ -203,7 +203,7 @@ def accumulate_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict
 
 def load_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
     """What DCP's own functions make of a model and its optimizer, loaded into another one."""
-    trained, other = (Site(rank, library, parallel, seed) for seed in (0, 1))
+    trained, other = (ParallelSite(rank, library, parallel, seed) for seed in (0, 1))
     for site in (trained, other):
         site.step(0)
     model, optimizer = get_state_dict(trained.model, trained.optimizer)
@@ -223,7 +223,7 @@ def on_another_mesh(rank: Rank, library: Library, parallel: Parallel) -> None:
 
 def accumulate(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
     """Two backwards for a step, of which the first does not synchronise; the second after a look at the gradients."""
-    site = Site(rank, library, parallel)
+    site = ParallelSite(rank, library, parallel)
     with site.model.no_sync():
         site.backward(0)
     site.backward(1)
@@ -234,7 +234,7 @@ def accumulate(rank: Rank, library: Library, parallel: Parallel) -> dict[str, An
 
 def write_summoned(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
     """Parameters, and gradients where they are the user's own, read and written while they are unsharded."""
-    site = Site(rank, library, parallel)
+    site = ParallelSite(rank, library, parallel)
     originals = bool(parallel.arguments.get("use_orig_params"))
     site.backward(0)
     with site.fsdp.summon_full_params(site.model, with_grads=originals):
@@ -252,7 +252,7 @@ def write_summoned(rank: Rank, library: Library, parallel: Parallel) -> dict[str
 
 
 def save(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict[str, Any]:
-    site = Site(rank, library, parallel)
+    site = ParallelSite(rank, library, parallel)
     site.step(0)
     model = {name: laid_out(value) for name, value in site.state_dict(kind).items()}
     states = site.optimizer_state(kind)["state"]
@@ -264,7 +264,7 @@ def save(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict
 
 def reload(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict[str, Any]:
     """A model of other values is given those of one that was trained."""
-    trained, other = (Site(rank, library, parallel, seed) for seed in (0, 1))
+    trained, other = (ParallelSite(rank, library, parallel, seed) for seed in (0, 1))
     trained.step(0)
     other.load(kind, trained.state_dict(kind))
     return {"parameters": other.parameters(), "loss": other.step(1)}
@@ -272,7 +272,7 @@ def reload(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> di
 
 def resume(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict[str, Any]:
     """The optimizer's state too; both go on."""
-    trained, other = (Site(rank, library, parallel, seed) for seed in (0, 1))
+    trained, other = (ParallelSite(rank, library, parallel, seed) for seed in (0, 1))
     trained.step(0)
     other.step(0)
     other.load(kind, trained.state_dict(kind))
@@ -285,10 +285,10 @@ def resume(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> di
 def reshard(rank: Rank, library: Library, parallel: Parallel, *, path: str, sizes: tuple[int, ...]) -> Any:
     """What was written over one mesh is read over another one."""
     kind = "SHARDED"
-    trained = Site(rank, library, parallel)
+    trained = ParallelSite(rank, library, parallel)
     trained.step(0)
     dcp.save({"model": trained.state_dict(kind)}, checkpoint_id=path)
-    other = Site(rank, library, Parallel(sizes, parallel.arguments, parallel.leaves_last), seed=1)
+    other = ParallelSite(rank, library, Parallel(sizes, parallel.arguments, parallel.leaves_last), seed=1)
     state = {"model": other.state_dict(kind)}
     dcp.load(state, checkpoint_id=path)
     other.load(kind, state["model"])
@@ -296,7 +296,7 @@ def reshard(rank: Rank, library: Library, parallel: Parallel, *, path: str, size
 
 
 def clip(rank: Rank, library: Library, parallel: Parallel, *, norm_type: float) -> dict[str, Any]:
-    site = Site(rank, library, parallel)
+    site = ParallelSite(rank, library, parallel)
     site.backward(0)
     norm = site.model.clip_grad_norm_(0.5, norm_type)
     site.optimizer.step()
@@ -306,7 +306,7 @@ def clip(rank: Rank, library: Library, parallel: Parallel, *, norm_type: float) 
 
 def fit(rank: Rank, library: Library, parallel: Parallel, *, rank_at_fault: int) -> str:
     """One rank is given a state dict that it cannot load."""
-    site = Site(rank, library, parallel)
+    site = ParallelSite(rank, library, parallel)
     before = site.shards()
     state = site.state_dict("FULL")
     if rank.rank == rank_at_fault:

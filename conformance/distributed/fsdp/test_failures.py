@@ -10,7 +10,7 @@ import pytest
 
 from conformance.distributed.fsdp import failure_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.twins import (
     FLAT,
     FULL,
@@ -27,7 +27,7 @@ from conformance.judge.library import Library
 
 pytestmark = pytest.mark.world_sizes(fewest=2)
 
-TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("affine", 3), Leaf("normed"), Leaf("affine", 2))))
+TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("affine", 3), Leaf("normed"), Leaf("affine", 2))))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0)
 
 
 @dataclass
-class Seen:
+class SeenByRanks:
     """What each rank raised; if none did, whether the numbers are those of ranks that do the same."""
 
     raised: dict[int, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Seen:
     is_right: bool = False
 
 
-def seen_of(library: Library, program: Program) -> Seen:
+def seen_of(library: Library, program: Program) -> SeenByRanks:
     with RankPool(2, grace_s=GRACE_S) as pool:
         try:
             together = pool.run(f"{CASES}:run", library=library.spec, program=replace(program, parts_at=None))
@@ -42,7 +42,7 @@ def seen_of(library: Library, program: Program) -> Seen:
         except RankFault as fault:
             return _seen_in(fault)
     pairs = zip(together[1 - ASTRAY], apart[1 - ASTRAY], strict=True)
-    return Seen(is_right=all(torch.equal(*pair) for pair in pairs))
+    return SeenByRanks(is_right=all(torch.equal(*pair) for pair in pairs))
 
 
 def fault_of(
@@ -54,13 +54,13 @@ def fault_of(
     return fault.value
 
 
-def _seen_in(fault: RankFault) -> Seen:
+def _seen_in(fault: RankFault) -> SeenByRanks:
     raised = {failure.rank: failure.text for failure in fault.scene.failures}
-    return Seen(raised, isinstance(fault, RanksDiverged))
+    return SeenByRanks(raised, isinstance(fault, RanksDiverged))
 
 
 def tells_both(
-    seen: Seen,
+    seen: SeenByRanks,
     astray: str = "gathered 'blocks.2'",
     other: str = "gathered 'blocks.1'",
     what: str = "Forward order differs across ranks",  # torch's words
@@ -70,14 +70,14 @@ def tells_both(
     return len(seen.raised) == 2 and all(re.search(reported, text) for text in seen.raised.values())
 
 
-def steps_late(seen: Seen, program: Program) -> list[int]:
+def steps_late(seen: SeenByRanks, program: Program) -> list[int]:
     """Of the ranks that raised, the first one first."""
     assert program.parts_at is not None
     raised_in = [re.match(r"in step (\d+): ", text) for text in seen.raised.values()]
     return sorted(int(step[1]) - program.parts_at for step in raised_in if step)
 
 
-def is_wrong_in_silence(seen: Seen) -> bool:
+def is_wrong_in_silence(seen: SeenByRanks) -> bool:
     return not seen.raised and not seen.diverged and not seen.is_right
 
 
@@ -297,7 +297,7 @@ def test_a_rank_that_waits_for_the_others_elsewhere(
 def test_one_rank_alone_asks_for_a_state(
     deviation: DeviationJudge, reference: Library, face: str, pause_s: float
 ) -> None:
-    def raised(library: Library) -> Seen:
+    def raised(library: Library) -> SeenByRanks:
         timeout_s = 2.0 if library is reference else TIMEOUT_S
         return _seen_in(fault_of(library, "ask_alone", face=face, pause_s=pause_s, timeout_s=timeout_s))
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.fsdp_cases import Step, Training
-from conformance.distributed.fsdp.judging import share_of_examples, trains_like_unsharded
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.rank_judging import share_of_examples, trains_like_unsharded
 from conformance.distributed.fsdp.twins import (
     Seen,
     Twins,
@@ -27,8 +27,9 @@ plain_steps = steps(orders=("in turn",), befores=("",))
 
 def checkpointed(kind: str) -> ModuleTree:
     return ModuleTree(
-        Group(
-            (Leaf("affine", 4), Group((Leaf("tied"), Leaf("lookup", 2))), Leaf("batched")), checkpointing=kind
+        ModuleGroup(
+            (Leaf("affine", 4), ModuleGroup((Leaf("tied"), Leaf("lookup", 2))), Leaf("batched")),
+            checkpointing=kind,
         )
     )
 

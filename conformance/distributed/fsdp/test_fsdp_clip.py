@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import clip_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.judging import share_of_examples, unsharded_gradients
 from conformance.distributed.fsdp.lab import SIMPLE
+from conformance.distributed.fsdp.rank_judging import share_of_examples, unsharded_gradients
 from conformance.distributed.fsdp.twins import (
     FLAT,
     STRATEGIES,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import hook_cases, summon_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.judging import share_of_examples
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.distributed.fsdp.traffic import (
     bytes_by_kind,
     counts,
@@ -24,11 +24,11 @@ from conformance.distributed.fsdp.traffic import (
 from conformance.distributed.fsdp.twins import FLAT, Twins, TwinsOf, each_strategy, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
-from conformance.ranks.trace import Collective
+from conformance.ranks.collective_traces import Collective
 from conformance.strategies.sharding import trainings
 
 # Wrapped leaf by leaf that is four units, with the root, which has the head.
-TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"), Leaf("lookup", 3))))
+TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"), Leaf("lookup", 3))))
 UNITS = 4
 PLAIN = (Step(), Step(), Step())
 IN_NO_SYNC = (Step(forwards=3, order="no_sync"),) * 2
@@ -150,7 +150,7 @@ def test_as_many_units_are_gathered_before_a_reduction_as_were_asked_for(
 @pytest.mark.world_sizes(fewest=2)
 def test_units_that_run_twice_are_gathered_ahead_as_often_as_they_run(cpu_twins: Twins) -> None:
     """Two units that run twice each in forward and are whole once in backward; the root stays whole."""
-    tree = ModuleTree(Group((Leaf("affine", 2), Leaf("affine", 2)), calls=2))
+    tree = ModuleTree(ModuleGroup((Leaf("affine", 2), Leaf("affine", 2)), calls=2))
     setup = Setup(wrap="leaves", arguments={"forward_prefetch": True})
     seen = steps_of_all(cpu_twins, Training(tree, setup, PLAIN))
     assert_counts(seen, expected_counts(1 + 2 * 2 + 2, 3, 0))

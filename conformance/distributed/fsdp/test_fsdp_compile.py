@@ -6,11 +6,11 @@ import pytest
 
 from conformance.distributed.fsdp.compile_cases import BLOCKS, graph_of_a_block, graphs_of_steps
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.twins import FULL, Twins
 from conformance.judge.clauses import clause
 
-TREE = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"))))
+TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"))))
 DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds, on each rank
 
 

@@ -12,12 +12,12 @@ from conformance import simulator
 from conformance.distributed.fsdp import construct_cases
 from conformance.distributed.fsdp.construct_cases import THE_ROOT_IGNORED, WAYS
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.judging import (
+from conformance.distributed.fsdp.lab import TREE, Lab
+from conformance.distributed.fsdp.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
     trains_like_unsharded,
 )
-from conformance.distributed.fsdp.lab import TREE, Lab
 from conformance.distributed.fsdp.twins import (
     STRATEGIES,
     Twins,

@@ -12,11 +12,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from conformance.distributed.fsdp import dcp_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.judging import assert_ranks_agree
 from conformance.distributed.fsdp.lab import SIMPLE, TREE
-from conformance.distributed.fsdp.module_trees import Group, Leaf
-from conformance.distributed.fsdp.optim_state_cases import Optimized, Way, by_name, copied
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup
+from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod, by_name, copied
 from conformance.distributed.fsdp.optim_state_judging import as_tensors
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.twins import (
     FLAT,
     FULL,
@@ -30,7 +30,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.tolerances import EXACT
 from impl.distributed.fsdp.checkpoint import LoadPlanner
 
-WHOLE, ROWS = Way("FULL", offloads=False), Way("SHARDED", offloads=False)
+WHOLE, ROWS = StateDictMethod("FULL", offloads=False), StateDictMethod("SHARDED", offloads=False)
 every_form = pytest.mark.parametrize(
     ("setup", "way"),
     [(FLAT, WHOLE), (ORIGINALS, ROWS), (Setup(wrap="leaves", ranks="mesh"), ROWS)],
@@ -51,7 +51,9 @@ def assert_same(expected: Any, actual: Any, place: str = "") -> None:
         assert expected == actual, f"{place}: {actual}, expected {expected}"
 
 
-def assert_reads(twins: Twins, setup: Setup, expected: Any, path: Path, way: Way, **given: Any) -> None:
+def assert_reads(
+    twins: Twins, setup: Setup, expected: Any, path: Path, way: StateDictMethod, **given: Any
+) -> None:
     for seen in twins.values(cases.read, setup, path=str(path), way=way, **given):
         assert_same(as_tensors(expected), as_tensors(seen))
 
@@ -70,7 +72,7 @@ def unsharded() -> dict[str, Any]:
 )
 @flat_or_originals
 def test_another_number_of_ranks_reads_it(
-    twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: Way, worlds: tuple[int, int]
+    twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: StateDictMethod, worlds: tuple[int, int]
 ) -> None:
     before, after = map(twins_of, worlds)
     wrote, *_ = before.values(cases.written, setup, path=str(tmp_path), way=way)
@@ -88,7 +90,10 @@ def test_ranks_without_rows_of_a_parameter_read_it(twins_of: TwinsOf, tmp_path: 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
 @flat_or_originals
 def test_torchs_helper_reads_it(cpu_twins: Twins, twins_of: TwinsOf, tmp_path: Path, setup: Setup) -> None:
-    given = {"tree": replace(SIMPLE, body=Group((Leaf("affine", 1), Leaf("normed")))), "path": str(tmp_path)}
+    given = {
+        "tree": replace(SIMPLE, body=ModuleGroup((Leaf("affine", 1), Leaf("normed")))),
+        "path": str(tmp_path),
+    }
     wrote, *_ = twins_of(3).values(cases.written, setup, way=ROWS, **given)
     for seen in cpu_twins.values(cases.read_by_torchs_helper, setup, **given):
         assert_same(as_tensors(wrote), as_tensors(seen))
@@ -99,7 +104,7 @@ def test_torchs_helper_reads_it(cpu_twins: Twins, twins_of: TwinsOf, tmp_path: P
 @pytest.mark.world_sizes(also=WORLDS)
 @FULL
 def test_what_any_number_of_ranks_has_written_is_read(
-    cpu_twins: Twins, twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: Way
+    cpu_twins: Twins, twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: StateDictMethod
 ) -> None:
     expected = unsharded()
     for before in WORLDS:
@@ -112,7 +117,7 @@ def test_what_any_number_of_ranks_has_written_is_read(
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.asynchronous")
 @every_form
 def test_training_goes_on_while_it_is_written(
-    cpu_twins: Twins, tmp_path: Path, setup: Setup, way: Way
+    cpu_twins: Twins, tmp_path: Path, setup: Setup, way: StateDictMethod
 ) -> None:
     wrote, *_ = cpu_twins.values(cases.written_meanwhile, setup, path=str(tmp_path), way=way)
     assert_reads(cpu_twins, setup, wrote, tmp_path, way, planner=LoadPlanner)

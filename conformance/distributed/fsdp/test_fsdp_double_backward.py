@@ -9,7 +9,7 @@ import torch
 
 from conformance.distributed.fsdp import double_backward_cases as cases
 from conformance.distributed.fsdp.double_backward_cases import Penalty
-from conformance.distributed.fsdp.judging import assert_all_close, assert_close_gradients
+from conformance.distributed.fsdp.rank_judging import assert_all_close, assert_close_gradients
 from conformance.distributed.fsdp.twins import Twins, both_kinds, each, holds, raises
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import ONE_STEP

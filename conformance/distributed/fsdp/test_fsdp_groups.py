@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from conformance.distributed.fsdp import group_cases
-from conformance.distributed.fsdp.judging import assert_ranks_agree
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.twins import Seen, Twins, holds, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable

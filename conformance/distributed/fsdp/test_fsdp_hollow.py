@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conformance.distributed.fsdp.fsdp_cases import Step, Training
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.twins import FULL, Twins, Wrapping, each_wrapping, leaf_by_leaf
 from conformance.judge.clauses import clause
 
@@ -13,18 +13,20 @@ STRATEGIES = ["FULL_SHARD", *(pytest.param(one, marks=FULL) for one in ("SHARD_G
 TRAINED, FROZEN = Leaf("affine", 4), Leaf("affine", 3, frozen="all")
 # Around and behind what is hollow, units are trained; leaf by leaf the outermost one holds the head alone.
 TREES = {
-    "root holds nothing": ModuleTree(Group((TRAINED, Leaf("tied"))), head="none"),
-    "root holds a buffer": ModuleTree(Group((TRAINED, Leaf("batched"), Leaf("counted"))), head="none"),
-    "root is frozen": ModuleTree(Group((TRAINED, Leaf("tied"))), head="frozen"),
+    "root holds nothing": ModuleTree(ModuleGroup((TRAINED, Leaf("tied"))), head="none"),
+    "root holds a buffer": ModuleTree(ModuleGroup((TRAINED, Leaf("batched"), Leaf("counted"))), head="none"),
+    "root is frozen": ModuleTree(ModuleGroup((TRAINED, Leaf("tied"))), head="frozen"),
     "units hold nothing": ModuleTree(
-        Group((Leaf("bare"), TRAINED, Leaf("bare"), Leaf("tied"), Leaf("bare")))
+        ModuleGroup((Leaf("bare"), TRAINED, Leaf("bare"), Leaf("tied"), Leaf("bare")))
     ),
-    "units hold buffers": ModuleTree(Group((Leaf("counted"), TRAINED, Leaf("counted")))),
-    "first unit is frozen": ModuleTree(Group((FROZEN, TRAINED))),
-    "units between are frozen": ModuleTree(Group((TRAINED, FROZEN, Leaf("bare"), FROZEN, TRAINED))),
-    "one of two ways is frozen": ModuleTree(Group((FROZEN, TRAINED), kind="branches", calls=2)),
-    "one unit is trained": ModuleTree(Group((FROZEN, Leaf("counted"), TRAINED, FROZEN)), head="frozen"),
-    "a hollow root of hollow units": ModuleTree(Group((Leaf("bare"), TRAINED, Leaf("counted"))), head="none"),
+    "units hold buffers": ModuleTree(ModuleGroup((Leaf("counted"), TRAINED, Leaf("counted")))),
+    "first unit is frozen": ModuleTree(ModuleGroup((FROZEN, TRAINED))),
+    "units between are frozen": ModuleTree(ModuleGroup((TRAINED, FROZEN, Leaf("bare"), FROZEN, TRAINED))),
+    "one of two ways is frozen": ModuleTree(ModuleGroup((FROZEN, TRAINED), kind="branches", calls=2)),
+    "one unit is trained": ModuleTree(ModuleGroup((FROZEN, Leaf("counted"), TRAINED, FROZEN)), head="frozen"),
+    "a hollow root of hollow units": ModuleTree(
+        ModuleGroup((Leaf("bare"), TRAINED, Leaf("counted"))), head="none"
+    ),
 }
 STEPS = (Step(), Step(before="eval"), Step(forwards=2, order="no_sync"), Step(forwards=2, order="together"))
 

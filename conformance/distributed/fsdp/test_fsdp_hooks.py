@@ -7,7 +7,7 @@ import torch
 
 from conformance.distributed.fsdp import hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.judging import assert_close_gradients, unsharded_gradients
+from conformance.distributed.fsdp.rank_judging import assert_close_gradients, unsharded_gradients
 from conformance.distributed.fsdp.twins import (
     FLAT,
     Twins,

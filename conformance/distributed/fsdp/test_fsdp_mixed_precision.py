@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import precision_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Training
-from conformance.distributed.fsdp.judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.lab import SIMPLE, TREE
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.twins import (
     STRATEGIES,
     Twins,
@@ -29,7 +29,7 @@ from conformance.strategies.sharding import WRAPS, steps, trainings
 
 LOW = (torch.bfloat16, torch.float16)
 HOLLOW = ModuleTree(
-    Group((Leaf("affine", 4), Leaf("affine"), Leaf("counted"))), dtype=torch.float32, head="none"
+    ModuleGroup((Leaf("affine", 4), Leaf("affine"), Leaf("counted"))), dtype=torch.float32, head="none"
 )
 WITHOUT_STATISTICS = ("affine", "linear", "normed", "lookup", "scaled", "tied", "idle")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conformance.distributed.fsdp.judging import assert_all_close
 from conformance.distributed.fsdp.nested_precision_cases import (
     Nesting,
     Precision,
@@ -13,6 +12,7 @@ from conformance.distributed.fsdp.nested_precision_cases import (
     trained_unsharded,
 )
 from conformance.distributed.fsdp.precision_cases import without_some_classes
+from conformance.distributed.fsdp.rank_judging import assert_all_close
 from conformance.distributed.fsdp.twins import Twins, both_kinds
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import Tolerance

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import no_sync_cases
-from conformance.distributed.fsdp.judging import share_of_examples
+from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.distributed.fsdp.twins import (
     FLAT,
     Twins,

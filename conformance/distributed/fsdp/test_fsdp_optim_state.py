@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import optim_state_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.lab import SIMPLE
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
-from conformance.distributed.fsdp.optim_state_cases import OPTIMIZERS, Optimized, Way
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.optim_state_cases import OPTIMIZERS, Optimized, StateDictMethod
 from conformance.distributed.fsdp.optim_state_judging import (
     as_tensors,
     assert_close_states,
     assert_same_states,
     unwrapped,
 )
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.twins import (
     FLAT,
     FULL,
@@ -43,13 +43,17 @@ _OF_ONE_TENSOR = ("sgd", "momentum", "adagrad", "adafactor")
 _OF_ELEMENTS = tuple(kind for kind in OPTIMIZERS if kind != "adafactor")
 # Keeps zeros where parameters and gradients are zero: flat parameters are padded by them.
 _OF_ZEROS = tuple(kind for kind in _OF_ELEMENTS if kind != "rprop")
-_OLDER_FULL, _SCATTERED, _OLDER_SHARDED = Way("full"), Way("scattered"), Way("sharded")
+_OLDER_FULL, _SCATTERED, _OLDER_SHARDED = (
+    StateDictMethod("full"),
+    StateDictMethod("scattered"),
+    StateDictMethod("sharded"),
+)
 _TYPES = (
-    Way("FULL", offloads=False),
-    Way("FULL", rank0_only=True, offloads=False),
-    Way("SHARDED"),
-    Way("SHARDED", offloads=False),
-    Way("LOCAL"),
+    StateDictMethod("FULL", offloads=False),
+    StateDictMethod("FULL", rank0_only=True, offloads=False),
+    StateDictMethod("SHARDED"),
+    StateDictMethod("SHARDED", offloads=False),
+    StateDictMethod("LOCAL"),
 )
 
 
@@ -67,7 +71,7 @@ def setups_of_all(draw: st.DrawFn, ranks: tuple[str, ...] = ("default", "group",
     return draw(setups(strategy=strategy, ranks=ranks, wraps=wraps, ignored=ignored))
 
 
-def kinds_of(setup: Setup, way: Way) -> tuple[str, ...]:
+def kinds_of(setup: Setup, way: StateDictMethod) -> tuple[str, ...]:
     """Those of which torch saves what they keep."""
     overwrites = setup.uses_orig_params and way.offloads and way.name in ("full", "scattered", "FULL")
     return _OF_ONE_TENSOR if overwrites else tuple(OPTIMIZERS)
@@ -81,7 +85,7 @@ def by_name(*ways: object) -> pytest.MarkDecorator:
 @by_name(_OLDER_FULL, _SCATTERED, _OLDER_SHARDED, *_TYPES)
 @share_of_examples(0.06)
 @given(data=st.data())
-def test_there_and_back(twins: Twins, way: Way, data: st.DataObject) -> None:
+def test_there_and_back(twins: Twins, way: StateDictMethod, data: st.DataObject) -> None:
     setup = data.draw(setups_of_all())
     optimized = data.draw(optimizers(kinds_of(setup, way)))
     tree = data.draw(module_trees(dtype=torch.float32))
@@ -101,7 +105,7 @@ def test_there_and_back(twins: Twins, way: Way, data: st.DataObject) -> None:
     kind=st.sampled_from(_OF_ONE_TENSOR),
 )
 def test_there_and_back_on_more_ranks(
-    twins_of: TwinsOf, all_ranks: int, ranks_are: str, data: st.DataObject, way: Way, kind: str
+    twins_of: TwinsOf, all_ranks: int, ranks_are: str, data: st.DataObject, way: StateDictMethod, kind: str
 ) -> None:
     strategy = "FULL_SHARD" if ranks_are == "default" else "HYBRID_SHARD"
     setup = data.draw(setups(strategy=strategy, ranks=(ranks_are,), shards=2))
@@ -114,7 +118,7 @@ def test_there_and_back_on_more_ranks(
 def test_there_and_back_on_replicas(twins_of: TwinsOf, kind: str) -> None:
     """Of which the second one's group has not the first rank."""
     setup = Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves")
-    asked = {"optimized": Optimized("momentum"), "way": Way(kind, offloads=kind != "FULL")}
+    asked = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
     twins_of(4).agree(cases.there_and_back, setup, EXACT, may_raise=True, **asked)
 
 
@@ -123,7 +127,7 @@ def test_there_and_back_on_replicas(twins_of: TwinsOf, kind: str) -> None:
 @share_of_examples(0.3)
 @given(data=st.data(), way=st.sampled_from([_OLDER_FULL, _SCATTERED, *_TYPES]))
 def test_states_are_those_of_a_model_that_was_not_wrapped(
-    twins_of: TwinsOf, world: int, data: st.DataObject, way: Way
+    twins_of: TwinsOf, world: int, data: st.DataObject, way: StateDictMethod
 ) -> None:
     setup = data.draw(setups_of_all(ranks=("default",)))
     frozen = ("none", "none", "first", "all") if setup.uses_orig_params else ("none",)
@@ -154,7 +158,7 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
     way=st.sampled_from([_OLDER_FULL, _SCATTERED, *_TYPES[:2]]),
 )
 def test_whole_states_move_to_another_number_of_ranks(
-    twins_of: TwinsOf, worlds: tuple[int, int], kind: str, saves: Setup, loads: Setup, way: Way
+    twins_of: TwinsOf, worlds: tuple[int, int], kind: str, saves: Setup, loads: Setup, way: StateDictMethod
 ) -> None:
     before, after = map(twins_of, worlds)
     optimized = Optimized(kind)
@@ -170,9 +174,13 @@ def test_whole_states_move_to_another_number_of_ranks(
 
 
 @clause("distributed.fsdp.fsdp_optim_state.exchange")
-@by_name(Way("FULL", offloads=False), Way("SHARDED"), pytest.param(_SCATTERED, marks=FULL))
+@by_name(
+    StateDictMethod("FULL", offloads=False), StateDictMethod("SHARDED"), pytest.param(_SCATTERED, marks=FULL)
+)
 @both_kinds
-def test_either_library_loads_what_the_other_saved(cpu_twins: Twins, way: Way, use_orig_params: bool) -> None:
+def test_either_library_loads_what_the_other_saved(
+    cpu_twins: Twins, way: StateDictMethod, use_orig_params: bool
+) -> None:
     setup = leaf_by_leaf(use_orig_params=use_orig_params)
     kind = "adam" if "adam" in kinds_of(setup, way) else "momentum"
     asked = {"writers": setup, "optimized": Optimized(kind, 2), "way": way}
@@ -192,10 +200,10 @@ def test_either_library_loads_what_the_other_saved(cpu_twins: Twins, way: Way, u
 @both_kinds
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_the_group_may_serve_the_device_alone(
-    twins: Twins, strategy: str, use_orig_params: bool, way: Way
+    twins: Twins, strategy: str, use_orig_params: bool, way: StateDictMethod
 ) -> None:
     """Of what was saved sharded and offloaded; of parameters with one row a rank holds nothing."""
-    tree = ModuleTree(Group((Leaf("affine", 4), Leaf("affine", 1))), dtype=torch.float32)
+    tree = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("affine", 1))), dtype=torch.float32)
     writers, loads = (
         leaf_by_leaf(one, use_orig_params, ranks="group of device") for one in ("FULL_SHARD", strategy)
     )
@@ -205,17 +213,17 @@ def test_the_group_may_serve_the_device_alone(
 
 
 @clause("distributed.fsdp.fsdp_optim_state.freed")
-@by_name(Way("FULL", offloads=False), Way("SHARDED"))
-def test_nobody_else_holds_what_was_saved(cpu_twins: Twins, way: Way) -> None:
+@by_name(StateDictMethod("FULL", offloads=False), StateDictMethod("SHARDED"))
+def test_nobody_else_holds_what_was_saved(cpu_twins: Twins, way: StateDictMethod) -> None:
     assert not any(cpu_twins.values(cases.outlived, FLAT, way=way))
 
 
 @clause("distributed.fsdp.fsdp_optim_state.resumes")
-@by_name(Way("FULL", True, False), Way("SHARDED"))
+@by_name(StateDictMethod("FULL", True, False), StateDictMethod("SHARDED"))
 @both_kinds
 @pytest.mark.parametrize("kind", ["adam", pytest.param("amsgrad", marks=FULL)])
 def test_training_resumed_equals_training_not_interrupted(
-    cpu_twins: Twins, way: Way, use_orig_params: bool, kind: str
+    cpu_twins: Twins, way: StateDictMethod, use_orig_params: bool, kind: str
 ) -> None:
     asked = {"optimized": Optimized(kind, 2), "way": way, "tree": SIMPLE}
     setup = leaf_by_leaf(use_orig_params=use_orig_params)

@@ -9,7 +9,7 @@ import pytest
 from conformance.distributed.fsdp import optim_state_torch_limit_removed_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.lab import TREE
-from conformance.distributed.fsdp.optim_state_cases import Optimized, Way
+from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod
 from conformance.distributed.fsdp.optim_state_judging import assert_close_states, unwrapped
 from conformance.distributed.fsdp.twins import (
     FLAT,
@@ -243,7 +243,7 @@ def test_each_rank_receives_its_part_alone(cpu_twins: Twins, setup: Setup) -> No
         # Of each parameter Adam keeps two tensors.
         return 0 < one["saving"] <= part and 0 < one["loading"] <= 2 * one["shard"]
 
-    way = Way("SHARDED")
+    way = StateDictMethod("SHARDED")
     cpu_twins.deviate(cases.received, setup, way=way, torch_does=receives_all, we_do=each(is_least))
 
 
@@ -259,5 +259,5 @@ def test_the_first_rank_alone_receives_what_it_alone_saves(cpu_twins: Twins, set
         parts = [0 < one["loading"] <= 2 * (one["shard"] + one["rows"]) for one in others]
         return is_once and all(parts) and all(one["saving"] == 0 for one in others)
 
-    way = Way("FULL", rank0_only=True)
+    way = StateDictMethod("FULL", rank0_only=True)
     cpu_twins.deviate(cases.received, setup, way=way, torch_does=receives_all, we_do=are_right)

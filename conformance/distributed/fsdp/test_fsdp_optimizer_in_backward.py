@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conformance.distributed.fsdp import optimizer_in_backward_cases as cases
-from conformance.distributed.fsdp.judging import assert_all_close
+from conformance.distributed.fsdp.rank_judging import assert_all_close
 from conformance.distributed.fsdp.twins import Twins, both_kinds, holds, raises, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.distributed.fsdp.judging import assert_ranks_agree
 from conformance.distributed.fsdp.output_cases import DOUBLED, KINDS, trained
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.twins import (
     FULL,
     Seen,

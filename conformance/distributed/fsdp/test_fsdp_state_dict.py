@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from conformance.distributed.fsdp import state_dict_cases as cases
 from conformance.distributed.fsdp import state_dict_hook_cases as hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.judging import share_of_examples
 from conformance.distributed.fsdp.lab import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
+from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.distributed.fsdp.state_dict_cases import Form
 from conformance.distributed.fsdp.state_dict_memory_cases import held_while_loading
 from conformance.distributed.fsdp.twins import FLAT, Twins, TwinsOf, both_kinds, leaf_by_leaf, values_of

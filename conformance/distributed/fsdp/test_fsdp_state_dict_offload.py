@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import optim_state_cases, state_dict_cases
-from conformance.distributed.fsdp.judging import assert_ranks_agree
-from conformance.distributed.fsdp.optim_state_cases import Optimized, Way
+from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.state_dict_cases import Form
 from conformance.distributed.fsdp.state_dict_memory_cases import held_while_saving
 from conformance.distributed.fsdp.twins import (
@@ -89,7 +89,7 @@ def test_states_of_parameters_that_are_offloaded(cpu_twins: Twins, strategy: str
         for name, value in seen["expected"].items():
             assert torch.equal(seen["whole"][name].values, value.values), name
 
-    optimized = {"optimized": Optimized("momentum"), "way": Way(kind, offloads=kind != "FULL")}
+    optimized = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
     expected, actual = (
         cpu_twins.of(library, optim_state_cases.there_and_back, setup, **optimized)
         for library, setup in asked

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import summon_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.lab import SIMPLE, TREE
 from conformance.distributed.fsdp.module_trees import call, out_of_form
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.twins import (
     FLAT,
     STRATEGIES,

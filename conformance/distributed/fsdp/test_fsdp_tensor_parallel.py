@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import tensor_parallel_cases as cases
-from conformance.distributed.fsdp.judging import assert_all_close, assert_ranks_agree, outcomes
+from conformance.distributed.fsdp.rank_judging import assert_all_close, assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.tensor_parallel_cases import Parallel
 from conformance.distributed.fsdp.twins import FULL, Seen, Twins, TwinsOf, each, holds, values_of
 from conformance.judge.clauses import clause

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, zero_for_none
-from conformance.distributed.fsdp.judging import (
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.rank_judging import (
     assert_all_close,
     assert_close_gradients,
     trains_like_unsharded,
 )
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
 from conformance.distributed.fsdp.torch_limit_removed_cases import accumulate, accumulated, built
 from conformance.distributed.fsdp.twins import (
     STRATEGIES,
@@ -125,7 +125,9 @@ def test_a_machine_without_accelerator_needs_no_device(twins: Twins, device: str
 def test_reentrant_regions_follow_each_other_in_a_unit(
     cpu_twins: Twins, strategy: str, use_orig_params: bool
 ) -> None:
-    tree = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"), Leaf("affine", 3)), checkpointing="reentrant"))
+    tree = ModuleTree(
+        ModuleGroup((Leaf("affine", 4), Leaf("tied"), Leaf("affine", 3)), checkpointing="reentrant")
+    )
     setup = Setup(strategy, arguments={"use_orig_params": use_orig_params})
     training = Training(tree, setup, (Step(), Step()))
     cpu_twins.judge(

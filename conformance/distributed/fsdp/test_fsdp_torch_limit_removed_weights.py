@@ -7,8 +7,8 @@ import torch
 
 from conformance.distributed.fsdp import torch_limit_removed_cases as cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.judging import assert_like_unsharded, trains_like_unsharded
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.rank_judging import assert_like_unsharded, trains_like_unsharded
 from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
 from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import averaged_gradients, gave
 from conformance.distributed.fsdp.twins import Twins, holds, raises
@@ -67,7 +67,7 @@ def test_gradients_in_low_precision_are_shown_at_both_places_of_a_parameter(
     policy = {"param_dtype": torch.bfloat16, "keep_low_precision_grads": keeps}
     setup = Setup("NO_SHARD", arguments={"use_orig_params": True}, mixed_precision=policy)
     steps = (Step(forwards=2, order="in turn" if keeps else "no_sync"),)
-    training = Training(ModuleTree(Group((Leaf("tied"),))), setup, steps)
+    training = Training(ModuleTree(ModuleGroup((Leaf("tied"),))), setup, steps)
     cpu_twins.judge(
         lambda library: cpu_twins.trained(library, training),
         torch_does=raises(RuntimeError, "attempting to assign a gradient with dtype"),
@@ -81,7 +81,7 @@ def test_gradients_of_what_thawed_add_up(cpu_twins: Twins) -> None:
     """Without sharding, and behind a step of several backwards in which the parameter was frozen."""
     setup = Setup("NO_SHARD", arguments={"use_orig_params": True})
     steps = (Step(forwards=2), Step(forwards=2, order="no_sync", before="thaw"))
-    training = Training(ModuleTree(Group((Leaf("affine", 2, frozen="first"),))), setup, steps)
+    training = Training(ModuleTree(ModuleGroup((Leaf("affine", 2, frozen="first"),))), setup, steps)
     cpu_twins.judge(
         lambda library: cpu_twins.trained(library, training),
         we_do=lambda seen: trains_like_unsharded(seen, training),

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from conformance.distributed.fsdp import written_cases
-from conformance.distributed.fsdp.judging import assert_all_close
+from conformance.distributed.fsdp.rank_judging import assert_all_close
 from conformance.distributed.fsdp.twins import (
     Seen,
     Twins,

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.judging import share_of_examples
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.distributed.fsdp.twins import FULL, STRATEGIES, Twins, TwinsOf, each_strategy, leaf_by_leaf
 from conformance.judge.clauses import clause
 from conformance.strategies.sharding import trainings
 
 HYBRIDS = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 # Units of half a megabyte and more, as real ones are: another way between ranks may pay for them.
-LARGE = ModuleTree(Group((Leaf("affine", 20_001), Leaf("affine", 2), Leaf("affine", 40_001))))
+LARGE = ModuleTree(ModuleGroup((Leaf("affine", 20_001), Leaf("affine", 2), Leaf("affine", 40_001))))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.trains")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.fully_shard_cases import ShardedTraining
-from conformance.distributed.fsdp.judging import (
+from conformance.distributed.fsdp.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
     outcomes,

@@ -11,37 +11,37 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fully_shard_calls import ROOT, TREE, Call
+from conformance.distributed.fsdp.fully_shard_calls import ROOT, TREE, UnitCall
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
-from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes, share_of_examples
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, outcomes, share_of_examples
 from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, gathers_before_barriers, kind
 from conformance.distributed.fsdp.twins import Seen, Twins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
-from conformance.ranks.trace import Collective
+from conformance.ranks.collective_traces import Collective
 from conformance.strategies.full_sharding import programs
 
 FULL = pytest.mark.profile("full")
 Trace = Sequence[Collective]
 LEAVES = Sharding()
-FORWARD, BACKWARD, STEP, LOOK = Call("forward"), Call("backward"), Call("step"), Call("look")
+FORWARD, BACKWARD, STEP, LOOK = UnitCall("forward"), UnitCall("backward"), UnitCall("step"), UnitCall("look")
 TRAIN = (FORWARD, BACKWARD, STEP)
 FLOAT32 = replace(TREE, dtype=torch.float32)
 
 
-def setting(method: str, unit: int = ROOT, **arguments: Any) -> Call:
-    return Call(method, unit, arguments)
+def setting(method: str, unit: int = ROOT, **arguments: Any) -> UnitCall:
+    return UnitCall(method, unit, arguments)
 
 
 def seen_by(
-    twins: Twins, library: Library, calls: Sequence[Call], *, sharding: Sharding = LEAVES, **how: Any
+    twins: Twins, library: Library, calls: Sequence[UnitCall], *, sharding: Sharding = LEAVES, **how: Any
 ) -> Seen:
     return outcomes(twins.pool, library, "fully_shard_calls:play", calls=calls, sharding=sharding, **how)
 
 
 def played(
-    twins: Twins, calls: Sequence[Call], *, names_groups: bool = False, **how: Any
+    twins: Twins, calls: Sequence[UnitCall], *, names_groups: bool = False, **how: Any
 ) -> tuple[list[Trace], list[Trace]]:
     """Judges the calls and that they send no more than torch's; what each rank of both sent.
 
@@ -71,17 +71,17 @@ def reported(trace: Trace) -> list[str]:
     "calls",
     [
         (setting("unshard", 0), setting("unshard", 0), setting("reshard", 0), *TRAIN),
-        (setting("unshard", 1, async_op=True), Call("wait"), setting("reshard", 1), *TRAIN),
-        (setting("unshard", 1, async_op=True), setting("reshard", 1), Call("wait"), *TRAIN),
+        (setting("unshard", 1, async_op=True), UnitCall("wait"), setting("reshard", 1), *TRAIN),
+        (setting("unshard", 1, async_op=True), setting("reshard", 1), UnitCall("wait"), *TRAIN),
         (
             setting("unshard", 0, async_op=True),
             setting("unshard", 2, async_op=True),
             *TRAIN,
-            Call("wait"),
+            UnitCall("wait"),
             *TRAIN,
         ),
-        (setting("unshard"), setting("unshard", 3), Call("state_dict"), *TRAIN),
-        (setting("unshard", 3, async_op=True), Call("state_dict"), Call("wait"), *TRAIN),
+        (setting("unshard"), setting("unshard", 3), UnitCall("state_dict"), *TRAIN),
+        (setting("unshard", 3, async_op=True), UnitCall("state_dict"), UnitCall("wait"), *TRAIN),
         (FORWARD, setting("reshard"), setting("reshard", 1), BACKWARD, STEP, *TRAIN),
         (LOOK, FORWARD, FORWARD, setting("unshard", 2), BACKWARD, setting("reshard"), STEP, LOOK),
     ],
@@ -97,7 +97,7 @@ def reported(trace: Trace) -> list[str]:
     ],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_unshards_and_reshards(twins: Twins, calls: Sequence[Call], reshards: bool | None) -> None:
+def test_unshards_and_reshards(twins: Twins, calls: Sequence[UnitCall], reshards: bool | None) -> None:
     sharding = Sharding(reshard_after_forward=reshards)
     played(twins, calls, sharding=sharding)
 
@@ -121,7 +121,7 @@ _SYNC = "set_requires_gradient_sync"
     ids=["all", "the root alone", "a unit", "not the last", "synchronised"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_gradients_add_up(twins: Twins, calls: Sequence[Call]) -> None:
+def test_gradients_add_up(twins: Twins, calls: Sequence[UnitCall]) -> None:
     played(twins, calls)
 
 
@@ -134,7 +134,7 @@ _ALL_REDUCE = "set_requires_all_reduce"
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_replicas_add_up_what_they_have_scattered(twins: Twins, unit: int, recurses: bool) -> None:
-    def require(value: bool) -> Call:
+    def require(value: bool) -> UnitCall:
         return setting(_ALL_REDUCE, unit, requires_all_reduce=value, recurse=recurses)
 
     calls = (require(False), *TRAIN[:2], *TRAIN[:2], require(True), *TRAIN)
@@ -162,7 +162,7 @@ _AFTER_FORWARD, _AFTER_BACKWARD = "set_reshard_after_forward", "set_reshard_afte
     ids=["never", "always", "the root", "a unit", "no bool", "backward", "backward of the root", "backward of a unit"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_reshards_when_it_is_told(twins: Twins, calls: Sequence[Call]) -> None:
+def test_reshards_when_it_is_told(twins: Twins, calls: Sequence[UnitCall]) -> None:
     played(twins, calls)
 
 
@@ -184,7 +184,7 @@ _TO_FORWARD, _TO_BACKWARD = "set_modules_to_forward_prefetch", "set_modules_to_b
     ids=["by default", "forward", "forward of the root", "backward", "backward of the root", "refused", "not needed"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_units_are_gathered_when_torchs_are(twins: Twins, calls: Sequence[Call]) -> None:
+def test_units_are_gathered_when_torchs_are(twins: Twins, calls: Sequence[UnitCall]) -> None:
     """Barriers stand in the traces wherever a unit begins to compute."""
     for expected, actual in zip(*played(twins, calls), strict=True):
         assert gathers_before_barriers(actual) == gathers_before_barriers(expected), (
@@ -208,14 +208,14 @@ _GATHER, _SCATTER = "set_custom_all_gather", "set_custom_reduce_scatter"
          setting("set_all_reduce_hook", hook="a doubling hook", stream="a stream"), *TRAIN),
         (setting(_GATHER, 0, comm="an all-gather"), setting(_SCATTER, 2, comm="a reduce-scatter"), *TRAIN),
         (setting("set_post_optim_event", event="an event"), *TRAIN, *TRAIN),
-        (*TRAIN[:2], Call("step beside"), *TRAIN[:2], Call("step beside"), LOOK),
+        (*TRAIN[:2], UnitCall("step beside"), *TRAIN[:2], UnitCall("step beside"), LOOK),
         (setting(_MEMORY, enable=True), setting(_MEMORY, 0, enable=True), setting(_MEMORY, 0, enable=False),
          setting(_GATHER, 1, comm="an all-gather"), setting(_MEMORY, 1, enable=True), *TRAIN),
     ],
     ids=["factors", "hooks", "of one's own", "event", "event of a stream", "memory"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_reduces_as_it_is_told(twins: Twins, calls: Sequence[Call]) -> None:
+def test_reduces_as_it_is_told(twins: Twins, calls: Sequence[UnitCall]) -> None:
     played(twins, calls)
 
 
@@ -226,15 +226,16 @@ _UNUSED = "set_reduce_scatter_unused_params"
 @pytest.mark.parametrize(
     "calls",
     [
-        (Call("skip a unit", 1), STEP, setting(_UNUSED, reduce_scatter_unused_params=True), Call("skip a unit", 1),
+        (UnitCall("skip a unit", 1), STEP,
+         setting(_UNUSED, reduce_scatter_unused_params=True), UnitCall("skip a unit", 1),
          setting(_UNUSED, reduce_scatter_unused_params=False), *TRAIN),
-        (setting(_UNUSED, reduce_scatter_unused_params=True, recurse=False), Call("skip a unit", 1), STEP),
-        (setting(_UNUSED, 1, reduce_scatter_unused_params=True), Call("skip a unit", 1, {"by": [0]}), STEP, *TRAIN),
+        (setting(_UNUSED, reduce_scatter_unused_params=True, recurse=False), UnitCall("skip a unit", 1), STEP),
+        (setting(_UNUSED, 1, reduce_scatter_unused_params=True), UnitCall("skip a unit", 1, {"by": [0]}), STEP, *TRAIN),
     ],
     ids=["by all ranks", "by the root", "by a rank"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_parameters_may_be_unused(twins: Twins, calls: Sequence[Call]) -> None:
+def test_parameters_may_be_unused(twins: Twins, calls: Sequence[UnitCall]) -> None:
     played(twins, calls)
 
 
@@ -257,7 +258,7 @@ def test_inputs_of_reductions_may_wait(twins: Twins) -> None:
 def test_memory_that_there_is_not_is_refused_at_the_call(twins: Twins) -> None:
     """And training goes on as if nobody had asked. So it does over torch where it was built without NCCL."""
 
-    def probe(library: Library, *before: Call) -> list[Any]:
+    def probe(library: Library, *before: UnitCall) -> list[Any]:
         seen = seen_by(twins, library, (*before, *TRAIN))
         return [one.raised or (one.value["seen"][0]["made"], one.value["held"]) for one in seen]
 
@@ -295,11 +296,11 @@ def test_replicas_reduce_as_they_are_told(twins: Twins) -> None:
 
 
 def assert_leaves(
-    twins: Twins, calls: Sequence[Call], like: Sequence[Call], sharding: Sharding = LEAVES
+    twins: Twins, calls: Sequence[UnitCall], like: Sequence[UnitCall], sharding: Sharding = LEAVES
 ) -> None:
     """torch does something else; we do for the first of `calls`, and leave behind all, what `like` makes torch do."""
 
-    def probe(library: Library, calls: Sequence[Call] = calls) -> list[Any]:
+    def probe(library: Library, calls: Sequence[UnitCall] = calls) -> list[Any]:
         return [
             one
             if one.raised is not None
@@ -316,7 +317,7 @@ def assert_leaves(
 @pytest.mark.world_sizes(fewest=2)
 def test_what_was_gathered_in_vain_is_gathered_again(twins: Twins) -> None:
     """Of a unit that had run, ahead of no backward."""
-    calls = (setting(_TO_FORWARD, 3, modules=[1]), LOOK, Call("load"), *TRAIN)
+    calls = (setting(_TO_FORWARD, 3, modules=[1]), LOOK, UnitCall("load"), *TRAIN)
     harmless = setting("set_is_last_backward", is_last_backward=True)
     assert_leaves(twins, calls, (harmless, *calls[1:]))
 
@@ -333,9 +334,9 @@ def test_what_was_gathered_in_vain_is_gathered_again(twins: Twins) -> None:
     ids=["kept", "by hand", "ahead"],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_what_is_unsharded_over_a_step_has_what_was_stepped(twins: Twins, calls: Sequence[Call]) -> None:
+def test_what_is_unsharded_over_a_step_has_what_was_stepped(twins: Twins, calls: Sequence[UnitCall]) -> None:
     like = [one for one in calls if one in TRAIN]
-    then = (FORWARD, BACKWARD, Call("step of shards"))
+    then = (FORWARD, BACKWARD, UnitCall("step of shards"))
     assert_leaves(twins, (*calls, *then), (*like, *then))
 
 
@@ -382,14 +383,14 @@ def test_gradients_go_by_a_group_of_their_own(twins: Twins) -> None:
 @pytest.mark.parametrize(
     "calls",
     [
-        (*TRAIN, Call("failing forward", 2), setting("reset_iter_state"), *TRAIN),
+        (*TRAIN, UnitCall("failing forward", 2), setting("reset_iter_state"), *TRAIN),
         (*TRAIN, setting("reset_iter_state", 1), *TRAIN),
         (*TRAIN, setting("reset_iter_state"), *TRAIN),
     ],
     ids=["forward", "no root", "without need"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_goes_on_behind_an_exception(twins: Twins, calls: Sequence[Call]) -> None:
+def test_goes_on_behind_an_exception(twins: Twins, calls: Sequence[UnitCall]) -> None:
     played(twins, calls)
 
 
@@ -398,7 +399,13 @@ def test_goes_on_behind_an_exception(twins: Twins, calls: Sequence[Call]) -> Non
 @pytest.mark.world_sizes(fewest=2)
 def test_gradients_of_a_failed_backward_are_gone(twins: Twins) -> None:
     """Those that it has shown in `.grad` are the user's to clear."""
-    failing = (*TRAIN, Call("failing backward", 1), setting("reset_iter_state"), Call("zero_grad"), *TRAIN)
+    failing = (
+        *TRAIN,
+        UnitCall("failing backward", 1),
+        setting("reset_iter_state"),
+        UnitCall("zero_grad"),
+        *TRAIN,
+    )
     # A look takes the batch of the backward that failed.
     assert_leaves(twins, failing, (*TRAIN, LOOK, *TRAIN))
 
@@ -424,17 +431,17 @@ def test_there_may_be_nothing_to_reset(twins: Twins) -> None:
 @pytest.mark.parametrize(
     "calls",
     [
-        (Call("load"), *TRAIN, Call("load"), *TRAIN),
-        (Call("load", arguments={"assign": True}), *TRAIN),
-        (*TRAIN, Call("load", arguments={"assign": True}), *TRAIN),
-        (LOOK, Call("state_dict"), Call("load"), LOOK, *TRAIN),
-        (Call("convert", arguments={"dtype": torch.float64}), *TRAIN),
-        (setting("unshard", 0), Call("convert", arguments={"dtype": torch.float64}), *TRAIN),
+        (UnitCall("load"), *TRAIN, UnitCall("load"), *TRAIN),
+        (UnitCall("load", arguments={"assign": True}), *TRAIN),
+        (*TRAIN, UnitCall("load", arguments={"assign": True}), *TRAIN),
+        (LOOK, UnitCall("state_dict"), UnitCall("load"), LOOK, *TRAIN),
+        (UnitCall("convert", arguments={"dtype": torch.float64}), *TRAIN),
+        (setting("unshard", 0), UnitCall("convert", arguments={"dtype": torch.float64}), *TRAIN),
     ],
     ids=["loaded", "assigned", "assigned later", "behind a forward", "converted", "unsharded"],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_parameters_may_be_replaced(twins: Twins, calls: Sequence[Call]) -> None:
+def test_parameters_may_be_replaced(twins: Twins, calls: Sequence[UnitCall]) -> None:
     played(twins, calls)
 
 

@@ -12,7 +12,7 @@ import torch
 from conformance.distributed.fsdp import fully_shard_construct_cases as cases
 from conformance.distributed.fsdp import fully_shard_extension_cases as extension_cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.judging import assert_ranks_agree, outcomes
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, outcomes
 from conformance.distributed.fsdp.twins import Seen, TwinsOf, each, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as

@@ -10,7 +10,7 @@ import torch
 from conformance.distributed.fsdp import fully_shard_precision_cases as cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.fully_shard_precision_cases import FULL, LOW, Dtypes
-from conformance.distributed.fsdp.judging import assert_ranks_agree
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.twins import values_of
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe

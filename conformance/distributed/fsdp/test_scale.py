@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
-from conformance.ranks.trace import Collective, report_collectives
+from conformance.ranks.collective_traces import Collective, report_collectives
 
 SMALL = 8
 WORLD_SIZES = [64, 512, 4096]

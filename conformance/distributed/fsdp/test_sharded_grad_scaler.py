@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.judging import share_of_examples
-from conformance.distributed.fsdp.scaler_cases import Call, Plan
+from conformance.distributed.fsdp.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scaler_cases import ScalerCall, ScalerProgram
 from conformance.distributed.fsdp.scaler_judging import assert_same, issued, on_ranks, played, scales, stepped
 from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf
 from conformance.judge.clauses import clause
@@ -59,7 +59,7 @@ def test_one_ranks_inf_keeps_all_from_stepping(
     for bad in range(more_ranks):
         calls += iteration(one_bad(bad, more_ranks, BAD[bad % 3]), unscale=unscale)
         calls += iteration(unscale=unscale)
-    plan = Plan(parts(more_ranks), calls, (optimizer,), options=EIGHT)
+    plan = ScalerProgram(parts(more_ranks), calls, (optimizer,), options=EIGHT)
     seen = assert_same(twins_of(more_ranks), plan)
     assert stepped(seen, plan) == [[True] + [False, True] * more_ranks] * more_ranks
     assert scales(seen) == [8.0 * 0.5**more_ranks] * more_ranks
@@ -71,16 +71,16 @@ def test_one_ranks_inf_keeps_all_from_stepping(
 def test_each_optimizer_by_its_own_gradients(twins: Twins, data: st.DataObject) -> None:
     """Three optimizers, three steps; any of them may find inf on any rank, and the others go on."""
     world_size = twins.world_size
-    calls: list[Call] = []
+    calls: list[ScalerCall] = []
     for _ in range(3):
         for which in range(3):
             grad_outcomes = tuple(data.draw(st.sampled_from([None, None, *BAD])) for _ in range(world_size))
-            calls += [Call("zero_grad", which), Call("backward", which, grad_outcomes)]
+            calls += [ScalerCall("zero_grad", which), ScalerCall("backward", which, grad_outcomes)]
         for which in range(3):
-            calls += [Call("unscale_", which)] if data.draw(st.booleans()) else []
-        calls += [*(Call("step", which) for which in range(3)), Call("update")]
+            calls += [ScalerCall("unscale_", which)] if data.draw(st.booleans()) else []
+        calls += [*(ScalerCall("step", which) for which in range(3)), ScalerCall("update")]
     kinds = tuple(data.draw(st.sampled_from(PLAIN)) for _ in range(3))
-    plan = Plan(parts(world_size, optimizers=3), tuple(calls), kinds, options=EIGHT)
+    plan = ScalerProgram(parts(world_size, optimizers=3), tuple(calls), kinds, options=EIGHT)
     assert_same(twins, plan)
 
 
@@ -90,13 +90,13 @@ def test_gradients_that_are_edited_after_unscaling(twins: Twins, found: float | 
     """What unscale_ found decides, on the ranks that edited their gradients and on those that did not."""
     last = twins.world_size - 1
     calls = (
-        Call("backward", given=one_bad(last, last + 1, found)),
-        Call("unscale_"),
-        Call("spoil", given=then, on=(last,)),
-        Call("step"),
-        Call("update"),
+        ScalerCall("backward", given=one_bad(last, last + 1, found)),
+        ScalerCall("unscale_"),
+        ScalerCall("spoil", given=then, on=(last,)),
+        ScalerCall("step"),
+        ScalerCall("update"),
     )
-    plan = Plan(parts(last + 1), calls, ("recording",), options=EIGHT)
+    plan = ScalerProgram(parts(last + 1), calls, ("recording",), options=EIGHT)
     assert_same(twins, plan)
 
 
@@ -104,12 +104,16 @@ def test_gradients_that_are_edited_after_unscaling(twins: Twins, found: float | 
 @WITH_AND_WITHOUT_UNSCALE
 def test_accumulation(twins: Twins, unscale: bool) -> None:
     """An inf in the first of three backwards counts at the step after the third."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(0, twins.world_size), None):
-        accumulated = (Call("backward", given=grad_outcomes), Call("backward"), Call("backward"))
+        accumulated = (
+            ScalerCall("backward", given=grad_outcomes),
+            ScalerCall("backward"),
+            ScalerCall("backward"),
+        )
         first, _, *rest = iteration(unscale=unscale)
         calls += (first, *accumulated, *rest)
-    plan = Plan(parts(twins.world_size), calls, ("momentum",), options=EIGHT)
+    plan = ScalerProgram(parts(twins.world_size), calls, ("momentum",), options=EIGHT)
     seen = assert_same(twins, plan)
     assert stepped(seen, plan) == [[True, False, True]] * twins.world_size
 
@@ -122,7 +126,7 @@ def test_accumulation(twins: Twins, unscale: bool) -> None:
 def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, bad: int) -> None:
     """Where one rank finds inf all skip, and all scales fall; with torch its own alone."""
     calls = iteration() + iteration(one_bad(bad, cpu_twins.world_size)) + iteration()
-    plan = Plan(parts(cpu_twins.world_size), calls, (optimizer,), options=EIGHT)
+    plan = ScalerProgram(parts(cpu_twins.world_size), calls, (optimizer,), options=EIGHT)
 
     def probe(library: Library) -> Any:
         seen = played(cpu_twins, plan, library)
@@ -146,10 +150,10 @@ def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, b
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused adamw"])
 def test_fused_optimizers_after_unscaling(twins: Twins, optimizer: str) -> None:
     world_size = twins.world_size
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(world_size - 1, world_size), None):
         calls += iteration(grad_outcomes, unscale=True)
-    plan = Plan(parts(world_size), calls, (optimizer,), options=EIGHT)
+    plan = ScalerProgram(parts(world_size), calls, (optimizer,), options=EIGHT)
     judge_shapes(twins, plan, [True, False, True], 4.0)
 
 
@@ -157,18 +161,18 @@ def test_fused_optimizers_after_unscaling(twins: Twins, optimizer: str) -> None:
 @pytest.mark.deviation("sharded_grad_scaler.found_inf_of_one_shape")
 def test_a_fused_optimizer_beside_a_plain_one(twins: Twins) -> None:
     world_size = twins.world_size
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ScalerCall, ...] = ()
     for bad in (None, 0, 1, None):
         for which in range(2):
             grad_outcomes = one_bad(world_size - 1, world_size) if bad == which else None
             calls += iteration(grad_outcomes, which=which)[:-1]
-        calls += (Call("update"),)
-    plan = Plan(parts(world_size, optimizers=2), calls, ("fused adam", "adam"), options=EIGHT)
+        calls += (ScalerCall("update"),)
+    plan = ScalerProgram(parts(world_size, optimizers=2), calls, ("fused adam", "adam"), options=EIGHT)
     of_both = [True, True, False, True, True, False, True, True]
     judge_shapes(twins, plan, of_both, 2.0)
 
 
-def judge_shapes(twins: Twins, plan: Plan, expected: list[bool], scale: float) -> None:
+def judge_shapes(twins: Twins, plan: ScalerProgram, expected: list[bool], scale: float) -> None:
     """Each step is taken or skipped as `expected`, and nothing raises; or broadcasting fails, as with torch."""
 
     def probe(library: Library) -> Any:
@@ -192,7 +196,7 @@ def test_where_several_ranks_find_inf(twins_of: TwinsOf, more_ranks: int, optimi
     """What an optimizer that skips for itself is handed after unscale_, and that torch's own then skips."""
     twins = twins_of(more_ranks)
     calls = iteration((math.inf,) * more_ranks, unscale=True)
-    plan = Plan(parts(more_ranks), calls, (optimizer,))
+    plan = ScalerProgram(parts(more_ranks), calls, (optimizer,))
 
     def probe(library: Library) -> Any:
         seen = played(twins, plan, library)
@@ -217,7 +221,9 @@ def test_ranks_without_gradients(twins_of: TwinsOf, more_ranks: int, optimizer: 
     """All but the first rank have none; then no rank has."""
     calls = iteration(unscale=unscale) + iteration(unscale=unscale) + iteration(unscale=unscale)
     for bare in (tuple(range(1, more_ranks)), tuple(range(more_ranks))):
-        plan = Plan(parts(more_ranks, bare=bare), calls, (optimizer,), options=EIGHT | {"growth_interval": 2})
+        plan = ScalerProgram(
+            parts(more_ranks, bare=bare), calls, (optimizer,), options=EIGHT | {"growth_interval": 2}
+        )
         seen = assert_same(twins_of(more_ranks), plan)
         assert scales(seen) == [16.0] * more_ranks
 
@@ -230,7 +236,7 @@ def test_ranks_without_gradients_skip_with_their_peers(
 ) -> None:
     last = more_ranks - 1
     calls = iteration(one_bad(last, more_ranks), unscale=unscale) + iteration(unscale=unscale)
-    plan = Plan(parts(more_ranks, bare=tuple(range(last))), calls, ("recording",), options=EIGHT)
+    plan = ScalerProgram(parts(more_ranks, bare=tuple(range(last))), calls, ("recording",), options=EIGHT)
     seen = assert_same(twins_of(more_ranks), plan)
     assert [len(rank[-1].watched["calls"]) for rank in seen] == [1] * more_ranks
     assert scales(seen) == [4.0] * more_ranks
@@ -250,13 +256,17 @@ def test_a_check_is_one_all_reduce(
         (first, (*second, Gradient((4,), torch.float64 if rank else torch.bfloat16)))
         for rank, (first, second) in enumerate(both)
     )
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(0, more_ranks), None):
         for which in range(2):
-            calls += (Call("zero_grad", which), Call("backward", which, grad_outcomes))
-            calls += (Call("unscale_", which), Call("step", which)) if unscale else (Call("step", which),)
-        calls += (Call("update"), Call("resume"))
-    plan = Plan(mixed, (*calls, Call("update", given=4.0)), (optimizer, "sgd"))
+            calls += (ScalerCall("zero_grad", which), ScalerCall("backward", which, grad_outcomes))
+            calls += (
+                (ScalerCall("unscale_", which), ScalerCall("step", which))
+                if unscale
+                else (ScalerCall("step", which),)
+            )
+        calls += (ScalerCall("update"), ScalerCall("resume"))
+    plan = ScalerProgram(mixed, (*calls, ScalerCall("update", given=4.0)), (optimizer, "sgd"))
     twins = twins_of(more_ranks)
     played(twins, plan)
     for trace in issued(twins):
@@ -269,10 +279,10 @@ def test_a_check_is_one_all_reduce(
 @WITH_AND_WITHOUT_UNSCALE
 def test_groups_decide_for_themselves(twins_of: TwinsOf, optimizer: str, unscale: bool) -> None:
     """Four ranks in two groups: an inf on rank 3 stops the second group, one on rank 0 the first."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(3, 4), None, one_bad(0, 4), one_bad(0, 4)):
         calls += iteration(grad_outcomes, unscale=unscale)
-    plan = Plan(parts(4), calls, (optimizer,), options=EIGHT, groups=2)
+    plan = ScalerProgram(parts(4), calls, (optimizer,), options=EIGHT, groups=2)
     seen = assert_same(twins_of(4), plan)
     first, second = [True, True, True, False, False], [True, False, True, True, True]
     assert stepped(seen, plan) == [first, first, second, second]
@@ -282,8 +292,10 @@ def test_groups_decide_for_themselves(twins_of: TwinsOf, optimizer: str, unscale
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.process_group")
 def test_groups_need_not_step_alike(twins_of: TwinsOf) -> None:
     """The first two of four ranks make two steps more than the other two."""
-    alone = tuple(Call(call.name, call.which, call.given, on=(0, 1)) for call in iteration(one_bad(1, 4)) * 2)
-    plan = Plan(parts(4), (*iteration(), *alone, *iteration()), options=EIGHT, groups=2)
+    alone = tuple(
+        ScalerCall(call.name, call.which, call.given, on=(0, 1)) for call in iteration(one_bad(1, 4)) * 2
+    )
+    plan = ScalerProgram(parts(4), (*iteration(), *alone, *iteration()), options=EIGHT, groups=2)
     assert scales(played(twins_of(4), plan)) == [2.0, 2.0, 8.0, 8.0]
 
 
@@ -295,13 +307,13 @@ def test_answers(cpu_twins: Twins, optimizer: str) -> None:
     """After a clean step, after one in which rank 1 found inf, and after that rank has cleared its gradients."""
     calls = (
         *iteration(),
-        Call("answers"),
+        ScalerCall("answers"),
         *iteration(one_bad(1, cpu_twins.world_size)),
-        Call("answers"),
-        Call("zero_grad"),
-        Call("answers"),
+        ScalerCall("answers"),
+        ScalerCall("zero_grad"),
+        ScalerCall("answers"),
     )
-    plan = Plan(parts(cpu_twins.world_size), calls, (optimizer,))
+    plan = ScalerProgram(parts(cpu_twins.world_size), calls, (optimizer,))
     places = [place for place, call in enumerate(calls) if call.name == "answers"]
 
     def probe(library: Library) -> Any:

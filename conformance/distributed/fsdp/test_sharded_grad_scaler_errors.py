@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from conformance.distributed.fsdp.scaler_cases import Call, Plan
+from conformance.distributed.fsdp.scaler_cases import ScalerCall, ScalerProgram
 from conformance.distributed.fsdp.scaler_judging import assert_same, on_ranks, played, scales, stepped
 from conformance.distributed.fsdp.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
@@ -18,15 +18,27 @@ from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 EIGHT = {"init_scale": 8.0}
 PEERS_WAIT = "peers wait"
 
-FAILURES: dict[str, tuple[tuple[Call, ...], str]] = {
+FAILURES: dict[str, tuple[tuple[ScalerCall, ...], str]] = {
     "a closure": (
-        (Call("backward"), Call("step_with_closure", on=(0,)), Call("step", on=(1,))),
+        (ScalerCall("backward"), ScalerCall("step_with_closure", on=(0,)), ScalerCall("step", on=(1,))),
         "Closure use",
     ),
-    "no scale": ((Call("backward", on=(1,)), Call("unscale_")), "Attempted unscale_ but _scale is None"),
-    "no scale, step": ((Call("backward", on=(1,)), Call("step")), "Attempted step but _scale is None"),
-    "no groups": ((Call("backward"), Call("break_optimizer", on=(0,)), Call("unscale_")), "NoneType"),
-    "no groups, step": ((Call("backward"), Call("break_optimizer", on=(0,)), Call("step")), "NoneType"),
+    "no scale": (
+        (ScalerCall("backward", on=(1,)), ScalerCall("unscale_")),
+        "Attempted unscale_ but _scale is None",
+    ),
+    "no scale, step": (
+        (ScalerCall("backward", on=(1,)), ScalerCall("step")),
+        "Attempted step but _scale is None",
+    ),
+    "no groups": (
+        (ScalerCall("backward"), ScalerCall("break_optimizer", on=(0,)), ScalerCall("unscale_")),
+        "NoneType",
+    ),
+    "no groups, step": (
+        (ScalerCall("backward"), ScalerCall("break_optimizer", on=(0,)), ScalerCall("step")),
+        "NoneType",
+    ),
 }
 
 
@@ -37,8 +49,8 @@ FAILURES: dict[str, tuple[tuple[Call, ...], str]] = {
 def test_one_rank_fails(twins_of: TwinsOf, failure: str, optimizer: str) -> None:
     """Its own error says why, the other's that a peer failed; once all have cleared their gradients they go on."""
     twins, (calls, why) = twins_of(2), FAILURES[failure]
-    mending = (Call("mend_optimizer", on=(0,)),) if failure.startswith("no groups") else ()
-    failing = Plan(parts(2), calls, (optimizer,), options=EIGHT)
+    mending = (ScalerCall("mend_optimizer", on=(0,)),) if failure.startswith("no groups") else ()
+    failing = ScalerProgram(parts(2), calls, (optimizer,), options=EIGHT)
     going_on = replace(failing, calls=(*calls, *mending, *iteration()))
 
     def probe(library: Library) -> Any:
@@ -59,7 +71,9 @@ def test_one_rank_fails(twins_of: TwinsOf, failure: str, optimizer: str) -> None
         return why in own and "another rank" in reported and late == [None, None] and scale == [8.0, 8.0]
 
     # torch does not reduce the check in step of an optimizer that skips for itself.
-    torchs = "the peer has stepped" if optimizer == "aware" and Call("unscale_") not in calls else PEERS_WAIT
+    torchs = (
+        "the peer has stepped" if optimizer == "aware" and ScalerCall("unscale_") not in calls else PEERS_WAIT
+    )
     twins.judge(probe, torch_does=lambda seen: seen == torchs, we_do=is_reported)
 
 
@@ -67,12 +81,18 @@ def test_one_rank_fails(twins_of: TwinsOf, failure: str, optimizer: str) -> None
 def test_all_ranks_fail_alike(twins: Twins) -> None:
     """Calls that all ranks are refused change nothing, and the next ones are as if they had not been."""
     calls = (
-        *(Call(name) for name in ("unscale_", "step", "update", "backward", "step_with_closure", "update")),
-        *(Call(name) for name in ("unscale_", "unscale_", "step_with_closure", "step", "step", "unscale_")),
-        Call("update"),
+        *(
+            ScalerCall(name)
+            for name in ("unscale_", "step", "update", "backward", "step_with_closure", "update")
+        ),
+        *(
+            ScalerCall(name)
+            for name in ("unscale_", "unscale_", "step_with_closure", "step", "step", "unscale_")
+        ),
+        ScalerCall("update"),
         *iteration(),
     )
-    plan = Plan(parts(twins.world_size), calls, ("recording",), options=EIGHT)
+    plan = ScalerProgram(parts(twins.world_size), calls, ("recording",), options=EIGHT)
     assert_same(twins, plan)
 
 
@@ -96,8 +116,10 @@ def test_a_group_of_others(twins_of: TwinsOf) -> None:
 @pytest.mark.world_sizes(fewest=2)
 def test_pickles_of_the_default_group(cpu_twins: Twins, way: str) -> None:
     skipped = iteration(one_bad(1, cpu_twins.world_size))
-    plan = Plan(
-        parts(cpu_twins.world_size), (*skipped, Call("hold_world"), Call(way), *skipped), options=EIGHT
+    plan = ScalerProgram(
+        parts(cpu_twins.world_size),
+        (*skipped, ScalerCall("hold_world"), ScalerCall(way), *skipped),
+        options=EIGHT,
     )
 
     def probe(library: Library) -> Any:
@@ -119,8 +141,8 @@ def test_pickles_of_the_default_group(cpu_twins: Twins, way: str) -> None:
 def test_pickles_of_another_group(twins_of: TwinsOf, way: str) -> None:
     """No check until a group is assigned: the default one would be the wrong one."""
     twins = twins_of(2)
-    calls = (*iteration(), Call(way), *iteration(unscale=True), Call("hold_world"), *iteration())
-    plan = Plan(parts(2), calls, options=EIGHT, groups=2)
+    calls = (*iteration(), ScalerCall(way), *iteration(unscale=True), ScalerCall("hold_world"), *iteration())
+    plan = ScalerProgram(parts(2), calls, options=EIGHT, groups=2)
 
     def probe(library: Library) -> Any:
         seen = played(twins, plan, library)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conformance.distributed.fsdp import fused_step_cases as cases
-from conformance.distributed.fsdp.judging import assert_all_close
+from conformance.distributed.fsdp.rank_judging import assert_all_close
 from conformance.distributed.fsdp.scaler_cases import SCALER
 from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf, values_of
 from conformance.judge.clauses import clause

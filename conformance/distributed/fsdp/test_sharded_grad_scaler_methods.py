@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.scaler_cases import SCALER, Call, Plan
+from conformance.distributed.fsdp.scaler_cases import SCALER, ScalerCall, ScalerProgram
 from conformance.distributed.fsdp.scaler_judging import assert_same, issued, played, scales
 from conformance.distributed.fsdp.twins import Twins
 from conformance.judge.clauses import clause
@@ -40,10 +40,10 @@ ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.arguments")
 @given(options=st.fixed_dictionaries({}, optional=ARGUMENTS))
 def test_arguments_take_effect(twins: Twins, options: dict[str, Any]) -> None:
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ScalerCall, ...] = ()
     for grad_outcome in (None, None, math.inf, None):
         calls += iteration(one_bad(0, twins.world_size, grad_outcome) if grad_outcome else None)
-    plan = Plan(parts(twins.world_size), calls, options=options)
+    plan = ScalerProgram(parts(twins.world_size), calls, options=options)
     assert_same(twins, plan)
 
 
@@ -99,11 +99,11 @@ def test_device_and_the_warning_without_cuda(
 def test_switched_off(twins: Twins, optimizer: str) -> None:
     grad_outcomes = (math.inf,) * twins.world_size
     calls = (
-        Call("scale", given=torch.ones(2)),
+        ScalerCall("scale", given=torch.ones(2)),
         *iteration(grad_outcomes, unscale=True),
-        Call("update", given=3.0),
+        ScalerCall("update", given=3.0),
     )
-    plan = Plan(parts(twins.world_size), calls, (optimizer,), options={"enabled": False})
+    plan = ScalerProgram(parts(twins.world_size), calls, (optimizer,), options={"enabled": False})
     assert_same(twins, plan)
     assert issued(twins) == [[]] * twins.world_size
 
@@ -126,7 +126,7 @@ def test_is_a_grad_scaler(subject: Library, reference: Library, device: str) -> 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.min_scale")
 def test_a_floor_of_ones_own(twins: Twins) -> None:
     calls = iteration((math.inf,) * twins.world_size) * 3
-    plan = Plan(parts(twins.world_size), calls, options=EIGHT | {"min_scale": 2.0})
+    plan = ScalerProgram(parts(twins.world_size), calls, options=EIGHT | {"min_scale": 2.0})
     assert scales(played(twins, plan)) == [2.0] * twins.world_size
 
 
@@ -224,11 +224,15 @@ def test_a_loss_on_the_host(deviation: DeviationJudge, device: str) -> None:
 def test_unscale_divides(twins: Twins, dtype: torch.dtype, scale: float) -> None:
     """Also where a peer has inf, and not the gradients of another optimizer."""
     world_size = twins.world_size
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(world_size - 1, world_size, math.nan)):
-        calls += (Call("backward", 0, grad_outcomes), Call("backward", 1), Call("unscale_", 0))
-        calls += (Call("zero_grad", 1), Call("update"), Call("zero_grad"))
-    plan = Plan(
+        calls += (
+            ScalerCall("backward", 0, grad_outcomes),
+            ScalerCall("backward", 1),
+            ScalerCall("unscale_", 0),
+        )
+        calls += (ScalerCall("zero_grad", 1), ScalerCall("update"), ScalerCall("zero_grad"))
+    plan = ScalerProgram(
         parts(world_size, optimizers=2, dtype=dtype), calls, ("sgd", "sgd"), options={"init_scale": scale}
     )
     assert_same(twins, plan)
@@ -242,13 +246,13 @@ def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> Non
     values = torch.tensor([1.0, value, value]).to(dtype)
     last = twins.world_size - 1
     calls = (
-        Call("backward"),
-        Call("sparse", given=values, on=(last,)),
-        Call("unscale_"),
-        Call("step"),
-        Call("update"),
+        ScalerCall("backward"),
+        ScalerCall("sparse", given=values, on=(last,)),
+        ScalerCall("unscale_"),
+        ScalerCall("step"),
+        ScalerCall("update"),
     )
-    plan = Plan(parts(last + 1), calls, options=EIGHT)
+    plan = ScalerProgram(parts(last + 1), calls, options=EIGHT)
     seen = assert_same(twins, plan)
     assert (given := seen[last][1]).raised is None, f"there is no such gradient: {given.raised}"
     skips = value == math.inf or (value > 2.0 and dtype is torch.float16)
@@ -274,8 +278,8 @@ def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> Non
 def test_new_scale(twins: Twins, new_scale: Any) -> None:
     """Instead of the move that an inf has earned."""
     world_size = twins.world_size
-    calls = (*iteration(one_bad(0, world_size))[:-1], Call("update", given=new_scale), *iteration())
-    plan = Plan(parts(world_size), calls, options=EIGHT)
+    calls = (*iteration(one_bad(0, world_size))[:-1], ScalerCall("update", given=new_scale), *iteration())
+    plan = ScalerProgram(parts(world_size), calls, options=EIGHT)
     assert_same(twins, plan)
 
 
@@ -284,10 +288,14 @@ def test_new_scale(twins: Twins, new_scale: Any) -> None:
 def test_growth_and_backoff(twins: Twins, interval: int) -> None:
     """An inf, on whichever rank, begins the count anew; the counts go with a state dict."""
     world_size = twins.world_size
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ScalerCall, ...] = ()
     for bad in (None, None, 0, None, None, world_size - 1, None, None, None, None):
-        calls += iteration(None if bad is None else one_bad(bad, world_size)) + (Call("resume"),) * (bad == 0)
-    plan = Plan(parts(world_size), calls, options=EIGHT | {"growth_interval": interval, "growth_factor": 3.0})
+        calls += iteration(None if bad is None else one_bad(bad, world_size)) + (ScalerCall("resume"),) * (
+            bad == 0
+        )
+    plan = ScalerProgram(
+        parts(world_size), calls, options=EIGHT | {"growth_interval": interval, "growth_factor": 3.0}
+    )
     assert_same(twins, plan)
 
 
@@ -295,7 +303,7 @@ def test_growth_and_backoff(twins: Twins, interval: int) -> None:
 @pytest.mark.deviation("sharded_grad_scaler.scale_moves_as_grad_scalers")
 def test_the_largest_scale(twins: Twins, device: str) -> None:
     small = (Gradient((3,), scale=1e-3),)
-    plan = Plan(
+    plan = ScalerProgram(
         ((small,),) * twins.world_size,
         iteration(),
         options={"init_scale": 3e38, "growth_interval": 1},
@@ -316,7 +324,7 @@ def test_a_factor_that_float32_does_not_hold(twins: Twins, device: str, factor: 
     """Rounded once, with the product; torch rounds the factor and then the product."""
     grad_outcomes = (math.inf,) * twins.world_size
     options = {"init_scale": 65521.0, "backoff_factor": factor}
-    plan = Plan(parts(twins.world_size), iteration(grad_outcomes) * 3, options=options)
+    plan = ScalerProgram(parts(twins.world_size), iteration(grad_outcomes) * 3, options=options)
 
     def of_a_grad_scaler(library: Library) -> float:
         harness = Harness(library, device, **options)

@@ -12,7 +12,7 @@ from conformance.distributed.fsdp.test_wrap import ask
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.outcome import observe
-from conformance.strategies.wrapping import Wrapper
+from conformance.strategies.wrapping import StandInWrapper
 
 
 def _made(module: nn.Module, **kwargs: Any) -> Any:
@@ -21,13 +21,13 @@ def _made(module: nn.Module, **kwargs: Any) -> Any:
 
 def _reported(wrapped: Any) -> Any:
     """What came back from `wrap`, in plain words."""
-    if isinstance(wrapped, Wrapper):
+    if isinstance(wrapped, StandInWrapper):
         return ("Wrapper", type(wrapped.module).__name__, wrapped.kwargs)
     return type(wrapped).__name__ if isinstance(wrapped, nn.Module) else wrapped
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.wraps")
-@pytest.mark.parametrize("wrapper", [Wrapper, _made], ids=["class", "function"])
+@pytest.mark.parametrize("wrapper", [StandInWrapper, _made], ids=["class", "function"])
 @pytest.mark.parametrize("given_kwargs", [{}, {"a": 1}, {"a": 1, "b": [2]}], ids=str)
 @pytest.mark.parametrize("overrides", [{}, {"a": 3}, {"b": None, "c": 4}], ids=str)
 def test_wraps(
@@ -36,7 +36,7 @@ def test_wraps(
     def question(wrap: Any) -> Any:
         with wrap.enable_wrap(wrapper_cls=wrapper, **given_kwargs) as entered:
             first = wrap.wrap(nn.ReLU(), **overrides)
-            nested = wrap.wrap(first, a="outer") if wrapper is Wrapper else None
+            nested = wrap.wrap(first, a="outer") if wrapper is StandInWrapper else None
             # Overrides hold for one module alone.
             return entered, _reported(first), _reported(nested), _reported(wrap.wrap(nn.Linear(2, 2)))
 
@@ -47,7 +47,7 @@ def test_wraps(
 def test_wraps_the_very_module(compare: Compare) -> None:
     def question(wrap: Any) -> bool:
         module = nn.Linear(2, 2)
-        with wrap.enable_wrap(wrapper_cls=Wrapper):
+        with wrap.enable_wrap(wrapper_cls=StandInWrapper):
             return wrap.wrap(module).module is module
 
     ask(compare, question)
@@ -61,7 +61,7 @@ def test_ends(compare: Compare, error: type[BaseException] | None) -> None:
     def question(wrap: Any) -> Any:
         raised = None
         try:
-            with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+            with wrap.enable_wrap(wrapper_cls=StandInWrapper, a=1):
                 inside = _reported(wrap.wrap(nn.ReLU()))
                 if error is not None:
                     raise error("inside")
@@ -90,7 +90,7 @@ def test_a_wrapper_that_raises(compare: Compare) -> None:
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
 def test_as_a_decorator(compare: Compare) -> None:
     def question(wrap: Any) -> Any:
-        @wrap.enable_wrap(wrapper_cls=Wrapper, a=1)
+        @wrap.enable_wrap(wrapper_cls=StandInWrapper, a=1)
         def build() -> nn.Module:
             return wrap.wrap(nn.ReLU())
 
@@ -106,7 +106,7 @@ def test_not_nested(compare: Compare) -> None:
             with wrap.enable_wrap(wrapper_cls=_made, b=2):
                 raise AssertionError("it was entered")
 
-        with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+        with wrap.enable_wrap(wrapper_cls=StandInWrapper, a=1):
             refused = observe(inner).raised
             still = _reported(wrap.wrap(nn.ReLU()))
         return refused, still, _reported(wrap.wrap(nn.ReLU()))
@@ -118,7 +118,7 @@ def test_not_nested(compare: Compare) -> None:
 def test_in_every_thread(compare: Compare) -> None:
     def question(wrap: Any) -> Any:
         found: list[Any] = []
-        with wrap.enable_wrap(wrapper_cls=Wrapper, a=1):
+        with wrap.enable_wrap(wrapper_cls=StandInWrapper, a=1):
             thread = threading.Thread(target=lambda: found.append(_reported(wrap.wrap(nn.ReLU()))))
             thread.start()
             thread.join()
@@ -129,7 +129,7 @@ def test_in_every_thread(compare: Compare) -> None:
 
 _BAD_WRAPPERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "none": ((), {}),
-    "positional": ((Wrapper,), {}),
+    "positional": ((StandInWrapper,), {}),
     "None": ((), {"wrapper_cls": None}),
     "no function": ((), {"wrapper_cls": 3}),
     "an unknown argument": ((), {"wrapper_cls": nn.Linear, "unknown": 1}),
@@ -152,7 +152,7 @@ def test_bad_wrappers(compare: Compare, call: str) -> None:
 
 
 @clause("distributed.fsdp.wrap.wrap.outside")
-@pytest.mark.parametrize("kwargs", [{}, {"a": 1}, {"wrapper_cls": Wrapper}], ids=str)
+@pytest.mark.parametrize("kwargs", [{}, {"a": 1}, {"wrapper_cls": StandInWrapper}], ids=str)
 def test_outside(compare: Compare, kwargs: dict[str, Any]) -> None:
     module = nn.Linear(2, 2)
     ask(compare, lambda wrap: wrap.wrap(module, **kwargs) is module)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from conformance.ranks.trace import Collective
+from conformance.ranks.collective_traces import Collective
 
 _KINDS = {
     "gather": re.compile("_?allgather"),

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from conformance.distributed.fsdp.fsdp_cases import Setup, Training
-from conformance.distributed.fsdp.judging import (
+from conformance.distributed.fsdp.lab import ONE_UNIT, TREE, Program
+from conformance.distributed.fsdp.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
     outcomes,
     trains_like_unsharded,
     without_layout,
 )
-from conformance.distributed.fsdp.lab import ONE_UNIT, TREE, Program
 from conformance.judge.deviations import DeviationJudge, StaleRow
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome

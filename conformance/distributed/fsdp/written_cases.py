@@ -46,7 +46,7 @@ class Headed(nn.Module):
 
 
 @dataclass(frozen=True)
-class Trainer:
+class WritingTrainer:
     """A model, which may be sharded, and the ranks whose data it is given here."""
 
     model: nn.Module
@@ -72,7 +72,7 @@ class Trainer:
             return self.model(torch.ones(1, 3), forks=True)
 
 
-def exchanged_in_place(trainer: Trainer) -> list[torch.Tensor]:
+def exchanged_in_place(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Other values through `.data`, an evaluation, and the former ones through `.data`."""
     parameters = list(trainer.model.parameters())
     former = [parameter.detach().clone() for parameter in parameters]
@@ -84,7 +84,7 @@ def exchanged_in_place(trainer: Trainer) -> list[torch.Tensor]:
     return [*outputs, trainer.output()]
 
 
-def exchanged_by_memory(trainer: Trainer) -> list[torch.Tensor]:
+def exchanged_by_memory(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Other memory as `.data`, an evaluation, and the former memory."""
     parameters = list(trainer.model.parameters())
     outputs = [trainer.output()]
@@ -97,7 +97,7 @@ def exchanged_by_memory(trainer: Trainer) -> list[torch.Tensor]:
     return [*outputs, trainer.output()]
 
 
-def given_more_elements(trainer: Trainer) -> list[torch.Tensor]:
+def given_more_elements(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Other memory as `.data` of parameters that this rank has elements of, with one more."""
     for parameter in trainer.model.parameters():
         if parameter.numel() > 0:
@@ -105,14 +105,14 @@ def given_more_elements(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def given_one_dimension(trainer: Trainer) -> list[torch.Tensor]:
+def given_one_dimension(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Other memory as `.data`, of as many elements, whatever the parameters' shape."""
     for parameter in trainer.model.parameters():
         parameter.data = parameter.data.reshape(-1) * 0.5
     return [trainer.output()]
 
 
-def from_a_vector(trainer: Trainer) -> list[torch.Tensor]:
+def from_a_vector(trainer: WritingTrainer) -> list[torch.Tensor]:
     """torch.nn.utils' way to set all parameters, between two evaluations."""
     outputs = [trainer.output()]
     vector = nn.utils.parameters_to_vector(trainer.model.parameters())
@@ -120,7 +120,7 @@ def from_a_vector(trainer: Trainer) -> list[torch.Tensor]:
     return [*outputs, trainer.output()]
 
 
-def memory_while_unsharded(trainer: Trainer) -> list[torch.Tensor]:
+def memory_while_unsharded(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Other memory as `.data` while gradients accumulate, when nothing is released yet."""
     with trainer.unsynced():
         trainer.backward(0)
@@ -131,7 +131,7 @@ def memory_while_unsharded(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def stepped_and_cleared(trainer: Trainer) -> list[torch.Tensor]:
+def stepped_and_cleared(trainer: WritingTrainer) -> list[torch.Tensor]:
     """The optimizer moves no version counter, and has no gradients left; the model is whole for another backward."""
     trainer.backward(0)
     _unused = trainer.loss(1)
@@ -141,16 +141,16 @@ def stepped_and_cleared(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def stepped_between(trainer: Trainer) -> list[torch.Tensor]:
+def stepped_between(trainer: WritingTrainer) -> list[torch.Tensor]:
     """By an optimizer, between a forward and its backward."""
     return _written_between(trainer, trainer.step)
 
 
-def stepped_between_by_a_fused_one(trainer: Trainer) -> list[torch.Tensor]:
+def stepped_between_by_a_fused_one(trainer: WritingTrainer) -> list[torch.Tensor]:
     return _written_between(trainer, lambda: trainer.step(fused=True))
 
 
-def changed_between(trainer: Trainer) -> list[torch.Tensor]:
+def changed_between(trainer: WritingTrainer) -> list[torch.Tensor]:
     """In place, between a forward and its backward."""
 
     def change() -> None:
@@ -161,7 +161,7 @@ def changed_between(trainer: Trainer) -> list[torch.Tensor]:
     return _written_between(trainer, change)
 
 
-def memory_between(trainer: Trainer) -> list[torch.Tensor]:
+def memory_between(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Other memory as `.data`, between a forward and its backward."""
 
     def change() -> None:
@@ -171,7 +171,7 @@ def memory_between(trainer: Trainer) -> list[torch.Tensor]:
     return _written_between(trainer, change)
 
 
-def _written_between(trainer: Trainer, write: Callable[[], None]) -> list[torch.Tensor]:
+def _written_between(trainer: WritingTrainer, write: Callable[[], None]) -> list[torch.Tensor]:
     trainer.backward(0)
     loss = trainer.loss(1)
     write()
@@ -179,7 +179,7 @@ def _written_between(trainer: Trainer, write: Callable[[], None]) -> list[torch.
     return []
 
 
-def stepped_beside(trainer: Trainer) -> list[torch.Tensor]:
+def stepped_beside(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Between a forward and its backward an optimizer steps what that does not read."""
     trainer.backward(0)
     loss = trainer.loss(1)
@@ -189,7 +189,7 @@ def stepped_beside(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def inferred_first(trainer: Trainer) -> list[torch.Tensor]:
+def inferred_first(trainer: WritingTrainer) -> list[torch.Tensor]:
     """The first forward ever is in inference mode."""
     with torch.inference_mode():
         outputs = [trainer.output().clone()]
@@ -198,7 +198,7 @@ def inferred_first(trainer: Trainer) -> list[torch.Tensor]:
     return [*outputs, trainer.output()]
 
 
-def zeroed(trainer: Trainer) -> list[torch.Tensor]:
+def zeroed(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Gradients averaged and not averaged yet, set to zero together, and another backward."""
     trainer.backward(0)
     with trainer.unsynced():
@@ -209,7 +209,7 @@ def zeroed(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def replaced_gradients(trainer: Trainer) -> list[torch.Tensor]:
+def replaced_gradients(trainer: WritingTrainer) -> list[torch.Tensor]:
     """The memory of averaged gradients is replaced, and that of such as are not; each is added to."""
     for context in (contextlib.nullcontext, trainer.unsynced):
         with context():
@@ -222,7 +222,7 @@ def replaced_gradients(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def not_reached(trainer: Trainer) -> list[torch.Tensor]:
+def not_reached(trainer: WritingTrainer) -> list[torch.Tensor]:
     """A unit that took part in a backward that did not average takes none in the one that does."""
     with trainer.unsynced():
         trainer.backward(0)
@@ -231,7 +231,7 @@ def not_reached(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def moved(trainer: Trainer) -> list[torch.Tensor]:
+def moved(trainer: WritingTrainer) -> list[torch.Tensor]:
     """The model is moved to where it is while gradients wait to be averaged."""
     trainer.backward(0)
     with trainer.unsynced():
@@ -242,7 +242,7 @@ def moved(trainer: Trainer) -> list[torch.Tensor]:
     return [trainer.output()]
 
 
-def cast_between(trainer: Trainer) -> list[torch.Tensor]:
+def cast_between(trainer: WritingTrainer) -> list[torch.Tensor]:
     """To another dtype, between forward and backward."""
     loss = trainer.loss(0)
     trainer.model.double()
@@ -250,7 +250,7 @@ def cast_between(trainer: Trainer) -> list[torch.Tensor]:
     return []
 
 
-def flat_cast_between(trainer: Trainer) -> list[torch.Tensor]:
+def flat_cast_between(trainer: WritingTrainer) -> list[torch.Tensor]:
     """As accelerate casts: what the flat parameters hold, by name."""
     loss = trainer.loss(0)
     model: Any = trainer.model
@@ -261,7 +261,7 @@ def flat_cast_between(trainer: Trainer) -> list[torch.Tensor]:
     return []
 
 
-def called_with_others(trainer: Trainer) -> list[torch.Tensor]:
+def called_with_others(trainer: WritingTrainer) -> list[torch.Tensor]:
     """torch.func.functional_call with other values for the parameters, and the model's own again."""
     others = {name: parameter.detach() * 0.5 for name, parameter in trainer.model.named_parameters()}
     with torch.no_grad():
@@ -269,14 +269,14 @@ def called_with_others(trainer: Trainer) -> list[torch.Tensor]:
     return [output, trainer.output()]
 
 
-def given_a_parameter(trainer: Trainer) -> list[torch.Tensor]:
+def given_a_parameter(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Another parameter in the place of one."""
     inner: Any = trainer.model
     inner.body.bias = nn.Parameter(torch.full((4,), 3.0))
     return [trainer.output()]
 
 
-Does = Callable[[Trainer], list[torch.Tensor]]
+Does = Callable[[WritingTrainer], list[torch.Tensor]]
 Makes = Callable[[], nn.Module]
 
 
@@ -285,11 +285,11 @@ def written(
 ) -> dict[str, Any]:
     """Outputs that a sharded model gives, and its whole parameters in the end."""
     model = lab.wrap(makes(), strategy=strategy, units=[nn.Sequential], use_orig_params=use_orig_params)
-    outputs = does(Trainer(model, [lab.rank.rank], model.no_sync))
+    outputs = does(WritingTrainer(model, [lab.rank.rank], model.no_sync))
     return {"outputs": outputs, "whole": gathered_parameters(lab.library, model)}
 
 
 def written_without_sharding(does: Does, ranks: int, makes: Makes = Forked) -> dict[str, Any]:
     model = makes()
-    outputs = does(Trainer(model, range(ranks), contextlib.nullcontext))
+    outputs = does(WritingTrainer(model, range(ranks), contextlib.nullcontext))
     return {"outputs": outputs, "whole": {name: each.detach() for name, each in model.named_parameters()}}

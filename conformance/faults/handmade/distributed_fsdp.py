@@ -181,7 +181,7 @@ def watch_backward(
 
 
 @dataclass
-class Call:
+class IssuedCollective:
     """One collective that a model issues in its forward or backward; the fault issues it, once."""
 
     model: Any
@@ -211,10 +211,10 @@ class Call:
 
 def in_collectives(
     fault_id: str, says: str, thread: str = OWN, about: str = "", *, on_ranks: bool = True
-) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
+) -> Callable[[Callable[[IssuedCollective], None]], Callable[[IssuedCollective], None]]:
     """Enter `fault(call)`, which is called in the place of each collective that trains."""
 
-    def enter(fault: Callable[[Call], None]) -> Callable[[Call], None]:
+    def enter(fault: Callable[[IssuedCollective], None]) -> Callable[[IssuedCollective], None]:
         def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.check_is_root():
                 return original(self, *args, **kwargs)
@@ -239,7 +239,7 @@ def in_collectives(
     return enter
 
 
-def _intercepted(model: Any, during: str, step: int, fault: Callable[[Call], None]) -> object:
+def _intercepted(model: Any, during: str, step: int, fault: Callable[[IssuedCollective], None]) -> object:
     """As long as what comes back lives, every collective is the fault's."""
     kernels = torch.library.Library("c10d", "IMPL")
     counts = dict.fromkeys(("gather", "scatter", "reduce"), 0)
@@ -255,7 +255,7 @@ def _intercepted(model: Any, during: str, step: int, fault: Callable[[Call], Non
 
         def kernel(*args: Any) -> Any:
             by_name = dict(zip(names, args, strict=False))
-            call = Call(
+            call = IssuedCollective(
                 model,
                 kind,
                 during,

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from conformance.faults.handmade.distributed_fsdp import OWN, Call, in_collectives
+from conformance.faults.handmade.distributed_fsdp import OWN, IssuedCollective, in_collectives
 
 # Is made to a tensor that a collective is given or has received: `change(call, tensor)`.
-Change = Callable[[Call, torch.Tensor], object]
-When = Callable[[Call], bool]
+Change = Callable[[IssuedCollective, torch.Tensor], object]
+When = Callable[[IssuedCollective], bool]
 _COUNTED = "(sharding_strategy)"  # what says which collectives there are
 
 
@@ -21,7 +21,7 @@ def gathering(
     """Enter a change of what gathers have received."""
 
     def enter(change: Change) -> None:
-        def fault(call: Call) -> None:
+        def fault(call: IssuedCollective) -> None:
             call.issue()
             for part in call.received if call.kind == "gather" and when(call) else ():
                 change(call, part)
@@ -37,7 +37,7 @@ def reducing(
     """Enter a change of the gradients that a rank gives to be reduced."""
 
     def enter(change: Change) -> None:
-        def fault(call: Call) -> None:
+        def fault(call: IssuedCollective) -> None:
             for grad in call.given if call.kind != "gather" and when(call) else ():
                 change(call, grad)
             call.issue()
@@ -55,26 +55,26 @@ def reducing(
     "gradients of the last rank do not count",
     when=lambda call: call.rank == call.ranks - 1,
 )
-def _(call: Call, grad: torch.Tensor) -> None:
+def _(call: IssuedCollective, grad: torch.Tensor) -> None:
     grad.zero_()
 
 
 @reducing(
     "second_step_not_reduced", "gradients of the second step do not come", when=lambda call: call.step == 1
 )
-def _(call: Call, grad: torch.Tensor) -> None:
+def _(call: IssuedCollective, grad: torch.Tensor) -> None:
     grad.zero_()
 
 
 @reducing(
     "not_awaited", "a unit's gradients are reduced before they are there", when=lambda call: call.index == 0
 )
-def _(call: Call, grad: torch.Tensor) -> None:
+def _(call: IssuedCollective, grad: torch.Tensor) -> None:
     grad.zero_()
 
 
 @reducing("last_element_not_reduced", "the last element of a unit's gradients does not count")
-def _(call: Call, grad: torch.Tensor) -> None:
+def _(call: IssuedCollective, grad: torch.Tensor) -> None:
     grad.view(-1)[-1:].zero_()
 
 
@@ -83,7 +83,7 @@ def _(call: Call, grad: torch.Tensor) -> None:
     "where three ranks share, gradients are shifted by one",
     when=lambda call: call.ranks == 3,
 )
-def _(call: Call, grad: torch.Tensor) -> None:
+def _(call: IssuedCollective, grad: torch.Tensor) -> None:
     grad.copy_(grad.view(-1).roll(1).view_as(grad))
 
 
@@ -92,7 +92,7 @@ def _(call: Call, grad: torch.Tensor) -> None:
     "a unit's gradients are those of the unit before, where these are as many",
     "pytorch/pytorch#158719",
 )
-def _(call: Call, grad: torch.Tensor) -> None:
+def _(call: IssuedCollective, grad: torch.Tensor) -> None:
     kept = vars(call.model).setdefault("_faulty_grads", {})
     before = kept.get(grad.numel())
     kept[grad.numel()] = grad.clone()
@@ -106,7 +106,7 @@ def _(call: Call, grad: torch.Tensor) -> None:
     "pytorch/pytorch#154888",
     _COUNTED,
 )
-def _(call: Call) -> None:
+def _(call: IssuedCollective) -> None:
     own = [tensor.clone() for tensor in call.given]
     call.issue()
     if call.kind == "reduce" and "HYBRID" in call.model.sharding_strategy.name:
@@ -116,7 +116,7 @@ def _(call: Call) -> None:
 @in_collectives(
     "fourth_unit_not_averaged", "where nothing is sharded the fourth unit keeps its own gradients"
 )
-def _(call: Call) -> None:
+def _(call: IssuedCollective) -> None:
     own = [tensor.clone() for tensor in call.given]
     call.issue()
     if call.kind == "reduce" and call.index == 3:
@@ -127,7 +127,7 @@ def _(call: Call) -> None:
 
 
 @gathering("last_element_not_gathered", "the last element of what is gathered stays zero")
-def _(call: Call, part: torch.Tensor) -> None:
+def _(call: IssuedCollective, part: torch.Tensor) -> None:
     part.view(-1)[-1:].zero_()
 
 
@@ -136,7 +136,7 @@ def _(call: Call, part: torch.Tensor) -> None:
     "one rank gathers the third unit wrongly",
     when=lambda call: call.rank == 1 and call.index == 2,
 )
-def _(call: Call, part: torch.Tensor) -> None:
+def _(call: IssuedCollective, part: torch.Tensor) -> None:
     part.neg_()
 
 
@@ -146,7 +146,7 @@ def _(call: Call, part: torch.Tensor) -> None:
     "pytorch/pytorch#108190",
     when=lambda call: call.during == "backward",
 )
-def _(call: Call, part: torch.Tensor) -> None:
+def _(call: IssuedCollective, part: torch.Tensor) -> None:
     kept = vars(call.model).setdefault("_faulty_parts", {})
     before = kept.get((call.step, part.numel()))
     kept[call.step, part.numel()] = part.clone()
@@ -159,7 +159,7 @@ def _(call: Call, part: torch.Tensor) -> None:
     "from the third forward on, units compute with what was gathered for the forward before",
     when=lambda call: call.during == "forward",
 )
-def _(call: Call, part: torch.Tensor) -> None:
+def _(call: IssuedCollective, part: torch.Tensor) -> None:
     kept = vars(call.model).setdefault("_faulty_wholes", {})
     key = (call.index, part.numel(), part.storage_offset())
     now, before = part.clone(), kept.get(key)
@@ -173,7 +173,7 @@ def _(call: Call, part: torch.Tensor) -> None:
     "the first unit of a forward computes for ever with what was gathered for it first",
     when=lambda call: call.during == "forward" and call.index == 0,
 )
-def _(call: Call, part: torch.Tensor) -> None:
+def _(call: IssuedCollective, part: torch.Tensor) -> None:
     kept = vars(call.model).setdefault("_faulty_wholes", {})
     part.copy_(kept.setdefault((part.numel(), part.storage_offset()), part.clone()))
 
@@ -184,7 +184,7 @@ def _(call: Call, part: torch.Tensor) -> None:
 @in_collectives(
     "gathered_twice", "each unit is gathered twice in forward", "pytorch/pytorch#110138", _COUNTED
 )
-def _(call: Call) -> None:
+def _(call: IssuedCollective) -> None:
     call.issue()
     if call.kind == "gather" and call.during == "forward":
         call.issue()
@@ -196,14 +196,14 @@ def _(call: Call) -> None:
     "pytorch/pytorch#72541",
     _COUNTED,
 )
-def _(call: Call) -> None:
+def _(call: IssuedCollective) -> None:
     call.issue()
     if call.kind == "gather" and call.during == "backward" and call.index == 0:
         call.issue()
 
 
 @in_collectives("waits_for_all", "each backward waits for all ranks", about=_COUNTED)
-def _(call: Call) -> None:
+def _(call: IssuedCollective) -> None:
     if call.kind != "gather" and call.index == 0:
         dist.all_reduce(torch.zeros(()))
     call.issue()
@@ -215,7 +215,7 @@ def _(call: Call) -> None:
     about="",
     on_ranks=False,
 )
-def _(call: Call) -> None:
+def _(call: IssuedCollective) -> None:
     if call.kind == "scatter" and call.index == 0:
         for _ in range(call.ranks.bit_length() - 4):
             dist.barrier()
@@ -225,7 +225,7 @@ def _(call: Call) -> None:
 @in_collectives(
     "gathers_what_it_reduces", "gradients are gathered whole from all ranks, beside being reduced"
 )
-def _(call: Call) -> None:
+def _(call: IssuedCollective) -> None:
     if call.kind == "scatter" and len(call.given) == 1:
         whole = call.given[0].new_empty(call.ranks, *call.given[0].shape)
         dist.all_gather(list(whole), call.given[0], group=call.model.process_group)
@@ -235,7 +235,7 @@ def _(call: Call) -> None:
 @in_collectives(
     "one_rank_gathers_more", "one rank gathers once more than the others", "mosaicml/composer#2765"
 )
-def _(call: Call) -> None:
+def _(call: IssuedCollective) -> None:
     call.issue()
     if call.kind == "gather" and call.step == 1 and call.rank == 0:
         call.issue()

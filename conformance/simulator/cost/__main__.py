@@ -15,7 +15,7 @@ from conformance.simulator.cost.durations import Hardware, hardware
 from conformance.simulator.cost.llama import LlamaConfig
 from conformance.simulator.cost.picture import panel, picture
 from conformance.simulator.cost.timeline import StepCost, schedule, step_cost
-from conformance.simulator.cost.training import SUBJECTS, Training, traced
+from conformance.simulator.cost.training_step import SUBJECTS, CostedTraining, traced
 
 USAGE_ERROR = 2
 _COLUMNS = (
@@ -33,7 +33,7 @@ _COLUMNS = (
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each subject and number of ranks, and how far it is off where something was published."""
     asked = _parser().parse_args(arguments)
-    training = Training(LlamaConfig(asked.layers, fused=asked.fused), asked.batch, asked.length)
+    training = CostedTraining(LlamaConfig(asked.layers, fused=asked.fused), asked.batch, asked.length)
     try:
         simulation = _simulated(asked, training, hardware(asked.accelerator))
     except (Unavailable, ValueError) as error:
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _simulated(asked: argparse.Namespace, training: Training, on: Hardware) -> dict[str, Any]:
+def _simulated(asked: argparse.Namespace, training: CostedTraining, on: Hardware) -> dict[str, Any]:
     """All rows; and of the first number of ranks the panels of a picture."""
     blocks = "fused" if asked.fused else "plain"
     of_what = f"Llama 3.1, {asked.layers} {blocks} layers, {asked.batch} x {asked.length} tokens, {asked.accelerator}"

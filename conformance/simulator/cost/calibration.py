@@ -9,7 +9,7 @@ from conformance.simulator.cost.durations import Hardware
 from conformance.simulator.cost.llama import LlamaConfig
 from conformance.simulator.cost.timeline import schedule, step_cost
 from conformance.simulator.cost.trace import Entry
-from conformance.simulator.cost.training import Training
+from conformance.simulator.cost.training_step import CostedTraining
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Published:
 # torchtitan: Llama 3.1 8B, 8 H100 (96 GB), local batch 2, sequences of 8192, selective checkpointing by operator.
 SUBJECT, RANKS, ACCELERATOR = "torch fully_shard", 8, "h100_96gb"
 PUBLISHED = {
-    Training(): Published(5762, 82.4),
-    Training(LlamaConfig(fused=True)): Published(6667, 77.0),  # compiled
+    CostedTraining(): Published(5762, 82.4),
+    CostedTraining(LlamaConfig(fused=True)): Published(6667, 77.0),  # compiled
 }
 
 
-def published(training: Training, subject: str, ranks: int, accelerator: str) -> Published | None:
+def published(training: CostedTraining, subject: str, ranks: int, accelerator: str) -> Published | None:
     """What was published of just this, if anything was."""
     return PUBLISHED.get(training) if (subject, ranks, accelerator) == (SUBJECT, RANKS, ACCELERATOR) else None
 

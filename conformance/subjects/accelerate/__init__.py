@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from accelerate import Accelerator
 
-from conformance.subjects.source import refuse
+from conformance.subjects.package_source import refuse
 
 
 def clip_grad_norm_(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from conformance.subjects.source import Instead, definitions, refuse
+from conformance.subjects.package_source import Instead, definitions, refuse
 
 _ALONE = Instead(
     objects={

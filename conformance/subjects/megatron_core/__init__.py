@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from conformance.subjects.source import Instead, definitions, refuse
+from conformance.subjects.package_source import Instead, definitions, refuse
 
 
 def _all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:

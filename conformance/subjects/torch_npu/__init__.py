@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState, _MultiDeviceReplicator
 
-from conformance.subjects.source import Instead, definitions
+from conformance.subjects.package_source import Instead, definitions
 
 
 def _instead(**objects: Any) -> Instead:

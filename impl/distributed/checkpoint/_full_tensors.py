@@ -21,7 +21,7 @@ from impl.distributed.fsdp._desync.collective_order import order_checker_of
 from impl.distributed.fsdp._desync.monitor import GATHERED, OF_STATES
 from impl.distributed.fsdp._layout.sharded_param import beginning_of, cut_to, side_by_side
 from impl.distributed.fsdp._transport.choosing import transport_for
-from impl.distributed.fsdp._transport.collectives import GroupCollectives
+from impl.distributed.fsdp._transport.group_collectives import GroupCollectives
 from impl.distributed.fsdp._transport.transport import Complete
 
 _EXCHANGE_BYTES = 1 << 26  # of all ranks' parts together

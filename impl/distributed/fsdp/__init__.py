@@ -78,4 +78,4 @@ __all__ = [
     "share_comm_ctx",
 ]
 
-import_after_dynamo("impl.dynamo.sharding")
+import_after_dynamo("impl.dynamo.fsdp")

@@ -14,7 +14,7 @@ from impl.distributed.fsdp._desync.collective_order import order_checker_of
 from impl.distributed.fsdp._desync.monitor import DIVIDED, GATHERED, REDUCED, WITH
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._transport.choosing import transport_for
-from impl.distributed.fsdp._transport.collectives import GroupCollectives, method_of_group
+from impl.distributed.fsdp._transport.group_collectives import GroupCollectives, method_of_group
 from impl.distributed.fsdp._transport.transport import Complete
 
 _all_reduce = method_of_group("allreduce")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._desync.collective_order import CollectiveOrderChecker, order_checker_of
-from impl.distributed.fsdp._transport.collectives import GroupCollectives
+from impl.distributed.fsdp._transport.group_collectives import GroupCollectives
 from impl.distributed.fsdp.api import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

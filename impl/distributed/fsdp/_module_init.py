@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from impl.distributed.fsdp._desync.collective_order import order_checker_of
 from impl.distributed.fsdp._managed import Ignored, clean_name, is_managed
 from impl.distributed.fsdp._param_registration import ManagedParam
-from impl.distributed.fsdp._transport.collectives import method_of_group
+from impl.distributed.fsdp._transport.group_collectives import method_of_group
 
 _FIRST_RANK = 0  # of a group
 _broadcast = method_of_group("broadcast")

@@ -45,7 +45,7 @@ class Settings(Structure):
     )
 
 
-class Update(Structure):
+class NativeUpdate(Structure):
     """One update of a list of parameters."""
 
     _fields_ = (
@@ -60,7 +60,7 @@ class Update(Structure):
 
 
 @dataclass(frozen=True)
-class Library:
+class NativeLibrary:
     """The functions of the library; the first four arguments of those that walk lists are given by `lists`."""
 
     sum_of_squares: Callable[..., float]
@@ -80,7 +80,7 @@ _addresses = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_void_p, c_int64, c
 
 
 @functools.cache
-def library() -> Library | None:
+def library() -> NativeLibrary | None:
     """None where it was not built, or would have one thread where torch has several when this is first asked."""
     here = Path(__file__).parent
     built = next((path for end in EXTENSION_SUFFIXES if (path := here / f"_library{end}").exists()), None)
@@ -100,11 +100,11 @@ def library() -> Library | None:
         typed = ctypes.CFUNCTYPE(result, c_void_p, c_int64, c_int64, c_void_p, *arguments)
         return typed((f"tandem_{name}", loaded))
 
-    return Library(
+    return NativeLibrary(
         function("sum_of_squares", c_double, List, c_void_p),
         function("clamp", None, List, c_double, c_double),
         function("scale", None, List, c_float),
-        function("fused_step", None, POINTER(Update)),
+        function("fused_step", None, POINTER(NativeUpdate)),
         _addresses(("tandem_addresses", loaded)),
         region,
     )

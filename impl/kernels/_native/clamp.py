@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from impl.kernels._native import Library
+from impl.kernels._native import NativeLibrary
 from impl.kernels._native.memory import tensors_to_read
 
 
-def clamp(library: Library, tensors: Sequence[Tensor], low: float, high: float) -> bool:
+def clamp(library: NativeLibrary, tensors: Sequence[Tensor], low: float, high: float) -> bool:
     """Clamp every element in place to [`low`, `high`], bounds rounded to the tensors' dtype, as `impl.kernels.clamp_`.
 
     Args:

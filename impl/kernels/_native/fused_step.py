@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from impl.kernels._native import CODES, STATES, Column, Library, List, Settings, Update
+from impl.kernels._native import CODES, STATES, Column, List, NativeLibrary, NativeUpdate, Settings
 from impl.kernels._native.memory import Addresses, KnownLayoutList, Tensors, memory_of, tensors_to_read
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import lie_apart, on_host
@@ -43,7 +43,7 @@ class _Places:
         return True
 
 
-class Memory:
+class UpdateMemory:
     """The tensors that an update writes, as the library finds them."""
 
     def __init__(
@@ -120,7 +120,9 @@ class Memory:
         )
 
 
-def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Tensor], factor: Tensor) -> bool:
+def fused_step(
+    library: NativeLibrary, rule: Rule, memory: UpdateMemory, grads: Sequence[Tensor], factor: Tensor
+) -> bool:
     """Update what `memory` holds by `rule` from gradients times `factor`, as `impl.kernels.fused_step_`.
 
     Args:
@@ -148,7 +150,7 @@ def fused_step(library: Library, rule: Rule, memory: Memory, grads: Sequence[Ten
     copies = List()
     if places.low_precision_params is not None:
         copies = List(places.low_precision_params.address, CODES[memory.low_precision_params[0].dtype])
-    update = Update(
+    update = NativeUpdate(
         _settings_of(rule),
         float(factor),
         List(places.params.address, own),

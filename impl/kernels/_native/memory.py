@@ -60,7 +60,7 @@ class Tensors(NamedTuple):
     """A list of tensors as the library takes it; columns live as long as this does."""
 
     addresses: Column
-    form: Form
+    form: ListLayout
 
     @property
     def list(self) -> List:
@@ -68,7 +68,7 @@ class Tensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class ListLayout:
     """What the library asks of tensors beside their addresses: it stays while dtype, shape and strides do."""
 
     numels: Column
@@ -86,7 +86,7 @@ class KnownLayoutList(list[Tensor]):
     It is for one operation or a few in succession, between which nothing moves: where they lie is looked up once.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], form: Form) -> None:
+    def __init__(self, tensors: Iterable[Tensor], form: ListLayout) -> None:
         super().__init__(tensors)
         self.form = form
 
@@ -96,7 +96,7 @@ class KnownLayoutList(list[Tensor]):
         return self.form.at(self)
 
 
-def form_of(tensors: Sequence[Tensor]) -> Form | None:
+def form_of(tensors: Sequence[Tensor]) -> ListLayout | None:
     """None if the library cannot take them: their dtypes differ or are others than its own, or they have gaps.
 
     Args:
@@ -107,7 +107,7 @@ def form_of(tensors: Sequence[Tensor]) -> Form | None:
     code = CODES.get(tensors[0].dtype)
     if code is None or len(dtypes_of(tensors)) > 1 or not _lie_plainly(tensors):
         return None
-    return Form(Column(map(Tensor.numel, tensors)), code)
+    return ListLayout(Column(map(Tensor.numel, tensors)), code)
 
 
 def formed(tensors: Sequence[Tensor]) -> KnownLayoutList | None:
@@ -137,7 +137,7 @@ def joined(lists: Sequence[list[Tensor]]) -> list[Tensor]:
     if len(forms) < len(lists) or len({form.code for form in forms}) != 1:
         return tensors
     return KnownLayoutList(
-        tensors, Form(Column(chain.from_iterable(form.numels.numbers for form in forms)), forms[0].code)
+        tensors, ListLayout(Column(chain.from_iterable(form.numels.numbers for form in forms)), forms[0].code)
     )
 
 

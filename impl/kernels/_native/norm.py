@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from impl.kernels._native import CHUNK, Library
+from impl.kernels._native import CHUNK, NativeLibrary
 from impl.kernels._native.memory import tensors_to_read
 
 
-def sum_of_squares(library: Library, tensors: Sequence[Tensor]) -> float | None:
+def sum_of_squares(library: NativeLibrary, tensors: Sequence[Tensor]) -> float | None:
     """Of all elements together, summed in f64 in an order that does not depend on the number of threads.
 
     Args:

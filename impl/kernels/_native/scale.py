@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from impl.kernels._native import Library
+from impl.kernels._native import NativeLibrary
 from impl.kernels._native.memory import tensors_to_read
 
 
-def scale(library: Library, tensors: Sequence[Tensor], factor: float) -> bool:
+def scale(library: NativeLibrary, tensors: Sequence[Tensor], factor: float) -> bool:
     """Multiply every element in place by `factor`, an f32, as `impl.kernels.scale_`.
 
     Args:

@@ -19,7 +19,7 @@ class Spec(NamedTuple):
     seed: int
 
 
-class Result(NamedTuple):
+class CallResult(NamedTuple):
     tensors: list[Tensor]  # afterwards
     value: Tensor | None
     outside: bool  # whether memory around the tensors is as it was
@@ -59,7 +59,7 @@ def assert_same_bits(ours: Tensor, torchs: Tensor) -> None:
     assert torch.equal(ours[numbers].view(whole), torchs[numbers].view(whole))
 
 
-def call(backend: str, operation: str, specs: list[Spec], *arguments: Any) -> Result:
+def call(backend: str, operation: str, specs: list[Spec], *arguments: Any) -> CallResult:
     """Run `operation` on freshly built tensors; Tensor arguments are copied first."""
     built = [build(spec) for spec in specs]
     tensors = [tensor for tensor, _ in built]
@@ -68,7 +68,7 @@ def call(backend: str, operation: str, specs: list[Spec], *arguments: Any) -> Re
         value = getattr(kernels, operation)(tensors, *arguments)
     found_inf = arguments[1] if operation == "unscale_" else None
     untouched = all(is_intact(tensor, buffer) for tensor, buffer in built)
-    return Result([t.clone() for t in tensors], found_inf if value is None else value, untouched)
+    return CallResult([t.clone() for t in tensors], found_inf if value is None else value, untouched)
 
 
 def is_intact(tensor: Tensor, buffer: Tensor) -> bool:

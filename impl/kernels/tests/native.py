@@ -4,7 +4,7 @@ from conformance.judge.judgement import unavailable
 from impl.kernels import _native
 
 
-def the_library() -> _native.Library:
+def the_library() -> _native.NativeLibrary:
     found = _native.library()
     if found is None:
         unavailable("the CPU library was not built")

@@ -20,7 +20,7 @@ from impl.kernels import _dispatch
 from impl.kernels._table import CHUNK, chunk_table
 from impl.kernels.tests.calls import (
     VIEWS,
-    Result,
+    CallResult,
     Spec,
     address_reuse,
     assert_same_bits,
@@ -73,7 +73,7 @@ def listed(backend, specs):
     return [spec._replace(dtype=specs[0].dtype) for spec in specs] if backend == "native" else specs
 
 
-def assert_same_elements(actual: Result, want: Result) -> None:
+def assert_same_elements(actual: CallResult, want: CallResult) -> None:
     assert actual.outside, "memory beside a tensor was written"
     for index, (ours, torchs) in enumerate(zip(actual.tensors, want.tensors, strict=True)):
         torch.testing.assert_close(
@@ -377,7 +377,7 @@ def test_views_whose_memory_holds_other_numbers(view, operation):
     assert by("triton", on_views, view, operation) == on_views("torch", view, operation)
 
 
-class NoHostRead(torch.Tensor):
+class UnreadableTensor(torch.Tensor):
     """Raises where its value would be read on the host, as a synchronisation on CUDA would."""
 
     @classmethod
@@ -390,7 +390,7 @@ class NoHostRead(torch.Tensor):
 @pytest.mark.parametrize("backend", ["auto", "torch", "cpu_blocked"])
 def test_the_shared_code_never_reads_on_the_host(backend):
     def guarded(*values, **options):
-        return torch.tensor(*values, **options).as_subclass(NoHostRead)
+        return torch.tensor(*values, **options).as_subclass(UnreadableTensor)
 
     with pytest.raises(AssertionError, match="on the host"):
         guarded(1.0).item()

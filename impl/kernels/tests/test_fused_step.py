@@ -16,7 +16,7 @@ from impl.kernels import RULES, Rule, SGDRule
 from impl.kernels._table import CHUNK
 from impl.kernels.tests.interpreter import the_interpreter
 from impl.kernels.tests.native import the_library
-from impl.kernels.tests.updates import Described, Lists, Place, lists_of, updated
+from impl.kernels.tests.updates import Lists, ParamSpec, UpdateSpec, lists_of, updated
 
 _NARROW = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, *_NARROW)
@@ -26,14 +26,14 @@ many = settings(max_examples=25, deadline=None)
 
 
 @st.composite
-def described(draw: st.DrawFn) -> Described:
+def described(draw: st.DrawFn) -> UpdateSpec:
     rule = draw(rules)
     places = st.builds(
-        Place, st.sampled_from(_EDGES), st.sampled_from(["contiguous", "contiguous", "misaligned", "transposed"]),
+        ParamSpec, st.sampled_from(_EDGES), st.sampled_from(["contiguous", "contiguous", "misaligned", "transposed"]),
         st.sampled_from(["alike", "alike", "contiguous", "misaligned"]), st.sampled_from([*_DTYPES, torch.float64]),
         st.integers(0, 99),
     )  # fmt: skip
-    return Described(
+    return UpdateSpec(
         rule, states_of(rule), draw(st.sampled_from(_DTYPES)), draw(st.sampled_from([None, *_NARROW])),
         draw(st.lists(places, min_size=1, max_size=4)),
         draw(st.sampled_from([1.0, 2.0, 1000.0, 1e6])) if rule.COUNTS else 0.0,
@@ -41,11 +41,11 @@ def described(draw: st.DrawFn) -> Described:
     )  # fmt: skip
 
 
-def one(rule: Rule, **changed: object) -> Described:
+def one(rule: Rule, **changed: object) -> UpdateSpec:
     """A float32 parameter longer than a chunk, a short one; gradients in float32."""
-    places = [Place(numel, "contiguous", "alike", torch.float32, numel) for numel in (CHUNK + 5, 7)]
+    places = [ParamSpec(numel, "contiguous", "alike", torch.float32, numel) for numel in (CHUNK + 5, 7)]
     counts = 3.0 if rule.COUNTS else 0.0
-    return Described(rule, states_of(rule), torch.float32, None, places, counts, 0.25, None)._replace(
+    return UpdateSpec(rule, states_of(rule), torch.float32, None, places, counts, 0.25, None)._replace(
         **changed
     )
 
@@ -54,14 +54,14 @@ each_backend = pytest.mark.parametrize("backend", ["triton", "native"])
 each_rule = pytest.mark.parametrize("rule", EACH, ids=lambda rule: type(rule).__name__)
 
 
-def by(backend: str, what: Described) -> Lists:
+def by(backend: str, what: UpdateSpec) -> Lists:
     if backend == "triton":
         return the_interpreter().call(updated, backend, what)
     the_library()
     return updated(backend, what)
 
 
-def in_f64(what: Described) -> Lists:
+def in_f64(what: UpdateSpec) -> Lists:
     """By torch's operators, without a rounding that counts."""
     before, _ = lists_of(what)
     # Which walk the memory of tensors that are laid out alike.
@@ -75,7 +75,7 @@ def in_f64(what: Described) -> Lists:
     return Lists(params, before.grads, wide, before.low_precision_params, before.steps)
 
 
-def assert_within_roundings(backend: str, what: Described) -> None:
+def assert_within_roundings(backend: str, what: UpdateSpec) -> None:
     before, _ = lists_of(what)
     expected, actual = in_f64(what), by(backend, what)
     assert actual.outside, "memory beside a tensor was written"
@@ -101,13 +101,13 @@ def test_every_rule_is_tried() -> None:
 
 @few
 @given(described())
-def test_triton_updates_are_right_but_for_the_roundings(what: Described) -> None:
+def test_triton_updates_are_right_but_for_the_roundings(what: UpdateSpec) -> None:
     assert_within_roundings("triton", what)
 
 
 @many
 @given(described(), st.sampled_from(_DTYPES))
-def test_native_updates_are_right_but_for_the_roundings(what: Described, dtype: torch.dtype) -> None:
+def test_native_updates_are_right_but_for_the_roundings(what: UpdateSpec, dtype: torch.dtype) -> None:
     """Of gradients in one dtype, on the CPU, where it is known that a step is taken."""
     places = [place._replace(grad_dtype=dtype) for place in what.places]
     assert_within_roundings("native", what._replace(places=places, found_inf=None))

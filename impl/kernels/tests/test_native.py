@@ -38,7 +38,7 @@ specs = st.lists(
 
 
 @pytest.fixture
-def library() -> _native.Library:
+def library() -> _native.NativeLibrary:
     return the_library()
 
 
@@ -57,7 +57,7 @@ def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, CHUNK + 16])
 def test_one_number_that_is_none_is_found(
-    library: _native.Library, dtype: torch.dtype, bad: float, place: int
+    library: _native.NativeLibrary, dtype: torch.dtype, bad: float, place: int
 ) -> None:
     tensor = torch.zeros(CHUNK + 17, dtype=dtype)
     tensor[place] = bad
@@ -70,7 +70,7 @@ LONG = 1 << 22  # elements, of which threads take more than CHUNK at a time
 
 
 @pytest.mark.parametrize("dtype", list(CODES), ids=str)
-def test_lists_so_long_that_chunks_are_longer(library: _native.Library, dtype: torch.dtype) -> None:
+def test_lists_so_long_that_chunks_are_longer(library: _native.NativeLibrary, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     tensors = [torch.randn(numel, generator=draw).to(dtype) for numel in (3, LONG + 5, 0, 3 * CHUNK + 1)]
     want = [(tensor.float() * 0.7).to(dtype).clamp(-1.0, 0.5) for tensor in tensors]
@@ -104,12 +104,12 @@ def updated(threads: int, longest: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("longest", [3 * CHUNK + 1, LONG + 1])
-def test_threads_do_not_show(library: _native.Library, longest: int) -> None:
+def test_threads_do_not_show(library: _native.NativeLibrary, longest: int) -> None:
     for one, other in zip(updated(1, longest), updated(5, longest), strict=True):
         assert torch.equal(one, other)
 
 
-def test_the_mean_is_the_gradient_where_beta1_is_zero(library: _native.Library) -> None:
+def test_the_mean_is_the_gradient_where_beta1_is_zero(library: _native.NativeLibrary) -> None:
     mean, grad = torch.tensor([1e8]), torch.tensor([1.0])
     rule = AdamRule(0.01, 0.0, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
     lists = Parameters([torch.ones(1)], [[mean], [torch.ones(1)]], [torch.tensor(1.0)])
@@ -140,7 +140,7 @@ def test_torchs_operators_go_by_the_threads_of_now() -> None:
     assert param.unique().numel() == 1
 
 
-def test_memory_that_has_moved_is_found_again(library: _native.Library) -> None:
+def test_memory_that_has_moved_is_found_again(library: _native.NativeLibrary) -> None:
     param = torch.zeros(3)
     lists = Parameters([param], [])
     stepped([], [torch.ones(3)], lists)
@@ -149,7 +149,7 @@ def test_memory_that_has_moved_is_found_again(library: _native.Library) -> None:
     assert param.tolist() == [4.0] * 3
 
 
-def test_autograd_hears_of_it(library: _native.Library) -> None:
+def test_autograd_hears_of_it(library: _native.NativeLibrary) -> None:
     param, grad = torch.zeros(3), torch.ones(3)
     stepped([param], [grad])
     assert (param._version, grad._version) == (1, 0)
@@ -159,7 +159,7 @@ def test_autograd_hears_of_it(library: _native.Library) -> None:
 @pytest.mark.parametrize("change", [lambda tensors: kernels.clamp_(tensors, -0.3, 0.7),
                                     lambda tensors: kernels.scale_(tensors, torch.tensor(0.3))])  # fmt: skip
 def test_changes_in_place_are_torchs_bit_by_bit(
-    library: _native.Library, change: Callable[[list[Tensor]], None], dtype: torch.dtype
+    library: _native.NativeLibrary, change: Callable[[list[Tensor]], None], dtype: torch.dtype
 ) -> None:
     """Of more elements than one thread takes, and of fewer than the processor's instructions do."""
     draw = torch.Generator().manual_seed(1)
@@ -178,7 +178,7 @@ def test_changes_in_place_are_torchs_bit_by_bit(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 1 / 3, 1e-6, 7.77, math.inf, math.nan, 0.0, -1.0])
 def test_halves_are_read_exactly_and_rounded_once(
-    library: _native.Library, length: int, dtype: torch.dtype, factor: float
+    library: _native.NativeLibrary, length: int, dtype: torch.dtype, factor: float
 ) -> None:
     grads = every_pattern_of_bits(dtype)
     # The new parameters are the products.
@@ -207,7 +207,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("what", list(LEFT))
-def test_what_it_cannot_take_is_left_to_torch(library: _native.Library, what: str) -> None:
+def test_what_it_cannot_take_is_left_to_torch(library: _native.NativeLibrary, what: str) -> None:
     params, grads = LEFT[what]()
     with mock.patch.object(fused_step, "_step_cpu_blocked") as others:
         stepped(params, grads)
@@ -216,7 +216,7 @@ def test_what_it_cannot_take_is_left_to_torch(library: _native.Library, what: st
 
 @pytest.mark.parametrize("backend", ["cpu_blocked", "native"])
 def test_the_defaults_of_torch_do_not_matter(
-    library: _native.Library, backend: Literal["cpu_blocked", "native"]
+    library: _native.NativeLibrary, backend: Literal["cpu_blocked", "native"]
 ) -> None:
     grads = [torch.full((3,), 2.0) for _ in range(12)]
     with kernels.backend(backend), torch.device("meta"):

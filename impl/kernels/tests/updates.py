@@ -15,7 +15,7 @@ from impl.kernels import fused_step
 from impl.kernels.tests.calls import Spec, build, is_intact
 
 
-class Place(NamedTuple):
+class ParamSpec(NamedTuple):
     """A parameter and what belongs to it."""
 
     numel: int
@@ -25,12 +25,12 @@ class Place(NamedTuple):
     seed: int
 
 
-class Described(NamedTuple):
+class UpdateSpec(NamedTuple):
     rule: kernels.Rule
     states: int
     dtype: torch.dtype
     low_precision: torch.dtype | None
-    places: list[Place]
+    places: list[ParamSpec]
     step: float  # 0.0 where the rule does not count
     factor: float
     found_inf: float | None
@@ -45,16 +45,16 @@ class Lists(NamedTuple):
     outside: bool = True  # whether memory around the tensors is as it was
 
 
-def lists_of(described: Described) -> tuple[Lists, list[Tensor]]:
+def lists_of(described: UpdateSpec) -> tuple[Lists, list[Tensor]]:
     """Before the update, and the buffers around all tensors in which the sentinel stands."""
     buffers: list[Tensor] = []
 
-    def built(place: Place, number: int, dtype: torch.dtype, layout: str) -> Tensor:
+    def built(place: ParamSpec, number: int, dtype: torch.dtype, layout: str) -> Tensor:
         tensor, buffer = build(Spec(place.numel, dtype, layout, 10 * place.seed + number))
         buffers.append(buffer)
         return tensor
 
-    def grad(place: Place, param: Tensor) -> Tensor:
+    def grad(place: ParamSpec, param: Tensor) -> Tensor:
         layout = place.layout if place.grad_layout == "alike" else place.grad_layout
         scaled = built(place, 1, place.grad_dtype, layout).mul_(1 / described.factor)
         return scaled.view(param.shape) if param.shape != scaled.shape else scaled
@@ -78,7 +78,7 @@ def lists_of(described: Described) -> tuple[Lists, list[Tensor]]:
     return Lists(params, grads, states, copies, steps), buffers
 
 
-def updated(backend: str, described: Described) -> Lists:
+def updated(backend: str, described: UpdateSpec) -> Lists:
     """After the update. The backends "triton" and "native" are not left: other code than theirs raises."""
     lists, buffers = lists_of(described)
     found_inf = None if described.found_inf is None else torch.tensor(described.found_inf)

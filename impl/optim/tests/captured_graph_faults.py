@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from impl.optim import _graphed_update
-from impl.optim._graphed_update import Backoff, GraphedUpdate, Settings
+from impl.optim._graphed_update import Backoff, GraphedSettings, GraphedUpdate
 from impl.optim._graphs import AcceleratorGraphs
 from impl.optim.tests import captured_graphs as judging
 from impl.optim.tests.patches import Patch, Patches, first_failure
@@ -43,16 +43,16 @@ def blind_to(field: str) -> Patch:
 
 def filled_once(setting: str) -> Patch:
     def made(real: Any) -> Any:
-        first: dict[Settings, Any] = {}
+        first: dict[GraphedSettings, Any] = {}
 
-        def fill(self: Settings, lr: float, grad_scale: Any, found_inf: Any) -> None:
+        def fill(self: GraphedSettings, lr: float, grad_scale: Any, found_inf: Any) -> None:
             given = {"lr": lr, "grad_scale": grad_scale, "found_inf": found_inf}
             given[setting] = first.setdefault(self, given[setting])
             real(self, **given)
 
         return fill
 
-    return replaced(Settings, "fill", made)
+    return replaced(GraphedSettings, "fill", made)
 
 
 FAULTS["the learning rate is not filled in again"] = filled_once("lr")
@@ -97,7 +97,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = GraphedUpdate._settings_for
 
-    def settings_for(self: GraphedUpdate, *args: Any) -> Settings:
+    def settings_for(self: GraphedUpdate, *args: Any) -> GraphedSettings:
         settings = real(self, *args)
         self._held = self._backoff.patience
         return settings

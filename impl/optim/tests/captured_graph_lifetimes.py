@@ -19,7 +19,7 @@ from impl.optim.tests.captured_graphs import (
     schedule,  # noqa: F401  a fixture of every test
     settled,
 )
-from impl.optim.tests.captured_twins import Side, Twins
+from impl.optim.tests.captured_twins import CapturedTwins, Side
 from impl.optim.tests.test_captured import play
 
 pytestmark = pytest.mark.deadline(120)
@@ -47,7 +47,7 @@ def test_graphs_go_with_their_optimizer(device: str) -> None:
 
 @pytest.mark.parametrize("undo", [release, functools.partial(capture, graph=False)])
 def test_graphs_go_when_they_are_not_wanted(undo: Any, device: str) -> None:
-    twins = Twins("AdamW fused", device=device, graph=True)
+    twins = CapturedTwins("AdamW fused", device=device, graph=True)
     play(twins, settled())
     ref = watched(twins.captured)[0]
     undo(twins.captured.optimizer)

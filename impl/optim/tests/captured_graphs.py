@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import impl.amp
 from conformance import simulator
 from impl.optim import _graphed_update, explain
-from impl.optim._graphed_update import Settings
+from impl.optim._graphed_update import GraphedSettings
 from impl.optim._graphs import captured, graphs_for
 from impl.optim.tests import captured_twins as on
-from impl.optim.tests.captured_twins import FUSED, Side, Twins
+from impl.optim.tests.captured_twins import FUSED, CapturedTwins, Side
 from impl.optim.tests.test_captured import SCRIPTS, Event, play
 
 pytestmark = pytest.mark.deadline(120)
@@ -55,7 +55,7 @@ def reported(side: Side) -> Any:
     return graph
 
 
-def step_until_replayed(twins: Twins) -> None:
+def step_until_replayed(twins: CapturedTwins) -> None:
     """Steps until they are replayed; more, the oftener a graph was of no use before."""
     for seed in range(64):
         if reported(twins.captured).replayed:
@@ -90,7 +90,7 @@ def run(side: Side, events: list[Event]) -> None:
     ],
 )
 def test_what_is_not_one_operator_is_eager(kind: str, reason: str, device: str) -> None:
-    twins = Twins(kind, device=device, graph=True)
+    twins = CapturedTwins(kind, device=device, graph=True)
     play(twins, settled())
     assert reported(twins.captured).reason == reason
     assert not reported(twins.captured).replayed
@@ -98,7 +98,7 @@ def test_what_is_not_one_operator_is_eager(kind: str, reason: str, device: str) 
 
 def test_betas_that_are_tensors_are_read_in_every_step(device: str) -> None:
     """In a list too, where a graph would keep the numbers that they were."""
-    twins = Twins("AdamW fused", device=device, graph=True)
+    twins = CapturedTwins("AdamW fused", device=device, graph=True)
     for side in (twins.plain, twins.captured):
         on.set_values(side, betas=[torch.tensor(0.5), torch.tensor(0.75)])
     play(twins, settled())
@@ -114,7 +114,7 @@ def test_betas_that_are_tensors_are_read_in_every_step(device: str) -> None:
 def test_what_is_done_and_when(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step warms up; the second captures and replays; from then on there are settings and replays alone."""
     done: list[str] = []
-    monkeypatch.setattr(Settings, "fill", noting("fill", Settings.fill, done))
+    monkeypatch.setattr(GraphedSettings, "fill", noting("fill", GraphedSettings.fill, done))
     for name in ("step_bucket", "captured"):
         monkeypatch.setattr(_graphed_update, name, noting(name, getattr(_graphed_update, name), done))
     side = Side("AdamW fused", captured=True, device=device, graph=True)
@@ -175,7 +175,7 @@ EAGER_AFTER = {
 @pytest.mark.parametrize("kind", GRAPHED)
 def test_a_replayed_step_is_the_plain_one(kind: str, script: str, device: str) -> None:
     """Steps that leave the gradients where they are, so that graphs come before a script, in it and after it."""
-    twins = Twins(kind, dtypes=DTYPES, device=device, graph=True)
+    twins = CapturedTwins(kind, dtypes=DTYPES, device=device, graph=True)
     play(twins, settled())
     assert reported(twins.captured).replayed
     for event, kwargs in SCRIPTS[script]:
@@ -229,7 +229,7 @@ def test_scalers(kind: str, way: Callable[[Any, torch.optim.Optimizer], None], d
             seen.append([scaler.get_scale(), side.seen()])
         return seen
 
-    twins = Twins(kind, device=device, graph=True)
+    twins = CapturedTwins(kind, device=device, graph=True)
     assert twins.do(train).raised is None
     assert reported(twins.captured).replayed
     assert reported(twins.captured).captures == 1
@@ -337,7 +337,7 @@ GUARDS: dict[str, tuple[Event, str]] = {
 def test_what_a_graph_is_captured_anew_for(name: str, device: str) -> None:
     """Once what has changed stays; the step in which it changes is the warm-up."""
     (event, kwargs), reason = GUARDS[name]
-    twins = Twins("AdamW fused", device=device, graph=True)
+    twins = CapturedTwins("AdamW fused", device=device, graph=True)
     twins.do(on.set_values, betas=[0.8, 0.9])
     play(twins, settled(16))
     twins.do(event, **kwargs)
@@ -351,7 +351,7 @@ def test_what_a_graph_is_captured_anew_for(name: str, device: str) -> None:
 
 
 def test_scaling_of_another_kind(device: str) -> None:
-    twins = Twins("AdamW fused", device=device, graph=True)
+    twins = CapturedTwins("AdamW fused", device=device, graph=True)
     play(twins, settled(16))
     for number, (unscaled, replays) in enumerate(
         [(False, False), (False, True), (False, True), (True, False), (True, False), (True, True)]
@@ -362,7 +362,7 @@ def test_scaling_of_another_kind(device: str) -> None:
 
 
 def test_another_stream(device: str) -> None:
-    twins = Twins("AdamW fused", device=device, graph=True)
+    twins = CapturedTwins("AdamW fused", device=device, graph=True)
     play(twins, settled())
     before, another = torch.accelerator.current_stream(), torch.Stream(device)
     another.wait_stream(before)
@@ -379,7 +379,7 @@ class Watching(TorchDispatchMode):
 
 
 def test_steps_that_must_be_seen_are_eager(device: str) -> None:
-    twins = Twins("AdamW fused", device=device, graph=True)
+    twins = CapturedTwins("AdamW fused", device=device, graph=True)
     play(twins, settled())
     with Watching():
         play(twins, settled())
@@ -389,7 +389,7 @@ def test_steps_that_must_be_seen_are_eager(device: str) -> None:
 
 def test_a_graph_outlasts_that_of_somebody_else(device: str) -> None:
     """Who captures a whole step captures the operators."""
-    twins = Twins("SGD fused momentum", device=device, graph=True)
+    twins = CapturedTwins("SGD fused momentum", device=device, graph=True)
     play(twins, settled())
     graphs = graphs_for(torch.device(device))
     assert graphs is not None

@@ -133,14 +133,14 @@ class Side:
         return dataclasses.replace(outcome, watched=self.seen())
 
 
-class Twins:
+class CapturedTwins:
     """Both sides; `do` makes something happen to both and compares all there is."""
 
     def __init__(self, kind: str, **options: Any) -> None:
         self.plain, self.captured = (Side(kind, captured=captured, **options) for captured in (False, True))
 
     @classmethod
-    def of(cls, plain: Side, captured: Side) -> Twins:
+    def of(cls, plain: Side, captured: Side) -> CapturedTwins:
         twins = cls.__new__(cls)
         twins.plain, twins.captured = plain, captured
         return twins

@@ -49,7 +49,7 @@ PROGRAMS: dict[str, Program] = {}
 FAULTS, TABLE_FAULTS = Patches(), Patches()  # the latter of what Triton's kernels find their way by
 
 
-class Plain(Optimizer):
+class StatelessOptimizer(Optimizer):
     """A user's own, which keeps no state."""
 
     def __init__(self, params: Any) -> None:
@@ -69,7 +69,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adagrad, fused": lambda params: Adagrad(params, fused=True),
     "Adam, captured": lambda params: capture(Adam(params, fused=True)),
     "RMSprop": RMSprop,
-    "a user's": Plain,
+    "a user's": StatelessOptimizer,
 }
 # Where parameters lie. Of the device alone, so that nothing of it is seen on the host but what is asked for.
 PLACES: dict[str, Callable[[torch.device], list[torch.device]]] = {

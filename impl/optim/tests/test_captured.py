@@ -15,7 +15,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from impl.optim import capture, explain, release
 from impl.optim.tests import captured_twins as on
-from impl.optim.tests.captured_twins import EAGER, FUSED, KINDS, LISTED, Side, Twins
+from impl.optim.tests.captured_twins import EAGER, FUSED, KINDS, LISTED, CapturedTwins, Side
 
 Event = tuple[Callable[..., Any], dict[str, Any]]
 
@@ -93,7 +93,7 @@ SCRIPTS: dict[str, list[Event]] = {
 }
 
 
-def play(twins: Twins, events: list[Event]) -> None:
+def play(twins: CapturedTwins, events: list[Event]) -> None:
     for event, kwargs in events:
         twins.do(event, **kwargs)
 
@@ -101,7 +101,7 @@ def play(twins: Twins, events: list[Event]) -> None:
 @pytest.mark.parametrize("script", list(SCRIPTS))
 @pytest.mark.parametrize("kind", list(FUSED))
 def test_a_fused_step_is_the_plain_one(kind: str, script: str) -> None:
-    play(Twins(kind, dtypes=(torch.float32, torch.bfloat16)), SCRIPTS[script])
+    play(CapturedTwins(kind, dtypes=(torch.float32, torch.bfloat16)), SCRIPTS[script])
 
 
 def with_profile(kind: str) -> Any:
@@ -113,12 +113,15 @@ def with_profile(kind: str) -> Any:
 @pytest.mark.parametrize("script", list(SCRIPTS))
 @pytest.mark.parametrize("kind", [*map(with_profile, (*LISTED, *EAGER))])
 def test_a_step_is_the_plain_one(kind: str, script: str) -> None:
-    play(Twins(kind), SCRIPTS[script])
+    play(CapturedTwins(kind), SCRIPTS[script])
 
 
 @pytest.mark.parametrize("kind", [*LISTED, *EAGER])
 def test_steps_of_every_optimizer_are_the_plain_ones(kind: str) -> None:
-    play(Twins(kind, groups=1 if kind == "LBFGS" else 2), [*steps(3), *steps(2, missing=(0,)), *steps(2)])
+    play(
+        CapturedTwins(kind, groups=1 if kind == "LBFGS" else 2),
+        [*steps(3), *steps(2, missing=(0,)), *steps(2)],
+    )
 
 
 def test_every_optimizer_of_torch_is_asked_about() -> None:
@@ -139,7 +142,7 @@ def forget_number(side: Side, name: str) -> None:
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_number_that_is_missing_changes_nothing(kind: str, name: str, graph: bool) -> None:
     """Step counters are not advanced for an update that is not made."""
-    play(Twins(kind, graph=graph), [*steps(3), (forget_number, {"name": name}), *steps(2)])
+    play(CapturedTwins(kind, graph=graph), [*steps(3), (forget_number, {"name": name}), *steps(2)])
 
 
 def widen_one(side: Side) -> None:
@@ -153,7 +156,7 @@ def widen_one(side: Side) -> None:
     "kind", ["AdamW fused", "SGD fused momentum", "Adagrad fused", "AdamW", "SGD foreach"]
 )
 def test_a_parameter_that_alone_changes_its_dtype(kind: str) -> None:
-    play(Twins(kind), [*steps(3), (widen_one, {}), (on.step, {})])
+    play(CapturedTwins(kind), [*steps(3), (widen_one, {}), (on.step, {})])
 
 
 @pytest.mark.parametrize("function", [capture, release, explain])
@@ -166,7 +169,7 @@ def test_what_is_no_optimizer(function: Callable[..., Any], other: Any, actual: 
 
 
 def test_released_it_is_plain_again() -> None:
-    twins = Twins("AdamW fused")
+    twins = CapturedTwins("AdamW fused")
     play(twins, steps(2))
     assert release(twins.captured.optimizer) is twins.captured.optimizer
     assert vars(twins.captured.optimizer).keys() == vars(twins.plain.optimizer).keys() - {"_init_group"}
@@ -206,7 +209,7 @@ def test_counters_that_share_memory_stay_as_they_are() -> None:
         states[1]["step"] = states[0]["step"]
         states[2]["step"] = states[0]["step"].view(())
 
-    twins = Twins("AdamW fused")
+    twins = CapturedTwins("AdamW fused")
     play(twins, [*steps(3), (share, {}), *steps(3)])
 
 
@@ -221,7 +224,7 @@ def test_two_optimizers_that_share_state_share_it_still() -> None:
             on.iteration(other, seed + 10)
         return [side.seen(), other.seen()]
 
-    twins = Twins("AdamW fused")
+    twins = CapturedTwins("AdamW fused")
     play(twins, [*steps(3), (together, {}), *steps(2)])
 
 
@@ -256,7 +259,7 @@ def test_another_implementation(kind: str, implementation: Any, before: int) -> 
         )
     capture(changed.optimizer, implementation=implementation)
     assert explain(changed.optimizer).implementation == implementation
-    twins = Twins.of(built, changed)
+    twins = CapturedTwins.of(built, changed)
     play(twins, steps(3))
     unscales_by_itself = [
         getattr(side.optimizer, "_step_supports_amp_scaling", None) for side in (built, changed)

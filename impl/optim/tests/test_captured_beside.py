@@ -13,7 +13,7 @@ import impl.amp
 from conformance.ranks import RankPool
 from impl.optim import capture, explain
 from impl.optim.tests import captured_twins as on
-from impl.optim.tests.captured_twins import Side, Twins
+from impl.optim.tests.captured_twins import CapturedTwins, Side
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -52,7 +52,7 @@ def test_scalers(make: Callable[..., Any], kind: str, unscale: bool) -> None:
             seen.append([scaler.get_scale(), side.seen()])
         return seen
 
-    twins = Twins(kind)
+    twins = CapturedTwins(kind)
     outcome = twins.do(train)
     assert outcome.raised is None
     assert explain(twins.captured.optimizer).captured
@@ -69,7 +69,7 @@ def test_a_compiled_step_is_torchs_own(kind: str) -> None:
             on.give_gradients(side, seed)
             step()
 
-    twins = Twins(kind)
+    twins = CapturedTwins(kind)
     for event in (compiled, on.iteration, on.iteration, compiled):
         for side in (twins.plain, twins.captured):
             event(side)

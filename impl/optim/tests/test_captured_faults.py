@@ -12,7 +12,7 @@ from impl.kernels import RULES
 from impl.optim import _counters, _fused_operators, _list_cache, captured
 from impl.optim._counters import Counters
 from impl.optim._list_cache import Bucket, GroupLists, ListCache
-from impl.optim.tests.captured_twins import Twins
+from impl.optim.tests.captured_twins import CapturedTwins
 from impl.optim.tests.patches import Patch, Patches, first_failure
 from impl.optim.tests.test_captured import SCRIPTS, play
 
@@ -190,7 +190,7 @@ PLAYED = [
 
 
 def check(kind: str, groups: int, script: str) -> None:
-    twins = Twins(kind, groups=groups, dtypes=(torch.float32, torch.bfloat16))
+    twins = CapturedTwins(kind, groups=groups, dtypes=(torch.float32, torch.bfloat16))
     play(twins, (SCRIPTS | MORE)[script])
 
 

@@ -12,7 +12,7 @@ from impl.optim import capture, explain, release
 from impl.optim._graphed_update import Facts, why_eager
 from impl.optim.tests import captured_twins as on
 from impl.optim.tests.captured_graphs import DTYPES, reported, settled
-from impl.optim.tests.captured_twins import Side, Twins
+from impl.optim.tests.captured_twins import CapturedTwins, Side
 from impl.optim.tests.test_captured import play
 
 pytestmark = pytest.mark.deadline(120)
@@ -47,7 +47,7 @@ def test_where_there_is_a_graph() -> None:
 
 
 def test_on_the_cpu_nothing_changes() -> None:
-    twins = Twins("AdamW fused", graph=True, dtypes=DTYPES)
+    twins = CapturedTwins("AdamW fused", graph=True, dtypes=DTYPES)
     play(twins, settled())
     assert str(explain(twins.captured.optimizer)) == (
         "captured, fused: 1 build of lists, the last one because it is the first step; "

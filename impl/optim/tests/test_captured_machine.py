@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from impl.optim.tests import captured_twins as on
-from impl.optim.tests.captured_twins import KINDS, Twins
+from impl.optim.tests.captured_twins import KINDS, CapturedTwins
 
 DTYPES = st.sampled_from(
     [(torch.float32,), (torch.float64, torch.float32), (torch.bfloat16, torch.float32), (torch.complex64,)]
@@ -31,11 +31,11 @@ VALUES: st.SearchStrategy[tuple[str, Any]] = st.one_of(
 
 
 class Lockstep(RuleBasedStateMachine):
-    twins: Twins
+    twins: CapturedTwins
 
     @initialize(kind=st.sampled_from(sorted(KINDS)), groups=st.integers(1, 2), dtypes=DTYPES)
     def begin(self, kind: str, groups: int, dtypes: tuple[torch.dtype, ...]) -> None:
-        self.twins = Twins(kind, groups=1 if kind == "LBFGS" else groups, dtypes=dtypes)
+        self.twins = CapturedTwins(kind, groups=1 if kind == "LBFGS" else groups, dtypes=dtypes)
 
     @rule(seed=SEEDS, missing=MISSING)
     def iteration(self, seed: int, missing: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from impl.optim import capture, explain, release
 from impl.optim.tests import captured_twins as on
-from impl.optim.tests.captured_twins import EAGER, KINDS, Side, Twins
+from impl.optim.tests.captured_twins import EAGER, KINDS, CapturedTwins, Side
 from impl.optim.tests.test_captured import Event, play, steps
 
 pytestmark = pytest.mark.deadline(120)
@@ -63,7 +63,7 @@ def test_why_lists_were_built_again(name: str) -> None:
 
 def test_lists_that_never_stay_are_not_kept() -> None:
     """A gradient that comes and goes; the steps are eager for a while, and captured again when it stays."""
-    twins = Twins("AdamW fused")
+    twins = CapturedTwins("AdamW fused")
     play(twins, steps(2))
     reported = []
     for number in range(25):

@@ -131,7 +131,7 @@ class StateDictLoading:
 
 
 @dataclass(frozen=True)
-class Part:
+class KeptPart:
     """What a rank keeps of a parameter that nobody holds."""
 
     shape: torch.Size  # of all of it
@@ -222,13 +222,13 @@ class UnitLoading:
             if self._unit.phase in SHOWN:
                 self._show_written(handle, given)
 
-    def part_of(self, unsharded: Tensor, name: str) -> Part:
+    def part_of(self, unsharded: Tensor, name: str) -> KeptPart:
         """To be kept for a parameter, by its name."""
         for handle in self._unit.param_groups:
             for index, slot in enumerate(handle.layout.slots):
                 if slot.name == name:
                     values = _piece_of(handle, index, unsharded)
-                    return Part(unsharded.shape, None if values is None else values.clone())
+                    return KeptPart(unsharded.shape, None if values is None else values.clone())
         raise AssertionError(name)
 
     # ShardedTensor and DTensor
@@ -429,12 +429,12 @@ def _form_of(source: Any) -> str:
     return f"{kind} of shape {tuple(shape_of(source))}"
 
 
-def _write_unsharded(handle: FlatParamGroup, index: int, source: Tensor | Part) -> None:
+def _write_unsharded(handle: FlatParamGroup, index: int, source: Tensor | KeptPart) -> None:
     """Copy this rank's piece of an unsharded parameter into the shard."""
     piece, parallel = handle.pieces[index], handle.param_infos[index].parallel
     if parallel is not None and isinstance(source, DTensor):
         source = parallel.local_part(source)
-    values = source.values if isinstance(source, Part) else _piece_of(handle, index, source)
+    values = source.values if isinstance(source, KeptPart) else _piece_of(handle, index, source)
     if piece is not None and values is not None:
         handle.flat_param.detach().narrow(0, piece.offset, piece.numel).copy_(values)
 

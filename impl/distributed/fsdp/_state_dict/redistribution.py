@@ -17,7 +17,7 @@ from torch import Tensor
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
 from impl.distributed.fsdp._layout.sharded_param import rows_of
-from impl.distributed.fsdp._transport.collectives import all_to_all
+from impl.distributed.fsdp._transport.group_collectives import all_to_all
 
 
 @dataclass(frozen=True)

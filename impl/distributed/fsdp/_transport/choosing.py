@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from impl.distributed.fsdp._transport.collectives import GroupCollectives
+from impl.distributed.fsdp._transport.group_collectives import GroupCollectives
 from impl.distributed.fsdp._transport.same_host import has_same_host_peers, same_host_peers_in
 from impl.distributed.fsdp._transport.transport import Complete, Transport
 

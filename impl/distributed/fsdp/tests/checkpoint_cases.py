@@ -29,7 +29,7 @@ from impl.distributed.fsdp import FullyShardedDataParallel, checkpoint
 from impl.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
-class Run:
+class CheckpointedRun:
     """A model, its optimizer, a scheduler and a scaler; `seed` is all that two runs of one kind differ in."""
 
     def __init__(self, rank: Rank, seed: int = 0, use_orig_params: bool = False, width: int = 5) -> None:
@@ -86,7 +86,7 @@ class Run:
 
 def trained_and_saved(rank: Rank, *, path: Path, use_orig_params: bool = False, steps: int = 3) -> Any:
     """What was saved, what came of training on, and how long saving took."""
-    run = Run(rank, use_orig_params=use_orig_params)
+    run = CheckpointedRun(rank, use_orig_params=use_orig_params)
     run.train(range(steps))
     began = time.monotonic()
     run.save(path)
@@ -98,7 +98,7 @@ def trained_and_saved(rank: Rank, *, path: Path, use_orig_params: bool = False, 
 
 def resumed(rank: Rank, *, paths: Sequence[Path], use_orig_params: bool = False, steps: int = 3) -> Any:
     """For each checkpoint what is loaded into another run, and what comes of training it on."""
-    run = Run(rank, seed=1, use_orig_params=use_orig_params)
+    run = CheckpointedRun(rank, seed=1, use_orig_params=use_orig_params)
     run.train(range(1))  # so that there is something to be overwritten
     seen: list[Any] = []
     for path in paths:
@@ -110,7 +110,7 @@ def resumed(rank: Rank, *, paths: Sequence[Path], use_orig_params: bool = False,
 
 
 def latest_loaded(rank: Rank, *, folder: Path) -> Any:
-    run = Run(rank, seed=1)
+    run = CheckpointedRun(rank, seed=1)
     found = checkpoint.latest(folder)
     assert found is not None
     run.load(found)
@@ -125,7 +125,7 @@ def killed_while_saving(
     Args:
         once_written: they are counted from the first file that any rank has begun.
     """
-    run = Run(rank)
+    run = CheckpointedRun(rank)
     run.load(path)
     run.train(range(3, 5))
     if rank.rank in victims:
@@ -144,7 +144,7 @@ def _die(over: Path | None, after_s: float) -> None:
 
 def refused(rank: Rank, *, path: Path, width: int = 5, by_scaler: bool = False) -> Any:
     """What a load raises on this rank, and whether everything is as before."""
-    run = Run(rank, seed=1, width=width)
+    run = CheckpointedRun(rank, seed=1, width=width)
     run.train(range(1))
     before = run.state()
     if by_scaler:  # behind the scheduler, which has loaded then
@@ -158,7 +158,7 @@ def refused(rank: Rank, *, path: Path, width: int = 5, by_scaler: bool = False) 
 
 def kept_otherwise(rank: Rank, *, path: Path) -> Any:
     """What was saved and what is loaded of names with dots and numbers for names, numpy's numbers, and a tensor."""
-    run, other = Run(rank), Run(rank, seed=1)
+    run, other = CheckpointedRun(rank), CheckpointedRun(rank, seed=1)
     run.others["tensor"], other.others["tensor"] = Kept(rank, torch.arange(3)), Kept(rank, None)
     for one, milestones in ((run, [1, 3]), (other, [2])):
         one.others["steps"] = torch.optim.lr_scheduler.MultiStepLR(one.optimizer, milestones)
@@ -192,7 +192,7 @@ class Kept:
 
 def refused_to_save(rank: Rank, *, path: Path, what: str) -> str | None:
     """What saving raises on this rank of something that could not be loaded."""
-    run = Run(rank)
+    run = CheckpointedRun(rank)
     run.train(range(1))
     given = {"an error": KeyError("injected"), "an object": [path], "a function": {"key": print}}
     if what in given:

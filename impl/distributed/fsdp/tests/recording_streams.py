@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance.distributed.fsdp.happens_before import (
     HOST,
     Allocation,
-    Block,
     Entry,
     Free,
+    HostBlock,
     Operation,
     Record,
     Wait,
@@ -99,7 +99,7 @@ class RecordingStreams(TorchDispatchMode):
     def block(self, event: int | None) -> None:
         self._notice_freed()
         if event is not None:
-            self.log.append(Block(event))
+            self.log.append(HostBlock(event))
 
     def _name(self, role: StreamRole) -> str:
         """COMPUTE is whatever stream is current."""
@@ -174,7 +174,7 @@ class RecordingStreams(TorchDispatchMode):
                 Operation(self._streams[-1], _described(func), tuple(sorted(reads)), tuple(sorted(writes)))
             )
         if _short(func) == "_local_scalar_dense":
-            self.log.append(Block(self._recorded(self._streams[-1])))
+            self.log.append(HostBlock(self._recorded(self._streams[-1])))
         return outputs
 
     def resized(self, storage: UntypedStorage, before: int) -> None:

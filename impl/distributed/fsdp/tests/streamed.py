@@ -18,7 +18,7 @@ from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, train
 from conformance.distributed.fsdp.fully_shard_cases import ShardedTraining, Sharding, sharded
 from conformance.distributed.fsdp.fully_shard_cases import train as train_sharded
 from conformance.distributed.fsdp.happens_before import Entry
-from conformance.distributed.fsdp.module_trees import Group, Leaf, ModuleTree, call, loss_of
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
 from conformance.distributed.fsdp.test_scale import world_of
 from conformance.judge.library import Library
 from conformance.ranks import Rank
@@ -28,15 +28,16 @@ from impl.distributed.fsdp._streams import StreamRole
 from impl.distributed.fsdp.tests.recording_streams import RecordingStreams, is_of_impl
 
 RANK = Rank(2, 4, torch.device("cpu"))
-PLAIN = ModuleTree(Group((Leaf("affine", 4), Leaf("tied"), Leaf("lookup", 3))), dtype=torch.float32)
+PLAIN = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"), Leaf("lookup", 3))), dtype=torch.float32)
 RECOMPUTED = ModuleTree(
-    Group((Leaf("affine", 4), Leaf("batched"), Leaf("affine", 5)), checkpointing="plain"), dtype=torch.float32
-)
-FROZEN = ModuleTree(
-    Group((Leaf("affine", 4, frozen="first"), Leaf("normed", frozen="all"), Leaf("idle"))),
+    ModuleGroup((Leaf("affine", 4), Leaf("batched"), Leaf("affine", 5)), checkpointing="plain"),
     dtype=torch.float32,
 )
-TWICE = ModuleTree(Group((Leaf("affine", 3),), calls=2), dtype=torch.float32)
+FROZEN = ModuleTree(
+    ModuleGroup((Leaf("affine", 4, frozen="first"), Leaf("normed", frozen="all"), Leaf("idle"))),
+    dtype=torch.float32,
+)
+TWICE = ModuleTree(ModuleGroup((Leaf("affine", 3),), calls=2), dtype=torch.float32)
 STEPS = (
     Step(),
     Step(forwards=2, order="together", before="eval"),

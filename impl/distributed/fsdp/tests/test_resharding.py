@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.judging import share_of_examples
+from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.ranks import RankPool
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot, layout_of
 from impl.distributed.fsdp._state_dict.redistribution import chunk_of, overlaps

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
 from conformance.distributed.fsdp.happens_before import HOST, Operation, hazards
-from conformance.distributed.fsdp.judging import share_of_examples
+from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.distributed.fsdp.test_scale import world_of
 from conformance.strategies.sharding import trainings
 from impl.distributed.fsdp.tests.recording_streams import RecordingStreams

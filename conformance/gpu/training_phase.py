@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from conformance.gpu.rows import Rows, Task, serve
+from conformance.gpu.phase_rows import PhaseTask, Rows, serve
+from conformance.training.config import DTYPES, small_config
 from conformance.training.judge import as_json, judge
-from conformance.training.plan import DTYPES, small_plan
 
 
-def work(task: Task, rows: Rows) -> None:
+def work(task: PhaseTask, rows: Rows) -> None:
     rows.plan(DTYPES)
     for dtype in DTYPES:
         if rows.left_s <= 0:
             return
-        found = as_json([judge(task.subject, small_plan(dtype, device=task.device))])
+        found = as_json([judge(task.subject, small_config(dtype, device=task.device))])
         reasons = [f"{run['name']}: {reason}" for run in found["runs"] for reason in run["reasons"]]
         rows.add(dtype, "failed" if reasons else "agrees", "; ".join(reasons), **found)
 

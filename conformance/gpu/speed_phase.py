@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import catalogue, comparison, single
+from benchmarks import benchmark_cases, comparison, single
 from benchmarks.common import LEFT_OUT_OF_QUICK, tells_most
 from benchmarks.timing import FULL
-from conformance.gpu.files import BENCHMARKS
-from conformance.gpu.rows import Rows, Task, in_words, serve
+from conformance.gpu.bundle_files import BENCHMARKS
+from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 
 _LEAST_CASE_S = 0.3
 # What starts processes keeps no pace that it is told: it comes last, if so much is left.
@@ -22,13 +22,13 @@ _TIMES_ITS_SHARE = 3.0
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     kind: Any
     values: tuple[Any, ...]
 
     @property
     def name(self) -> str:
-        return catalogue.name_of(self.kind, self.values)
+        return benchmark_cases.name_of(self.kind, self.values)
 
     @property
     def device(self) -> str:
@@ -50,22 +50,24 @@ class Case:
 
     def order(self, device: str) -> tuple[Any, ...]:
         """What tells most first, and of that what works on the same tensors together."""
-        inputs = catalogue.by_inputs((self.kind, self.values))
+        inputs = benchmark_cases.by_inputs((self.kind, self.values))
         return self.least_s, not self.is_headline, self.device != device, not self.is_ratio, *inputs
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> list[BenchmarkCase]:
     """All that this host can run, in the order of what they tell."""
     devices = {"cpu", device}
     found = [
-        Case(kind, values) for kind in catalogue.load_all() for values in itertools.product(*kind.params)
+        BenchmarkCase(kind, values)
+        for kind in benchmark_cases.load_all()
+        for values in itertools.product(*kind.params)
     ]
     found = [case for case in found if case.device in devices]
     return sorted(found, key=lambda case: case.order(device))
 
 
-def work(task: Task, rows: Rows) -> None:
-    catalogue.describe_in(Path(task.rows).with_name(BENCHMARKS))
+def work(task: PhaseTask, rows: Rows) -> None:
+    benchmark_cases.describe_in(Path(task.rows).with_name(BENCHMARKS))
     todo = cases(task.device)
     rows.plan(case.name for case in todo)
     for position, case in enumerate(todo):
@@ -76,7 +78,7 @@ def work(task: Task, rows: Rows) -> None:
         _run(case, most_s, task.subject, rows)
 
 
-def _run(case: Case, most_s: float, subject: str, rows: Rows) -> None:
+def _run(case: BenchmarkCase, most_s: float, subject: str, rows: Rows) -> None:
     about = {
         "benchmark": case.kind.__name__,
         "case": dict(zip(case.kind.param_names, map(repr, case.values), strict=True)),
@@ -95,7 +97,7 @@ def _run(case: Case, most_s: float, subject: str, rows: Rows) -> None:
             rows.tell(f"{case.name}: {more['ratio']:.3f} × torch ({more['low']:.3f} to {more['high']:.3f})")
 
 
-def _measured(case: Case, most_s: float, subject: str) -> tuple[single.Values, dict[str, Any]]:
+def _measured(case: BenchmarkCase, most_s: float, subject: str) -> tuple[single.Values, dict[str, Any]]:
     """What asv keeps of each method, and what a report says beside."""
     effort = replace(FULL, budget_s=min(FULL.budget_s, most_s / 3))  # it may take three times that
     values, paired = single.measured(case.kind, case.values, effort, subject, most_s)

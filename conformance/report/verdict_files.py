@@ -9,7 +9,7 @@ from typing import Any
 
 from conformance import catalogue
 from conformance.report.badge import badge
-from conformance.report.catalogue import write_catalogue
+from conformance.report.catalogue_page import write_catalogue
 from conformance.report.ctrf import ctrf
 from conformance.report.page import write_page
 from conformance.report.verdict import exit_code, reasons

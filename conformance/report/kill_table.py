@@ -15,7 +15,7 @@ class Killer:
 
 
 @dataclass(frozen=True)
-class Kills:
+class KillTable:
     subject: str
     commit: str
     began: str
@@ -28,7 +28,7 @@ class Kills:
     median_s: float
 
 
-def kill_matrix(report: dict[str, Any]) -> Kills | None:
+def kill_matrix(report: dict[str, Any]) -> KillTable | None:
     """None when the run had no kill matrix."""
     found = report.get("kills")
     if not found:
@@ -41,7 +41,7 @@ def kill_matrix(report: dict[str, Any]) -> Kills | None:
         Killer(name, [kill["fault"] for kill in own], statistics.median(kill["seconds"] for kill in own))
         for name, own in sorted(caught.items(), key=lambda entry: (-len(entry[1]), entry[0]))
     ]
-    return Kills(
+    return KillTable(
         subject=found["subject"],
         commit=found["commit"],
         began=found["began"],

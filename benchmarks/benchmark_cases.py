@@ -1,6 +1,6 @@
 """Every benchmark there is, and the measurement of one case, for the programs that run them without asv.
 
-`python -m benchmarks.catalogue FILE` writes asv's description of them.
+`python -m benchmarks.benchmark_cases FILE` writes asv's description of them.
 """
 
 import dataclasses

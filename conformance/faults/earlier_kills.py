@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conformance.faults.kills import Kills, read_kills
+from conformance.faults.kill_matrix import Kills, read_kills
 from conformance.faults.trials import fault_ids
 from conformance.judge.clauses import HERE
 
@@ -15,21 +15,21 @@ _LONG_S = 5.0  # a fault that is killed sooner needs no memory: the order of the
 
 
 @dataclass(frozen=True)
-class Memory:
+class EarlierKills:
     """Of whatever commit and subject it is: what kills no longer costs its own time alone."""
 
     faults: dict[str, str]  # by fault the test that killed it
     clauses: dict[str, str] = field(default_factory=dict)  # by clause a fault that its tests have killed
 
 
-def known(out: Path) -> Memory:
+def known(out: Path) -> EarlierKills:
     """What `remember` noted, and what the matrix at `out` says, which knows better."""
     try:
         kills = Kills.of(read_kills(out))
     except ValueError:
-        return Memory(noted())
+        return EarlierKills(noted())
     clauses = {row.clause: row.kills for row in kills.idle or [] if row.kills}
-    return Memory(noted() | {kill.fault: kill.nodeid for kill in kills.kills if kill.killed}, clauses)
+    return EarlierKills(noted() | {kill.fault: kill.nodeid for kill in kills.kills if kill.killed}, clauses)
 
 
 def remember(kills: Kills) -> None:

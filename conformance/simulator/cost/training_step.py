@@ -21,7 +21,7 @@ _DEVICE = f"{NAME}:0"
 
 
 @dataclass(frozen=True)
-class Training:
+class CostedTraining:
     """What is trained: by default as in the published figures."""
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
@@ -76,7 +76,7 @@ SUBJECTS = {
 }
 
 
-def traced(name: str, training: Training, ranks: int) -> Trace:
+def traced(name: str, training: CostedTraining, ranks: int) -> Trace:
     """What rank 0 asks of the device in two steps; in the second all memory is there that ever will be."""
     subject = SUBJECTS[name]
     with tracing(ranks) as tracer:

@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from conformance.gpu.rows import VARIABLE, Task
+from conformance.gpu.phase_rows import VARIABLE, PhaseTask
 
 _PLUGIN = "conformance.gpu.judge_plugin"
 _WORKERS_PER_GPU = 8
@@ -24,7 +24,7 @@ def workers(device: str, cores: int, gpus: int) -> int:
     return cores if device == "cpu" else max(1, min(cores // 2, _WORKERS_PER_GPU * max(gpus, 1)))
 
 
-def command(task: Task, gpus: int) -> list[str]:
+def command(task: PhaseTask, gpus: int) -> list[str]:
     words = [sys.executable, "-m", "pytest", *shlex.split(task.tests), "-q", "--tb=short", "-p", _PLUGIN]
     if find_spec("xdist") is not None:
         words += ["-n", str(workers(task.device, len(os.sched_getaffinity(0)), gpus))]
@@ -35,5 +35,5 @@ def command(task: Task, gpus: int) -> list[str]:
     return [*words, f"--report={folder}", f"--junitxml={folder / 'junit.xml'}"]
 
 
-def environ(task: Task) -> dict[str, str]:
+def environ(task: PhaseTask) -> dict[str, str]:
     return {VARIABLE: task.as_word()}

@@ -29,7 +29,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleClause:
     """A clause that was the first to catch nothing, and whether it can catch anything."""
 
     clause: str
@@ -52,12 +52,12 @@ class Kills:
     seconds: float = 0.0
     complete: bool = False  # otherwise it was stopped
     kills: list[Kill] = field(default_factory=list)
-    idle: list[Idle] | None = None  # None if nobody asked
+    idle: list[IdleClause] | None = None  # None if nobody asked
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Kills:
         """What `read_kills` has read."""
-        idle = found["idle"] and [Idle(**row) for row in found["idle"]]
+        idle = found["idle"] and [IdleClause(**row) for row in found["idle"]]
         return cls(**found | {"kills": [Kill(**row) for row in found["kills"]], "idle": idle})
 
 

@@ -17,7 +17,7 @@ VARIABLE = "TANDEM_GPU_TASK"  # by which a plugin of pytest learns of its task
 
 
 @dataclass(frozen=True)
-class Task:
+class PhaseTask:
     """What a phase is told, in one word of its command line."""
 
     rows: str  # the file for its rows
@@ -36,14 +36,14 @@ class Task:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of_word(cls, word: str) -> Task:
+    def of_word(cls, word: str) -> PhaseTask:
         return cls(**json.loads(word))
 
 
 class Rows:
     """The file that a phase writes."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PhaseTask) -> None:
         self._until = task.until
         self._file = Path(task.rows).open("a", buffering=1)  # noqa: SIM115 open as long as the process lives
 
@@ -95,9 +95,9 @@ def read_rows(file: Path) -> Found:
     return found
 
 
-def serve(work: Callable[[Task, Rows], None]) -> None:
+def serve(work: Callable[[PhaseTask, Rows], None]) -> None:
     """Be a phase: the whole of a module that is run as one."""
-    task = Task.of_word(sys.argv[1])
+    task = PhaseTask.of_word(sys.argv[1])
     work(task, Rows(task))
 
 

@@ -19,8 +19,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, bool], bool | None]] = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Two runs of equal plans differ by their libraries alone. `steps` only says where to stop: a longer run
+class TrainingConfig:
+    """Two runs of equal configs differ by their libraries alone. `steps` only says where to stop: a longer run
     begins with the very steps of a shorter one, so a finished run can be resumed with more steps."""
 
     shape: Shape
@@ -57,21 +57,21 @@ class Plan:
     def learning_rate_at(self, step: int) -> float:
         return self.learning_rate * min(1.0, (step + 1) / (self.warmup + 1))
 
-    def one_rounding_away(self) -> Plan:
-        """The same plan from weights that are the next larger numbers."""
+    def one_rounding_away(self) -> TrainingConfig:
+        """The same config from weights that are the next larger numbers."""
         return dataclasses.replace(self, is_rounded_up=True)
 
 
-def small_plan(dtype: str, **changes: object) -> Plan:
+def small_config(dtype: str, **changes: object) -> TrainingConfig:
     """A tenth of a million parameters and a few thousand bytes: seconds on one CPU core without half-precision
     instructions, where fp16 products cost twenty times what fp32 ones do."""
-    plan = Plan(Shape(layers=2, heads=2, width=48, context=32), dtype=dtype, **_SCALING[dtype])
-    return dataclasses.replace(plan, **changes)  # pyright: ignore[reportArgumentType]
+    config = TrainingConfig(Shape(layers=2, heads=2, width=48, context=32), dtype=dtype, **_SCALING[dtype])
+    return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType]
 
 
-def full_plan(dtype: str, **changes: object) -> Plan:
+def full_config(dtype: str, **changes: object) -> TrainingConfig:
     """4.8 million parameters and 32 thousand bytes a step, for a GPU or a CPU that multiplies in half precision."""
-    plan = Plan(
+    config = TrainingConfig(
         Shape(layers=6, heads=4, width=256, context=256),
         dtype=dtype,
         steps=500,
@@ -85,7 +85,7 @@ def full_plan(dtype: str, **changes: object) -> Plan:
         evaluate_every=50,
         held_out_windows=64,
     )
-    return dataclasses.replace(plan, **changes)  # pyright: ignore[reportArgumentType]
+    return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType]
 
 
 # High enough to overflow at once: fp16 in its gradients, bf16 (whose range is float32's) in the scaled loss. The
