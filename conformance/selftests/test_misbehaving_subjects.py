@@ -29,9 +29,9 @@ SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # 
 # Takes no subject.
 TORCH_ALONE = "conformance/distributed/fsdp/test_fsdp_summon.py::test_torch_cannot_offload_on_a_cpu"
 EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
-_AGREEMENT = "conformance/distributed/fsdp/test_fsdp_agreement.py"
-ON_RANKS = f"{_AGREEMENT}::test_what_changes_on_all_ranks"  # asks nothing of the subject but on ranks
-WRITING = f"{_AGREEMENT}::test_equal_sizes_in_another_order"  # which compares what ranks raised
+_DESYNC = "conformance/distributed/fsdp/test_fsdp_desync.py"
+ON_RANKS = f"{_DESYNC}::test_what_changes_on_all_ranks"  # asks nothing of the subject but on ranks
+WRITING = f"{_DESYNC}::test_equal_sizes_in_another_order"  # which compares what ranks raised
 # Imported once for all subjects: each is judged in a fork, where telling torch's names needs all of these.
 _PRELOAD = [
     "torch._dynamo",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.distributed.fsdp.agreement_cases import ASTRAY, LARGE, TIMEOUT_S, Program
+from conformance.distributed.fsdp.desync_cases import ASTRAY, LARGE, TIMEOUT_S, Program
 from conformance.distributed.fsdp.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
@@ -17,7 +17,7 @@ from conformance.judge.library import Library
 from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankFault, RankPool, RanksDiverged
 
-CASES = "conformance.distributed.fsdp.agreement_cases"
+CASES = "conformance.distributed.fsdp.desync_cases"
 GRACE_S = 20.0
 SHORT_GRACE_S = 5.0  # where it is known that a rank hangs
 FULL = pytest.mark.profile("full")
@@ -90,7 +90,7 @@ def judge_at_once(deviation: DeviationJudge, program: Program, *told: str, are_a
     )
 
 
-@clause("distributed.fsdp.fsdp_agreement.parts_with_equal_sizes")
+@clause("distributed.fsdp.fsdp_desync.parts_with_equal_sizes")
 @pytest.mark.deviation("fsdp.order_of_equal_sizes")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -115,7 +115,7 @@ def test_equal_sizes_in_another_order(
     )
 
 
-@clause("distributed.fsdp.fsdp_agreement.parts_with_unequal_sizes")
+@clause("distributed.fsdp.fsdp_desync.parts_with_unequal_sizes")
 @pytest.mark.deviation("fsdp.order_of_unequal_sizes")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -138,7 +138,7 @@ def test_unequal_sizes_in_another_order(
 LEFT = "left 'blocks.1' for the end of backward without blocks.1.{}.bias"
 
 
-@clause("distributed.fsdp.fsdp_agreement.parts_by_gradients")
+@clause("distributed.fsdp.fsdp_desync.parts_by_gradients")
 @pytest.mark.deviation("fully_shard.gradients_of_some_ranks")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL)])
@@ -160,7 +160,7 @@ def test_one_rank_alone_has_gradients(
     judge_at_once(deviation, program, *told, are_alike=by == "others unused")
 
 
-@clause("distributed.fsdp.fsdp_agreement.parts_by_settings")
+@clause("distributed.fsdp.fsdp_desync.parts_by_settings")
 @pytest.mark.deviation("fully_shard.settings_of_one_rank")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL)])
@@ -182,7 +182,7 @@ def test_one_rank_alone_is_set(
 _SHARDED = "the ranks have sharded a module differently"
 
 
-@clause("distributed.fsdp.fsdp_agreement.parts_by_sharding")
+@clause("distributed.fsdp.fsdp_desync.parts_by_sharding")
 @pytest.mark.deviation("fully_shard.sharded_otherwise_on_one_rank")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_one_rank_alone_is_sharded_otherwise(
     )
 
 
-@clause("distributed.fsdp.fsdp_agreement.parts_where_orders_change")
+@clause("distributed.fsdp.fsdp_desync.parts_where_orders_change")
 @pytest.mark.deviation("fsdp.order_taken_before")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -222,7 +222,7 @@ def test_alone_on_a_way_that_all_have_gone(deviation: DeviationJudge, mode: str)
     )
 
 
-@clause("distributed.fsdp.fsdp_agreement.parts_by_writing")
+@clause("distributed.fsdp.fsdp_desync.parts_by_writing")
 @pytest.mark.deviation("fsdp.written_on_one_rank")
 @FULL
 @pytest.mark.deadline(90)
@@ -249,7 +249,7 @@ def test_one_rank_alone_writes_before_a_backward(deviation: DeviationJudge, use_
     deviation.judge(probe, torch_does=is_torchs, we_do=is_reported)
 
 
-@clause("distributed.fsdp.fsdp_agreement.parts_while_wrapping")
+@clause("distributed.fsdp.fsdp_desync.parts_while_wrapping")
 @pytest.mark.deadline(90)
 def test_states_synchronised_in_another_order(subject: Library) -> None:
     reported = _seen_in(fault_of(subject, "synchronise", grace_s=GRACE_S)).raised
@@ -259,7 +259,7 @@ def test_states_synchronised_in_another_order(subject: Library) -> None:
         assert "'Block.0.weight' of shape (16, 4)" in text, text
 
 
-@clause("distributed.fsdp.fsdp_agreement.waits_elsewhere")
+@clause("distributed.fsdp.fsdp_desync.waits_elsewhere")
 @pytest.mark.deviation("fsdp.waits_elsewhere")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_rank_that_waits_for_the_others_elsewhere(
     )
 
 
-@clause("distributed.fsdp.fsdp_agreement.states_of_one_rank")
+@clause("distributed.fsdp.fsdp_desync.states_of_one_rank")
 @pytest.mark.deviation("fsdp.states_of_one_rank")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_one_rank_alone_asks_for_a_state(
     )
 
 
-@clause("distributed.fsdp.fsdp_agreement.changes_alike")
+@clause("distributed.fsdp.fsdp_desync.changes_alike")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     "program",
@@ -331,7 +331,7 @@ def test_what_changes_on_all_ranks(cpu_twins: Twins, program: Program) -> None:
     assert_trained_alike(cpu_twins, "run", program=program)
 
 
-@clause("distributed.fsdp.fsdp_agreement.alike_in_other_words")
+@clause("distributed.fsdp.fsdp_desync.alike_in_other_words")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     "program",
@@ -346,7 +346,7 @@ def test_one_rank_says_it_in_other_words(twins_of: TwinsOf, program: Program) ->
     assert_trained_alike(twins_of(2), "run", program=program)
 
 
-@clause("distributed.fsdp.fsdp_agreement.alike_in_other_words")
+@clause("distributed.fsdp.fsdp_desync.alike_in_other_words")
 @pytest.mark.deadline(90)
 def test_one_rank_gathers_by_hand_first(twins_of: TwinsOf) -> None:
     assert_trained_alike(twins_of(2), "gather_by_hand")
@@ -381,7 +381,7 @@ def is_named_in_time(reported: dict[int, str], victim: int, world_size: int = 3)
     )
 
 
-@clause("distributed.fsdp.fsdp_agreement.lost_rank")
+@clause("distributed.fsdp.fsdp_desync.lost_rank")
 @pytest.mark.deviation("fsdp.lost_rank_is_named")
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int,
     )
 
 
-@clause("distributed.fsdp.fsdp_agreement.lost_rank")
+@clause("distributed.fsdp.fsdp_desync.lost_rank")
 @pytest.mark.deviation("fsdp.lost_rank_is_named")
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_a_lost_rank_of_fully_shard_is_named(deviation: DeviationJudge, when: st
     )
 
 
-@clause("distributed.fsdp.fsdp_agreement.lost_rank")
+@clause("distributed.fsdp.fsdp_desync.lost_rank")
 @pytest.mark.deviation("fsdp.lost_rank_is_named")
 @FULL
 @pytest.mark.deadline(120)
