@@ -482,9 +482,3 @@ def called_by_what_is_compiled(harness: CompiledHarness) -> None:
 @pytest.mark.parametrize("script", [with_sparse_gradients, called_by_what_is_compiled])
 def test_sparse_adam(subject: Library, reference: Library, device: str, script: Any) -> None:
     assert_torchs(subject, reference, script, maker("SparseAdam"), device=device)
-
-
-@clause("dynamo.optimizer.optimizer.sparse")
-@pytest.mark.parametrize("name", soon(["SGD", "Adagrad"], "SGD"))
-def test_sparse_gradients(subject: Library, reference: Library, device: str, name: str) -> None:
-    assert_torchs(subject, reference, with_sparse_gradients, maker(name), device=device)

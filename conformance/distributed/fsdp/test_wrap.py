@@ -303,19 +303,6 @@ def test_bad_arguments(compare: Compare, call: str) -> None:
     ask(compare, question)
 
 
-@clause("distributed.fsdp.wrap.policies.ones_own")
-@pytest.mark.parametrize("defines", [True, False])
-def test_a_policy_of_ones_own(compare: Compare, defines: bool) -> None:
-    members = {"_run_policy": lambda self, *_: {"asked": True}} if defines else {}
-    ask(compare, lambda wrap: type("Own", (wrap._Policy,), members)()._run_policy(None, None, None))
-
-
-@clause("distributed.fsdp.wrap.policies.ones_own")
-@pytest.mark.parametrize("name", ["ModuleWrapPolicy", "CustomPolicy"])
-def test_the_classes_are_policies(compare: Compare, name: str) -> None:
-    ask(compare, lambda wrap: wrap._Policy in getattr(wrap, name).__mro__)  # no hook of the base answers this
-
-
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
 def test_classes_that_change_later(compare: Compare) -> None:
     def question(wrap: Any) -> Any:
