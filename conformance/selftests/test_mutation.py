@@ -47,6 +47,7 @@ MISTAKES = {
         "b = 1": [],
         "a.wait()": [],
         "logger.info(a)": [],
+        "self._perf_hint_log.info(a)": [],
         "'said'": [],
     },
     "drop_wait": {"a.wait()": ["pass"], "a.wait_stream(b)": ["pass"], "a.weight()": [], "b = a.wait()": []},
@@ -57,6 +58,13 @@ MISTAKES = {
     },
     "negate_condition": {
         "if a: b()": ["if not a:\n    b()"],
+        "if rank and logger.isEnabledFor(1):\n    b = a.names\n    logger.info(b)": [],
+        "if a.pop(): logger.info(a)": ["if not a.pop():\n    logger.info(a)"],
+        "if a:\n    logger.info(a)\nelse:\n    b()": ["if not a:\n    logger.info(a)\nelse:\n    b()"],
+        "if a:\n    b = a.names\n    logger.info(b)\nc = b": [
+            "if not a:\n    b = a.names\n    logger.info(b)\nc = b"
+        ],
+        "if a:\n    b = a.pop()\n    logger.info(b)": ["if not a:\n    b = a.pop()\n    logger.info(b)"],
         "while a: b()": ["while not a:\n    b()"],
         "assert a": ["assert not a"],
         "b = 1 if a else 2": ["b = 1 if not a else 2"],
