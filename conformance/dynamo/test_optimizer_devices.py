@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.backends.registry import lookup_backend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
@@ -17,7 +22,7 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome
 from conformance.strategies.compiled_steps import CompiledHarness, Script, outcome, soon, tracing_of
 from conformance.strategies.optimizers import Make, maker
-from conformance.strategies.user_optimizers import Collecting
+from conformance.strategies.user_optimizers import Collecting, CountingOnDevices, KeepingElsewhere
 
 SGD, ADAM = maker("SGD", options=["momentum"]), maker("Adam")
 
@@ -125,6 +130,29 @@ def test_step_counts_lie_on_the_device(subject: Library, device: str, first: str
 
 
 @clause("dynamo.optimizer.devices.capturable")
+@pytest.mark.parametrize("can_capture", ["cuda", "xpu"])
+def test_step_counts_of_fake_tensors(subject: Library, reference: Library, can_capture: str) -> None:
+    """Every machine can have them on a device that it lacks; the optimizer makes them where its group says."""
+    fake = FakeTensorMode()
+    with fake:
+        parameters = [torch.nn.Parameter(torch.ones(2, 3, device=can_capture)) for _ in range(2)]
+
+    def script(harness: CompiledHarness) -> Any:
+        with fake:
+            for parameter in harness.parameters:
+                parameter.grad = torch.ones_like(parameter)
+            harness.take_step()
+        steps = [harness.optimizer.state[parameter]["step"] for parameter in harness.parameters]
+        return [step.device.type for step in steps], harness.graphs.inputs
+
+    outcomes = [
+        outcome(library, script, CountingOnDevices, parameters=parameters) for library in (reference, subject)
+    ]
+    assert_same_outcome(*outcomes)
+    assert outcomes[1].value[0] == [can_capture] * 2
+
+
+@clause("dynamo.optimizer.devices.capturable")
 def test_no_step_reads_a_count(subject: Library, device: str) -> None:
     """Nor recompiles for its value, from the second step on, though the groups say that they are not capturable."""
 
@@ -135,8 +163,10 @@ def test_no_step_reads_a_count(subject: Library, device: str) -> None:
 
 
 def watched(harness: CompiledHarness) -> list[weakref.ref[torch.Tensor]]:
-    state = [tensor for entry in harness.optimizer.state.values() for tensor in entry.values()]
-    return [weakref.ref(tensor) for tensor in (*harness.parameters, *state)]
+    """All tensors of the optimizer, in its groups, its state and wherever else it has some."""
+    leaves = tree_leaves([*vars(harness.optimizer).values()])
+    tensors = {id(each): each for each in leaves if isinstance(each, torch.Tensor)}
+    return [weakref.ref(tensor) for tensor in tensors.values()]
 
 
 @clause("dynamo.optimizer.lifetime.freed")
@@ -157,27 +187,41 @@ def test_tensors_go_with_the_optimizer(subject: Library, device: str, make: Make
         assert [seen().shape for seen in alive if seen() is not None] == []
 
 
+def left_in_what_a_backend_keeps(library: Library, make: Make, device: str) -> tuple[int, list[str]]:
+    """How many tensors of an optimizer that is gone, and what was complained of as it went."""
+    kept: list[Any] = []
+    compile_ = lookup_backend("aot_eager")
+
+    def keep(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        kept.append((module, compile_(module, inputs)))
+        return kept[-1][1]
+
+    with tracing_of(library), mock.patch.object(sys, "unraisablehook") as complain:
+        harness = CompiledHarness(make, device)
+        harness.step = torch.compile(harness.optimizer.step, backend=keep)
+        harness.train(2)
+        alive = watched(harness)
+        del harness
+        gc.collect()
+        assert kept, "nothing was compiled"
+        complaints = [repr(call.args[0].exc_value) for call in complain.call_args_list]
+        return sum(seen() is not None for seen in alive), complaints
+
+
 @clause("dynamo.optimizer.lifetime.freed")
 @pytest.mark.deviation("optimizer_variable.graphs_that_are_kept")
 def test_tensors_leave_graphs_that_a_backend_keeps(deviation: DeviationJudge, device: str) -> None:
-    def probe(library: Library) -> int:
-        kept: list[torch.fx.GraphModule] = []
+    """And what it has made of them."""
+    deviation.judge(
+        lambda library: left_in_what_a_backend_keeps(library, SGD, device),
+        torch_does=lambda seen: seen == (1, []),
+        we_do=lambda seen: seen == (0, []),
+    )
 
-        def keep(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            kept.append(module)
-            return module.forward
 
-        with tracing_of(library):
-            harness = CompiledHarness(SGD, device)
-            harness.step = torch.compile(harness.optimizer.step, backend=keep)
-            harness.train(2)
-            alive = watched(harness)
-            del harness
-            gc.collect()
-            assert len(kept) == 2, "another number of graphs than of kinds of steps"
-            return sum(seen() is not None for seen in alive)
-
-    deviation.judge(probe, torch_does=lambda seen: seen == 1, we_do=lambda seen: seen == 0)
+@clause("dynamo.optimizer.lifetime.freed")
+def test_tensors_besides_the_state_leave_them_too(subject: Library, device: str) -> None:
+    assert left_in_what_a_backend_keeps(subject, KeepingElsewhere, device) == (0, [])
 
 
 @clause("dynamo.optimizer.lifetime.freed")

@@ -18,6 +18,7 @@ from conformance.strategies.compiled_steps import CompiledHarness, Script, after
 from conformance.strategies.optimizers import Make, maker
 
 STEPS = 4
+KINDS = (users.Collecting, users.ToldWhatIsComputed, users.KeepingElsewhere, users.Plain)
 # A number that changes is a symbol of the graph, which multiplies as a tensor of float64 would.
 ROUNDED = Tolerance(16, "four updates of terms near 1, with numbers that are symbols of a graph", terms=1.0)
 
@@ -65,14 +66,14 @@ def judge_values(
 
 
 @clause("dynamo.optimizer.init_group.users")
-@pytest.mark.parametrize("make", [users.Collecting, users.Plain])
+@pytest.mark.parametrize("make", KINDS)
 def test_as_torch_compiles_them(subject: Library, reference: Library, device: str, make: Make) -> None:
     script = after(lambda harness: harness.train(STEPS))
     assert_same_outcome(*(outcome(each, script, make, device=device) for each in (reference, subject)))
 
 
 @clause("dynamo.optimizer.init_group.users")
-@pytest.mark.parametrize("make", [users.Collecting, users.Plain])
+@pytest.mark.parametrize("make", KINDS)
 def test_as_without_compilation(subject: Library, device: str, make: Make) -> None:
     def script(harness: CompiledHarness) -> list[torch.Tensor]:
         harness.train(2)
@@ -142,6 +143,18 @@ def test_state_that_init_group_collects(deviation: DeviationJudge, device: str, 
         return trained(harness)
 
     judge_values(deviation, script, users.ScaledByState, device)
+
+
+@clause("dynamo.optimizer.guards.state")
+def test_whose_state_there_is(subject: Library, device: str) -> None:
+    """Where `_init_group` made none, and none of its tensors is in a graph."""
+
+    def script(harness: Harness) -> list[torch.Tensor]:
+        state = harness.train(2).optimizer.state
+        state[harness.parameters[1]]["is_frozen"] = True
+        return trained(harness)
+
+    assert is_right(script, users.PassingOver, device, subject) is True
 
 
 @clause("dynamo.optimizer.init_group.users")

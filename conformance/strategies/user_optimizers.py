@@ -122,6 +122,47 @@ class CountingSteps(Collecting):
             parameter.add_(gradient * (-group["lr"] / self.state[parameter]["step"]))
 
 
+class ToldWhatIsComputed(Collecting):
+    """Gives `_init_group` a tensor that the step computes."""
+
+    def _init_group(
+        self, group: dict[str, Any], parameters: list[Any], gradients: list[Any], most: torch.Tensor
+    ) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameters.append(parameter)
+                gradients.append(parameter.grad / most)
+
+    def update(self, group: dict[str, Any]) -> None:
+        parameters: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        self._init_group(group, parameters, gradients, group["params"][0].grad.abs().max())
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.add_(gradient * -group["lr"])
+
+
+class KeepingElsewhere(Collecting):
+    """Its momenta are not in its state."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
+        super().__init__(parameters, lr)
+        self.momenta: dict[int, torch.Tensor] = {}
+
+    def _init_group(
+        self, group: dict[str, Any], parameters: list[Any], gradients: list[Any], momenta: list[Any]
+    ) -> None:
+        super()._init_group(group, parameters, gradients)
+        momenta += [self.momenta.setdefault(id(each), torch.zeros_like(each)) for each in parameters]
+
+    def update(self, group: dict[str, Any]) -> None:
+        parameters: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        momenta: list[torch.Tensor] = []
+        self._init_group(group, parameters, gradients, momenta)
+        for parameter, gradient, momentum in zip(parameters, gradients, momenta, strict=True):
+            parameter.add_(momentum.mul_(0.9).add_(gradient) * -group["lr"])
+
+
 class Plain(torch.optim.Optimizer):
     """Without `_init_group`: all is in the step."""
 
@@ -164,3 +205,29 @@ class KeepingCount(Plain):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.sub_(parameter.grad * (group["lr"] / self.taken))
+
+
+class CountingOnDevices(Collecting):
+    """Like torch's with `capturable`: where it is set, step counts lie beside their parameters."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
+        super().__init__(parameters, lr)
+        for group in self.param_groups:
+            group["capturable"] = False
+
+    def _init_group(self, group: dict[str, Any], parameters: list[Any], gradients: list[Any]) -> None:
+        super()._init_group(group, parameters, gradients)
+        for parameter in parameters:
+            if not self.state[parameter]:
+                count = parameter.detach().new_zeros(()) if group["capturable"] else torch.zeros(())
+                self.state[parameter]["step"] = count
+
+
+class PassingOver(Collecting):
+    """`_init_group` asks which parameters have a state, and makes none."""
+
+    def _init_group(self, group: dict[str, Any], parameters: list[Any], gradients: list[Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter not in self.state:
+                parameters.append(parameter)
+                gradients.append(parameter.grad)
