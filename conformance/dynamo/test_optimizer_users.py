@@ -149,7 +149,7 @@ def test_state_that_init_group_collects(deviation: DeviationJudge, device: str, 
 def test_whose_state_there_is(subject: Library, device: str) -> None:
     """Where `_init_group` made none, and none of its tensors is in a graph."""
 
-    def script(harness: Harness) -> list[torch.Tensor]:
+    def script(harness: CompiledHarness) -> list[torch.Tensor]:
         state = harness.train(2).optimizer.state
         state[harness.parameters[1]]["is_frozen"] = True
         return trained(harness)
