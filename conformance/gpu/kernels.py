@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
-from conformance.gpu.update_bounds import EACH, states_of, update
+from conformance.gpu.update_bounds import EACH, OTHERS, states_of, update
 from conformance.judge.tolerances import EXACT, Tolerance, norm_of
 from impl import kernels
 
@@ -117,8 +117,8 @@ def work(task: PhaseTask, rows: Rows) -> None:
             word = str(dtypes[0]).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
             todo[f"{operation.__name__} {word}"] = lambda do=operation, of=dtypes: do(_drawn(of, task.device))
     todo["update_scale_"] = lambda: update_scale_(task.device)
-    for rule in EACH:
-        name = rule.OPTIMIZERS[0].__name__
+    for rule in (*EACH, *(other for other in OTHERS if other.maximize)):
+        name = rule.OPTIMIZERS[0].__name__ + (" maximize" if rule.maximize else "")
         for dtype in (torch.float32, *_NARROW):
             word = f"fused_step_ {name} {str(dtype).removeprefix('torch.')}"
             todo[word] = lambda of=rule, dtype=dtype: fused_step_(of, _drawn((dtype,), task.device))

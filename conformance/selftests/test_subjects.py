@@ -38,6 +38,9 @@ def test_each_expected_failure_leads_to_its_proof_and_each_proof_is_of_one(name:
         if isinstance(node, ast.FunctionDef) and "PROOFS.keep" in map(ast.unparse, node.decorator_list)
     }
     assert {row.link for row in file.expectations} == kept
+    for test in {expected.test.partition("[")[0] for expected in file.expectations if expected.test}:
+        test_file, _, function = test.partition("::")
+        assert f"def {function}(" in (ROOT / test_file).read_text(), test
 
 
 def test_what_is_noted_was_judged_at_the_pinned_versions() -> None:

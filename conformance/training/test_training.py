@@ -58,7 +58,7 @@ def bound(reference: TrainingRun) -> Bound:
     return Bound.between(reference, run(config=CONFIG.one_rounding_away()))
 
 
-def test_the_same_plan_gives_the_same_bits_and_leaves_the_caller_alone(reference: TrainingRun) -> None:
+def test_the_same_config_gives_the_same_bits_and_leaves_the_caller_alone(reference: TrainingRun) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -70,7 +70,7 @@ def test_the_same_plan_gives_the_same_bits_and_leaves_the_caller_alone(reference
     assert run(config=dataclasses.replace(CONFIG, seed=2)).weights != reference.weights
 
 
-def test_the_plan_overflows_by_itself_and_recovers_from_an_injected_inf(reference: TrainingRun) -> None:
+def test_the_config_overflows_by_itself_and_recovers_from_an_injected_inf(reference: TrainingRun) -> None:
     at = CONFIG.inject_inf_at
     assert at is not None
     assert 0 in reference.skipped

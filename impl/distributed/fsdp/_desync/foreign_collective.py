@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import threading
 from collections.abc import Generator
@@ -40,10 +41,19 @@ class ForeignCollective(NamedTuple):
 
 
 _one_at_a_time = threading.Lock()
+# No child is left with it taken and without garbage collection.
+os.register_at_fork(
+    before=_one_at_a_time.acquire,
+    after_in_parent=_one_at_a_time.release,
+    after_in_child=_one_at_a_time.release,
+)
 
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Generator[None]:
+    if sys.version_info >= (3, 12):  # which collects between two instructions of Python alone
+        yield
+        return
     with _one_at_a_time:
         was_enabled = gc.isenabled()
         gc.disable()
@@ -58,7 +68,7 @@ def _no_garbage_collection() -> Generator[None]:
 def foreign_collective(thread: int) -> ForeignCollective | None:
     """The innermost one that a thread is in; only if two looks find the same does it wait there.
 
-    No garbage is collected meanwhile: Python 3.11 may collect while it makes the object for the frame below, a
+    In Python 3.11 no garbage is collected meanwhile: it may collect while it makes the object for the frame below, a
     finalizer (a tensor's, say) lets the other thread run, and the frame is gone when its object is filled in.
     """
     frame: Any = sys._current_frames().get(thread)
