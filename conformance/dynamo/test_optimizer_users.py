@@ -109,6 +109,21 @@ def test_lists_by_keyword(deviation: DeviationJudge, device: str) -> None:
 
 
 @clause("dynamo.optimizer.init_group.arguments")
+@pytest.mark.deviation("optimizer_variable.lists_that_are_kept")
+def test_lists_that_an_optimizer_keeps(deviation: DeviationJudge, device: str) -> None:
+    def script(harness: Harness) -> Any:
+        updated = []
+        for lacking in (set(), {1}):
+            harness.without_gradient = lacking
+            harness.train()
+            updated.append([parameter.detach().clone() for parameter in harness.optimizer.updated])
+            harness.optimizer.updated.clear()
+        return updated, parameters_after(harness)
+
+    judge_values(deviation, script, users.IntoItsOwn, device, torch_does=("AssertionError",))
+
+
+@clause("dynamo.optimizer.init_group.arguments")
 @pytest.mark.deviation("optimizer_variable.lists_not_empty")
 def test_lists_that_hold_something(deviation: DeviationJudge, device: str) -> None:
     judge_values(deviation, trained, users.IntoFilled, device)

@@ -44,6 +44,20 @@ class ByKeyword(Collecting):
             parameter.add_(gradient * -group["lr"])
 
 
+class IntoItsOwn(Collecting):
+    """Gives a list that it keeps, where others find what was updated, and whoever steps clears it."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
+        super().__init__(parameters, lr)
+        self.updated: list[torch.Tensor] = []
+
+    def update(self, group: dict[str, Any]) -> None:
+        gradients: list[torch.Tensor] = []
+        self._init_group(group, self.updated, gradients)
+        for parameter, gradient in zip(self.updated, gradients, strict=True):
+            parameter.add_(gradient * -group["lr"])
+
+
 class Returning(Collecting):
     """Gets the tensors back instead of giving lists, and changes the list that it got."""
 
