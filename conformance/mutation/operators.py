@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from conformance.mutation.silent import asks_others, silent_in
 
 Operator = Callable[[ast.AST], Iterator[ast.AST]]
 OPERATORS: dict[str, Operator] = {}
 _WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "record_stream", "barrier", "wait_tensor"}
-# What is written to a log is no behaviour of torch's, nor is whether it is written.
-_LOGGERS = ("log", "logger", "logging")
-_LOGS = ("torch._C._log_api_usage_once", "torch._logging.")
 _OPPOSITES = {"max": "min", "any": "all", "MAX": "MIN", "maximum": "minimum", "amax": "amin", "SUM": "AVG"}
 _OPPOSITES |= {other: one for one, other in _OPPOSITES.items()}
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -222,7 +220,7 @@ def _mutants(tree: ast.Module) -> Iterator[tuple[MutationSite, ast.AST, ast.AST]
 def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int]]:
     """What runs when a function is called: each node, the function's name, and where its statement begins."""
 
-    read = _read_in(tree)
+    silent = silent_in(tree)
 
     def below(
         node: ast.AST, path: tuple[str, ...], function: str, line: int
@@ -235,7 +233,10 @@ def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int]]:
             yield node, name, node.lineno
             for child in node.body:
                 yield from below(child, (*path, node.name), name, line)
-        elif not _is_silent(node, read):
+        elif node in silent:
+            if isinstance(node, ast.If) and asks_others(node.test):
+                yield from below(node.test, path, function, node.lineno)
+        else:
             line = node.lineno if isinstance(node, ast.stmt) else line
             if function:
                 yield node, function, line
@@ -250,48 +251,6 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
     """Its children but for annotations, which nothing evaluates."""
     left_out = getattr(node, "annotation", None)
     return (child for child in ast.iter_child_nodes(node) if child is not left_out)
-
-
-def _is_silent(node: ast.AST, read: Counter[str]) -> bool:
-    """A docstring, a line for a log, or a branch that does nothing but to write some.
-
-    Args:
-        read: how often the module reads each name.
-    """
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Constant) or _is_of_a_log(node.value)
-    if not isinstance(node, ast.If) or node.orelse:
-        return False
-    here = _read_in(node)
-
-    def is_for_the_log(statement: ast.stmt) -> bool:
-        if isinstance(statement, ast.Assign):
-            names = [one.id for one in statement.targets if isinstance(one, ast.Name)]
-            is_read_here = len(names) == len(statement.targets) and all(
-                read[one] == here[one] for one in names
-            )
-            return is_read_here and not _asks_others(statement.value)
-        return _is_silent(statement, read)
-
-    return not _asks_others(node.test) and all(map(is_for_the_log, node.body))
-
-
-def _asks_others(expression: ast.expr) -> bool:
-    """Whether anything but a log is called, which may do more than to answer."""
-    return any(isinstance(node, ast.Call) and not _is_of_a_log(node) for node in ast.walk(expression))
-
-
-def _is_of_a_log(node: ast.AST) -> bool:
-    """Whether it is a call of `logger.info`, of `self._perf_hint_log.debug`, or of what else writes to one."""
-    if not isinstance(node, ast.Call):
-        return False
-    owner = _last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    return owner.rpartition("_")[2] in _LOGGERS or ast.unparse(node.func).startswith(_LOGS)
-
-
-def _read_in(tree: ast.AST) -> Counter[str]:
-    loads = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-    return Counter(node.id for node in loads)
 
 
 class _Replaced(ast.NodeTransformer):

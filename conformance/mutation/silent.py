@@ -1,0 +1,82 @@
+"""What in a source serves a log alone: what is written to one is no behaviour of torch's, nor is whether it is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Set
+
+_LOGGERS = ("log", "logger", "logging")
+_LOGS = ("torch._C._log_api_usage_once", "torch._logging.")
+_GROWTH = ("add", "append", "extend")
+
+
+def silent_in(tree: ast.AST) -> Set[ast.AST]:
+    """Docstrings, lines for a log, branches around these, and statements that make what only they read.
+
+    A branch that calls something else to decide is in it, but for its test: that may do more than to answer.
+    """
+    silent: Set[ast.AST] = {
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or _is_of_a_log(node.value))
+    }
+    while True:
+        read, aloud = set(_read(tree, lambda _: False)), set(_read(tree, silent.__contains__))
+        more = {node for node in ast.walk(tree) if _serves(node, silent, read - aloud)} - silent
+        if not more:
+            return silent
+        silent = silent | more
+
+
+def asks_others(expression: ast.expr) -> bool:
+    """Whether anything but a log is called."""
+    return any(isinstance(node, ast.Call) and not _is_of_a_log(node) for node in ast.walk(expression))
+
+
+def _serves(node: ast.AST, silent: Set[ast.AST], names: Set[str]) -> bool:
+    """Whether it does nothing but what is silent, or makes one of these names, which nothing else reads."""
+    if isinstance(node, ast.If):
+        return all(statement in silent for statement in (*node.body, *node.orelse))
+    if isinstance(node, ast.Assign):
+        is_read_so = all(isinstance(each, ast.Name) and each.id in names for each in node.targets)
+        return is_read_so and not asks_others(node.value)
+    return _grown_by(node) in names
+
+
+def _grown_by(node: ast.AST) -> str:
+    """The `a` of `a.append(b)`, if nothing else is called there."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not node.value.keywords:
+        function = node.value.func
+        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+            return (
+                function.value.id
+                if function.attr in _GROWTH and not any(map(asks_others, node.value.args))
+                else ""
+            )
+    return ""
+
+
+def _read(node: ast.AST, is_left_out: Callable[[ast.AST], bool]) -> Iterator[str]:
+    """Names whose values go somewhere, those of what callers gave and of what modules share among them."""
+    below = ast.iter_child_nodes(node)
+    if is_left_out(node):
+        below = iter([node.test] if isinstance(node, ast.If) and asks_others(node.test) else [])
+    elif isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, (ast.Global, ast.Nonlocal)):
+        yield from node.names
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        yield node.id
+    elif _grown_by(node):
+        below = iter(node.value.args)  # type: ignore[attr-defined]
+    for child in below:
+        yield from _read(child, is_left_out)
+
+
+def _is_of_a_log(node: ast.AST) -> bool:
+    """Whether it is a call of `logger.info`, of `self._perf_hint_log.debug`, or of what else writes to one."""
+    if not isinstance(node, ast.Call):
+        return False
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
+    return name.rpartition("_")[2] in _LOGGERS or ast.unparse(node.func).startswith(_LOGS)
