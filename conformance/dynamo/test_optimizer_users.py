@@ -111,7 +111,7 @@ def test_lists_by_keyword(deviation: DeviationJudge, device: str) -> None:
 @clause("dynamo.optimizer.init_group.arguments")
 @pytest.mark.deviation("optimizer_variable.lists_that_are_kept")
 def test_lists_that_an_optimizer_keeps(deviation: DeviationJudge, device: str) -> None:
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         updated = []
         for lacking in (set(), {1}):
             harness.without_gradient = lacking
