@@ -58,6 +58,27 @@ class IntoItsOwn(Collecting):
             parameter.add_(gradient * -group["lr"])
 
 
+class IntoItsGroup(Collecting):
+    """Gives a list of numbers that the group keeps."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
+        super().__init__(parameters, lr)
+        for group in self.param_groups:
+            group["places"] = []
+
+    def _init_group(self, group: dict[str, Any], parameters: list[Any], places: list[int]) -> None:
+        for place, parameter in enumerate(group["params"], 1):
+            if parameter.grad is not None:
+                parameters.append(parameter)
+                places.append(place)
+
+    def update(self, group: dict[str, Any]) -> None:
+        parameters: list[torch.Tensor] = []
+        self._init_group(group, parameters, group["places"])
+        for parameter, place in zip(parameters, group["places"], strict=True):
+            parameter.add_(parameter.grad * (-group["lr"] * place))
+
+
 class Returning(Collecting):
     """Gets the tensors back instead of giving lists, and changes the list that it got."""
 
