@@ -126,7 +126,7 @@ def test_lists_that_an_optimizer_keeps(deviation: DeviationJudge, device: str) -
 @clause("dynamo.optimizer.init_group.arguments")
 @pytest.mark.deviation("optimizer_variable.lists_that_are_kept")
 def test_lists_that_a_group_keeps(deviation: DeviationJudge, device: str) -> None:
-    def script(harness: Harness) -> Any:
+    def script(harness: CompiledHarness) -> Any:
         places = harness.train().optimizer.param_groups[0]["places"]
         return list(places), parameters_after(harness)
 
