@@ -76,6 +76,9 @@ WAYS: dict[str, Callable[[Lab], Any]] = {
         lab.plain, ignored_states=[lab.plain.head, lab.plain.head.weight]
     ),
     "ignored modules that are none": lambda lab: lab.wrap(lab.plain, ignored_modules=[lab.plain.head.weight]),
+    "ignored modules of which one is none": lambda lab: lab.wrap(
+        lab.plain, ignored_modules=[lab.plain.head, lab.plain.head.weight]
+    ),
     "ignored states that are none": lambda lab: lab.wrap(lab.plain, ignored_states=[1, 2]),
     "ignored modules that do not iterate": lambda lab: lab.wrap(lab.plain, ignored_modules=lab.plain.head),
     THE_ROOT_IGNORED: lambda lab: lab.wrap(lab.plain, ignored_modules=[lab.plain]),
