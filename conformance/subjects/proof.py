@@ -53,11 +53,11 @@ def parameter(gradient: torch.Tensor) -> torch.nn.Parameter:
     return made
 
 
-def mesh_of_one() -> DeviceMesh:
-    """This process as the one rank of a mesh."""
+def mesh_of_one(shape: tuple[int, ...] = (1,)) -> DeviceMesh:
+    """This process as the one rank of a mesh, which may have several dimensions."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh("cpu", (1,))
+    return init_device_mesh("cpu", shape)
 
 
 def warnings_of(call: Callable[[], Any]) -> list[str]:

@@ -7,10 +7,10 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from conformance.subjects.deepspeed import clip_grad_norm_
-from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, parameter
+from conformance.subjects.proof import Proofs, Sides, beside, mesh_of_one, parameter, warnings_of
 
 PROOFS = Proofs()
 both = beside(clip_grad_norm_, torch.nn.utils.clip_grad_norm_)
@@ -51,6 +51,13 @@ def a_dtensor_without_dimensions() -> Sides:
     """As with plain tensors: a 0-dim gradient is multiplied in place by a factor of shape [1]."""
     shard = distribute_tensor(torch.tensor(3.0), mesh_of_one(), [Replicate()])
     return both(lambda clip: clip([parameter(shard)], 1.0).full_tensor())
+
+
+@PROOFS.keep
+def a_factor_of_shape_1() -> Sides:
+    """Other DTensors are multiplied by that factor too, of which DTensor warns."""
+    shard = parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)]))
+    return both(lambda clip: warnings_of(lambda: clip([shard], 1.0)))
 
 
 @PROOFS.keep

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from conformance.subjects.megatron_core import clip_grad_norm_
@@ -106,6 +106,14 @@ def collectives_of_dtensors() -> Sides:
         return mode.get_total_counts()
 
     return both(issued)
+
+
+@PROOFS.keep
+def dtensors_over_two_dimensions() -> Sides:
+    """DTensors over a mesh of two dimensions are refused, whose process group is asked for without saying which."""
+    mesh = mesh_of_one((1, 1))
+    sharded = parameter(distribute_tensor(torch.ones(4), mesh, [Replicate(), Shard(0)]))
+    return both(lambda clip: float(clip([sharded], 1.0)))
 
 
 @PROOFS.keep
