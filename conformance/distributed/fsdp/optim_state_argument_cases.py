@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,7 +150,10 @@ def rekeyed(lab: Lab) -> Any:
     rekey = lab.fsdp.rekey_optim_state_dict
     plain_model, optimizer = unwrapped(lab, Optimized(groups=2))
     numbered, named = copied(optimizer.state_dict()), copied(by_name(plain_model, optimizer))
-    mixed = [{"state": {key: {}, other: {}}, "param_groups": []} for key, other in [(0, "a"), ("a", None), (None, 0)]]
+    mixed = [
+        {"state": {key: {}, other: {}}, "param_groups": []}
+        for key, other in [(0, "a"), ("a", None), (None, 0)]
+    ]
     in_order = list(plain_model.parameters())
     alone = Optimized().stepped(plain_model).state_dict()
     empty = {"state": {}, "param_groups": numbered["param_groups"]}
@@ -162,7 +166,7 @@ def rekeyed(lab: Lab) -> Any:
         "by the model's order": plain(rekey(alone, types.PARAM_NAME, plain_model)),
         "by what it was made of": plain(rekey(alone, types.PARAM_NAME, plain_model, in_order[::-1])),
         "no such type": tried(lambda: rekey(named, "names", plain_model)),
-        "mixed": [tried(lambda: rekey(state, types.PARAM_NAME, plain_model)) for state in mixed],
+        "mixed": [tried(partial(rekey, state, types.PARAM_NAME, plain_model)) for state in mixed],
         "wrapped": tried(
             lambda: plain(
                 rekey(numbered, types.PARAM_NAME, lab.model, optim=Optimized().optimizer(lab.model))
