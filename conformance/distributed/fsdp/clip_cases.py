@@ -18,6 +18,12 @@ def clip(lab: Lab, *, max_norm: Any, norm_type: Any = 2.0, backwards: int = 1, *
     return {"norm": norm, "gradients": lab.gradients(), "whole": gathered_gradients(lab.library, lab.model)}
 
 
+def clip_with_a_unit_that_is_not_sharded(lab: Lab, *, norm_type: float) -> dict[str, Any]:
+    lab.plain.head = lab.wrap(lab.plain.head, strategy="NO_SHARD")
+    lab.model = lab.wrap(lab.plain)
+    return clip(lab, max_norm=0.25, norm_type=norm_type)
+
+
 def clip_nonfinite(lab: Lab, *, value: float) -> dict[str, Any]:
     """One rank has one bad element."""
     lab.backward()

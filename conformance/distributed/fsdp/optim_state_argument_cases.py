@@ -159,7 +159,7 @@ def rekeyed(lab: Lab) -> Any:
     empty = {"state": {}, "param_groups": numbered["param_groups"]}
     return {
         "numbers as they are": rekey(numbered, types.PARAM_ID, plain_model, optim=optimizer) is numbered,
-        "no state": rekey(empty, types.PARAM_ID, plain_model, optim=optimizer) is empty,
+        "no state": [rekey(empty, kind, plain_model, optim=optimizer) is empty for kind in types],
         "to names": plain(rekey(numbered, types.PARAM_NAME, plain_model, optim=optimizer)),
         "to numbers": plain(rekey(named, types.PARAM_ID, plain_model, optim=optimizer)),
         "as it is": rekey(named, types.PARAM_NAME, plain_model, optim=optimizer) is named,

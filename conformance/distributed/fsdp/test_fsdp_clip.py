@@ -83,6 +83,13 @@ def test_the_norm_over_replicas_counts_each_element_once(twins_of: TwinsOf, stra
     assert_clipped([outcome.value for outcome in seen], setup, 0.25, 2.0)
 
 
+@clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.joint_norm")
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_sharded_gradients_and_others_have_one_norm(cpu_twins: Twins, norm_type: float) -> None:
+    seen = cpu_twins.values(clip_cases.clip_with_a_unit_that_is_not_sharded, FLAT, norm_type=norm_type)
+    assert_clipped(seen, FLAT, 0.25, norm_type)
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.nonfinite")
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
