@@ -1,4 +1,4 @@
-"""What in a source serves a log alone: what is written to one is no behaviour of torch's, nor is whether it is."""
+"""What in a source serves a log or a terminal alone: what is written there is no behaviour of torch's, nor is whether."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Set
 
 _LOGGERS = ("log", "logger", "logging")
 _LOGS = ("torch._C._log_api_usage_once", "torch._logging.")
+_PRINTS = ("print", "traceback.print_stack")
 _GROWTH = ("add", "append", "extend")
 
 
@@ -74,9 +75,10 @@ def _read(node: ast.AST, is_left_out: Callable[[ast.AST], bool]) -> Iterator[str
 
 
 def _is_of_a_log(node: ast.AST) -> bool:
-    """Whether it is a call of `logger.info`, of `self._perf_hint_log.debug`, or of what else writes to one."""
+    """Whether it is a call of `logger.info`, of `self._perf_hint_log.debug`, or of what else writes to one or prints."""
     if not isinstance(node, ast.Call):
         return False
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
     name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
-    return name.rpartition("_")[2] in _LOGGERS or ast.unparse(node.func).startswith(_LOGS)
+    called = ast.unparse(node.func)
+    return name.rpartition("_")[2] in _LOGGERS or called.startswith(_LOGS) or called in _PRINTS
