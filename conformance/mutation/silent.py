@@ -1,4 +1,4 @@
-"""What in a source serves a log or a terminal alone: what is written there is no behaviour of torch's, nor is whether."""
+"""What in a source serves a log or a terminal alone: what stands there is no behaviour of torch's, nor whether."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _read(node: ast.AST, is_left_out: Callable[[ast.AST], bool]) -> Iterator[str
 
 
 def _is_of_a_log(node: ast.AST) -> bool:
-    """Whether it is a call of `logger.info`, of `self._perf_hint_log.debug`, or of what else writes to one or prints."""
+    """Whether it is a call of `logger.info`, of `self._perf_hint_log.debug`, or of what else writes or prints."""
     if not isinstance(node, ast.Call):
         return False
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None

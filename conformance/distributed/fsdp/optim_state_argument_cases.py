@@ -210,16 +210,25 @@ def _add_own(given: Any, values: Iterable[str]) -> None:
 
 
 def refused_to_save(lab: Lab) -> dict[str, Any]:
-    """An optimizer of some parameters alone, and one that did not step on all ranks."""
+    """An optimizer of some parameters alone, one that did not step on all ranks, and one of units of both kinds."""
     parameters = list(lab.model.parameters())
     some = torch.optim.SGD(parameters[1:], lr=0.05, momentum=0.5)
     step(lab.model, some)
     uneven = torch.optim.SGD(parameters, lr=0.05, momentum=0.5)
     if lab.rank.rank == 0:
         step(lab.model, uneven)
+    of_both_kinds = lab.tree.build()
+    of_both_kinds.head = lab.wrap(of_both_kinds.head, use_orig_params=not lab.setup.uses_orig_params)
+    of_both_kinds = lab.wrap(of_both_kinds, use_orig_params=lab.setup.uses_orig_params)
+    optimizer = Optimized().optimizer(of_both_kinds)
+    empty = {"state": {}, "param_groups": []}
     return {
         "some": tried(lambda: plain(_OLDER_FULL.save(lab, some))),
         "uneven": tried(lambda: plain(_OLDER_FULL.save(lab, uneven))),
+        "both kinds": tried(lambda: lab.fsdp.optim_state_dict(of_both_kinds, optimizer)),
+        "both kinds to load": tried(
+            lambda: lab.fsdp.optim_state_dict_to_load(of_both_kinds, optimizer, empty)
+        ),
     }
 
 
