@@ -19,6 +19,7 @@ from conformance import simulator
 from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters, mesh_of
 from conformance.distributed.fsdp.lab import Lab, filled, named
 from conformance.distributed.fsdp.module_trees import LEAVES, Batch, call, loss_of
+from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod, plain
 
 
 def construct(lab: Lab, *, way: str) -> dict[str, Any]:
@@ -303,3 +304,27 @@ def moved_between(lab: Lab) -> dict[str, Any]:
     lab.model.to(lab.rank.device)
     loss.backward()
     return {"gradients": lab.gradients(), "whole": gathered_parameters(lab.library, lab.model)}
+
+
+def trained_elsewhere_by_default(lab: Lab) -> dict[str, Any]:
+    """All of a training, and what is saved of it, where a tensor without a device is made on another one."""
+    plain_model, batch = lab.plain, lab.tree.batch(0, lab.rank.rank)
+    kinds = ("FULL", "SHARDED") if lab.setup.uses_orig_params else ("FULL", "SHARDED", "LOCAL")
+    ways = [StateDictMethod(kind) for kind in kinds]
+    with torch.device("meta"):
+        model = lab.model = lab.wrapped(plain_model)
+        loss = loss_of(call(model, lab.tree, batch))
+        loss.backward()
+        norms = [model.clip_grad_norm_(0.25, norm_type) for norm_type in (2.0, torch.inf)]
+    optimizer = Optimized("momentum").optimizer(model)
+    optimizer.step()
+    with torch.device("meta"):
+        saved = [way.save(lab, optimizer) for way in ways]
+        loaded = [plain(way.load(lab, optimizer, one)) for way, one in zip(ways, saved, strict=True)]
+        states = []
+        for way in ways:
+            with way.set_on(lab):
+                states.append(plain(model.state_dict()))
+        with lab.fsdp.summon_full_params(model, with_grads=lab.setup.uses_orig_params):
+            whole = named(model), lab.gradients()
+    return {"loss": loss.detach(), "norms": norms, "states": [plain(saved), loaded, states], "whole": whole}

@@ -124,6 +124,12 @@ def summon_in_backward(lab: Lab) -> Any:
     return _summoned_by(lab, lab.model.head.register_full_backward_hook)
 
 
+def backward_in_summon(lab: Lab) -> Any:
+    loss = loss_of(lab.forward())
+    with lab.fsdp.summon_full_params(lab.model):
+        return tried(loss.backward)
+
+
 def _summoned_by(lab: Lab, register: Any) -> Any:
     seen: list[Any] = []
     register(lambda *_: seen.append(tried(lambda: lab.fsdp.summon_full_params(lab.model).__enter__())))

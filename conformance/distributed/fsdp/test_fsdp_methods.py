@@ -6,6 +6,7 @@ import pytest
 
 from conformance.distributed.fsdp import construct_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.lab import SIMPLE
 from conformance.distributed.fsdp.twins import (
     Twins,
     Wrapping,
@@ -62,3 +63,9 @@ def test_optimizers_may_step_parameters_together(twins: Twins, setup: Setup) -> 
 @each_wrapping
 def test_moving_a_model_to_where_it_is_loses_no_graph(twins: Twins, wrapping: Wrapping) -> None:
     twins.agree(construct_cases.moved_between, leaf_by_leaf(**wrapping))
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.default_device")
+@each_wrapping
+def test_the_default_device_has_no_part_in_it(twins: Twins, wrapping: Wrapping) -> None:
+    twins.agree(construct_cases.trained_elsewhere_by_default, leaf_by_leaf(**wrapping), tree=SIMPLE)

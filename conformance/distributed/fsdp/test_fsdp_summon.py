@@ -88,6 +88,13 @@ def test_is_refused_where_parameters_are_in_use(twins: Twins, asks: Any) -> None
     assert "AssertionError" in str(twins.agree(asks, FLAT)[0].value)
 
 
+@clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.refused")
+@each_wrapping
+def test_a_backward_whose_forward_was_before_is_refused(twins: Twins, wrapping: Wrapping) -> None:
+    setup = replace(leaf_by_leaf(**wrapping), wrap="root")
+    assert "ValueError" in str(twins.agree(summon_cases.backward_in_summon, setup)[0].value)
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.computes")
 @pytest.mark.parametrize(
     ("by", "backward"), [("unit", ""), ("unit", "inside"), ("unit", "after"), ("module", "")]

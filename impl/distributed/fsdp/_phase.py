@@ -93,6 +93,13 @@ _REFUSED = {
         "without its parameters; leave the context first, or have every rank see them",
     ),
     **{
+        (phase, Move.BEGIN_BACKWARD): (
+            ValueError,
+            f"expected to be in states {[TrainingState.IDLE]} but current state is {TrainingState.SUMMON_FULL_PARAMS}",
+        )
+        for phase in (Phase.SUMMONED, Phase.SUMMONED_ON_FIRST_RANK)
+    },
+    **{
         (phase, move): (
             AssertionError,
             "Cannot manually unshard parameters when already unsharding parameters",
@@ -107,7 +114,7 @@ def advance(phase: Phase, move: Move, name: str) -> Phase:
     """The phase after a move of the unit `name`.
 
     Raises:
-        RuntimeError, AssertionError: it may not come now.
+        RuntimeError, ValueError, AssertionError: it may not come now.
     """
     try:
         return _NEXT[phase, move]
