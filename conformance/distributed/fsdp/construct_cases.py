@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -306,19 +307,29 @@ def moved_between(lab: Lab) -> dict[str, Any]:
     return {"gradients": lab.gradients(), "whole": gathered_parameters(lab.library, lab.model)}
 
 
-def trained_elsewhere_by_default(lab: Lab) -> dict[str, Any]:
-    """All of a training, and what is saved of it, where a tensor without a device is made on another one."""
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def trained_under_other_defaults(lab: Lab) -> dict[str, Any]:
+    """All of a training, and what is saved of it, where tensors are by default made elsewhere, in float64."""
     plain_model, batch = lab.plain, lab.tree.batch(0, lab.rank.rank)
     kinds = ("FULL", "SHARDED") if lab.setup.uses_orig_params else ("FULL", "SHARDED", "LOCAL")
     ways = [StateDictMethod(kind) for kind in kinds]
-    with torch.device("meta"):
+    with torch.device("meta"), _default_dtype(torch.float64):
         model = lab.model = lab.wrapped(plain_model)
         loss = loss_of(call(model, lab.tree, batch))
         loss.backward()
         norms = [model.clip_grad_norm_(0.25, norm_type) for norm_type in (2.0, torch.inf)]
     optimizer = Optimized("momentum").optimizer(model)
     optimizer.step()
-    with torch.device("meta"):
+    with torch.device("meta"), _default_dtype(torch.float64):
         saved = [way.save(lab, optimizer) for way in ways]
         loaded = [plain(way.load(lab, optimizer, one)) for way, one in zip(ways, saved, strict=True)]
         states = []

@@ -159,12 +159,13 @@ def _ranks_are_threads() -> Generator[None]:
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
 
 
 def _sharded_steps(lab: Lab, group: Any, number: int, model: Any) -> list[Any]:
-    inner = lab.wrap(model[0], process_group=group)
-    model = lab.wrap(nn.Sequential(inner, model[1]), process_group=group)
+    model[0] = lab.wrap(model[0], process_group=group)
+    model[1] = lab.wrap(model[1], process_group=group, strategy="NO_SHARD")
+    model = lab.wrap(model, process_group=group)
     reported = _steps(lab, group, number, model)
     with lab.fsdp.summon_full_params(model):
         reported += [parameter.detach().clone() for parameter in model.parameters()]

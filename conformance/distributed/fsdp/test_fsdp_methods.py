@@ -65,7 +65,7 @@ def test_moving_a_model_to_where_it_is_loses_no_graph(twins: Twins, wrapping: Wr
     twins.agree(construct_cases.moved_between, leaf_by_leaf(**wrapping))
 
 
-@clause("distributed.fsdp.fully_sharded_data_parallel.default_device")
+@clause("distributed.fsdp.fully_sharded_data_parallel.defaults")
 @each_wrapping
-def test_the_default_device_has_no_part_in_it(twins: Twins, wrapping: Wrapping) -> None:
-    twins.agree(construct_cases.trained_elsewhere_by_default, leaf_by_leaf(**wrapping), tree=SIMPLE)
+def test_defaults_for_new_tensors_have_no_part_in_it(twins: Twins, wrapping: Wrapping) -> None:
+    twins.agree(construct_cases.trained_under_other_defaults, leaf_by_leaf(**wrapping), tree=SIMPLE)
