@@ -115,10 +115,11 @@ def return_early(node: ast.AST) -> Iterator[ast.AST]:
 
 @_operator
 def stale_value(node: ast.AST) -> Iterator[ast.AST]:
-    """A name keeps its value where it is given a new one that is made of it."""
+    """A name keeps its value where it is given a new one that is made of it; `cast` makes none."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         name = node.targets[0].id
-        if any(isinstance(one, ast.Name) and one.id == name for one in ast.walk(node.value)):
+        is_cast = isinstance(node.value, ast.Call) and _last_name(node.value.func) == "cast"
+        if not is_cast and any(isinstance(one, ast.Name) and one.id == name for one in ast.walk(node.value)):
             yield ast.Pass()
 
 
