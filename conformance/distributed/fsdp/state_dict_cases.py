@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,6 +194,21 @@ def unsharded_state(lab: Lab) -> dict[str, torch.Tensor]:
 
 Damage = Callable[[dict[str, Any]], Any]
 _SOME, _BUFFER = "body.parts.0.inner.weight", "body.parts.1.parts.1.inner.running_mean"
+
+
+def _deal_in_two_parts(found: dict[str, Any]) -> None:
+    """Each rank has two shards of what is dealt row by row."""
+    dealt = found[_SOME]
+    if isinstance(dealt, ShardedTensor):
+        [shard] = dealt.local_shards()
+        first, rank = shard.metadata.shard_offsets[0], dist.get_rank()
+        parts = [
+            Shard.from_tensor_and_offsets(row, [first + number, 0], rank)
+            for number, row in enumerate(shard.tensor.split(1))
+        ]
+        found[_SOME] = ShardedTensor._init_from_local_shards(parts, dealt.size())
+
+
 FAULTS: dict[str, Damage] = {
     "missing": lambda found: (found.pop(_SOME), found.pop("head.bias")),
     "missing buffer": lambda found: found.pop(_BUFFER),
@@ -204,6 +220,7 @@ FAULTS: dict[str, Damage] = {
     "a word": lambda found: found.update({_SOME: "word"}),
     "whole": lambda found: found.update({_SOME: torch.ones(4, 3)}),
     "without values": lambda found: found.update({_SOME: found[_SOME].to("meta")}),
+    "two parts": _deal_in_two_parts,
     "misshaped part": lambda found: found.update({_SOME: found["head.weight"]}),
 }
 
