@@ -163,12 +163,14 @@ def _model() -> nn.Module:
 
 
 def _sharded_steps(lab: Lab, group: Any, number: int, model: Any) -> list[Any]:
-    model[0] = lab.wrap(model[0], process_group=group)
-    model[1] = lab.wrap(model[1], process_group=group, strategy="NO_SHARD")
-    model = lab.wrap(model, process_group=group)
+    asked = {"process_group": group, "use_orig_params": True}
+    model[0] = lab.wrap(model[0], **asked)
+    model[1] = lab.wrap(model[1], strategy="NO_SHARD", **asked)
+    model = lab.wrap(model, **asked)
     reported = _steps(lab, group, number, model)
-    with lab.fsdp.summon_full_params(model):
-        reported += [parameter.detach().clone() for parameter in model.parameters()]
+    with lab.fsdp.summon_full_params(model, with_grads=True):
+        for parameter in model.parameters():
+            reported += [parameter.detach().clone(), parameter.grad.clone()]
     return [*reported, model.state_dict()]
 
 

@@ -78,10 +78,14 @@ def full_precision_in_eval(lab: Lab) -> dict[str, str]:
 
 
 def buffers_in_eval(lab: Lab) -> list[dict[str, torch.dtype]]:
-    """By forwards in training, evaluation, and where some alone evaluate; some dtypes no batch statistics take."""
+    """By forwards in training, evaluation, and where some alone evaluate; some dtypes no batch statistics take.
+
+    One buffer has low precision itself.
+    """
     seen = []
+    lab.plain.register_buffer("narrow", torch.ones(2, dtype=torch.bfloat16))
     with _environment("FSDP_USE_FULL_PREC_IN_EVAL", "1"):
-        model = lab.wrapped(lab.tree.build())
+        model = lab.model
     for evaluates in ("nothing", "all", "the body", "all", "a part of it", "nothing"):
         model.train(evaluates != "all")
         model.body.train(evaluates in ("nothing", "a part of it"))
