@@ -20,7 +20,7 @@ from conformance import simulator
 from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters, mesh_of
 from conformance.distributed.fsdp.lab import Lab, filled, named
 from conformance.distributed.fsdp.module_trees import LEAVES, Batch, call, loss_of
-from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod, plain
+from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod, copied, plain
 
 
 def construct(lab: Lab, *, way: str) -> dict[str, Any]:
@@ -335,7 +335,9 @@ def trained_under_other_defaults(lab: Lab) -> dict[str, Any]:
         states = []
         for way in ways:
             with way.set_on(lab):
-                states.append(plain(model.state_dict()))
+                state = model.state_dict()
+                states.append(copied(plain(state)))
+                model.load_state_dict(state)
         with lab.fsdp.summon_full_params(model, with_grads=lab.setup.uses_orig_params):
             whole = named(model), lab.gradients()
     return {"loss": loss.detach(), "norms": norms, "states": [plain(saved), loaded, states], "whole": whole}
