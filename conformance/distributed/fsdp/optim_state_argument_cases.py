@@ -73,6 +73,19 @@ def of_some_ranks(lab: Lab) -> Any:
     }
 
 
+def of_each_pair(lab: Lab) -> Any:
+    """What each two ranks save of a model that they have to themselves."""
+    pairs = [[first, first + 1] for first in range(0, lab.rank.world_size, 2)]
+    group, _ = dist.new_subgroups_by_enumeration(pairs)
+    model = lab.model = lab.wrap(lab.plain, process_group=group, use_orig_params=True)
+    optimizer = Optimized("momentum").stepped(model)
+    saved = []
+    for way in (_FULL, StateDictMethod("FULL", rank0_only=True, offloads=False), StateDictMethod("SHARDED")):
+        with way.set_on(lab):
+            saved.append(plain(lab.fsdp.optim_state_dict(model, optimizer, group=group)))
+    return saved
+
+
 def of_one_replica(lab: Lab) -> Any:
     """A hybrid model whose first replica saves its optimizer, in the midst of a training that all go on with."""
     mesh = mesh_of(lab.rank, 2)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
@@ -63,11 +64,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def plain(value: Any) -> Any:
-    """With the part that this rank has for what is dealt, and how that is laid out; by sorted keys."""
+    """With the part that this rank has for what is dealt, and how that is laid out among whom; by sorted keys."""
     if isinstance(value, ShardedTensor):
         return {
             "metadata": repr(value.metadata()),
             "parts": [shard.tensor for shard in value.local_shards()],
+            "ranks": dist.get_process_group_ranks(value._process_group),
         }
     if isinstance(value, DTensor):
         return {"placements": repr(value.placements), "shape": tuple(value.shape), "part": value.to_local()}

@@ -136,6 +136,14 @@ def test_modules_may_swap_tensors(twins: Twins, kind: str, use_orig_params: bool
         assert outcome.value["loaded"]
 
 
+@clause("distributed.fsdp.fsdp_state_dict.exchanged")
+@pytest.mark.world_sizes(fewest=2, also=[3])
+def test_a_rank_that_has_nothing_of_a_unit_loads_its_shards(cpu_twins: Twins) -> None:
+    """Of a unit of two elements the third rank has none."""
+    for outcome in cpu_twins.agree(cases.loads_its_own, FLAT, form=Form("LOCAL")):
+        assert outcome.value["loaded"]
+
+
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
 @pytest.mark.parametrize("fault", ["", "misshaped"])
 @both_kinds
