@@ -13,7 +13,6 @@ its lines.
 
 A mutant whose line no test reaches on this device is *unreached* and left out of the share. So is one that is *idle*:
 it leaves out a wait that on this device is an empty function of torch's, as those of `torch.cpu`'s streams and events
-are, or a move to the CPU, where everything is: only another device can tell. And so is one that `equivalent.toml`
-proves to do the same.
+are, so that only another device can tell. And so is one that `equivalent.toml` proves to do the same.
 More than 10% of such proofs, or one whose lines are no longer there, is told and ends in exit code 1.
 """

@@ -141,7 +141,7 @@ def _judged(
         elif not tests:
             yield MutantResult(mutant, UNREACHED)
         elif is_idle(options.subject, mutant):
-            yield MutantResult(mutant, IDLE, "what it leaves out does nothing on the CPU")
+            yield MutantResult(mutant, IDLE, "what it leaves out is an empty function of torch.cpu")
         else:
             within = reach.within(tests, options.patience)
             trials.append(_killing(options.subject, mutant, within, len(tests), green, killers))

@@ -11,7 +11,6 @@ import importlib.util
 import inspect
 import itertools
 import random
-import re
 import textwrap
 import tomllib
 from collections.abc import Callable
@@ -203,23 +202,11 @@ def proof_of(package: str, mutant: Mutant) -> str:
 
 
 def is_idle(package: str, mutant: Mutant) -> bool:
-    """Whether it leaves out what does nothing where torch's FSDP runs on the CPU, as it does here."""
-    if (
-        package != ROOT
-        or mutant.site.operator not in ("drop_wait", "stale_value")
-        or torch.accelerator.is_available()
-    ):
+    """Whether it leaves out a wait that does nothing where torch's FSDP runs on the CPU, as it does here."""
+    if package != ROOT or mutant.site.operator != "drop_wait" or torch.accelerator.is_available():
         return False
-    [left_out] = (line[1:].strip() for line in diff(package, mutant) if line[0] == "-")
-    return does_nothing_on_the_cpu(ast.parse(left_out).body[0])
-
-
-def does_nothing_on_the_cpu(statement: ast.stmt) -> bool:
-    """Whether it waits by an empty function, or moves a tensor to where all of them are: `a = a.to(self.device)`."""
-    if isinstance(statement, ast.Assign):
-        moved = re.fullmatch(r"(\S+) = \1\.(cpu\(\)|to\([\w.]*device(_type)?\))", ast.unparse(statement))
-        return moved is not None
-    called = ast.unparse(statement.value.func)  # type: ignore[attr-defined]
+    [wait] = (line[1:].strip() for line in diff(package, mutant) if line[0] == "-")
+    called = ast.unparse(ast.parse(wait, mode="eval").body.func)  # type: ignore[attr-defined]
     return any(called.endswith(end) and is_empty(of) for end, of in _WAITS_OF_THE_CPU.items())
 
 

@@ -21,7 +21,6 @@ from conformance.mutation.groups import (
     GROUPS,
     clauses_of,
     diff,
-    does_nothing_on_the_cpu,
     draw,
     file_of,
     is_empty,
@@ -306,21 +305,6 @@ def test_a_wait_is_idle_where_the_devices_own_is_an_empty_function(monkeypatch: 
     monkeypatch.undo()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert not is_idle(ROOT, one)
-
-
-@pytest.mark.parametrize(
-    ("statement", "does_nothing"),
-    [
-        ("a = a.to(self.device)", True),
-        ("a = a.cpu()", True),
-        ("a = a.to(torch.float32)", False),
-        ("a = a.to(device, torch.float32)", False),
-        ("a = b.to(device)", False),
-        ("a = a.clone()", False),
-    ],
-)
-def test_a_move_to_where_a_tensor_is_does_nothing(statement: str, does_nothing: bool) -> None:
-    assert does_nothing_on_the_cpu(ast.parse(statement).body[0]) is does_nothing
 
 
 def test_an_empty_function_is_told_from_one_that_does_something() -> None:

@@ -317,19 +317,19 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None]:
         torch.set_default_dtype(before)
 
 
-def trained_under_other_defaults(lab: Lab) -> dict[str, Any]:
-    """All of a training, and what is saved of it, where tensors are by default made elsewhere, in float64."""
+def trained_under_defaults(lab: Lab, *, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """All of a training, and what is saved of it, where tensors are by default made there, and of this dtype."""
     plain_model, batch = lab.plain, lab.tree.batch(0, lab.rank.rank)
     kinds = ("FULL", "SHARDED") if lab.setup.uses_orig_params else ("FULL", "SHARDED", "LOCAL")
     ways = [StateDictMethod(kind) for kind in kinds]
-    with torch.device("meta"), _default_dtype(torch.float64):
+    with torch.device(device), _default_dtype(dtype):
         model = lab.model = lab.wrapped(plain_model)
         loss = loss_of(call(model, lab.tree, batch))
         loss.backward()
         norms = [model.clip_grad_norm_(0.25, norm_type) for norm_type in (2.0, torch.inf)]
     optimizer = Optimized("momentum").optimizer(model)
     optimizer.step()
-    with torch.device("meta"), _default_dtype(torch.float64):
+    with torch.device(device), _default_dtype(dtype):
         saved = [way.save(lab, optimizer) for way in ways]
         loaded = [plain(way.load(lab, optimizer, one)) for way, one in zip(ways, saved, strict=True)]
         states = []

@@ -163,14 +163,15 @@ def _model() -> nn.Module:
 
 
 def _sharded_steps(lab: Lab, group: Any, number: int, model: Any) -> list[Any]:
-    asked = {"process_group": group, "use_orig_params": True}
+    uses_orig_params = lab.setup.uses_orig_params
+    asked = {"process_group": group, "use_orig_params": uses_orig_params}
     model[0] = lab.wrap(model[0], **asked)
     model[1] = lab.wrap(model[1], strategy="NO_SHARD", **asked)
     model = lab.wrap(model, **asked)
     reported = _steps(lab, group, number, model)
-    with lab.fsdp.summon_full_params(model, with_grads=True):
-        for parameter in model.parameters():
-            reported += [parameter.detach().clone(), parameter.grad.clone()]
+    with lab.fsdp.summon_full_params(model, with_grads=uses_orig_params):
+        reported += [parameter.detach().clone() for parameter in model.parameters()]
+        reported += [parameter.grad.clone() for parameter in model.parameters() if uses_orig_params]
     return [*reported, model.state_dict()]
 
 
@@ -186,7 +187,7 @@ def _steps(lab: Lab, group: Any, number: int, model: Any) -> list[Any]:
         scaler.scale(model(x).square().mean()).backward()
         scaler.unscale_(optimizer)
         if hasattr(model, "clip_grad_norm_"):
-            reported.append(model.clip_grad_norm_(0.5, (2.0, torch.inf)[step % 2]))
+            reported.append(model.clip_grad_norm_(0.5, (torch.inf, 2.0)[step % 2]))
         scaler.step(optimizer)
         scaler.update()
         reported.append(scaler.get_scale())

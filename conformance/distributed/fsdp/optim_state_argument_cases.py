@@ -73,6 +73,15 @@ def of_some_ranks(lab: Lab) -> Any:
     }
 
 
+def of_the_first_rank(lab: Lab) -> Any:
+    """What is loaded where the first rank's state alone is asked for, and the others give another one."""
+    way = StateDictMethod("FULL", rank0_only=True, offloads=False)
+    optimizer = Optimized("momentum").stepped(lab.model)
+    saved = way.save(lab, optimizer)
+    others = {"state": {"nobody's": {}}, "param_groups": []}
+    return plain(way.load(lab, optimizer, others if lab.rank.rank else saved))
+
+
 def of_each_pair(lab: Lab) -> Any:
     """What each two ranks save of a model that they have to themselves."""
     pairs = [[first, first + 1] for first in range(0, lab.rank.world_size, 2)]

@@ -161,9 +161,8 @@ def outlived(lab: Lab, way: StateDictMethod) -> list[str]:
 def saved_again(lab: Lab, optimized: Optimized, saved: Mapping[str, Any], way: StateDictMethod) -> Any:
     """What a state dict that came from elsewhere is saved as, once an optimizer has loaded it."""
     fresh = optimized.optimizer(lab.model)
-    unread = {"state": "nobody looks at it"} if way.rank0_only else {}
-    is_read = lab.rank.rank == 0 or not (way.rank0_only or way.name == "scattered")
-    fresh.load_state_dict(way.load(lab, fresh, copied(saved) if is_read else unread))
+    is_given = lab.rank.rank == 0 or not (way.rank0_only or way.name == "scattered")
+    fresh.load_state_dict(way.load(lab, fresh, copied(saved) if is_given else {}))
     return plain(StateDictMethod("FULL", offloads=False).save(lab, fresh))
 
 

@@ -179,6 +179,23 @@ def state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
     return origin.state_dict()
 
 
+def with_a_late_parameter(lab: Lab, *, form: Form) -> dict[str, Any]:
+    """Of what a module inside a unit is given once that is wrapped: the unit around it manages the parameter."""
+    kind = {"use_orig_params": lab.setup.uses_orig_params}
+    inner = lab.plain.body = lab.wrap(lab.plain.body, **kind)
+    inner.module.parts[0].inner.late = nn.Parameter(torch.ones(4))
+    lab.model = lab.wrap(lab.plain, **kind)
+    set_form(lab.library, lab.model, form)
+    state_dict = moved(lab.model.state_dict())
+    keys = lab.model.load_state_dict(state_dict)
+    whole = unsharded_state(lab)
+    return {
+        "names": sorted(state_dict),
+        "keys": repr(keys),
+        "state": {name: whole[name] for name in sorted(whole)},
+    }
+
+
 def moved(state_dict: dict[str, Any]) -> dict[str, Any]:
     """With buffers that are nobody else's and have other values."""
     return {key: value + 1 if type(value) is torch.Tensor else value for key, value in state_dict.items()}
@@ -197,13 +214,12 @@ _SOME, _BUFFER = "body.parts.0.inner.weight", "body.parts.1.parts.1.inner.runnin
 
 
 def _deal_in_two_parts(found: dict[str, Any]) -> None:
-    """Each rank has two shards of what is dealt row by row."""
+    """Each row of what is dealt is a shard of its own."""
     dealt = found[_SOME]
     if isinstance(dealt, ShardedTensor):
-        [shard] = dealt.local_shards()
-        first, rank = shard.metadata.shard_offsets[0], dist.get_rank()
         parts = [
-            Shard.from_tensor_and_offsets(row, [first + number, 0], rank)
+            Shard.from_tensor_and_offsets(row, [shard.metadata.shard_offsets[0] + number, 0], dist.get_rank())
+            for shard in dealt.local_shards()
             for number, row in enumerate(shard.tensor.split(1))
         ]
         found[_SOME] = ShardedTensor._init_from_local_shards(parts, dealt.size())

@@ -15,17 +15,18 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from conformance.distributed.fsdp import group_cases
+from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.twins import Seen, Twins, holds, values_of
+from conformance.distributed.fsdp.twins import FLAT, Seen, Twins, flat_or_originals, holds, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 
 
-def assert_same(twins: Twins, program: Any, at: Path, **asked: Any) -> None:
+def assert_same(twins: Twins, program: Any, at: Path, setup: Setup = FLAT, **asked: Any) -> None:
     """Both libraries' ranks do it, which meet at files of their own."""
     expected, actual = (
-        twins.of(library, program, path=str(at / role), **asked)
+        twins.of(library, program, setup, path=str(at / role), **asked)
         for role, library in (("reference", twins.reference), ("subject", twins.subject))
     )
     values_of(expected)
@@ -37,11 +38,12 @@ def assert_same(twins: Twins, program: Any, at: Path, **asked: Any) -> None:
     ("kind", "has_default"),
     [("by hand", True), ("by hand", False), ("in Python", True), ("of threads", True)],
 )
+@flat_or_originals
 @pytest.mark.world_sizes(fewest=2)
-def test_trains(cpu_twins: Twins, kind: str, has_default: bool, tmp_path: Path) -> None:
+def test_trains(cpu_twins: Twins, setup: Setup, kind: str, has_default: bool, tmp_path: Path) -> None:
     if kind == "of threads" and not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):
         unavailable(f"torch {torch.__version__} cannot end groups of threads")
-    assert_same(cpu_twins, group_cases.train, tmp_path, kind=kind, has_default=has_default)
+    assert_same(cpu_twins, group_cases.train, tmp_path, setup, kind=kind, has_default=has_default)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.backend_as_group")

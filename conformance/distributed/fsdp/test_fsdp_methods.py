@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from conformance.distributed.fsdp import construct_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.lab import SIMPLE
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.twins import (
     Twins,
     Wrapping,
@@ -16,6 +18,7 @@ from conformance.distributed.fsdp.twins import (
     leaf_by_leaf,
 )
 from conformance.judge.clauses import clause
+from conformance.judge.tolerances import EXACT
 
 each_wrap = pytest.mark.parametrize("wrap", ["root", "leaves", "manual"])
 
@@ -68,4 +71,9 @@ def test_moving_a_model_to_where_it_is_loses_no_graph(twins: Twins, wrapping: Wr
 @clause("distributed.fsdp.fully_sharded_data_parallel.defaults")
 @each_wrapping
 def test_defaults_for_new_tensors_have_no_part_in_it(twins: Twins, wrapping: Wrapping) -> None:
-    twins.agree(construct_cases.trained_under_other_defaults, leaf_by_leaf(**wrapping), tree=SIMPLE)
+    program, asked = (
+        construct_cases.trained_under_defaults,
+        {"setup": leaf_by_leaf(**wrapping), "tree": SIMPLE},
+    )
+    usual = twins.of_subject(program, device="cpu", dtype=torch.float32, **asked)
+    assert_ranks_agree(usual, twins.agree(program, device="meta", dtype=torch.float64, **asked), EXACT)

@@ -45,6 +45,12 @@ def test_ranks_that_have_no_model_need_not_take_part(cpu_twins: Twins, setup: Se
 
 
 @clause("distributed.fsdp.fsdp_optim_state.some_ranks")
+@flat_or_originals
+def test_the_first_ranks_state_is_loaded(cpu_twins: Twins, setup: Setup) -> None:
+    assert all(one["state"] for one in agreed(cpu_twins, cases.of_the_first_rank, setup))
+
+
+@clause("distributed.fsdp.fsdp_optim_state.some_ranks")
 def test_each_group_saves_what_it_trains(twins_of: TwinsOf) -> None:
     seen = values_of(twins_of(4).agree(cases.of_each_pair))
     assert [[bool(one.get("state")) for one in saved] for saved in seen] == 2 * [

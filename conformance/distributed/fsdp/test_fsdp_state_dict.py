@@ -19,7 +19,15 @@ from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.distributed.fsdp.state_dict_cases import Form
 from conformance.distributed.fsdp.state_dict_memory_cases import held_while_loading
-from conformance.distributed.fsdp.twins import FLAT, Twins, TwinsOf, both_kinds, leaf_by_leaf, values_of
+from conformance.distributed.fsdp.twins import (
+    FLAT,
+    Twins,
+    TwinsOf,
+    both_kinds,
+    flat_or_originals,
+    leaf_by_leaf,
+    values_of,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import EXACT
 from conformance.strategies.modules import module_trees
@@ -31,7 +39,13 @@ PRECISIONS = (None, None, {"buffer_dtype": torch.bfloat16}, {"param_dtype": torc
 
 FAULTS = {
     "FULL": ["missing", "missing buffer", "unexpected", "misshaped", "misshaped buffer", "a word"],
-    "SHARDED": ["missing", "missing buffer", "unexpected", "misshaped buffer", "whole", "two parts"],
+    "SHARDED": [
+        "missing",
+        "missing buffer",
+        "unexpected",
+        "misshaped buffer",
+        "whole",
+    ],
 }
 
 
@@ -144,6 +158,14 @@ def test_a_rank_that_has_nothing_of_a_unit_loads_its_shards(cpu_twins: Twins) ->
         assert outcome.value["loaded"]
 
 
+@clause("distributed.fsdp.fsdp_state_dict.exchanged")
+@each_kind
+@flat_or_originals
+def test_a_parameter_that_came_late(cpu_twins: Twins, setup: Setup, kind: str) -> None:
+    for outcome in cpu_twins.agree(cases.with_a_late_parameter, setup, EXACT, form=Form(kind)):
+        assert "body.parts.0.inner.late" in outcome.value["names"]
+
+
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
 @pytest.mark.parametrize("fault", ["", "misshaped"])
 @both_kinds
@@ -220,3 +242,11 @@ def test_what_raises(twins: Twins, kind: str, fault: str) -> None:
     asked = {"form": Form(kind), "fault": fault, "on": range(twins.world_size)}
     expected, actual = twins.of_both(cases.failed, FLAT, **asked)
     assert [one.value["error"] for one in actual] == [one.value["error"] for one in expected]
+
+
+@clause("distributed.fsdp.fsdp_state_dict.refused")
+@pytest.mark.parametrize("fault", ["two parts", "without values"])
+def test_parts_that_cannot_be_taken_are_refused(twins_of: TwinsOf, fault: str) -> None:
+    asked = {"form": Form("SHARDED"), "fault": fault, "on": range(2)}
+    for one in twins_of(2).values(cases.failed, FLAT, **asked):
+        assert "Error" in str(one["error"])
