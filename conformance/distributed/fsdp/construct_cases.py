@@ -299,6 +299,16 @@ def waits_for_offloaded(lab: Lab) -> list[int]:
     return seen
 
 
+def ignored_inside(lab: Lab, *, by: str) -> dict[str, Any]:
+    """Gradients where a unit, and not the one around it, is told what to ignore."""
+    kind = {"use_orig_params": lab.setup.uses_orig_params}
+    part = lab.plain.body.parts[0]
+    ignored = [part] if by == "ignored_modules" else list(part.parameters())
+    lab.plain.body = lab.wrap(lab.plain.body, **{by: ignored}, **kind)
+    lab.model = lab.wrap(lab.plain, **kind)
+    return {"loss": lab.backward(), "gradients": lab.gradients()}
+
+
 def moved_between(lab: Lab) -> dict[str, Any]:
     """To where the parameters are, between forward and backward."""
     loss = loss_of(lab.forward())

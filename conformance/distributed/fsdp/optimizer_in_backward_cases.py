@@ -19,16 +19,19 @@ def built() -> nn.Module:
     return filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh()))
 
 
-def trained(lab: Lab, *, by: str, accumulates: bool, **wrapping: Any) -> dict[str, Any]:
-    """Each optimizer has one parameter; `by` is `hooks` of the user's or `torch`'s helper.
+def trained(
+    lab: Lab, *, by: str, accumulates: bool, of: int | None = None, **wrapping: Any
+) -> dict[str, Any]:
+    """Each optimizer has one parameter, `of` so many; `by` is `hooks` of the user's or `torch`'s helper.
 
     Where it `accumulates`, a backward in no_sync comes before each.
     """
     model = lab.wrap(built(), **wrapping)
+    stepped = [*model.parameters()][:of]
     if by == "torch":
-        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": _LEARNING_RATE})
+        _apply_optimizer_in_backward(torch.optim.SGD, stepped, {"lr": _LEARNING_RATE})
     else:
-        for parameter in model.parameters():
+        for parameter in stepped:
             parameter.register_post_accumulate_grad_hook(_stepping(parameter))
     for number in range(_STEPS):
         if accumulates:
@@ -77,8 +80,8 @@ def _backward(model: nn.Module, rank: int, number: int) -> None:
     model(x).square().mean().backward()
 
 
-def trained_unsharded(world_size: int, accumulates: bool) -> dict[str, torch.Tensor]:
-    """With one optimizer after each backward."""
+def trained_unsharded(world_size: int, accumulates: bool, of: int | None = None) -> dict[str, torch.Tensor]:
+    """With one optimizer, `of` so many parameters, after each backward."""
     replicas = [built() for _ in range(world_size)]
     for number in range(_STEPS):
         for rank, replica in enumerate(replicas):
@@ -87,7 +90,7 @@ def trained_unsharded(world_size: int, accumulates: bool) -> dict[str, torch.Ten
             _backward(replica, rank, 2 * number + 1)
         average_gradients(replicas, Setup())
         for replica in replicas:
-            optimizer = torch.optim.SGD(replica.parameters(), lr=_LEARNING_RATE)
+            optimizer = torch.optim.SGD([*replica.parameters()][:of], lr=_LEARNING_RATE)
             optimizer.step()
             optimizer.zero_grad()
     return {name: parameter.detach() for name, parameter in replicas[0].named_parameters()}

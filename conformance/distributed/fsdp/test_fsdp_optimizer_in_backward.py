@@ -17,10 +17,10 @@ accumulates_or_not = pytest.mark.parametrize("accumulates", [False, True])
 is_refused = raises(RuntimeError, "only supported with use_orig_params=True")
 
 
-def assert_trained(seen: Any, accumulates: bool) -> None:
-    expected = cases.trained_unsharded(len(seen), accumulates)
+def assert_trained(seen: Any, accumulates: bool, of: int | None = None) -> None:
+    expected = cases.trained_unsharded(len(seen), accumulates, of)
     for one in values_of(seen):
-        assert one["left"] == 0
+        assert of or one["left"] == 0
         assert_all_close("whole_parameters", expected, one["whole"], TRAINED)
 
 
@@ -30,6 +30,27 @@ def assert_trained(seen: Any, accumulates: bool) -> None:
 def test_optimizers_step_in_backward(cpu_twins: Twins, strategy: str, accumulates: bool) -> None:
     asked = {"by": "torch", "strategy": strategy, "use_orig_params": True}
     assert_trained(cpu_twins.of_subject(cases.trained, accumulates=accumulates, **asked), accumulates)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")
+@sharded_or_not
+def test_one_parameter_steps_in_backward(cpu_twins: Twins, strategy: str) -> None:
+    asked = {"by": "torch", "of": 1, "strategy": strategy, "use_orig_params": True}
+    assert_trained(cpu_twins.agree(cases.trained, accumulates=False, **asked), accumulates=False, of=1)
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.stepping_hooks")
+@pytest.mark.deviation("fsdp.one_steps_in_backward")
+@sharded_or_not
+def test_one_parameter_steps_in_backward_while_others_accumulate(cpu_twins: Twins, strategy: str) -> None:
+    asked = {"by": "torch", "of": 1, "strategy": strategy, "use_orig_params": True}
+    cpu_twins.deviate(
+        cases.trained,
+        accumulates=True,
+        **asked,
+        we_do=lambda seen: holds(assert_trained, seen, accumulates=True, of=1),
+        may_agree=strategy == "FULL_SHARD" and not cpu_twins.is_alone,
+    )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")

@@ -6,10 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.distributed.fsdp import construct_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.rank_judging import share_of_examples
-from conformance.distributed.fsdp.twins import FULL, STRATEGIES, Twins, TwinsOf, each_strategy, leaf_by_leaf
+from conformance.distributed.fsdp.twins import (
+    FULL,
+    STRATEGIES,
+    Twins,
+    TwinsOf,
+    each_strategy,
+    flat_or_originals,
+    leaf_by_leaf,
+)
 from conformance.judge.clauses import clause
 from conformance.strategies.sharding import trainings
 
@@ -77,3 +86,10 @@ def test_what_is_ignored_stays_each_ranks_own(twins: Twins, ignored: str, data: 
     trained = trainings(strategy="FULL_SHARD", ignored=ignored, wraps=("root", "leaves", "size"))
     # In a world of one torch leaves a unit that is frozen without its registered parameters.
     twins.train(data.draw(trained.filter(lambda one: not one.mixes_frozen_with_trained)))
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.ignored")
+@pytest.mark.parametrize("by", ["ignored_modules", "ignored_states"])
+@flat_or_originals
+def test_what_a_unit_ignores_the_unit_around_it_ignores(cpu_twins: Twins, setup: Setup, by: str) -> None:
+    cpu_twins.agree(construct_cases.ignored_inside, setup, by=by)
