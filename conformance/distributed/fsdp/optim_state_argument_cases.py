@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 
-from conformance.distributed.fsdp.fsdp_cases import mesh_of
+from conformance.distributed.fsdp.fsdp_cases import gathered_parameters, mesh_of
 from conformance.distributed.fsdp.lab import Lab, filled, tried
 from conformance.distributed.fsdp.optim_state_cases import (
     Optimized,
@@ -83,7 +83,7 @@ def of_the_first_rank(lab: Lab) -> Any:
 
 
 def of_each_pair(lab: Lab) -> Any:
-    """What each two ranks save of a model that they have to themselves."""
+    """What each two ranks save of a model that they have to themselves, and the model that they load again."""
     pairs = [[first, first + 1] for first in range(0, lab.rank.world_size, 2)]
     group, _ = dist.new_subgroups_by_enumeration(pairs)
     model = lab.model = lab.wrap(lab.plain, process_group=group, use_orig_params=True)
@@ -92,7 +92,11 @@ def of_each_pair(lab: Lab) -> Any:
     for way in (_FULL, StateDictMethod("FULL", rank0_only=True, offloads=False), StateDictMethod("SHARDED")):
         with way.set_on(lab):
             saved.append(plain(lab.fsdp.optim_state_dict(model, optimizer, group=group)))
-    return saved
+    with StateDictMethod("SHARDED").set_on(lab):
+        state_dict = model.state_dict()
+        step(model, optimizer)
+        model.load_state_dict(state_dict)
+    return {"saved": saved, "loaded": gathered_parameters(lab.library, model)}
 
 
 def of_one_replica(lab: Lab) -> Any:
