@@ -57,12 +57,15 @@ def of_some_ranks(lab: Lab) -> Any:
     group = dist.new_group(range(last))
     if lab.rank.rank == last:
         return None
-    model = lab.wrap(lab.plain, process_group=group, use_orig_params=lab.setup.uses_orig_params)
+    model = lab.model = lab.wrap(lab.plain, process_group=group, use_orig_params=lab.setup.uses_orig_params)
     optimizer = Optimized("momentum").stepped(model)
     whole = lab.fsdp.full_optim_state_dict(model, optimizer, group=group)
     rows = lab.fsdp.sharded_optim_state_dict(model, optimizer, group=group)
     again = lab.fsdp.optim_state_dict(model, optimizer, group=group)
+    with StateDictMethod("FULL", rank0_only=True, offloads=False).set_on(lab):
+        from_the_first = lab.fsdp.optim_state_dict_to_load(model, optimizer, again, group=group)
     return {
+        "from the first": plain(from_the_first),
         "whole": plain(whole),
         "rows": plain(rows),
         "again": plain(again),
