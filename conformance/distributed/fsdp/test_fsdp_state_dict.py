@@ -39,13 +39,7 @@ PRECISIONS = (None, None, {"buffer_dtype": torch.bfloat16}, {"param_dtype": torc
 
 FAULTS = {
     "FULL": ["missing", "missing buffer", "unexpected", "misshaped", "misshaped buffer", "a word"],
-    "SHARDED": [
-        "missing",
-        "missing buffer",
-        "unexpected",
-        "misshaped buffer",
-        "whole",
-    ],
+    "SHARDED": ["missing", "missing buffer", "unexpected", "misshaped buffer", "whole"],
 }
 
 
