@@ -331,7 +331,7 @@ def trained_under_defaults(lab: Lab, *, device: str, dtype: torch.dtype) -> dict
     """All of a training, and what is saved of it, where tensors are by default made there, and of this dtype."""
     plain_model, batch = lab.plain, lab.tree.batch(0, lab.rank.rank)
     kinds = ("FULL", "SHARDED") if lab.setup.uses_orig_params else ("FULL", "SHARDED", "LOCAL")
-    ways = [StateDictMethod(kind) for kind in kinds]
+    ways = [StateDictMethod(kind, offloads=False) for kind in kinds]
     with torch.device(device), _default_dtype(dtype):
         model = lab.model = lab.wrapped(plain_model)
         loss = loss_of(call(model, lab.tree, batch))

@@ -70,10 +70,10 @@ def test_moving_a_model_to_where_it_is_loses_no_graph(twins: Twins, wrapping: Wr
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.defaults")
 @each_wrapping
-def test_defaults_for_new_tensors_have_no_part_in_it(twins: Twins, wrapping: Wrapping) -> None:
+def test_defaults_for_new_tensors_have_no_part_in_it(cpu_twins: Twins, wrapping: Wrapping) -> None:
     program, asked = (
         construct_cases.trained_under_defaults,
         {"setup": leaf_by_leaf(**wrapping), "tree": SIMPLE},
     )
-    usual = twins.of_subject(program, device="cpu", dtype=torch.float32, **asked)
-    assert_ranks_agree(usual, twins.agree(program, device="meta", dtype=torch.float64, **asked), EXACT)
+    usual = cpu_twins.of_subject(program, device="cpu", dtype=torch.float32, **asked)
+    assert_ranks_agree(usual, cpu_twins.agree(program, device="meta", dtype=torch.float64, **asked), EXACT)
