@@ -12,6 +12,7 @@ import torch
 
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
+from conformance.judge.global_state import default_dtype
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
 from conformance.strategies.gradients import Gradient
@@ -59,9 +60,5 @@ def test_under_another_default_dtype(compare: Compare, device: str, dtype: torch
             yield from harness.iteration(last)
         yield harness.did(harness.scaler.load_state_dict, harness.scaler.state_dict())
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         compare(scenario)
-    finally:
-        torch.set_default_dtype(before)

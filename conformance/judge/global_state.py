@@ -6,8 +6,9 @@ are what context managers change between enter and exit, so a call may well leav
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +126,16 @@ REGIONS: State = {
 
 # Settings first: a default device is a function mode too.
 EVERYTHING: State = {**SETTINGS, **REGIONS}
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class RandomStates:

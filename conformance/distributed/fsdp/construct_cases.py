@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,6 +20,7 @@ from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters, 
 from conformance.distributed.fsdp.lab import Lab, filled, named
 from conformance.distributed.fsdp.module_trees import LEAVES, Batch, call, loss_of
 from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod, copied, plain
+from conformance.judge.global_state import default_dtype
 
 
 def construct(lab: Lab, *, way: str) -> dict[str, Any]:
@@ -317,29 +317,19 @@ def moved_between(lab: Lab) -> dict[str, Any]:
     return {"gradients": lab.gradients(), "whole": gathered_parameters(lab.library, lab.model)}
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def trained_under_defaults(lab: Lab, *, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """All of a training, and what is saved of it, where tensors are by default made there, and of this dtype."""
     plain_model, batch = lab.plain, lab.tree.batch(0, lab.rank.rank)
     kinds = ("FULL", "SHARDED") if lab.setup.uses_orig_params else ("FULL", "SHARDED", "LOCAL")
     ways = [StateDictMethod(kind, offloads=False) for kind in kinds]
-    with torch.device(device), _default_dtype(dtype):
+    with torch.device(device), default_dtype(dtype):
         model = lab.model = lab.wrapped(plain_model)
         loss = loss_of(call(model, lab.tree, batch))
         loss.backward()
         norms = [model.clip_grad_norm_(0.25, norm_type) for norm_type in (2.0, torch.inf)]
     optimizer = Optimized("momentum").optimizer(model)
     optimizer.step()
-    with torch.device(device), _default_dtype(dtype):
+    with torch.device(device), default_dtype(dtype):
         saved = [way.save(lab, optimizer) for way in ways]
         loaded = [plain(way.load(lab, optimizer, one)) for way, one in zip(ways, saved, strict=True)]
         states = []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -377,17 +375,6 @@ def _has_values_of_other(lab: Lab) -> bool:
     actual = gathered_parameters(lab.library, lab.model)
     expected = lab.tree.build(1).named_parameters()
     return all(torch.equal(actual[name].cpu(), parameter.detach()) for name, parameter in expected)
-
-
-def outlived(lab: Lab, *, form: Form) -> list[str]:
-    """Keys whose tensors are there when the dict that has them is gone; buffers are the model's own."""
-    set_form(lab.library, lab.model, form)
-    own = {id(buffer) for buffer in lab.model.buffers()}
-    state_dict = lab.model.state_dict()
-    held = {key: weakref.ref(value) for key, value in state_dict.items() if id(value) not in own}
-    del state_dict
-    gc.collect()
-    return [key for key, one in held.items() if one() is not None]
 
 
 # -- another number of ranks

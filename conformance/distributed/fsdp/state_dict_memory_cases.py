@@ -1,7 +1,8 @@
-"""How much a rank holds while the model's state dict is saved or loaded."""
+"""How much a rank holds while the model's state dict is saved or loaded, and what is held of it afterwards."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.distributed.fsdp.lab import Lab
-from conformance.distributed.fsdp.state_dict_cases import on_demand
+from conformance.distributed.fsdp.state_dict_cases import Form, on_demand, set_form
 
 
 class PeakBytes(TorchDispatchMode):
@@ -60,3 +61,14 @@ def held_while_loading(lab: Lab) -> float:
     with PeakBytes(model.parameters()) as held:
         model.load_state_dict(state_dict)
     return held.most_bytes / model_bytes
+
+
+def outlived(lab: Lab, *, form: Form) -> list[str]:
+    """Keys whose tensors are there when the dict that has them is gone; buffers are the model's own."""
+    set_form(lab.library, lab.model, form)
+    own = {id(buffer) for buffer in lab.model.buffers()}
+    state_dict = lab.model.state_dict()
+    held = {key: weakref.ref(value) for key, value in state_dict.items() if id(value) not in own}
+    del state_dict
+    gc.collect()
+    return [key for key, one in held.items() if one() is not None]

@@ -18,7 +18,7 @@ from conformance.distributed.fsdp.lab import TREE
 from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.distributed.fsdp.state_dict_cases import Form
-from conformance.distributed.fsdp.state_dict_memory_cases import held_while_loading
+from conformance.distributed.fsdp.state_dict_memory_cases import held_while_loading, outlived
 from conformance.distributed.fsdp.twins import (
     FLAT,
     Twins,
@@ -200,7 +200,7 @@ def test_what_can_be_set(twins: Twins, by: str) -> None:
 @clause("distributed.fsdp.fsdp_state_dict.freed")
 @each_kind
 def test_nobody_else_holds_what_was_saved(cpu_twins: Twins, kind: str) -> None:
-    assert not any(cpu_twins.values(cases.outlived, FLAT, form=Form(kind)))
+    assert not any(cpu_twins.values(outlived, FLAT, form=Form(kind)))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.hooks")

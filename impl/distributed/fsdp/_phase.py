@@ -43,6 +43,11 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = 3
 
 
+def not_idle(state: TrainingState) -> str:
+    """Torch's sentence about what may be done between steps alone."""
+    return f"expected to be in states {[TrainingState.IDLE]} but current state is {state}"
+
+
 FORWARDS = (Phase.FORWARD, Phase.SUMMONED_FORWARD)
 BACKWARDS = (Phase.BACKWARD, Phase.SUMMONED_BACKWARD)
 SHOWN_ON_ALL_RANKS = (Phase.SUMMONED, Phase.SUMMONED_AND_USED)
@@ -93,10 +98,7 @@ _REFUSED = {
         "without its parameters; leave the context first, or have every rank see them",
     ),
     **{
-        (phase, Move.BEGIN_BACKWARD): (
-            ValueError,
-            f"expected to be in states {[TrainingState.IDLE]} but current state is {TrainingState.SUMMON_FULL_PARAMS}",
-        )
+        (phase, Move.BEGIN_BACKWARD): (ValueError, not_idle(TrainingState.SUMMON_FULL_PARAMS))
         for phase in (Phase.SUMMONED, Phase.SUMMONED_ON_FIRST_RANK)
     },
     **{

@@ -36,7 +36,7 @@ from impl.distributed.fsdp._module_init import (
     made_of,
     materialize_and_move,
 )
-from impl.distributed.fsdp._phase import FORWARDS, SHOWN, Phase, TrainingState
+from impl.distributed.fsdp._phase import FORWARDS, SHOWN, Phase, TrainingState, not_idle
 from impl.distributed.fsdp._private_names import PrivateNames
 from impl.distributed.fsdp._root import Root
 from impl.distributed.fsdp._state_dict.methods import StateDicts
@@ -455,9 +455,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     def _check_idle(self) -> None:
         if self.training_state is not TrainingState.IDLE:
-            raise ValueError(
-                f"expected to be in states {[TrainingState.IDLE]} but current state is {self.training_state}"
-            )
+            raise ValueError(not_idle(self.training_state))
 
     def _claim_inner(self) -> None:
         for one in self.fsdp_modules(self):

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from conformance.judge.global_state import default_dtype
 from impl import kernels
 from impl.kernels import AdamRule, Parameters, SGDRule, _dispatch, _native, fused_step
 from impl.kernels._native import CHUNK, CODES
@@ -224,12 +225,8 @@ def test_the_defaults_of_torch_do_not_matter(
         kernels.scale_(grads, kernels.total_norm(grads, 2.0).reciprocal())
     assert (norm.item(), flag.item()) == (12.0, 0.0)
     assert torch.equal(grads[0], torch.full((3,), 2.0) * torch.tensor(12.0).reciprocal())
-    torch.set_default_dtype(torch.float64)
-    try:
-        with kernels.backend(backend):
-            norm, flag = kernels.checked_norm(grads, 2.0)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with kernels.backend(backend), default_dtype(torch.float64):
+        norm, flag = kernels.checked_norm(grads, 2.0)
     assert (norm.dtype, flag.dtype) == (torch.float32, torch.float32)
 
 
