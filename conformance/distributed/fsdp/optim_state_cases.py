@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from conformance.distributed.fsdp.fsdp_cases import Setup, clean, gathered_parameters
 from conformance.distributed.fsdp.lab import Lab
+from conformance.distributed.fsdp.state_dict_cases import placements
 from conformance.judge.library import load_library
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -130,14 +131,20 @@ def there_and_back(lab: Lab, optimized: Optimized, way: StateDictMethod) -> Any:
     optimizer = optimized.stepped(lab.model)
     before = copied(plain(optimizer.state_dict()))
     saved = way.save(lab, optimizer)
-    seen = {"order": [*saved.get("state", ())], "saved": copied(plain(saved))}
+    # Whether parts that are offloaded have left the device, `placed` asks; one rank that has the whole loads it there.
+    of_parts = on_host if way.offloads and way.name in ("sharded", "SHARDED") else copied
+    seen = {"order": [*saved.get("state", ())], "saved": of_parts(plain(saved))}
     fresh = optimized.optimizer(lab.model)
     found = way.load(lab, fresh, saved)
     # What torch scatters is on the host or not as the rank and the parameter have it.
-    seen["found"] = on_host(plain(found)) if way.name == "scattered" else copied(plain(found))
+    seen["found"] = on_host(plain(found)) if way.name == "scattered" else of_parts(plain(found))
     fresh.load_state_dict(found)
     step(lab.model, fresh)
     return {**seen, "before": before, "after": plain(fresh.state_dict())}
+
+
+def placed(lab: Lab, way: StateDictMethod) -> list[tuple[bool, bool]]:
+    return placements(lab, way.save(lab, Optimized().stepped(lab.model)), offloads=way.offloads)
 
 
 def copied(value: Any) -> Any:

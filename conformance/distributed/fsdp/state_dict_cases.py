@@ -97,15 +97,19 @@ def saved(
 
 
 def placed(lab: Lab, *, form: Form) -> list[tuple[bool, bool]]:
-    """Of each part that this rank has, whether it is where it was asked for, and said to be."""
     set_form(lab.library, lab.model, form)
-    asked = torch.device("cpu") if form.config.get("offload_to_cpu") else lab.rank.device
-    sharded = [value for value in lab.model.state_dict().values() if isinstance(value, ShardedTensor)]
+    return placements(lab, lab.model.state_dict(), offloads=form.config.get("offload_to_cpu", False))
+
+
+def placements(lab: Lab, saved: Mapping[str, Any], *, offloads: bool) -> list[tuple[bool, bool]]:
+    """Of each part that this rank has, whether it is where it was asked for, and said to be."""
+    asked = torch.device("cpu") if offloads else lab.rank.device
     seen: list[tuple[bool, bool]] = []
-    for value in sharded:
-        said = [one for one in value.metadata().shards_metadata if _rank_of(one) == lab.rank.rank]
-        for part, one in zip(value.local_shards(), said, strict=True):
-            seen.append((part.tensor.device == asked, one.placement.device() == asked))
+    for value in tree_leaves(saved):
+        if isinstance(value, ShardedTensor):
+            said = [one for one in value.metadata().shards_metadata if _rank_of(one) == lab.rank.rank]
+            for part, one in zip(value.local_shards(), said, strict=True):
+                seen.append((part.tensor.device == asked, one.placement.device() == asked))
     return seen
 
 

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.distributed.fsdp import optim_state_cases
 from conformance.distributed.fsdp import state_dict_cases as cases
 from conformance.distributed.fsdp import state_dict_hook_cases as hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.lab import TREE
+from conformance.distributed.fsdp.lab import TREE, Program
+from conformance.distributed.fsdp.optim_state_cases import StateDictMethod
 from conformance.distributed.fsdp.state_dict_cases import Form
 from conformance.distributed.fsdp.twins import (
     FLAT,
@@ -162,16 +164,21 @@ def test_modules_built_on_meta(cpu_twins: Twins, kind: str, use_orig_params: boo
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
 @pytest.mark.deviation("fsdp.shards_said_to_be_on_the_cpu")
+@pytest.mark.parametrize("of", ["model", "optimizer"])
 @pytest.mark.parametrize(("kind", "offloads"), [("SHARDED", False), ("SHARDED", True), ("LOCAL", False)])
 @pytest.mark.world_sizes(fewest=2)
-def test_shards_are_where_they_are_said_to_be(twins: Twins, kind: str, offloads: bool) -> None:
+def test_shards_are_where_they_are_said_to_be(twins: Twins, of: str, kind: str, offloads: bool) -> None:
+    asked: tuple[Program, dict[str, Any]] = {
+        "model": (cases.placed, {"form": Form(kind, {"offload_to_cpu": offloads})}),
+        "optimizer": (optim_state_cases.placed, {"way": StateDictMethod(kind, offloads=offloads)}),
+    }[of]
     twins.deviate(
-        cases.placed,
+        asked[0],
         FLAT,
-        form=Form(kind, {"offload_to_cpu": offloads}),
         torch_does=each(lambda seen: {*seen} == {(not offloads, offloads)}),
         we_do=each(lambda seen: {*seen} == {(True, True)}),
         may_agree=True,  # where the group serves no other device, and of LOCAL_STATE_DICT
+        **asked[1],
     )
 
 
