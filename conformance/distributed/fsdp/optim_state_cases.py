@@ -143,6 +143,18 @@ def there_and_back(lab: Lab, optimized: Optimized, way: StateDictMethod) -> Any:
     return {**seen, "before": before, "after": plain(fresh.state_dict())}
 
 
+def saved_beside_meta(lab: Lab, way: StateDictMethod) -> Any:
+    """Where tensors are, with those of a parameter that is ignored and has no values: these cannot be offloaded."""
+    lab.plain.beside = nn.Linear(2, 2, device="meta")
+    kind = {"use_orig_params": lab.setup.uses_orig_params}
+    lab.model = lab.wrap(lab.plain, ignored_modules=[lab.plain.beside], **kind)
+    optimizer = Optimized("momentum").optimizer(lab.model)
+    for parameter in lab.model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.numel() else None
+    optimizer.step()
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.device.type, plain(way.save(lab, optimizer)))
+
+
 def placed(lab: Lab, way: StateDictMethod) -> list[tuple[bool, bool]]:
     return placements(lab, way.save(lab, Optimized().stepped(lab.model)), offloads=way.offloads)
 

@@ -181,11 +181,12 @@ def state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
     return origin.state_dict()
 
 
-def with_a_late_parameter(lab: Lab, *, form: Form) -> dict[str, Any]:
-    """Of what a module inside a unit is given once that is wrapped: the unit around it manages the parameter."""
+def with_a_late_parameter(lab: Lab, *, form: Form, of: str) -> dict[str, Any]:
+    """Of what a module of a unit, or one inside it, is given once it is wrapped: the unit around it manages the
+    parameter."""
     kind = {"use_orig_params": lab.setup.uses_orig_params}
     inner = lab.plain.body = lab.wrap(lab.plain.body, **kind)
-    inner.module.parts[0].inner.late = nn.Parameter(torch.ones(4))
+    inner.module.get_submodule(of).late = nn.Parameter(torch.ones(4))
     lab.model = lab.wrap(lab.plain, **kind)
     set_form(lab.library, lab.model, form)
     state_dict = moved(lab.model.state_dict())

@@ -28,6 +28,7 @@ from conformance.distributed.fsdp.twins import (
     Twins,
     TwinsOf,
     both_kinds,
+    flat_or_originals,
     leaf_by_leaf,
     values_of,
 )
@@ -120,6 +121,15 @@ def test_there_and_back_on_replicas(twins_of: TwinsOf, kind: str) -> None:
     setup = Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves")
     asked = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
     twins_of(4).agree(cases.there_and_back, setup, EXACT, may_raise=True, **asked)
+
+
+@clause("distributed.fsdp.fsdp_optim_state.there_and_back")
+@by_name(_OLDER_FULL, *_TYPES)
+@flat_or_originals
+def test_a_state_without_values_is_not_offloaded(
+    cpu_twins: Twins, setup: Setup, way: StateDictMethod
+) -> None:
+    cpu_twins.agree(cases.saved_beside_meta, setup, EXACT, may_raise=True, way=way)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.as_unwrapped")

@@ -156,7 +156,8 @@ def test_a_rank_that_has_nothing_of_a_unit_loads_its_shards(cpu_twins: Twins) ->
 @each_kind
 @flat_or_originals
 def test_a_parameter_that_came_late(cpu_twins: Twins, setup: Setup, kind: str) -> None:
-    for outcome in cpu_twins.agree(cases.with_a_late_parameter, setup, EXACT, form=Form(kind)):
+    asked = {"form": Form(kind), "of": "parts.0.inner"}
+    for outcome in cpu_twins.agree(cases.with_a_late_parameter, setup, EXACT, **asked):
         assert "body.parts.0.inner.late" in outcome.value["names"]
 
 

@@ -196,6 +196,23 @@ def test_shards_of_flat_parameters_are_offloaded(twins: Twins) -> None:
     )
 
 
+@clause("distributed.fsdp.fsdp_state_dict.came_late")
+@pytest.mark.deviation("fsdp.late_parameter_of_a_wrapped_module")
+@each_kind
+@flat_or_originals
+def test_a_parameter_that_a_wrapped_module_itself_was_given(
+    cpu_twins: Twins, setup: Setup, kind: str
+) -> None:
+    cpu_twins.deviate(
+        cases.with_a_late_parameter,
+        setup,
+        form=Form(kind),
+        of="",
+        torch_does=raises(AssertionError, "FSDP assumes body..late is in the state_dict"),
+        we_do=each(lambda one: "body.late" in one["names"] and "All keys matched" in one["keys"]),
+    )
+
+
 @clause("distributed.fsdp.fsdp_state_dict.assigned")
 @pytest.mark.deviation("fsdp.assigned_parameters")
 @each_kind
