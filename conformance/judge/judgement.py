@@ -23,7 +23,6 @@ from conformance.judge.heading import replay_command
 from conformance.judge.library import NotProvided, load_library
 from conformance.judge.reference_limits import ReferenceCannot
 from conformance.judge.tolerances import take_margins
-from conformance.ranks import RankRaised
 
 RED = ("failed", "hang", "crash", "stale")
 _MOST_TEXT = 4000
@@ -109,7 +108,8 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
         return "passed", ""
     error = call.excinfo.value
     text = describe(error)[:_MOST_TEXT]
-    if lacking := _lacking(error):
+    if isinstance(error, NotProvided):
+        lacking = error.path
         subject = load_library(item.config.option.subject)
         is_extension = clauses.clause_of(item) in claimed_extensions(subject.spec)
         if not is_claimed(subject, lacking) and not is_extension:
@@ -124,15 +124,6 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
     if report.outcome == "skipped":
         return "unavailable", str(getattr(error, "msg", error)).removeprefix("unavailable: ")
     return _KINDS.get(type(error).__name__, "failed"), text
-
-
-def _lacking(error: BaseException) -> str | None:
-    """The name that was asked for in vain, here or, before anything else went wrong, on a rank."""
-    if isinstance(error, NotProvided):
-        return error.path
-    if isinstance(error, RankRaised) and error.scene.failures[0].kind == NotProvided.__qualname__:
-        return error.scene.failures[0].text.rpartition(" ")[2]
-    return None
 
 
 _KINDS = {"Hang": "hang", "RankHung": "hang", "RankDied": "crash", StaleRow.__name__: "stale"}

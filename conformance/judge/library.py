@@ -29,6 +29,11 @@ class NotProvided(AttributeError):
         super().__init__(f"{library} does not provide {path}")
         self.path = path
 
+    @classmethod
+    def as_told(cls, text: str) -> NotProvided:
+        """Again, from the text of one that another process raised."""
+        return cls(*text.split(" does not provide "))
+
 
 class LookupFailed(Exception):
     """The subject raised when a name was looked up or its module imported; whatever it raised, the run goes on."""

@@ -178,10 +178,15 @@ def test_an_extension_is_asked_of_those_alone_that_claim_it(tmp_path: Path) -> N
 
 
 def test_what_only_ranks_find_lacking_is_not_provided(tmp_path: Path) -> None:
-    report = judged("lacks_what_ranks_ask_for", tmp_path, f"{ON_RANKS}[2-FSDP1 order train]")
-    [entry] = report["tests"]
-    lacking = "lacks_what_ranks_ask_for does not provide distributed.fsdp.wrap.ModuleWrapPolicy"
-    assert (entry["outcome"], entry["reason"]) == ("not provided", lacking)
+    asked = f"{ON_RANKS}[2-FSDP1 order train]", f"{WRITING}[fully_shard-2-8-eval]"
+    report = judged("lacks_what_ranks_ask_for", tmp_path, *asked)
+    lacking = (
+        f"lacks_what_ranks_ask_for does not provide distributed.fsdp.{name}"
+        for name in ("wrap.ModuleWrapPolicy", "fully_shard")
+    )
+    for test, reason in zip(asked, lacking, strict=True):
+        [entry] = of(report, test)
+        assert (entry["outcome"], entry["reason"]) == ("not provided", reason)
 
 
 def test_a_module_that_cannot_be_imported_takes_no_other_along(tmp_path: Path) -> None:
