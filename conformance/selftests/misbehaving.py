@@ -153,6 +153,15 @@ _FILES = {f"{name}/__init__.py": source for name, source in _SOURCES.items()} | 
     "lacks_what_ranks_ask_for/distributed/fsdp/__init__.py": (
         "from torch.distributed.fsdp import FullyShardedDataParallel\n"
     ),
+    # Neither with FSDP1 nor with GradScaler.
+    "has_names_alone/__init__.py": "",
+    "has_names_alone/distributed/__init__.py": "",
+    "has_names_alone/distributed/fsdp/__init__.py": (
+        "from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard\n"
+    ),
+    "has_names_alone/distributed/fsdp/sharded_grad_scaler.py": (
+        "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
+    ),
     "has_a_broken_module/__init__.py": _CLIPPING,
     "has_a_broken_module/amp.py": 'import sys\n\nsys.exit("amp is not for this machine")\n',
     "has_a_hanging_module/__init__.py": _CLIPPING,

@@ -32,6 +32,10 @@ EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
 _DESYNC = "conformance/distributed/fsdp/test_fsdp_desync.py"
 ON_RANKS = f"{_DESYNC}::test_what_changes_on_all_ranks"  # asks nothing of the subject but on ranks
 WRITING = f"{_DESYNC}::test_equal_sizes_in_another_order"  # which compares what ranks raised
+ALONE = (
+    "conformance/distributed/fsdp/test_fully_shard.py::test_what_is_ignored_stays_each_ranks_own",
+    "conformance/distributed/fsdp/test_sharded_grad_scaler.py::test_accumulation",
+)
 # Imported once for all subjects: each is judged in a fork, where telling torch's names needs all of these.
 _PRELOAD = [
     "torch._dynamo",
@@ -187,6 +191,12 @@ def test_what_only_ranks_find_lacking_is_not_provided(tmp_path: Path) -> None:
     for test, reason in zip(asked, lacking, strict=True):
         [entry] = of(report, test)
         assert (entry["outcome"], entry["reason"]) == ("not provided", reason)
+
+
+def test_a_name_is_judged_without_those_beside_it(tmp_path: Path) -> None:
+    report = judged("has_names_alone", tmp_path, *ALONE)
+    assert all(of(report, test) for test in ALONE)
+    assert {entry["outcome"] for entry in report["tests"]} == {"passed"}
 
 
 def test_a_module_that_cannot_be_imported_takes_no_other_along(tmp_path: Path) -> None:

@@ -110,10 +110,11 @@ class Harness:
         device: str,
         gradients: tuple[Gradient, ...] = FOUR,
         optimizer: str | Callable[[Any], Optimizer] = "sgd",
+        scaler: Any = None,  # else a GradScaler with these options
         **options: Any,
     ) -> None:
         self.library, self.device = library, device
-        self.scaler = library.amp.GradScaler(device, **options)
+        self.scaler = library.amp.GradScaler(device, **options) if scaler is None else scaler
         self.parameters = [gradient.parameter(device) for gradient in gradients]
         middle = len(self.parameters) // 2
         groups = [{"params": self.parameters[:middle]}, {"params": self.parameters[middle:]}]

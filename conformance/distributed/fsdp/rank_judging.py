@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hypothesis import settings
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, Step, Training, train_unsharded
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training, train_unsharded
 from conformance.distributed.fsdp.lab import TREE
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
@@ -37,7 +37,6 @@ def share_of_examples(share: float) -> settings:
 
 def outcomes(pool: RankPool, library: Library, case: str, **arguments: Any) -> list[Outcome]:
     """What every rank saw. Which warnings came counts, not how often: that is how many units there are."""
-    library.find(FSDP)  # missing here rather than on the ranks, which is reported as such
     seen = pool.run(f"{_PLACE}.{case}", library=library.spec, **arguments)
     return [replace(outcome, warned=_without_torchs_own(outcome.warned)) for outcome in seen]
 

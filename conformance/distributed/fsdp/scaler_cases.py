@@ -59,10 +59,9 @@ class Player:
         options = {**plan.options, **({} if group is None else {"process_group": group})}
         scaler = self._make(self._device, **options)
         self._harnesses = [
-            Harness(load_library(library), self._device, gradients, kind)
+            Harness(load_library(library), self._device, gradients, kind, scaler)
             for gradients, kind in zip(plan.parts[rank.rank], plan.optimizers, strict=True)
         ]
-        self._take(scaler)
 
     def make(self, call: ScalerCall) -> Outcome | None:
         if call.on is not None and self._rank not in call.on:
