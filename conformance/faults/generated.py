@@ -19,7 +19,6 @@ from typing import Any
 
 from conformance.faults.fault import Fault, subclass
 from conformance.judge import surface
-from conformance.judge.clauses import all_clauses
 
 _MISSING = object()
 _ASKED_LIKE_ANY = "taken so that it can be called like any wrap policy"
@@ -62,7 +61,7 @@ def has_effect(item: surface.SurfaceItem) -> bool:
 def fault_ids() -> Mapping[str, surface.SurfaceItem]:
     """Every generated fault, and the surface item it breaks."""
     found: dict[str, surface.SurfaceItem] = {}
-    for item in (*surface.items(), *_claimed_items()):
+    for item in surface.items():
         value = surface.resolve(item.path)
         if item.parameter:
             if has_effect(item):
@@ -77,12 +76,6 @@ def fault_ids() -> Mapping[str, surface.SurfaceItem]:
         else:
             found[f"skip:{item}"] = item
     return found
-
-
-def _claimed_items() -> list[surface.SurfaceItem]:
-    """Of a class that is begun, what a clause is about."""
-    covered = {name for clause in all_clauses().values() for name in clause.covers}
-    return [item for item in surface.begun_items() if str(item) in covered]
 
 
 def find(fault_id: str) -> Fault:

@@ -30,10 +30,13 @@ MODULES = (
     "distributed.fsdp.sharded_grad_scaler",
     "distributed.fsdp._fully_shard",  # its names are public a folder above
 )
-# A class whose clauses are being written: they may name what it has, which need not all be named yet.
-BEGUN = ("distributed.fsdp.FullyShardedDataParallel",)
-# Public by a spelling that no `__all__` lists, or listed and not ours.
-ADDED = ("nn.utils.get_total_norm", "nn.utils.clip_grads_with_norm_", "dynamo.OptimizerVariable")
+# Public by a spelling that no `__all__` lists, or in a module of which not all is ours.
+ADDED = (
+    "nn.utils.get_total_norm",
+    "nn.utils.clip_grads_with_norm_",
+    "distributed.fsdp.FullyShardedDataParallel",
+    "dynamo.OptimizerVariable",
+)
 # Where torch has what other packages may have in public.
 PRIVATE_IN_TORCH = {"dynamo.OptimizerVariable": "_dynamo.variables.optimizer.OptimizerVariable"}
 # Called by Dynamo alone: what it does is judged by what a compiled step does, whatever its methods are called.
@@ -103,6 +106,18 @@ def names() -> tuple[str, ...]:
     return (*found, *ADDED)
 
 
+def is_asked_for(path: str) -> bool:
+    """A name that is judged, a module of these, or what stands beside them and is given to them, such as an enum."""
+    if any(f"{name}.".startswith(f"{path}.") for name in names()):
+        return True
+    module, _, name = path.rpartition(".")
+    try:
+        resolve(path)
+    except (ImportError, AttributeError):
+        return False
+    return not name.startswith("_") and any(one.rpartition(".")[0] == module for one in names())
+
+
 def _defined_in(module: ModuleType) -> list[str]:
     """Names without an underscore, but for what the module imports from elsewhere."""
     return [
@@ -125,21 +140,10 @@ def items() -> tuple[SurfaceItem, ...]:
     return tuple(item for path in names() for item in _items_of(path, resolve(path)))
 
 
-@functools.cache
-def begun_items() -> tuple[SurfaceItem, ...]:
-    return tuple(item for path in BEGUN for item in _items_of(path, resolve(path)))
-
-
-@functools.cache
-def owners() -> frozenset[str]:
-    """What methods and parameters are part of: every name, also of a class that is begun."""
-    return frozenset((*names(), *BEGUN))
-
-
 def owner(item: str) -> str:
     """The name that an item is, or is a method or parameter of; an item of no name that is known is its own."""
     path = item.partition("(")[0]
-    return next((name for name in (path, path.rpartition(".")[0]) if name in owners()), path)
+    return next((name for name in (path, path.rpartition(".")[0]) if name in names()), path)
 
 
 def _items_of(path: str, value: Any) -> Iterator[SurfaceItem]:

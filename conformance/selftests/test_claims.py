@@ -37,9 +37,11 @@ def subject_that_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Genera
 
 def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
     library = subject_that_says("""
+        claims = ["distributed.fsdp.FullyShardedDataParallel"]
         [names]
         "amp.GradScaler" = "torch.cuda.amp.GradScaler"
-        "distributed.fsdp" = "torch.distributed.fsdp"
+        "distributed.fsdp.wrap" = "torch.distributed.fsdp.wrap"
+        "distributed.fsdp.ShardingStrategy" = "torch.distributed.fsdp.ShardingStrategy"
         nn.utils.clip_grad_norm_ = "torch.nn.utils.clip_grad_value_"
     """)
     assert list(wrong_in_claims(library)) == []
@@ -71,6 +73,10 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
         (
             "[names]\n'amp.GradScalar' = 'torch.amp.GradScaler'",
             "[names] has 'amp.GradScalar', which torch does not have; did you mean 'amp.GradScaler'?",
+        ),
+        (
+            "[names]\n'distributed.fsdp.ShardingStrategies' = 'torch.distributed.fsdp.ShardingStrategy'",
+            "[names] has 'distributed.fsdp.ShardingStrategies', which torch does not have",
         ),
         (
             "[names]\n'amp.GradScaler' = 'torch.amp.LossScaler'",

@@ -15,7 +15,7 @@ from torch import nn
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, wrapped
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
-from conformance.judge.library import Library, load_library
+from conformance.judge.library import Library, LookupFailed, NotProvided, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
@@ -120,6 +120,8 @@ def tried(call: Callable[[], Any]) -> Any:
     """What a call returns, or the type and text of what it raises: for calls after which the program goes on."""
     try:
         return call()
+    except (NotProvided, LookupFailed):
+        raise
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
