@@ -105,9 +105,11 @@ def swap_bounds(node: ast.AST) -> Iterator[ast.AST]:
 
 @_operator
 def return_early(node: ast.AST) -> Iterator[ast.AST]:
-    """A function ends before one of its statements."""
+    """A function ends before one of its statements that does something."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         for position in range(1 if ast.get_docstring(node) else 0, len(node.body)):
+            if isinstance(node.body[position], ast.Pass):
+                continue
             early = copy.copy(node)
             early.body = [*node.body[:position], ast.copy_location(ast.Return(), node.body[position])]
             yield early

@@ -86,6 +86,7 @@ MISTAKES = {
     "return_early": {
         "a()\nb()": ["return", "a()\nreturn"],
         "'''Says.'''\na()": ["'''Says.'''\nreturn"],
+        "pass": [],
     },
     "stale_value": {"a = a.float()": ["pass"], "b = a": [], "a.b = a": []},
     "wrong_group": {
