@@ -57,7 +57,7 @@ def units(library: Library, model: nn.Module) -> list[tuple[str, Any]]:
         [
             None,
             MixedPrecision(torch.bfloat16),
-            MixedPrecision(torch.bfloat16, _module_classes_to_ignore=(nn.LayerNorm, Block)),
+            MixedPrecision(torch.bfloat16, _module_classes_to_ignore=[nn.LayerNorm, Block]),
         ]
     ),
     use_orig_params=st.booleans(),
