@@ -9,12 +9,13 @@ _LOGGERS = ("log", "logger", "logging")
 _LOGS = ("torch._C._log_api_usage_once", "torch._logging.")
 _PRINTS = ("print", "traceback.print_stack")
 _GROWTH = ("add", "append", "extend")
+_QUESTIONS = ("get_", "has_", "is_")  # what a call that only answers begins with
 
 
 def silent_in(tree: ast.AST) -> Set[ast.AST]:
     """Docstrings, lines for a log, branches around these, and statements that make what only they read.
 
-    A branch that calls something else to decide is in it, but for its test: that may do more than to answer.
+    A branch that calls more than questions to decide is in it, but for its test: that may do more than to answer.
     """
     silent: Set[ast.AST] = {
         node
@@ -30,8 +31,14 @@ def silent_in(tree: ast.AST) -> Set[ast.AST]:
 
 
 def asks_others(expression: ast.expr) -> bool:
-    """Whether anything but a log is called."""
-    return any(isinstance(node, ast.Call) and not _is_of_a_log(node) for node in ast.walk(expression))
+    """Whether anything but a log or a question is called."""
+    calls = [node for node in ast.walk(expression) if isinstance(node, ast.Call)]
+    return any(not _is_of_a_log(call) and not _is_question(call) for call in calls)
+
+
+def _is_question(call: ast.Call) -> bool:
+    """Of `dist.get_rank()` and `_is_static(x)`."""
+    return ast.unparse(call.func).rpartition(".")[2].lstrip("_").startswith(_QUESTIONS)
 
 
 def _serves(node: ast.AST, silent: Set[ast.AST], names: Set[str]) -> bool:

@@ -61,6 +61,7 @@ MISTAKES = {
         "if a: b()": ["if not a:\n    b()"],
         "if rank and logger.isEnabledFor(1):\n    b = a.names\n    logger.info(b)": [],
         "if a.pop(): logger.info(a)": [],
+        "if not a.get_rank() and _is_loud(a): logger.info(a)": [],
         "b = []\nif a.pop():\n    b.append(group)\nif b: logger.info(b)": [],
         "b = []\nif rank: b.append(group)\nif b: logger.info(b)\nreturn b": [
             "b = []\nif not rank: b.append(group)\nif b: logger.info(b)\nreturn b"
