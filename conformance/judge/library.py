@@ -28,11 +28,10 @@ class NotProvided(AttributeError):
     def __init__(self, library: str, path: str) -> None:
         super().__init__(f"{library} does not provide {path}")
         self.path = path
+        self._made_of = library, path
 
-    @classmethod
-    def as_told(cls, text: str) -> NotProvided:
-        """Again, from the text of one that another process raised."""
-        return cls(*text.split(" does not provide "))
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), self._made_of
 
 
 class LookupFailed(Exception):
@@ -71,7 +70,26 @@ class Library:
         return self.place_or_object(name)
 
     def find(self, path: str) -> Any:
-        """The object at a dotted path; modules come back as places one can look further from."""
+        """The object at a dotted path; modules come back as places one can look further from.
+
+        A subject that has none of the enums and configurations that FSDP1 is given takes torch's.
+        """
+        try:
+            return self._own(path)
+        except NotProvided:
+            if path in surface.given() and not self._has_given:
+                return surface.resolve(path)
+            raise
+
+    @functools.cached_property
+    def _has_given(self) -> bool:
+        for path in surface.given():
+            with contextlib.suppress(NotProvided):
+                self._own(path)
+                return True
+        return False
+
+    def _own(self, path: str) -> Any:
         if self.package == "torch":
             path = surface.PRIVATE_IN_TORCH.get(path, path)
         found, walked, names = self._start(path)

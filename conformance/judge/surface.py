@@ -12,7 +12,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from types import ModuleType
 from typing import Any
 
@@ -106,16 +106,16 @@ def names() -> tuple[str, ...]:
     return (*found, *ADDED)
 
 
-def is_asked_for(path: str) -> bool:
-    """A name that is judged, a module of these, or what stands beside them and is given to them, such as an enum."""
-    if any(f"{name}.".startswith(f"{path}.") for name in names()):
-        return True
-    module, _, name = path.rpartition(".")
-    try:
-        resolve(path)
-    except (ImportError, AttributeError):
-        return False
-    return not name.startswith("_") and any(one.rpartition(".")[0] == module for one in names())
+@functools.cache
+def given() -> tuple[str, ...]:
+    """The enums and configurations that FSDP1 is given: no names that are judged by themselves."""
+    beside = importlib.import_module("torch.distributed.fsdp")
+    found = {f"distributed.fsdp.{name}": getattr(beside, name) for name in beside.__all__}
+    return tuple(path for path, value in found.items() if path not in names() and _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    return inspect.isclass(value) and (issubclass(value, enum.Enum) or is_dataclass(value))
 
 
 def _defined_in(module: ModuleType) -> list[str]:

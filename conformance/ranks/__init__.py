@@ -12,6 +12,7 @@ What goes wrong in a rank is an exception in the parent, and the ranks are made 
     RankDied      a rank's process ended
     RankHung      ranks passed the deadline; with the Python stacks of those inside
     RanksDiverged two ranks issued different collectives, reported at once as a comparison rather than as a hang
+    NotProvided, LookupFailed   as the judge's library raised them, where a rank asked for a name in vain
 
 `fixtures` gives tests their pools, `python -m conformance.ranks --faults 200` shows that nothing is left behind.
 Linux only: it builds on the fork server, on /proc and on signals for lost pipes.

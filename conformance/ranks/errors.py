@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from conformance.judge.library import LookupFailed, NotProvided
 from conformance.ranks.collective_traces import Collective
 
 _LAST_COLLECTIVES = 5
@@ -21,6 +22,8 @@ class Failure:
     # CLOCK_MONOTONIC is the same for all processes of a machine, so the cause can be told from its echoes.
     when_ns: int
     exitcode: int | None = None
+    # What a subject was asked for in vain: no fault of the case's.
+    lookup: NotProvided | LookupFailed | None = None
 
     def __str__(self) -> str:
         if self.exitcode is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from conformance import simulator
-from conformance.judge.library import NotProvided
+from conformance.judge.library import LookupFailed, NotProvided
 from conformance.judge.seeding import run_seed
 from conformance.ranks.collective_traces import Collective, CollectiveTraces
 from conformance.ranks.errors import (
@@ -102,7 +102,8 @@ class RankPool:
 
         Raises:
             RankRaised, RankDied, RankHung, RanksDiverged: as the package says; the ranks are gone then.
-            NotProvided: before anything else went wrong a rank asked a subject for a name that it lacks.
+            NotProvided, LookupFailed: before anything else went wrong a rank asked a subject for a name that it lacks,
+                or that cannot be looked up.
             PoolBroken: the ranks did not come up.
         """
         request = pickle.dumps((case, arguments))
@@ -216,7 +217,7 @@ class RankPool:
                 for message in key.data.heard(key.fileobj, self._selector):
                     yield key.data, message
 
-    def _fault(self, case: str, progress: _Progress, clock: _Clock) -> RankFault | NotProvided:
+    def _fault(self, case: str, progress: _Progress, clock: _Clock) -> RankFault | NotProvided | LookupFailed:
         inside = [rank for rank, end in zip(self._ranks, progress.ends, strict=True) if end is None]
         failures = sorted((end for end in progress.ends if isinstance(end, Failure)), key=_happened_ns)
         scene = Scene(
@@ -228,9 +229,9 @@ class RankPool:
             outputs={rank.number: rank.wrote() for rank in self._ranks},
             traces=self.traces,
         )
-        if failures and failures[0].kind == NotProvided.__qualname__:
-            return NotProvided.as_told(failures[0].text)
         if failures and not progress.has_diverged_first:
+            if failures[0].lookup:
+                return failures[0].lookup
             kind = RankRaised if failures[0].exitcode is None else RankDied
             return kind(str(failures[0]), scene)
         if progress.collectives.divergence:

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from conformance import simulator
 from conformance.judge import seeding
 from conformance.judge.environment import quieten_triton
+from conformance.judge.library import LookupFailed, NotProvided
 from conformance.ranks import by_value
 from conformance.ranks.channel import Channel
 from conformance.ranks.collective_traces import report_collectives
@@ -242,4 +243,5 @@ def _failure(rank: int, error: BaseException) -> Failure:
         text=str(seen)[:_LONGEST_TEXT],
         traceback="".join(seen.format())[-_LONGEST_TEXT:],
         when_ns=time.monotonic_ns(),
+        lookup=error if isinstance(error, (NotProvided, LookupFailed)) else None,
     )

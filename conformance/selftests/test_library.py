@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -30,3 +32,16 @@ def test_a_replaced_class_is_replaced_under_each_spelling() -> None:
     library.replace("amp.autocast", lambda original: type("Another", (original,), {}))
     assert [made.__name__ for made in library.autocast.__mro__[:2]] == ["Another", "Other"]
     assert torch.amp.autocast.__name__ == "autocast"
+
+
+def test_what_fsdp_is_given_is_torchs_where_a_subject_has_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Library("json").distributed.fsdp.ShardingStrategy is torch.distributed.fsdp.ShardingStrategy
+    package = tmp_path / "has_one_enum" / "distributed" / "fsdp"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("class ShardingStrategy: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    library = Library("has_one_enum")
+    assert library.distributed.fsdp.ShardingStrategy.__module__ == "has_one_enum.distributed.fsdp"
+    assert not library.provides("distributed.fsdp.StateDictType")

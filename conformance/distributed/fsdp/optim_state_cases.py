@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from conformance.distributed.fsdp.fsdp_cases import Setup, clean, gathered_parameters
 from conformance.distributed.fsdp.lab import Lab
@@ -69,7 +69,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, ShardedTensor):
         return {
             "metadata": repr(value.metadata()),
-            "parts": [shard.tensor for shard in value.local_shards()],
+            "parts": [shard.tensor.cpu() for shard in value.local_shards()],  # `placed` asks where they are
             "ranks": dist.get_process_group_ranks(value._process_group),
         }
     if isinstance(value, DTensor):
@@ -131,13 +131,14 @@ def there_and_back(lab: Lab, optimized: Optimized, way: StateDictMethod) -> Any:
     optimizer = optimized.stepped(lab.model)
     before = copied(plain(optimizer.state_dict()))
     saved = way.save(lab, optimizer)
-    # Whether parts that are offloaded have left the device, `placed` asks; one rank that has the whole loads it there.
-    of_parts = on_host if way.offloads and way.name in ("sharded", "SHARDED") else copied
-    seen = {"order": [*saved.get("state", ())], "saved": of_parts(plain(saved))}
+    # Row optim_state.whole_states_that_are_offloaded.
+    is_whole = lab.rank.world_size == 1 or lab.setup.strategy == "NO_SHARD"
+    kept = on_host if is_whole and way.offloads and way.name in ("sharded", "SHARDED") else copied
+    seen = {"order": [*saved.get("state", ())], "saved": kept(plain(saved))}
     fresh = optimized.optimizer(lab.model)
     found = way.load(lab, fresh, saved)
     # What torch scatters is on the host or not as the rank and the parameter have it.
-    seen["found"] = on_host(plain(found)) if way.name == "scattered" else of_parts(plain(found))
+    seen["found"] = (on_host if way.name == "scattered" else kept)(plain(found))
     fresh.load_state_dict(found)
     step(lab.model, fresh)
     return {**seen, "before": before, "after": plain(fresh.state_dict())}
@@ -157,6 +158,12 @@ def saved_beside_meta(lab: Lab, way: StateDictMethod) -> Any:
 
 def placed(lab: Lab, way: StateDictMethod) -> list[tuple[bool, bool]]:
     return placements(lab, way.save(lab, Optimized().stepped(lab.model)), offloads=way.offloads)
+
+
+def devices(lab: Lab, way: StateDictMethod) -> set[str]:
+    """Where the states are that are no numbers."""
+    saved = plain(way.save(lab, Optimized("momentum").stepped(lab.model)))
+    return {tensor.device.type for tensor in tree_leaves(saved["state"]) if isinstance(tensor, torch.Tensor)}
 
 
 def copied(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -189,7 +190,10 @@ def with_a_late_parameter(lab: Lab, *, form: Form, of: str) -> dict[str, Any]:
     inner.module.get_submodule(of).late = nn.Parameter(torch.ones(4))
     lab.model = lab.wrap(lab.plain, **kind)
     set_form(lab.library, lab.model, form)
-    state_dict = moved(lab.model.state_dict())
+    state_dict = moved(copy.deepcopy(lab.model.state_dict()))
+    with torch.no_grad():
+        for parameter in lab.model.parameters():
+            parameter.zero_()
     keys = lab.model.load_state_dict(state_dict)
     whole = unsharded_state(lab)
     return {

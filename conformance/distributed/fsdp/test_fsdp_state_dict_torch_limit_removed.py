@@ -24,6 +24,7 @@ from conformance.distributed.fsdp.twins import (
     both_kinds,
     each,
     flat_or_originals,
+    leaf_by_leaf,
     raises,
     values_of,
 )
@@ -164,21 +165,51 @@ def test_modules_built_on_meta(cpu_twins: Twins, kind: str, use_orig_params: boo
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
 @pytest.mark.deviation("fsdp.shards_said_to_be_on_the_cpu")
-@pytest.mark.parametrize("of", ["model", "optimizer"])
 @pytest.mark.parametrize(("kind", "offloads"), [("SHARDED", False), ("SHARDED", True), ("LOCAL", False)])
 @pytest.mark.world_sizes(fewest=2)
-def test_shards_are_where_they_are_said_to_be(twins: Twins, of: str, kind: str, offloads: bool) -> None:
-    asked: tuple[Program, dict[str, Any]] = {
-        "model": (cases.placed, {"form": Form(kind, {"offload_to_cpu": offloads})}),
-        "optimizer": (optim_state_cases.placed, {"way": StateDictMethod(kind, offloads=offloads)}),
-    }[of]
+def test_shards_are_where_they_are_said_to_be(twins: Twins, kind: str, offloads: bool) -> None:
+    judge_placement(twins, cases.placed, offloads, form=Form(kind, {"offload_to_cpu": offloads}))
+
+
+@clause("distributed.fsdp.fsdp_state_dict.placed")
+@pytest.mark.deviation("fsdp.shards_said_to_be_on_the_cpu")
+@pytest.mark.parametrize(
+    "way",
+    [
+        StateDictMethod("sharded"),
+        StateDictMethod("SHARDED"),
+        StateDictMethod("SHARDED", offloads=False),
+        StateDictMethod("LOCAL", offloads=False),
+    ],
+    ids=str,
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_parts_of_states_are_where_they_are_said_to_be(twins: Twins, way: StateDictMethod) -> None:
+    judge_placement(twins, optim_state_cases.placed, way.offloads, way=way)
+
+
+@clause("distributed.fsdp.fsdp_state_dict.placed")
+@pytest.mark.deviation("optim_state.whole_states_that_are_offloaded")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_states_that_are_not_sharded_are_offloaded(twins: Twins, strategy: str, device: str) -> None:
     twins.deviate(
-        asked[0],
+        optim_state_cases.devices,
+        leaf_by_leaf(strategy, use_orig_params=True),
+        way=StateDictMethod("SHARDED"),
+        torch_does=each(lambda seen: seen == {device}),
+        we_do=each(lambda seen: seen == {"cpu"}),
+        may_agree=True,  # on the CPU, and where ranks have parts
+    )
+
+
+def judge_placement(twins: Twins, program: Program, offloads: bool, **asked: Any) -> None:
+    twins.deviate(
+        program,
         FLAT,
         torch_does=each(lambda seen: {*seen} == {(not offloads, offloads)}),
         we_do=each(lambda seen: {*seen} == {(True, True)}),
         may_agree=True,  # where the group serves no other device, and of LOCAL_STATE_DICT
-        **asked[1],
+        **asked,
     )
 
 
@@ -209,7 +240,7 @@ def test_a_parameter_that_a_wrapped_module_itself_was_given(
         form=Form(kind),
         of="",
         torch_does=raises(AssertionError, "FSDP assumes body..late is in the state_dict"),
-        we_do=each(lambda one: "body.late" in one["names"] and "All keys matched" in one["keys"]),
+        we_do=each(lambda one: "body.late" in one["names"] and one["state"]["body.late"].values.all()),
     )
 
 

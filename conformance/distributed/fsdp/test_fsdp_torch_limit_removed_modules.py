@@ -84,6 +84,16 @@ def test_a_unit_may_have_no_elements(cpu_twins: Twins, strategy: str) -> None:
     )
 
 
+@clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
+@pytest.mark.deviation("fsdp.unsharded_without_elements")
+def test_the_last_of_what_is_not_sharded_may_have_no_elements(cpu_twins: Twins) -> None:
+    cpu_twins.deviate(
+        cases.states_without_elements,
+        torch_does=raises(RuntimeError, "1.weight is not in the optimizer state"),
+        we_do=each(lambda saved: saved == ["0.bias", "0.weight", "1.weight"]),
+    )
+
+
 @clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_of_inner_modules")
 def test_a_module_inside_a_unit_may_have_hooks_that_read_parameters(cpu_twins: Twins) -> None:
     with torch.no_grad():

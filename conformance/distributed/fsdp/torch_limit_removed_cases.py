@@ -214,6 +214,16 @@ def accumulate(
     return {"losses": losses, "norm": norm, "whole": gathered_gradients(lab.library, model)}
 
 
+def states_without_elements(lab: Lab) -> list[str]:
+    """Of which parameters the states of an optimizer are saved; the last one of what is not sharded has no elements."""
+    whole = nn.Sequential(nn.Linear(3, 4), Nothing())
+    model = lab.wrap(filled(whole), strategy="NO_SHARD", use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
+    accumulated(model, lab.rank.rank)
+    optimizer.step()
+    return sorted(lab.fsdp.optim_state_dict(model, optimizer)["state"])
+
+
 def one_step_of_many_units(lab: Lab, *, keeps: bool) -> None:
     model = lab.wrap(nn.Sequential(*(Keeping() for _ in range(4))), units=[Keeping])
     output, _ = model((torch.ones(2, 3), Kept() if keeps else None))
