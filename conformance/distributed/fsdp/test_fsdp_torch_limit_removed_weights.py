@@ -11,7 +11,7 @@ from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleT
 from conformance.distributed.fsdp.rank_judging import assert_like_unsharded, trains_like_unsharded
 from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
 from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import averaged_gradients, gave
-from conformance.distributed.fsdp.twins import Twins, holds, raises
+from conformance.distributed.fsdp.twins import Twins, each, holds, raises
 from conformance.judge.clauses import clause
 
 
@@ -72,6 +72,16 @@ def test_gradients_in_low_precision_are_shown_at_both_places_of_a_parameter(
         lambda library: cpu_twins.trained(library, training),
         torch_does=raises(RuntimeError, "attempting to assign a gradient with dtype"),
         we_do=lambda seen: holds(assert_like_unsharded, seen, training, tolerance_of(policy)),
+    )
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.frozen_without_sharding")
+@pytest.mark.deviation("fsdp.frozen_without_sharding")
+def test_what_is_frozen_stays_a_parameter(cpu_twins: Twins) -> None:
+    cpu_twins.deviate(
+        cases.saved_after_a_backward,
+        torch_does=raises(AssertionError, "FSDP assumes 0.weight is in the state_dict"),
+        we_do=each(lambda saved: saved == ["0.bias", "0.weight", "1.bias", "1.weight"]),
     )
 
 

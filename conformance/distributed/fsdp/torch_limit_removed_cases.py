@@ -214,6 +214,15 @@ def accumulate(
     return {"losses": losses, "norm": norm, "whole": gathered_gradients(lab.library, model)}
 
 
+def saved_after_a_backward(lab: Lab) -> list[str]:
+    """The names of what is saved of a model whose outer unit is frozen and is given what needs no gradients."""
+    kind = {"strategy": "NO_SHARD", "use_orig_params": True}
+    outer = nn.Linear(3, 4).requires_grad_(False)
+    model = lab.wrap(nn.Sequential(outer, lab.wrap(nn.Linear(4, 2), **kind)), **kind)
+    model(torch.ones(2, 3)).sum().backward()
+    return sorted(model.state_dict())
+
+
 def states_without_elements(lab: Lab) -> list[str]:
     """Of which parameters the states of an optimizer are saved; the last one of what is not sharded has no elements."""
     whole = nn.Sequential(nn.Linear(3, 4), Nothing())

@@ -150,7 +150,8 @@ class Twins:
         seen = [self.trained(library, training, **limits) for library in (self.reference, self.subject)]
         if training.mixes_frozen_with_trained:
             seen = [[without_layout(outcome) for outcome in ranks] for ranks in seen]
-        loses_in_torch = training.accumulates_what_thawed(len(seen[1]))
+        ranks = len(seen[1])
+        loses_in_torch = training.accumulates_what_thawed(ranks) or training.loses_what_is_frozen(ranks)
         if loses_in_torch and trains_like_unsharded(seen[1], training, tolerance):
             return
         assert_ranks_agree(*seen, tolerance)
