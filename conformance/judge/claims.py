@@ -116,7 +116,7 @@ def _wrong_names(library: Library) -> Iterator[str]:
             yield f"[names] has {path!r}, which torch does not have{known}; expected a public name that is judged"
             continue
         try:
-            library.find(path)
+            library.own(path)
         except NotProvided:
             yield f"[names] says that {path} is {place}, which is not there; expected module.name, as Python imports it"
         except LookupFailed as error:

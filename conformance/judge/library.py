@@ -72,10 +72,10 @@ class Library:
     def find(self, path: str) -> Any:
         """The object at a dotted path; modules come back as places one can look further from.
 
-        A subject that has none of the enums and configurations that FSDP1 is given takes torch's.
+        A subject that has none of its own of the enums and configurations that FSDP1 is given takes torch's.
         """
         try:
-            return self._own(path)
+            return self.own(path)
         except NotProvided:
             if path in surface.given() and not self._has_given:
                 return surface.resolve(path)
@@ -83,13 +83,19 @@ class Library:
 
     @functools.cached_property
     def _has_given(self) -> bool:
-        for path in surface.given():
-            with contextlib.suppress(NotProvided):
-                self._own(path)
-                return True
-        return False
+        return any(map(self._has_its_own, surface.given()))
 
-    def _own(self, path: str) -> Any:
+    def _has_its_own(self, path: str) -> bool:
+        """Also if it is broken, or lacking where the claims file says that it is."""
+        try:
+            return self.own(path) is not surface.resolve(path)
+        except NotProvided:
+            return path in self.claims_file.names
+        except LookupFailed:
+            return True
+
+    def own(self, path: str) -> Any:
+        """What the subject itself has at a path."""
         if self.package == "torch":
             path = surface.PRIVATE_IN_TORCH.get(path, path)
         found, walked, names = self._start(path)

@@ -79,6 +79,10 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
             "[names] has 'distributed.fsdp.ShardingStrategies', which torch does not have",
         ),
         (
+            "[names]\n'distributed.fsdp.ShardingStrategy' = 'torch.distributed.fsdp.Strategy'",
+            "[names] says that distributed.fsdp.ShardingStrategy is torch.distributed.fsdp.Strategy, which is not",
+        ),
+        (
             "[names]\n'amp.GradScaler' = 'torch.amp.LossScaler'",
             "[names] says that amp.GradScaler is torch.amp.LossScaler, which is not there; expected module.name",
         ),

@@ -58,6 +58,10 @@ class Setup:
     def uses_orig_params(self) -> bool:
         return bool(self.arguments.get("use_orig_params"))
 
+    def keeps_parameters_whole(self, world_size: int) -> bool:
+        """Where nothing is sharded, with `use_orig_params`."""
+        return self.uses_orig_params and (self.strategy == "NO_SHARD" or world_size == 1)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -86,19 +90,16 @@ class Training:
     def accumulates_what_thawed(self, world_size: int) -> bool:
         """Where torch may lose gradients: the row fsdp.accumulates_what_thawed."""
         thaws = [number for number, step in enumerate(self.steps) if step.before == "thaw"]
-        behind = self.steps[thaws[0] :] if thaws and self._keeps_parameters_whole(world_size) else ()
+        behind = self.steps[thaws[0] :] if thaws and self.setup.keeps_parameters_whole(world_size) else ()
         return any(step.order == "no_sync" and step.forwards > 1 for step in behind)
 
     def loses_what_is_frozen(self, world_size: int) -> bool:
-        """Where torch may lose parameters: the row fsdp.frozen_without_sharding, by inputs without gradients."""
+        """Where torch may lose parameters: the row fsdp.frozen_without_sharding."""
         freezes = self.mixes_frozen_with_trained or any(step.before == "freeze" for step in self.steps)
         is_cut = self.tree.takes == "dataclass" or any(
             leaf.kind == "lookup" for leaf in self.tree.body.leaves()
         )
-        return freezes and is_cut and self._keeps_parameters_whole(world_size)
-
-    def _keeps_parameters_whole(self, world_size: int) -> bool:
-        return self.setup.uses_orig_params and (self.setup.strategy == "NO_SHARD" or world_size == 1)
+        return freezes and is_cut and self.setup.keeps_parameters_whole(world_size)
 
 
 def train(rank: Rank, *, library: str, training: Training) -> Outcome:

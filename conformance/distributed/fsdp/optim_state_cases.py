@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def there_and_back(lab: Lab, optimized: Optimized, way: StateDictMethod) -> Any:
     before = copied(plain(optimizer.state_dict()))
     saved = way.save(lab, optimizer)
     # Row optim_state.whole_states_that_are_offloaded.
-    is_whole = lab.rank.world_size == 1 or lab.setup.strategy == "NO_SHARD"
+    is_whole = lab.setup.keeps_parameters_whole(lab.rank.world_size)
     kept = on_host if is_whole and way.offloads and way.name in ("sharded", "SHARDED") else copied
     seen = {"order": [*saved.get("state", ())], "saved": kept(plain(saved))}
     fresh = optimized.optimizer(lab.model)
@@ -161,9 +162,13 @@ def placed(lab: Lab, way: StateDictMethod) -> list[tuple[bool, bool]]:
 
 
 def devices(lab: Lab, way: StateDictMethod) -> set[str]:
-    """Where the states are that are no numbers."""
-    saved = plain(way.save(lab, Optimized("momentum").stepped(lab.model)))
-    return {tensor.device.type for tensor in tree_leaves(saved["state"]) if isinstance(tensor, torch.Tensor)}
+    """Where the states are, of what is sharded the parts."""
+    saved = tree_leaves(way.save(lab, Optimized("momentum").stepped(lab.model))["state"])
+    parts = (
+        [one.tensor for one in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+        for value in saved
+    )
+    return {part.device.type for part in itertools.chain(*parts)}
 
 
 def copied(value: Any) -> Any:

@@ -214,23 +214,26 @@ def accumulate(
     return {"losses": losses, "norm": norm, "whole": gathered_gradients(lab.library, model)}
 
 
-def saved_after_a_backward(lab: Lab) -> list[str]:
+def saved_after_a_backward(lab: Lab, *, strategy: str) -> list[str]:
     """The names of what is saved of a model whose outer unit is frozen and is given what needs no gradients."""
-    kind = {"strategy": "NO_SHARD", "use_orig_params": True}
+    kind: dict[str, Any] = {"strategy": strategy, "use_orig_params": True}
     outer = nn.Linear(3, 4).requires_grad_(False)
     model = lab.wrap(nn.Sequential(outer, lab.wrap(nn.Linear(4, 2), **kind)), **kind)
     model(torch.ones(2, 3)).sum().backward()
     return sorted(model.state_dict())
 
 
-def states_without_elements(lab: Lab) -> list[str]:
-    """Of which parameters the states of an optimizer are saved; the last one of what is not sharded has no elements."""
+def states_without_elements(lab: Lab) -> dict[str, Any]:
+    """The shapes of gradients, and the names of states that are saved, where the last parameter has no elements."""
     whole = nn.Sequential(nn.Linear(3, 4), Nothing())
     model = lab.wrap(filled(whole), strategy="NO_SHARD", use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
     accumulated(model, lab.rank.rank)
+    gradients = [
+        parameter.grad is not None and tuple(parameter.grad.shape) for parameter in model.parameters()
+    ]
     optimizer.step()
-    return sorted(lab.fsdp.optim_state_dict(model, optimizer)["state"])
+    return {"gradients": gradients, "saved": sorted(lab.fsdp.optim_state_dict(model, optimizer)["state"])}
 
 
 def one_step_of_many_units(lab: Lab, *, keeps: bool) -> None:
