@@ -110,10 +110,11 @@ def _wrong_claims(library: Library) -> Iterator[str]:
 
 
 def _wrong_names(library: Library) -> Iterator[str]:
+    known = (*surface.names(), *surface.given())
     for path, place in library.claims_file.names.items():
-        if not any(f"{name}.".startswith(f"{path}.") for name in (*surface.names(), *surface.given())):
-            known = similar(path, surface.names())
-            yield f"[names] has {path!r}, which torch does not have{known}; expected a public name that is judged"
+        if not any(f"{name}.".startswith(f"{path}.") for name in known):
+            like = similar(path, known)
+            yield f"[names] has {path!r}, which torch does not have{like}; expected a public name that is judged"
             continue
         try:
             library.own(path)

@@ -27,11 +27,10 @@ class NotProvided(AttributeError):
 
     def __init__(self, library: str, path: str) -> None:
         super().__init__(f"{library} does not provide {path}")
-        self.path = path
-        self._made_of = library, path
+        self.library, self.path = library, path
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), self._made_of
+        return type(self), (self.library, self.path)
 
 
 class LookupFailed(Exception):

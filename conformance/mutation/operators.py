@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from conformance.mutation.silent import asks_others, silent_in
+from conformance.mutation.silent import asks_others, last_name, silent_in
 
 Operator = Callable[[ast.AST], Iterator[ast.AST]]
 OPERATORS: dict[str, Operator] = {}
@@ -120,7 +120,7 @@ def stale_value(node: ast.AST) -> Iterator[ast.AST]:
     """A name keeps its value where it is given a new one that is made of it; `cast` makes none."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         name = node.targets[0].id
-        is_cast = isinstance(node.value, ast.Call) and _last_name(node.value.func) == "cast"
+        is_cast = isinstance(node.value, ast.Call) and last_name(node.value.func) == "cast"
         if not is_cast and any(isinstance(one, ast.Name) and one.id == name for one in ast.walk(node.value)):
             yield ast.Pass()
 
@@ -142,7 +142,7 @@ def wrong_dtype(node: ast.AST) -> Iterator[ast.AST]:
 @_operator
 def wrong_rank(node: ast.AST) -> Iterator[ast.AST]:
     """Every rank takes itself for the first, or another one for it."""
-    if _last_name(node) == "rank" and isinstance(getattr(node, "ctx", None), ast.Load):
+    if last_name(node) == "rank" and isinstance(getattr(node, "ctx", None), ast.Load):
         yield ast.Constant(0)
     if isinstance(node, ast.Compare) and "rank" in ast.unparse(node.left):
         compared = node.comparators[0]
@@ -154,13 +154,8 @@ def _is_wait(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Call)
-        and _last_name(node.value.func) in _WAITS
+        and last_name(node.value.func) in _WAITS
     )
-
-
-def _last_name(node: ast.AST) -> str:
-    """Of `a.b.rank` and of `rank` it is `rank`."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_torch(node: ast.AST) -> bool:
@@ -172,11 +167,11 @@ def _with_arguments(node: ast.AST, ends: tuple[str, ...], other: ast.expr) -> It
     if not isinstance(node, ast.Call):
         return
     for position, given in enumerate(node.args):
-        if _last_name(given).endswith(ends):
+        if last_name(given).endswith(ends):
             args = [*node.args[:position], other, *node.args[position + 1 :]]
             yield ast.Call(node.func, args, node.keywords)
     for position, keyword in enumerate(node.keywords):
-        if _last_name(keyword.value).endswith(ends):
+        if last_name(keyword.value).endswith(ends):
             keywords = [*node.keywords]
             keywords[position] = ast.keyword(keyword.arg, other)
             yield ast.Call(node.func, node.args, keywords)

@@ -38,7 +38,7 @@ def asks_others(expression: ast.expr) -> bool:
 
 def _is_question(call: ast.Call) -> bool:
     """Of `dist.get_rank()` and `_is_static(x)`."""
-    return ast.unparse(call.func).rpartition(".")[2].lstrip("_").startswith(_QUESTIONS)
+    return last_name(call.func).lstrip("_").startswith(_QUESTIONS)
 
 
 def _serves(node: ast.AST, silent: Set[ast.AST], names: Set[str]) -> bool:
@@ -85,7 +85,11 @@ def _is_of_a_log(node: ast.AST) -> bool:
     """Whether it is a call of `logger.info`, of `self._perf_hint_log.debug`, or of what else writes or prints."""
     if not isinstance(node, ast.Call):
         return False
-    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-    name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
+    name = last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
     called = ast.unparse(node.func)
     return name.rpartition("_")[2] in _LOGGERS or called.startswith(_LOGS) or called in _PRINTS
+
+
+def last_name(node: ast.AST) -> str:
+    """Of `a.b.rank` and of `rank` it is `rank`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

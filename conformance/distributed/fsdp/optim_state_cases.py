@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from conformance.distributed.fsdp.fsdp_cases import Setup, clean, gathered_parameters
 from conformance.distributed.fsdp.lab import Lab
-from conformance.distributed.fsdp.state_dict_cases import placements
 from conformance.judge.library import load_library
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -70,7 +68,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, ShardedTensor):
         return {
             "metadata": repr(value.metadata()),
-            "parts": [shard.tensor.cpu() for shard in value.local_shards()],  # `placed` asks where they are
+            "parts": [
+                shard.tensor.cpu() for shard in value.local_shards()
+            ],  # `placed_states` asks where they are
             "ranks": dist.get_process_group_ranks(value._process_group),
         }
     if isinstance(value, DTensor):
@@ -150,25 +150,8 @@ def saved_beside_meta(lab: Lab, way: StateDictMethod) -> Any:
     lab.plain.beside = nn.Linear(2, 2, device="meta")
     kind = {"use_orig_params": lab.setup.uses_orig_params}
     lab.model = lab.wrap(lab.plain, ignored_modules=[lab.plain.beside], **kind)
-    optimizer = Optimized("momentum").optimizer(lab.model)
-    for parameter in lab.model.parameters():
-        parameter.grad = torch.ones_like(parameter) if parameter.numel() else None
-    optimizer.step()
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.device.type, plain(way.save(lab, optimizer)))
-
-
-def placed(lab: Lab, way: StateDictMethod) -> list[tuple[bool, bool]]:
-    return placements(lab, way.save(lab, Optimized().stepped(lab.model)), offloads=way.offloads)
-
-
-def devices(lab: Lab, way: StateDictMethod) -> set[str]:
-    """Where the states are, of what is sharded the parts."""
-    saved = tree_leaves(way.save(lab, Optimized("momentum").stepped(lab.model))["state"])
-    parts = (
-        [one.tensor for one in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
-        for value in saved
-    )
-    return {part.device.type for part in itertools.chain(*parts)}
+    saved = plain(way.save(lab, Optimized("momentum").stepped(lab.model)))
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.device.type, saved)
 
 
 def copied(value: Any) -> Any:

@@ -46,7 +46,7 @@ def described(value: Any) -> Any:
     """What a value of a state dict is, on this rank."""
     if isinstance(value, ShardedTensor):
         metadata = value.metadata()
-        parts = [(one.shard_offsets, one.shard_sizes, _rank_of(one)) for one in metadata.shards_metadata]
+        parts = [(one.shard_offsets, one.shard_sizes, rank_of(one)) for one in metadata.shards_metadata]
         local = [
             (one.metadata.shard_offsets, one.metadata.shard_sizes, one.tensor.detach().cpu().clone())
             for one in value.local_shards()
@@ -60,7 +60,7 @@ def described(value: Any) -> Any:
     return value
 
 
-def _rank_of(part: ShardMetadata) -> int:
+def rank_of(part: ShardMetadata) -> int:
     """Where on the rank it is, is asked by `placed`."""
     assert part.placement is not None
     return part.placement.rank()
@@ -95,23 +95,6 @@ def saved(
         "buffers": list(lab.model.named_buffers()),
         "loss": lab.backward(1),
     }
-
-
-def placed(lab: Lab, *, form: Form) -> list[tuple[bool, bool]]:
-    set_form(lab.library, lab.model, form)
-    return placements(lab, lab.model.state_dict(), offloads=form.config.get("offload_to_cpu", False))
-
-
-def placements(lab: Lab, saved: Mapping[str, Any], *, offloads: bool) -> list[tuple[bool, bool]]:
-    """Of each part that this rank has, whether it is where it was asked for, and said to be."""
-    asked = torch.device("cpu") if offloads else lab.rank.device
-    seen: list[tuple[bool, bool]] = []
-    for value in tree_leaves(saved):
-        if isinstance(value, ShardedTensor):
-            said = [one for one in value.metadata().shards_metadata if _rank_of(one) == lab.rank.rank]
-            for part, one in zip(value.local_shards(), said, strict=True):
-                seen.append((part.tensor.device == asked, one.placement.device() == asked))
-    return seen
 
 
 def shared(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, list[str]]:

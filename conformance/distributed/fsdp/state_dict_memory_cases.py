@@ -1,18 +1,22 @@
-"""How much a rank holds while the model's state dict is saved or loaded, and what is held of it afterwards."""
+"""How much a rank holds while a state dict is saved or loaded; where what is saved is, and what is held of it later."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from conformance.distributed.fsdp.lab import Lab
-from conformance.distributed.fsdp.state_dict_cases import Form, on_demand, set_form
+from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod
+from conformance.distributed.fsdp.state_dict_cases import Form, on_demand, rank_of, set_form
 
 
 class PeakBytes(TorchDispatchMode):
@@ -61,6 +65,37 @@ def held_while_loading(lab: Lab) -> float:
     with PeakBytes(model.parameters()) as held:
         model.load_state_dict(state_dict)
     return held.most_bytes / model_bytes
+
+
+def placed(lab: Lab, *, form: Form) -> list[tuple[bool, bool]]:
+    set_form(lab.library, lab.model, form)
+    return _placements(lab, lab.model.state_dict(), offloads=form.config.get("offload_to_cpu", False))
+
+
+def placed_states(lab: Lab, *, way: StateDictMethod) -> list[tuple[bool, bool]]:
+    return _placements(lab, way.save(lab, Optimized().stepped(lab.model)), offloads=way.offloads)
+
+
+def _placements(lab: Lab, saved: Mapping[str, Any], *, offloads: bool) -> list[tuple[bool, bool]]:
+    """Of each part that this rank has, whether it is where it was asked for, and said to be."""
+    asked = torch.device("cpu") if offloads else lab.rank.device
+    seen: list[tuple[bool, bool]] = []
+    for value in tree_leaves(saved):
+        if isinstance(value, ShardedTensor):
+            said = [one for one in value.metadata().shards_metadata if rank_of(one) == lab.rank.rank]
+            for part, one in zip(value.local_shards(), said, strict=True):
+                seen.append((part.tensor.device == asked, one.placement.device() == asked))
+    return seen
+
+
+def devices_of_states(lab: Lab, *, way: StateDictMethod) -> set[str]:
+    """Of what is sharded those of the parts."""
+    saved = tree_leaves(way.save(lab, Optimized("momentum").stepped(lab.model))["state"])
+    parts = (
+        [one.tensor for one in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+        for value in saved
+    )
+    return {part.device.type for part in itertools.chain(*parts)}
 
 
 def outlived(lab: Lab, *, form: Form) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.distributed.fsdp import optim_state_cases
 from conformance.distributed.fsdp import state_dict_cases as cases
 from conformance.distributed.fsdp import state_dict_hook_cases as hook_cases
+from conformance.distributed.fsdp import state_dict_memory_cases as memory_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.lab import TREE, Program
 from conformance.distributed.fsdp.optim_state_cases import StateDictMethod
@@ -168,7 +168,7 @@ def test_modules_built_on_meta(cpu_twins: Twins, kind: str, use_orig_params: boo
 @pytest.mark.parametrize(("kind", "offloads"), [("SHARDED", False), ("SHARDED", True), ("LOCAL", False)])
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_are_where_they_are_said_to_be(twins: Twins, kind: str, offloads: bool) -> None:
-    judge_placement(twins, cases.placed, offloads, form=Form(kind, {"offload_to_cpu": offloads}))
+    judge_placement(twins, memory_cases.placed, offloads, form=Form(kind, {"offload_to_cpu": offloads}))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
@@ -185,7 +185,7 @@ def test_shards_are_where_they_are_said_to_be(twins: Twins, kind: str, offloads:
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_parts_of_states_are_where_they_are_said_to_be(twins: Twins, way: StateDictMethod) -> None:
-    judge_placement(twins, optim_state_cases.placed, way.offloads, way=way)
+    judge_placement(twins, memory_cases.placed_states, way.offloads, way=way)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
@@ -193,7 +193,7 @@ def test_parts_of_states_are_where_they_are_said_to_be(twins: Twins, way: StateD
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_states_that_are_not_sharded_are_offloaded(twins: Twins, strategy: str, device: str) -> None:
     twins.deviate(
-        optim_state_cases.devices,
+        memory_cases.devices_of_states,
         leaf_by_leaf(strategy, use_orig_params=True),
         way=StateDictMethod("SHARDED"),
         torch_does=each(lambda seen: seen == {device}),
@@ -218,7 +218,7 @@ def judge_placement(twins: Twins, program: Program, offloads: bool, **asked: Any
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_of_flat_parameters_are_offloaded(twins: Twins) -> None:
     twins.deviate(
-        cases.placed,
+        memory_cases.placed,
         FLAT,
         form=Form("LOCAL", {"offload_to_cpu": True}),
         torch_does=raises(ValueError, "requires_grad property is incompatible"),
