@@ -101,7 +101,8 @@ class TrainingTensors:
     def __init__(self, shapes: str, dtype: str, device: str) -> None:
         require(device)
         self.device = device
-        self._random = torch.Generator().manual_seed(SEED)
+        # On the device itself: one host thread takes seconds for the numbers of a large list.
+        self._random = torch.Generator(device).manual_seed(SEED)
         draw = functools.partial(self._draw, dtype=getattr(torch, dtype))
         self.parameters = [torch.nn.Parameter(draw(shape)) for shape in SHAPES[shapes]]
         self._gradients = [draw(shape) for shape in SHAPES[shapes]]
@@ -110,7 +111,7 @@ class TrainingTensors:
         self.keep()
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=self._random).mul_(0.01).to(self.device, dtype)
+        return torch.randn(shape, generator=self._random, device=self.device).mul_(0.01).to(dtype)
 
     def keep(self) -> None:
         """Put the gradients where they have always been."""

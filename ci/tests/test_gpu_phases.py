@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +18,20 @@ from torch.autograd import DeviceType
 
 from benchmarks import asv_format, benchmark_cases, comparison, single
 from benchmarks.timing import Workload
-from conformance.gpu import judge_plugin, judging_phase, launches, probe, probe_cases, speed_phase
-from conformance.gpu.phase_rows import PhaseTask
+from conformance.gpu import (
+    judge_order,
+    judge_plugin,
+    judging_phase,
+    launches,
+    probe,
+    probe_cases,
+    speed_phase,
+)
+from conformance.gpu.phase_rows import PhaseTask, read_rows
 from conformance.ranks import RankDied, RankHung
 from conformance.ranks.errors import Scene
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_results_say_what_failed_and_what_was_not_measured() -> None:
@@ -49,21 +61,27 @@ def test_timing_stats_are_of_the_samples() -> None:
     assert single.timing_stats([2.0], 1)["q_75"] == 2.0
 
 
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_every_benchmark_of_the_host_is_planned_what_tells_most_first(where: str) -> None:
-    planned = speed_phase.cases(where)
-    everything = {
+def test_benchmarks_are_planned_for_exactly_one_device() -> None:
+    everything = [
         benchmark_cases.name_of(kind, case)
         for kind in benchmark_cases.load_all()
         for case in itertools.product(*kind.params)
-    }
-    left_out = {case.name for case in speed_phase.cases("cuda")} - {case.name for case in planned}
-    assert len({case.name for case in planned}) == len(planned)
-    assert everything == {case.name for case in planned} | left_out
-    assert all("cuda" in name for name in left_out)
-    assert planned[0].device == where
-    assert planned[0].is_ratio
-    assert planned[-1].kind.__module__ in ("benchmarks.bench_import", "benchmarks.bench_judge")
+    ]
+    planned = [case.name for device in ("cpu", "cuda") for case in speed_phase.cases(device)]
+    assert sorted(planned) == sorted(everything)
+    assert all("cuda" in case.name for case in speed_phase.cases("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("where", "last"), [("cpu", "bench_import"), ("cuda", "RatioCapturedAgainstCompiled")]
+)
+def test_headline_ratios_come_first_and_compiled_cases_last(where: str, last: str) -> None:
+    planned = speed_phase.cases(where)
+    headlines = [case for case in planned if case.is_headline and case.is_ratio and case.least_s < 1]
+    assert planned[: len(headlines)] == headlines
+    at_own_pace = [case for case in planned if case.least_s > 1]
+    assert planned[-len(at_own_pace) :] == at_own_pace
+    assert any(last in (case.kind.__name__, case.kind.__module__.split(".")[-1]) for case in at_own_pace)
 
 
 def test_samples_are_of_the_call_alone_and_end_in_time() -> None:
@@ -132,10 +150,61 @@ def test_what_the_device_did_is_told_from_what_only_bears_a_name() -> None:
 
 @pytest.mark.parametrize(
     ("where", "cores", "gpus", "expected"),
-    [("cpu", 2, 0, 2), ("cuda", 16, 1, 8), ("cuda", 64, 1, 8), ("cuda", 64, 4, 32), ("cuda", 1, 1, 1)],
+    [("cpu", 2, 0, 2), ("cuda", 16, 1, 12), ("cuda", 64, 1, 12), ("cuda", 64, 4, 48), ("cuda", 1, 1, 1)],
 )
 def test_workers_of_a_host(where: str, cores: int, gpus: int, expected: int) -> None:
     assert judging_phase.workers(where, cores, gpus) == expected
+
+
+def test_judge_command_follows_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    default = judging_phase.command(PhaseTask("rows.jsonl", 0.0, "cuda"), 1)
+    assert {"--device=cuda", "--deadline=40", "--no-shrink", "--maxschedchunk=1"} <= set(default)
+    assert default[default.index("-n") + 1] == "12"
+    task = PhaseTask("rows.jsonl", 0.0, "cuda", devices="cuda,cpu", workers=3, deadline_s=9.5)
+    asked = judging_phase.command(task, 1)
+    assert {"--device=cuda,cpu", "--deadline=9.5"} <= set(asked)
+    assert asked[asked.index("-n") + 1] == "3"
+
+
+def test_judge_order_puts_the_most_valuable_tests_first() -> None:
+    tests = [
+        ("conformance/nn/utils/test_clip_grad_value.py::test_a[cuda]", True),
+        ("conformance/amp/test_grad_scaler_unscale.py::test_a[cuda]", True),
+        ("conformance/distributed/fsdp/test_fully_shard.py::test_trains[cuda-2]", True),
+        ("conformance/distributed/fsdp/test_fsdp_no_sync.py::test_a[cuda-2]", True),
+        ("conformance/distributed/fsdp/test_fsdp_state_dict.py::test_a[cuda-1]", True),
+        ("conformance/amp/test_autocast_mode.py::test_a[cuda]", True),
+        ("conformance/nn/utils/test_clip_grad_value.py::test_a", False),
+    ]
+    assert sorted(tests, key=lambda test: judge_order.stage_of(*test)) == tests
+
+
+def test_each_pattern_of_the_judge_order_matches_a_file() -> None:
+    paths = [path.as_posix() for path in (ROOT / "conformance").rglob("test_*.py")]
+    stages = {judge_order.stage_of(path, has_device=True) for path in paths}
+    assert stages == set(range(len(judge_order.STAGES) + 1))
+
+
+@pytest.mark.deadline(200)
+def test_workers_judge_the_most_valuable_tests_first(tmp_path: Path) -> None:
+    tests = (
+        "conformance/nn/utils/test_clip_grad_value.py",
+        "conformance/amp/test_grad_scaler_fused_skips.py",
+    )
+    task = PhaseTask(str(tmp_path / "judge.jsonl"), 0.0, tests=" ".join(tests), workers=2)
+    (tmp_path / "judge").mkdir()
+    environ = {**os.environ, **judging_phase.environ(task)}
+    subprocess.run(
+        judging_phase.command(task, 0), cwd=ROOT, env=environ, capture_output=True, check=True, timeout=180
+    )
+    found = read_rows(Path(task.rows))
+    first = [name for name in found.planned if "fused_skips" in name]
+    assert found.missing == []
+    assert found.planned[: len(first)] == first
+    # A worker holds two tests at most, so a slow one delays one other.
+    done = [row["name"] for row in found.rows]
+    assert len(set(done[: len(first)]) & set(first)) >= len(first) - 2
 
 
 def probed(tmp_path: Path, outcomes: dict[str, str]) -> str:

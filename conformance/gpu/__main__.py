@@ -102,6 +102,16 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     add("--subject", default="impl", help="impl, torch, or any package that mirrors torch's paths")
     add("--profile", default="quick", choices=_PROFILES, help="how much to try")
     add("--tests", default="conformance", help="what the judge is asked for, as pytest takes it")
+    add("--devices", metavar="NAMES", default="", help="devices that are judged (default: that of --device)")
+    add(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that judge (default: by cores and GPUs, at most 12 a GPU)",
+    )
+    add(
+        "--deadline", type=float, default=40.0, metavar="S", help="seconds that a test may hang (default: 40)"
+    )
     add("--seed", type=int, help="another draw of examples; without it every run tries the same")
     return parser.parse_args(words)
 
@@ -118,7 +128,7 @@ def _budget(text: str) -> float:
 def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
     task = PhaseTask(
         "", 0.0, options.device, options.subject, options.profile, options.seed, options.tests,
-        machine=options.machine or "",
+        machine=options.machine or "", devices=options.devices, workers=options.workers, deadline_s=options.deadline,
     )  # fmt: skip
     words = shlex.join(["ci/gpu", *sys.argv[1:]])
     bundle = Bundle(task, folder, Path(options.out).resolve(), options.budget, words)

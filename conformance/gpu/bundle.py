@@ -92,6 +92,7 @@ class Bundle:
             "not_shown": missing,
             "subject": self.task.subject,
             "device": self.task.device,
+            "devices_judged": self.task.devices or self.task.device,
             "profile": self.task.profile,
             "seed": self.task.seed,
             "tests_asked_for": self.task.tests,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from conformance.gpu.judge_order import stage_of
 from conformance.gpu.phase_rows import PROGRESS, VARIABLE, PhaseTask, Rows, read_rows
 from conformance.gpu.probe import Probe
 from conformance.gpu.probe_cases import COLLECTIVES
@@ -56,8 +57,12 @@ class Plugin:
         self._done: dict[str, str] = {}
         self._tell_at = 0.0
 
+    @pytest.hookimpl(trylast=True)  # after pytest has grouped the tests by their session-wide parameters
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: stage_of(item.nodeid, "device" in _params_of(item)))
+
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        params = getattr(getattr(item, "callspec", None), "params", {})
+        params = _params_of(item)
         if "device" not in params or "world_size" not in params:
             return
         if why := obstacle(item.nodeid, params["device"], params["world_size"], self._found):
@@ -101,6 +106,10 @@ class Plugin:
             self._reporter.write_line(
                 f"\n{PROGRESS}{len(self._done)} of {len(self._planned)} tests, {red} red"
             )
+
+
+def _params_of(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
 
 
 @pytest.hookimpl(trylast=True)

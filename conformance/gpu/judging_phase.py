@@ -11,25 +11,30 @@ from pathlib import Path
 from conformance.gpu.phase_rows import VARIABLE, PhaseTask
 
 _PLUGIN = "conformance.gpu.judge_plugin"
-_WORKERS_PER_GPU = 8
+_WORKERS_PER_GPU = 12
 
 
 def workers(device: str, cores: int, gpus: int) -> int:
-    """How many processes judge at once.
+    """Return how many processes judge at once, unless `--workers` says it.
 
-    Without a GPU one a core. With one, half as many, because a test with ranks keeps two processes busy and each CUDA
-    process has threads of its own; and at most eight a GPU: processes take turns on it, and each holds half a gigabyte
-    of it for its context, the ranks that it keeps warm another one each.
+    Without a GPU: one a core. With a GPU: three for four cores, because each CUDA process has threads of its own, and
+    at most 12 a GPU. Each process holds half a gigabyte of the GPU's memory for its context, and so does each rank
+    that it keeps warm: 12 workers with pools of one and of two ranks take 25 GB.
+
+    Tests with ranks need no other number. A pool holds a core for each rank while a CUDA case runs, so that 16 cores
+    run 8 cases of two ranks at once, and the other workers wait for their turn.
     """
-    return cores if device == "cpu" else max(1, min(cores // 2, _WORKERS_PER_GPU * max(gpus, 1)))
+    return cores if device == "cpu" else max(1, min(cores * 3 // 4, _WORKERS_PER_GPU * max(gpus, 1)))
 
 
 def command(task: PhaseTask, gpus: int) -> list[str]:
     words = [sys.executable, "-m", "pytest", *shlex.split(task.tests), "-q", "--tb=short", "-p", _PLUGIN]
     if find_spec("xdist") is not None:
-        words += ["-n", str(workers(task.device, len(os.sched_getaffinity(0)), gpus))]
+        count = task.workers or workers(task.device, len(os.sched_getaffinity(0)), gpus)
+        # In chunks of one: larger ones would give a worker tests far down the order before others have run the first.
+        words += ["-n", str(count), "--dist=load", "--maxschedchunk=1"]
     words += [f"--subject={task.subject}", f"--profile={task.profile}", "--world-sizes=1,2"]
-    words += ["--device=cpu" if task.device == "cpu" else "--device=cuda,cpu"]
+    words += [f"--device={task.devices or task.device}", f"--deadline={task.deadline_s:g}", "--no-shrink"]
     words += [] if task.seed is None else [f"--seed={task.seed}"]
     folder = Path(task.rows).with_suffix("")
     return [*words, f"--report={folder}", f"--junitxml={folder / 'junit.xml'}"]

@@ -22,15 +22,18 @@ class PhaseTask:
 
     rows: str  # the file for its rows
     until: float  # when it should have ended, by this machine's monotonic clock
-    device: str = "cpu"  # cpu, or cuda, which comes first then and the CPU second
+    device: str = "cpu"  # cpu or cuda
     subject: str = "impl"
     profile: str = "quick"
     seed: int | None = None
     tests: str = "conformance"  # what the judge is asked for
     probes: str = ""  # the rows of the phase `probe`
     machine: str = (
-        ""  # the name under which its timings are to be kept; empty: this machine's own, if it has one
+        ""  # the name under which its timings are kept; empty: this machine's own name, if it has one
     )
+    devices: str = ""  # comma-separated, for the judge; empty: `device`
+    workers: int | None = None  # of the judge; None: by cores and GPUs
+    deadline_s: float = 40.0  # how long a test of the judge may hang
 
     def as_word(self) -> str:
         return json.dumps(asdict(self))

@@ -1,4 +1,4 @@
-"""Every benchmark that asv would run, run here without it: what tells most first, as much as the time allows."""
+"""The benchmarks of one device, run without asv: headline ratios first, as many as the time allows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from conformance.gpu.bundle_files import BENCHMARKS
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 
 _LEAST_CASE_S = 0.3
-# What starts processes keeps no pace that it is told: it comes last, if so much is left.
+# What starts processes or compiles takes its own time: it comes last, if so much is left.
 _OWN_PACE_S = 60.0
-_OWN_PACE = ("bench_import", "bench_judge")
+_OWN_PACE = ("bench_import", "bench_judge", "bench_optimizer_compile", "RatioCapturedAgainstCompiled")
 # A case may take some times its even share of what is left: most are faster than theirs.
 _TIMES_ITS_SHARE = 3.0
 
@@ -46,24 +46,24 @@ class BenchmarkCase:
     @property
     def least_s(self) -> float:
         """Not to be begun with less."""
-        return _OWN_PACE_S if self.kind.__module__.endswith(_OWN_PACE) else _LEAST_CASE_S
+        names = {self.kind.__module__.rpartition(".")[2], self.kind.__name__}
+        return _LEAST_CASE_S if names.isdisjoint(_OWN_PACE) else _OWN_PACE_S
 
-    def order(self, device: str) -> tuple[Any, ...]:
-        """What tells most first, and of that what works on the same tensors together."""
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """A key that sorts headline ratios first. Cases on the same tensors follow one another."""
         inputs = benchmark_cases.by_inputs((self.kind, self.values))
-        return self.least_s, not self.is_headline, self.device != device, not self.is_ratio, *inputs
+        return self.least_s, not self.is_headline, not self.is_ratio, *inputs
 
 
 def cases(device: str) -> list[BenchmarkCase]:
-    """All that this host can run, in the order of what they tell."""
-    devices = {"cpu", device}
+    """Return the cases of `device`, most informative first."""
     found = [
         BenchmarkCase(kind, values)
         for kind in benchmark_cases.load_all()
         for values in itertools.product(*kind.params)
     ]
-    found = [case for case in found if case.device in devices]
-    return sorted(found, key=lambda case: case.order(device))
+    return sorted((case for case in found if case.device == device), key=lambda case: case.order)
 
 
 def work(task: PhaseTask, rows: Rows) -> None:

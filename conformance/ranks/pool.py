@@ -31,7 +31,7 @@ from conformance.ranks.errors import (
 )
 from conformance.ranks.handle import RankHandle
 from conformance.ranks.process import Done, Listening, RankSettings, Ready, Resolved
-from conformance.ranks.slots import cpu_slots
+from conformance.ranks.slots import cpu_count, cpu_slots
 
 # After the first failure its peers get this long to fail in their turn, so that the report has their side too.
 _GRACE_S = 1.0
@@ -110,7 +110,7 @@ class RankPool:
         limit_s = self._pace.limit_s(request, deadline_s)
         try:
             self._bring_up()
-            with cpu_slots(self.world_size, self._turns) if self._turns else contextlib.nullcontext():
+            with self._turn():
                 began = time.monotonic()
                 results = self._run(request, limit_s)
         except RankHung:
@@ -122,6 +122,13 @@ class RankPool:
             raise
         self._pace.note_success(time.monotonic() - began)
         return results
+
+    def _turn(self) -> contextlib.AbstractContextManager[object]:
+        if not self._turns:
+            return contextlib.nullcontext()
+        # A CUDA rank that waits for its device keeps its core busy, unlike one that waits for its peers.
+        capacity = cpu_count() if self.device == "cuda" else None
+        return cpu_slots(self.world_size, self._turns, capacity=capacity)
 
     def new_test(self) -> None:
         """Forget the hangs of the test before: cases have their full deadline again."""
